@@ -1,0 +1,37 @@
+"""What every experiment sets; each field can be overridden on the command line (`--config.seed=1`)."""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+  config = ml_collections.ConfigDict()
+
+  # Text: a source of train/text_sources.py, the share of documents held out, and the tokenizer's file.
+  config.source = 'stdlib'
+  config.files = ''
+  config.held_out_percent = 1.0
+  config.tokenizer = 'runs/tokenizer.json'
+  config.vocab_size = 4096
+  config.cache_dir = ''  # encoded text is kept here; WORKDIR/data if empty
+
+  # Network: spectr_jax.models.transformer.TransformerConfig. dtype is that of activations and matmuls in training.
+  config.model = ml_collections.ConfigDict(dict(embed_dim=96, num_layers=2, num_heads=3, mlp_dim=384, dtype='float32'))
+
+  # Optimisation: AdamW, linear warm-up, cosine down to a tenth.
+  config.seed = 0
+  config.seq_len = 512
+  config.batch_size = 4
+  config.num_steps = 1000
+  config.learning_rate = 1e-3
+  config.warmup_steps = 100
+  config.weight_decay = 0.1
+  config.adam_b2 = 0.98
+  config.max_grad_norm = 1.0
+
+  # Logs and checkpoints, all in steps.
+  config.log_every = 20
+  config.eval_every = 500
+  config.eval_batches = 50
+  config.checkpoint_every = 500
+  config.keep_checkpoints = 2
+  return config

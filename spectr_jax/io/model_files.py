@@ -1,0 +1,127 @@
+"""A model on disk: `model.json`, `tokenizer.json` and the parameters as an Orbax checkpoint in `params/`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from spectr_jax.io.tokenizer import Tokenizer
+from spectr_jax.model import Model
+from spectr_jax.models import transformer
+
+_FORMAT = 1
+
+
+def _file_hashes(directory: epath.Path) -> dict[str, str]:
+  """SHA-256 of every file below `directory`, by relative path."""
+  hashes, waiting = {}, [directory]
+  while waiting:
+    for path in waiting.pop().iterdir():
+      if path.is_dir():
+        waiting.append(path)
+      else:
+        hashes[str(path.relative_to(directory))] = hashlib.sha256(path.read_bytes()).hexdigest()
+  return dict(sorted(hashes.items()))
+
+
+def save_model(
+  path: epath.PathLike,
+  model: Model,
+  tokenizer: Tokenizer,
+  *,
+  info: dict[str, Any] | None = None,
+  param_dtype: str = 'bfloat16',
+  overwrite: bool = False,
+) -> None:
+  """Writes a transformer and its tokenizer, whole or not at all.
+
+  Args:
+    path: Directory to make.
+    model: A model made by `transformer_model`.
+    tokenizer: The tokenizer it was trained with.
+    info: JSON values to keep beside it, such as the training text's hashes.
+    param_dtype: Type the parameters are stored in.
+    overwrite: Replace a model that is there.
+
+  Raises:
+    ValueError: The directory exists and `overwrite` is False, or model and tokenizer do not fit.
+  """
+  path = epath.Path(path)
+  if path.exists() and not overwrite:
+    raise ValueError(f'{path} exists and is not overwritten')
+  if tokenizer.vocab_size != model.vocab_size:
+    raise ValueError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}')
+  config = transformer.config_of(model)
+  unfinished = path.parent / f'{path.name}.unfinished'
+  if unfinished.exists():
+    unfinished.rmtree()
+  unfinished.mkdir(parents=True)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save((unfinished / 'params').resolve(), jax.tree.map(lambda x: x.astype(param_dtype), model.params))
+  tokenizer.save(unfinished / 'tokenizer.json')
+  spec = {
+    'format': _FORMAT,
+    'architecture': 'transformer',
+    'config': dataclasses.asdict(config),
+    'num_params': config.num_params,
+    'param_dtype': param_dtype,
+    'tokenizer': tokenizer.fingerprint,
+    'info': info or {},
+    'sha256': _file_hashes(unfinished),
+  }
+  (unfinished / 'model.json').write_text(json.dumps(spec, indent=2) + '\n')
+  if path.exists():
+    path.rmtree()
+  unfinished.rename(path)
+
+
+def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model, Tokenizer]:
+  """Reads a model that `save_model` wrote.
+
+  Args:
+    path: The directory; may be remote (`gs://`).
+    dtype: Type to compute in, `float32` or `bfloat16`; None for the model's own.
+
+  Returns:
+    The model and its tokenizer.
+
+  Raises:
+    ValueError: The directory is missing, not a model, or a file in it is missing or damaged.
+  """
+  path = epath.Path(path)
+  if not (path / 'model.json').exists():
+    raise ValueError(f'no model at {path}: expected a directory with model.json, tokenizer.json and params/')
+  try:
+    spec = json.loads((path / 'model.json').read_text())
+    hashes = spec['sha256']
+    config = transformer.TransformerConfig(**{**spec['config'], **({'dtype': dtype} if dtype else {})})
+    param_dtype, version, fingerprint = spec['param_dtype'], spec['format'], spec['tokenizer']
+  except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    raise ValueError(f'{path / "model.json"} is damaged or not a model description: {error!r}') from error
+  if version != _FORMAT:
+    raise ValueError(f'{path} has format {version}; this version reads format {_FORMAT}')
+  found = _file_hashes(path)
+  for name, wanted in hashes.items():
+    if found.get(name) != wanted:
+      problem = 'is damaged (its SHA-256 differs from model.json)' if name in found else 'is missing'
+      raise ValueError(f'{path / name} {problem}')
+  tokenizer = Tokenizer.load(path / 'tokenizer.json')
+  if tokenizer.fingerprint != fingerprint or tokenizer.vocab_size != config.vocab_size:
+    raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({fingerprint})')
+  sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  like = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(param_dtype), sharding=sharding),
+    jax.eval_shape(functools.partial(transformer.init_params, config=config), jax.random.key(0)),
+  )
+  with contextlib.closing(ocp.StandardCheckpointer()) as checkpointer:
+    params = checkpointer.restore((path / 'params').resolve(), like)
+  return transformer.transformer_model(params, config), tokenizer

@@ -1,0 +1,165 @@
+"""The seam between algorithms and networks: `Model`, `ModelOutput`, `KVCache`.
+
+A model scores tokens that stand after a committed prefix. One call to `apply_fn` adds *pending* tokens, which may be a
+chain, a tree or a ragged batch of prompts; `commit_fn` keeps some of them and forgets the rest. The prefix is only ever
+written by `commit_fn`, so rejecting a draft costs nothing: rollback is never having written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelOutput:
+  """What a forward call returns.
+
+  Attributes:
+    logits: float32 `[B, N, V]`, the next-token logits after each token of the call. Padded vocabulary columns are -inf.
+    cache: The cache with the call's tokens pending.
+    features: Hidden states `[B, N, D]` for drafters that read them, or None.
+  """
+
+  logits: jax.Array
+  cache: Any
+  features: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+  """Keys and values of a committed prefix per row, and of the pending tokens after it.
+
+  Keys are stored with the slot axis last and values with it second to last, so that both attention products read
+  contiguous memory.
+
+  Attributes:
+    keys: One `[B, H, head_dim, S]` array per layer; slots at and beyond a row's length hold nothing of meaning.
+    values: One `[B, H, S, head_dim]` array per layer.
+    lengths: int32 `[B]`, the committed tokens of each row.
+    pending_keys: One `[B, H, head_dim, M]` array per layer, or `()` when nothing is pending.
+    pending_values: One `[B, H, M, head_dim]` array per layer, or `()`.
+    num_pending: int32 scalar, the pending slots already written; later calls of the same round append after them.
+  """
+
+  keys: tuple[jax.Array, ...]
+  values: tuple[jax.Array, ...]
+  lengths: jax.Array
+  pending_keys: tuple[jax.Array, ...]
+  pending_values: tuple[jax.Array, ...]
+  num_pending: jax.Array
+
+  @classmethod
+  def empty(cls, *, num_layers: int, batch_size: int, num_heads: int, head_dim: int, max_length: int, dtype) -> KVCache:
+    """A cache with room for `max_length` committed tokens per row and none committed."""
+    keys = tuple(jnp.zeros((batch_size, num_heads, head_dim, max_length), dtype) for _ in range(num_layers))
+    values = tuple(jnp.zeros((batch_size, num_heads, max_length, head_dim), dtype) for _ in range(num_layers))
+    return cls(keys, values, jnp.zeros(batch_size, jnp.int32), (), (), jnp.zeros((), jnp.int32))
+
+  def append(self, layer: int, new_keys: jax.Array, new_values: jax.Array, *, capacity: int):
+    """Pending keys and values of one layer with a call's tokens behind those of earlier calls.
+
+    Args:
+      layer: The layer's index.
+      new_keys: `[B, H, head_dim, N]`.
+      new_values: `[B, H, N, head_dim]`.
+      capacity: M, the pending slots the whole round needs.
+
+    Returns:
+      The layer's pending `[B, H, head_dim, M]` keys and `[B, H, M, head_dim]` values.
+    """
+    num_new = new_keys.shape[-1]
+    if not self.pending_keys:
+      if num_new == capacity:
+        return new_keys, new_values
+      spare = capacity - num_new
+      return (
+        jnp.pad(new_keys, ((0, 0), (0, 0), (0, 0), (0, spare))),
+        jnp.pad(new_values, ((0, 0), (0, 0), (0, spare), (0, 0))),
+      )
+    at = self.num_pending
+    return (
+      jax.lax.dynamic_update_slice(self.pending_keys[layer], new_keys, (0, 0, 0, at)),
+      jax.lax.dynamic_update_slice(self.pending_values[layer], new_values, (0, 0, at, 0)),
+    )
+
+  def commit(self, path: jax.Array, num_accepted: jax.Array) -> KVCache:
+    """Keeps pending entries `path[b, :num_accepted[b]]`, in that order, as the next committed ones; drops the rest.
+
+    A row with `num_accepted` 0 is left as it is. Entries that would stand beyond the cache's size are dropped.
+
+    Args:
+      path: int32 `[B, D]` indices of pending entries.
+      num_accepted: int32 `[B]`.
+    """
+    batch_size, depth = path.shape
+    size = self.keys[0].shape[-1]
+    offsets = jnp.arange(depth)
+    slots = jnp.where(offsets < num_accepted[:, None], self.lengths[:, None] + offsets, size)
+    rows = jnp.arange(batch_size)[:, None]
+
+    def keep_keys(keys, pending):  # advanced indices around slices put [B, D] first
+      return keys.at[rows, :, :, slots].set(pending[rows, :, :, path], mode='drop')
+
+    def keep_values(values, pending):
+      return values.at[rows, :, slots].set(pending[rows, :, path], mode='drop')
+
+    return KVCache(
+      keys=tuple(map(keep_keys, self.keys, self.pending_keys)),
+      values=tuple(map(keep_values, self.values, self.pending_values)),
+      lengths=jnp.minimum(self.lengths + num_accepted, size),
+      pending_keys=(),
+      pending_values=(),
+      num_pending=jnp.zeros((), jnp.int32),
+    )
+
+
+def commit_kv_cache(cache: KVCache, path: jax.Array, num_accepted: jax.Array) -> KVCache:
+  """`KVCache.commit` as the default `Model.commit_fn`."""
+  return cache.commit(path, num_accepted)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A language model as data and three functions.
+
+  `params` are a pytree of arrays and travel through `jit` as arguments, so they can be sharded; everything else is
+  static. The functions must be module-level or otherwise compare equal between calls, or every call compiles anew.
+
+  Attributes:
+    params: The parameters.
+    apply_fn: `(params, tokens[B, N], positions[B, N], mask, cache) -> ModelOutput`. `mask` is bool `[N, M]` or
+      `[B, N, M]`: column j is the j-th token pending since the last commit, the call's own tokens included, and token i
+      attends to those where it is True, and to the whole committed prefix always.
+    init_cache_fn: `(batch_size, max_length) -> cache`.
+    vocab_size: V.
+    commit_fn: `(cache, path[B, D], num_accepted[B]) -> cache`, as `KVCache.commit`.
+    max_length: The longest prompt plus continuation the model was made for, or None if any will do.
+  """
+
+  params: Any
+  apply_fn: Callable[..., ModelOutput] = dataclasses.field(metadata={'static': True})
+  init_cache_fn: Callable[[int, int], Any] = dataclasses.field(metadata={'static': True})
+  vocab_size: int = dataclasses.field(metadata={'static': True})
+  commit_fn: Callable[..., Any] = dataclasses.field(default=commit_kv_cache, metadata={'static': True})
+  max_length: int | None = dataclasses.field(default=None, metadata={'static': True})
+
+  def apply(self, tokens: jax.Array, positions: jax.Array, mask: jax.Array, cache: Any) -> ModelOutput:
+    """Scores `tokens` after the committed prefix; see `apply_fn`."""
+    return self.apply_fn(self.params, tokens, positions, mask, cache)
+
+  def prefill(self, tokens: jax.Array, lengths: jax.Array, cache: Any) -> Any:
+    """Commits right-padded `tokens` `[B, P]`, the first `lengths[b]` of each row, to an empty cache, in one call."""
+    num_tokens = tokens.shape[1]
+    slots = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), tokens.shape)
+    causal = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+    # Negative ids mark absent tokens; any valid id does in their place, since nothing that is kept attends to them.
+    output = self.apply(jnp.maximum(tokens, 0), slots, causal, cache)
+    return self.commit_fn(output.cache, slots, lengths)

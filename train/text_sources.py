@@ -1,0 +1,146 @@
+"""Where training text comes from: each source yields documents in a fixed order and knows its own hash.
+
+`stdlib` reads what every Python installation has and downloads nothing; `files` reads plain text. Documents are split
+into training and held-out text by their content, so the split does not move when a source grows or is reordered.
+"""
+
+from __future__ import annotations
+
+import ast
+import bz2
+import dataclasses
+import functools
+import gzip
+import hashlib
+import io
+import pathlib
+import platform
+import sysconfig
+from collections.abc import Iterator
+from typing import Protocol
+
+from etils import epath
+
+
+class TextSource(Protocol):
+  """Documents with a name."""
+
+  name: str
+
+  def documents(self) -> Iterator[str]:
+    """All documents, in the same order each time."""
+
+  def describe(self) -> dict[str, str]:
+    """What a training log should record about the origin."""
+
+
+def _read_text(path: epath.Path) -> str:
+  """Contents of a `.txt`, `.gz` or `.bz2` file; other endings are read as plain text."""
+  openers = {'.gz': gzip.open, '.bz2': bz2.open}
+  try:
+    with path.open('rb') as raw:
+      opener = openers.get(path.suffix)
+      with opener(raw) if opener else raw as stream:
+        return io.TextIOWrapper(stream, encoding='utf-8').read()
+  except (OSError, EOFError, UnicodeDecodeError) as error:
+    raise ValueError(f'cannot read {path} as text: {error}') from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+  """Plain-text files; a blank line ends a document.
+
+  Attributes:
+    patterns: Paths or globs, read in this order, the matches of a glob sorted.
+  """
+
+  patterns: tuple[str, ...]
+  name: str = 'files'
+
+  @functools.cached_property
+  def paths(self) -> tuple[epath.Path, ...]:
+    if not self.patterns:
+      raise ValueError('source "files" needs config.files: comma-separated paths or globs of .txt, .gz or .bz2 files')
+    paths = []
+    for pattern in self.patterns:
+      path = epath.Path(pattern)
+      matches = [path] if path.exists() else sorted(path.parent.glob(path.name)) if path.parent.exists() else []
+      if not matches:
+        raise ValueError(f'no file matches {pattern!r}')
+      paths.extend(matches)
+    return tuple(paths)
+
+  def documents(self) -> Iterator[str]:
+    for path in self.paths:
+      lines = []
+      for line in _read_text(path).splitlines():
+        if line.strip():
+          lines.append(line)
+        elif lines:
+          yield '\n'.join(lines)
+          lines = []
+      if lines:
+        yield '\n'.join(lines)
+
+  def describe(self) -> dict[str, str]:
+    return {f'files/{path.name}': hashlib.sha256(path.read_bytes()).hexdigest() for path in self.paths}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stdlib:
+  """Documentation, docstrings and source of the running Python's standard library."""
+
+  name: str = 'stdlib'
+
+  def documents(self) -> Iterator[str]:
+    import pydoc_data.topics
+
+    for _, text in sorted(pydoc_data.topics.topics.items()):
+      yield text.strip()
+    root = pathlib.Path(sysconfig.get_path('stdlib'))
+    skipped = {'test', 'tests', 'idle_test', 'site-packages', 'dist-packages', '__pycache__', 'pydoc_data', 'lib2to3'}
+    for path in sorted(root.rglob('*.py')):
+      if skipped.intersection(path.relative_to(root).parts):
+        continue
+      try:
+        source = path.read_text(encoding='utf-8')
+        tree = ast.parse(source)
+      except (UnicodeDecodeError, SyntaxError, ValueError):
+        continue  # a few files hold deliberately odd encodings or templates
+      for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+          docstring = ast.get_docstring(node)
+          if docstring and len(docstring) >= 200:
+            yield docstring
+      if source.strip():
+        yield source.strip()
+
+  def describe(self) -> dict[str, str]:
+    digest = hashlib.sha256()
+    for document in self.documents():
+      digest.update(document.encode() + b'\0')
+    return {'stdlib/documents': digest.hexdigest(), 'stdlib/python': platform.python_version()}
+
+
+# `lm1b` joins here.
+_SOURCES = {
+  'stdlib': lambda config: Stdlib(),
+  'files': lambda config: Files(tuple(filter(None, config.files.split(',')))),
+}
+
+
+def make_source(config) -> TextSource:
+  """The source that `config.source` names.
+
+  Raises:
+    ValueError: The name is unknown.
+  """
+  if config.source not in _SOURCES:
+    raise ValueError(f'unknown source {config.source!r}; allowed: {", ".join(sorted(_SOURCES))}')
+  return _SOURCES[config.source](config)
+
+
+def is_held_out(document: str, percent: float) -> bool:
+  """Whether a document belongs to the held-out `percent`, by the hash of its content."""
+  digest = hashlib.sha256(document.encode()).digest()
+  return int.from_bytes(digest[:4], 'big') < percent / 100 * 2**32

@@ -1,0 +1,31 @@
+"""Trains a tokenizer: `python -m train.tokenizer --config=configs/NAME.py`."""
+
+from absl import flags
+from etils import epath
+from ml_collections import config_flags
+
+from spectr_jax.io import command_line
+from spectr_jax.io.tokenizer import Tokenizer
+from train.text_sources import is_held_out, make_source
+
+_CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment; its source, vocab_size and split are used.')
+_OUTPUT = flags.DEFINE_string('output', None, 'File to write; config.tokenizer if not given.')
+
+
+def main(argv):
+  del argv
+  config = _CONFIG.value
+  output = epath.Path(_OUTPUT.value or config.tokenizer)
+  if output.exists():
+    raise ValueError(f'{output} exists and is not overwritten')
+  source = make_source(config)
+  training_text = (text for text in source.documents() if not is_held_out(text, config.held_out_percent))
+  tokenizer = Tokenizer.train(training_text, config.vocab_size)
+  output.parent.mkdir(parents=True, exist_ok=True)
+  tokenizer.save(output)
+  print(f'{output}: {tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint}, from {source.name}')
+
+
+if __name__ == '__main__':
+  flags.mark_flag_as_required('config')
+  command_line.run(main)
