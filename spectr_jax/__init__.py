@@ -1,0 +1,54 @@
+"""Lossless multi-draft speculative decoding in JAX."""
+
+from spectr_jax import models
+from spectr_jax.draft import Drafter, ModelDrafter
+from spectr_jax.generate import (
+  ORIGIN_BONUS,
+  ORIGIN_CORRECTION,
+  ORIGIN_DRAFT,
+  DecodeState,
+  Generation,
+  decode_rounds,
+  generate,
+  init_decode,
+)
+from spectr_jax.io.model_files import load_model, save_model
+from spectr_jax.io.tokenizer import Tokenizer
+from spectr_jax.methods import METHODS, Method
+from spectr_jax.model import KVCache, Model, ModelOutput
+from spectr_jax.models import table, transformer
+from spectr_jax.proposal import Proposal
+from spectr_jax.sampling import SamplingParams
+from spectr_jax.tree import TokenTree
+from spectr_jax.verify import Verdict, Verifier
+
+__version__ = '0.1.0'
+
+__all__ = [
+  'METHODS',
+  'ORIGIN_BONUS',
+  'ORIGIN_CORRECTION',
+  'ORIGIN_DRAFT',
+  'DecodeState',
+  'Drafter',
+  'Generation',
+  'KVCache',
+  'Method',
+  'Model',
+  'ModelDrafter',
+  'ModelOutput',
+  'Proposal',
+  'SamplingParams',
+  'TokenTree',
+  'Tokenizer',
+  'Verdict',
+  'Verifier',
+  'decode_rounds',
+  'generate',
+  'init_decode',
+  'load_model',
+  'models',
+  'save_model',
+  'table',
+  'transformer',
+]

@@ -1,0 +1,1 @@
+"""Networks behind the `Model` seam."""

@@ -1,0 +1,387 @@
+"""The loop: draft, score, verify, commit, on the device until every row is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.draft import Drafter, ModelDrafter
+from spectr_jax.methods import Method, get_method
+from spectr_jax.model import Model
+from spectr_jax.proposal import Proposal
+from spectr_jax.sampling import SamplingParams, logits_to_probs
+from spectr_jax.tree import TokenTree
+
+ORIGIN_DRAFT, ORIGIN_CORRECTION, ORIGIN_BONUS = range(3)
+_PURPOSE_DRAFT, _PURPOSE_VERIFY = range(2)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Generation:
+  """Generated tokens and how they came about.
+
+  Attributes:
+    tokens: int32 `[B, max_new_tokens]`, new tokens only, -1 after a row's end; an EOS is part of its row.
+    lengths: int32 `[B]`, new tokens of each row.
+    num_target_calls: int32 `[B]`, rounds in which the row was alive. The prefill is not counted.
+    accepted_by_depth: int32 `[B, L]`, rounds that kept at least d drafted tokens, at index d - 1; what EOS or the limit
+      cut off is not counted.
+    origins: int32 `[B, max_new_tokens]`, where each token came from: `ORIGIN_DRAFT` 0, an accepted guess;
+      `ORIGIN_CORRECTION` 1, the target's replacement for rejected guesses; `ORIGIN_BONUS` 2, the target's own token after
+      a path accepted to its end; -1 after a row's end.
+  """
+
+  tokens: jax.Array
+  lengths: jax.Array
+  num_target_calls: jax.Array
+  accepted_by_depth: jax.Array
+  origins: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+  """Everything between two rounds.
+
+  Attributes:
+    target: The target model.
+    drafter: The drafter, or None.
+    keys: Typed keys `[B]`, one per row, never spent.
+    sampling: The rows' sampling parameters.
+    last_token: int32 `[B]`, the last committed token, the root of the next tree.
+    root_position: int32 `[B]`, its position; committed tokens minus one.
+    is_done: bool `[B]`.
+    target_cache: The target's cache, all committed tokens but the last.
+    draft_state: The drafter's state, or None.
+    verifier_state: Per-row state of the verifier, batch in front.
+    result: Tokens so far.
+    method, tree, eos_ids: What the program is compiled for.
+  """
+
+  target: Model
+  drafter: Any
+  keys: jax.Array
+  sampling: SamplingParams
+  last_token: jax.Array
+  root_position: jax.Array
+  is_done: jax.Array
+  target_cache: Any
+  draft_state: Any
+  verifier_state: Any
+  result: Generation
+  method: Method = dataclasses.field(metadata={'static': True})
+  tree: TokenTree = dataclasses.field(metadata={'static': True})
+  eos_ids: tuple[int, ...] = dataclasses.field(metadata={'static': True})
+
+
+def _is_concrete(*arrays) -> bool:
+  return not any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+
+def _row_keys(rng_key, batch_size: int) -> jax.Array:
+  if not isinstance(rng_key, jax.Array) or not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
+    raise ValueError('rng_key must be a typed key or an array of them, as jax.random.key makes')
+  if 'fry' not in str(rng_key.dtype):
+    raise ValueError(
+      f'rng_key must be of impl threefry2x32, whose draws do not depend on the batch; got {rng_key.dtype}'
+    )
+  if rng_key.ndim == 0:
+    return jax.vmap(lambda row: jax.random.fold_in(rng_key, row))(jnp.arange(batch_size))
+  if rng_key.shape != (batch_size,):
+    raise ValueError(f'rng_key must be one key or [{batch_size}], one per prompt; got shape {rng_key.shape}')
+  return rng_key
+
+
+def _check_models(target: Model, drafter: Drafter | None, method: Method) -> None:
+  if drafter is None:
+    if method.max_drafts != 0:
+      raise ValueError(f'{method.name} needs a draft model, got None')
+  elif drafter.vocab_size != target.vocab_size:
+    raise ValueError(f'draft and target must share a vocabulary: {drafter.vocab_size} and {target.vocab_size} tokens')
+
+
+def _check_prompts(prompts, prompt_lengths, max_new_tokens: int, vocab_size: int, longest: int | None) -> None:
+  if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer) or 0 in prompts.shape:
+    raise ValueError(f'prompts must be integers [B, P] with B and P at least 1, got {prompts.dtype} {prompts.shape}')
+  if prompt_lengths.shape != prompts.shape[:1] or not jnp.issubdtype(prompt_lengths.dtype, jnp.integer):
+    raise ValueError(f'prompt_lengths must be integers [{prompts.shape[0]}], got {prompt_lengths.shape}')
+  if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    raise ValueError(f'max_new_tokens must be a positive int, got {max_new_tokens!r}')
+  if not _is_concrete(prompts, prompt_lengths):
+    return
+  lengths = np.asarray(prompt_lengths)
+  if lengths.min() < 1 or lengths.max() > prompts.shape[1]:
+    raise ValueError(
+      f'prompt_lengths must be from 1 to {prompts.shape[1]}: a prompt has at least one token; got {lengths.min()} to'
+      f' {lengths.max()}'
+    )
+  used = np.asarray(prompts)[np.arange(prompts.shape[1]) < lengths[:, None]]
+  if used.min() < 0 or used.max() >= vocab_size:
+    raise ValueError(f'prompts hold ids from {used.min()} to {used.max()}, the vocabulary is 0 to {vocab_size - 1}')
+  if longest is not None and lengths.max() + max_new_tokens > longest:
+    raise ValueError(
+      f"the longest prompt has {lengths.max()} tokens; with {max_new_tokens} new ones that exceeds the models' {longest}"
+    )
+
+
+def init_decode(
+  rng_key: jax.Array,
+  target: Model,
+  draft: Model | Drafter | None,
+  prompts: jax.Array,
+  prompt_lengths: jax.Array,
+  *,
+  method: str | Method,
+  tree: TokenTree,
+  max_new_tokens: int,
+  temperature=1.0,
+  top_k=0,
+  top_p=1.0,
+  eos_id: int | tuple[int, ...] | None = None,
+) -> DecodeState:
+  """Checks the request and prefills; the arguments are those of `generate`."""
+  method = get_method(method)
+  method.check_tree(tree)
+  if method.max_drafts == 0:
+    draft = None
+  drafter = ModelDrafter(draft) if isinstance(draft, Model) else draft
+  _check_models(target, drafter, method)
+  prompts, prompt_lengths = jnp.asarray(prompts), jnp.asarray(prompt_lengths)
+  limits = [model.max_length for model in (target, drafter) if model is not None and model.max_length is not None]
+  _check_prompts(prompts, prompt_lengths, max_new_tokens, target.vocab_size, min(limits, default=None))
+  eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int | np.integer) else tuple(eos_id)
+  batch_size = prompts.shape[0]
+  state = _prefill(
+    target,
+    drafter,
+    _row_keys(rng_key, batch_size),
+    SamplingParams.make(batch_size, temperature=temperature, top_k=top_k, top_p=top_p),
+    prompts.astype(jnp.int32),
+    prompt_lengths.astype(jnp.int32),
+    method=method,
+    tree=tree,
+    max_new_tokens=max_new_tokens,
+    eos_ids=tuple(int(i) for i in eos_ids),
+  )
+  return dataclasses.replace(state, target=target, drafter=drafter)
+
+
+@functools.partial(jax.jit, static_argnames=('method', 'tree', 'max_new_tokens', 'eos_ids'))
+def _prefill(target, drafter, keys, sampling, prompts, prompt_lengths, *, method, tree, max_new_tokens, eos_ids):
+  """The state before the first round, without its models: a jitted function would return copies of them."""
+  batch_size, prompt_size = prompts.shape
+  max_length = prompt_size + max_new_tokens
+  cache = target.prefill(prompts, prompt_lengths - 1, target.init_cache_fn(batch_size, max_length))
+  last_token = jnp.take_along_axis(prompts, prompt_lengths[:, None] - 1, axis=1)[:, 0]
+  verifier_state = jax.tree.map(
+    lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x))), method.verifier.init_state(tree)
+  )
+  zeros = jnp.zeros(batch_size, jnp.int32)
+  nothing = jnp.full((batch_size, max_new_tokens), -1, jnp.int32)
+  result = Generation(nothing, zeros, zeros, jnp.zeros((batch_size, tree.max_depth), jnp.int32), nothing)
+  return DecodeState(
+    target=None,
+    drafter=None,
+    keys=keys,
+    sampling=sampling,
+    last_token=last_token,
+    root_position=prompt_lengths - 1,
+    is_done=jnp.zeros(batch_size, bool),
+    target_cache=cache,
+    draft_state=None if drafter is None else drafter.init(prompts, prompt_lengths, max_length),
+    verifier_state=verifier_state,
+    result=result,
+    method=method,
+    tree=tree,
+    eos_ids=eos_ids,
+  )
+
+
+def _propose(state: DecodeState, keys: jax.Array) -> Proposal:
+  if state.drafter is None:
+    batch_size, vocab_size = state.keys.shape[0], state.target.vocab_size
+    return Proposal(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros((batch_size, 0, vocab_size)))
+  return state.drafter.propose(keys, state.draft_state, state.tree, state.sampling, state.method.proposal_rule)
+
+
+def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation, jax.Array]:
+  """Adds a round's tokens to the result, up to EOS or the limit, and says which rows are done."""
+  result, tree = state.result, state.tree
+  max_new_tokens = result.tokens.shape[1]
+  batch_size = state.keys.shape[0]
+  accepted = verdict.num_accepted[:, None]
+  places = jnp.arange(tree.max_depth + 1)
+  guesses = jnp.take_along_axis(proposal.tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
+  guesses = jnp.pad(guesses, ((0, 0), (0, 1)))
+  tokens = jnp.where(places < accepted, guesses, verdict.next_token[:, None])
+  path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
+  deepest = jnp.take_along_axis(path, accepted, axis=1)
+  is_path_end = jnp.asarray(tree.num_children)[deepest] == 0
+  own = jnp.where(is_path_end, ORIGIN_BONUS, ORIGIN_CORRECTION)
+  origins = jnp.where(places < accepted, ORIGIN_DRAFT, own)
+
+  is_eos = jnp.zeros(tokens.shape, bool)
+  for eos_id in state.eos_ids:
+    is_eos |= (tokens == eos_id) & (places <= accepted)
+  has_eos = jnp.any(is_eos, axis=1)
+  count = jnp.where(has_eos, jnp.argmax(is_eos, axis=1), verdict.num_accepted) + 1
+  count = jnp.minimum(count, max_new_tokens - result.lengths)
+  count = jnp.where(state.is_done, 0, count)
+  is_kept = places < count[:, None]
+  slots = jnp.where(is_kept, result.lengths[:, None] + places, max_new_tokens)
+  rows = jnp.arange(batch_size)[:, None]
+  lengths = result.lengths + count
+  # An EOS that the limit cut off does not matter: its row is done as well.
+  is_done = state.is_done | has_eos | (lengths == max_new_tokens)
+  result = Generation(
+    tokens=result.tokens.at[rows, slots].set(tokens, mode='drop'),
+    lengths=lengths,
+    num_target_calls=result.num_target_calls + ~state.is_done,
+    accepted_by_depth=result.accepted_by_depth + (is_kept & (places < accepted))[:, : tree.max_depth],
+    origins=result.origins.at[rows, slots].set(origins, mode='drop'),
+  )
+  return result, is_done
+
+
+def _round(state: DecodeState) -> DecodeState:
+  """One target call: draft, score, verify, commit. Rows that are done stay as they are."""
+  tree, method = state.tree, state.method
+  # Keyed by the committed length, never by a token's own position: noise behind a rejection has already influenced the
+  # decision, and reusing it biases what follows.
+  round_keys = jax.vmap(jax.random.fold_in)(state.keys, state.root_position + 1)
+  draft_keys, verify_keys = (
+    jax.vmap(lambda key, purpose=purpose: jax.random.fold_in(key, purpose))(round_keys)
+    for purpose in (_PURPOSE_DRAFT, _PURPOSE_VERIFY)
+  )
+  proposal = _propose(state, draft_keys)
+  output = state.target.apply(
+    jnp.concatenate([state.last_token[:, None], proposal.tokens], axis=1),
+    state.root_position[:, None] + jnp.asarray(tree.depths),
+    jnp.asarray(tree.ancestors),
+    state.target_cache,
+  )
+  target_probs = logits_to_probs(output.logits, state.sampling)
+  rows = dataclasses.replace(proposal, state=None)
+  verdict = jax.vmap(lambda key, row, target, own: method.verifier.verify(key, tree, row, target, own))(
+    verify_keys, rows, target_probs, state.verifier_state
+  )
+  result, is_done = _record(state, proposal, verdict)
+  path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
+  num_committed = jnp.where(state.is_done, 0, verdict.num_accepted + 1)
+  draft_state = state.draft_state
+  if state.drafter is not None:
+    draft_state = state.drafter.commit(
+      proposal.state, path, num_committed, output.features, tree=tree, next_token=verdict.next_token
+    )
+  return dataclasses.replace(
+    state,
+    last_token=jnp.where(state.is_done, state.last_token, verdict.next_token),
+    root_position=state.root_position + num_committed,
+    is_done=is_done,
+    target_cache=state.target.commit_fn(output.cache, path, num_committed),
+    draft_state=draft_state,
+    verifier_state=verdict.state,
+    result=result,
+  )
+
+
+@functools.partial(jax.jit, donate_argnames='carry')
+def _run_rounds(target: Model, drafter: Any, carry: DecodeState, num_rounds: jax.Array) -> DecodeState:
+  """`decode_rounds` on a state without its models, which are not donated."""
+
+  def is_running(loop):
+    state, done_rounds = loop
+    return (done_rounds < num_rounds) & ~jnp.all(state.is_done)
+
+  def advance(loop):
+    state, done_rounds = loop
+    state = _round(dataclasses.replace(state, target=target, drafter=drafter))
+    return dataclasses.replace(state, target=None, drafter=None), done_rounds + 1
+
+  state, _ = jax.lax.while_loop(is_running, advance, (carry, jnp.zeros((), jnp.int32)))
+  return state
+
+
+def decode_rounds(state: DecodeState, num_rounds: int | None = None) -> DecodeState:
+  """Runs up to `num_rounds` rounds, or until every row is done; one program for any number.
+
+  `state` is donated, all but its models: use the returned one from here on. `state.result` holds the tokens so far.
+
+  Args:
+    state: From `init_decode` or an earlier call.
+    num_rounds: Rounds at most, None for no limit.
+
+  Raises:
+    ValueError: `num_rounds` is negative.
+  """
+  if num_rounds is None:
+    num_rounds = np.iinfo(np.int32).max
+  if isinstance(num_rounds, int) and num_rounds < 0:
+    raise ValueError(f'num_rounds must not be negative, got {num_rounds}')
+  carry = dataclasses.replace(state, target=None, drafter=None)
+  carry = _run_rounds(state.target, state.drafter, carry, jnp.asarray(num_rounds, jnp.int32))
+  return dataclasses.replace(carry, target=state.target, drafter=state.drafter)
+
+
+def generate(
+  rng_key: jax.Array,
+  target: Model,
+  draft: Model | Drafter | None,
+  prompts: jax.Array,
+  prompt_lengths: jax.Array,
+  *,
+  method: str | Method,
+  tree: TokenTree,
+  max_new_tokens: int,
+  temperature=1.0,
+  top_k=0,
+  top_p=1.0,
+  eos_id: int | tuple[int, ...] | None = None,
+) -> Generation:
+  """Continues prompts with the target's law, guessing ahead with a draft.
+
+  The loop is one program, compiled once per shape, method and tree; sampling parameters, keys and prompt lengths may
+  change without compiling again.
+
+  Args:
+    rng_key: One typed key, from which row i takes `fold_in(rng_key, i)`, or a key array `[B]`. With a key array a row's
+      tokens depend on its key and prompt alone, not on its batch or padding.
+    target: The model whose law comes out.
+    draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
+    prompts: Integers `[B, P]`, right-padded; what stands behind a prompt is not read.
+    prompt_lengths: Integers `[B]`, from 1 to P.
+    method: A name of `METHODS`, or a `Method`.
+    tree: The guesses of a round, such as `TokenTree.chains(K, L)`; methods that draft nothing take `TokenTree()`.
+    max_new_tokens: Limit of new tokens per row, static.
+    temperature: Scalar or `[B]`; 0 decodes greedily.
+    top_k: Scalar or `[B]`; 0 keeps all.
+    top_p: Scalar or `[B]`, in (0, 1].
+    eos_id: Id or ids that end a row, or None.
+
+  Returns:
+    The new tokens and how they came about.
+
+  Raises:
+    ValueError: A shape, range, vocabulary, method or tree does not fit; the message says what does.
+  """
+  state = init_decode(
+    rng_key,
+    target,
+    draft,
+    prompts,
+    prompt_lengths,
+    method=method,
+    tree=tree,
+    max_new_tokens=max_new_tokens,
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    eos_id=eos_id,
+  )
+  return decode_rounds(state).result

@@ -1,0 +1,173 @@
+"""From logits to laws, and draws from them.
+
+Temperature, top-k and top-p turn logits into the law a token is drawn from; draft and target go through the same
+function. Thresholds are found by bisection over the bits of a float, so nothing is sorted, ties are all kept, and
+the result does not depend on the order of the vocabulary. Draws invert a two-level cumulative sum, so that no noise of
+the size of the vocabulary is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+  """How logits become a law, per row.
+
+  Attributes:
+    temperature: float `[B]`; 0 is the one-hot law of the first largest logit.
+    top_k: int32 `[B]`; the k largest are kept, 0 keeps all.
+    top_p: float `[B]` in (0, 1]; the fewest largest with at least this mass are kept, after top-k.
+  """
+
+  temperature: jax.Array
+  top_k: jax.Array
+  top_p: jax.Array
+
+  @classmethod
+  def make(cls, batch_size: int, *, temperature=1.0, top_k=0, top_p=1.0) -> SamplingParams:
+    """Broadcasts scalars or `[B]` arrays to `[B]`.
+
+    Raises:
+      ValueError: A value is out of range or of another length.
+    """
+    values = {}
+    for name, value, dtype, is_valid, allowed in (
+      ('temperature', temperature, jnp.float32, lambda x: jnp.isfinite(x) & (x >= 0), 'finite and at least 0'),
+      ('top_k', top_k, jnp.int32, lambda x: x >= 0, 'at least 0 (0 keeps all)'),
+      ('top_p', top_p, jnp.float32, lambda x: (x > 0) & (x <= 1), 'above 0 and at most 1'),
+    ):
+      array = jnp.asarray(value, dtype)
+      if array.shape not in ((), (batch_size,)):
+        raise ValueError(f'{name} must be a scalar or [{batch_size}], got shape {array.shape}')
+      if not isinstance(array, jax.core.Tracer) and not bool(jnp.all(is_valid(array))):
+        raise ValueError(f'{name} must be {allowed}, got {value}')
+      values[name] = jnp.broadcast_to(array, (batch_size,))
+    return cls(**values)
+
+
+def _largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | None) -> jax.Array:
+  """The largest t such that the tokens with probability at least t measure `goal` or more; 0 where none do.
+
+  Args:
+    probs: `[..., V]`, not negative.
+    goal: `[...]`.
+    weights: `[..., V]`, what a token measures; None counts tokens.
+
+  Returns:
+    `[..., 1]`; tokens at or above it are those to keep.
+  """
+  bits_dtype = {4: jnp.int32, 8: jnp.int64}[probs.dtype.itemsize]
+  # Floats that are not negative order like their bits.
+  bits = jax.lax.bitcast_convert_type(probs, bits_dtype)
+  goal = goal[..., None]
+
+  def measure(threshold):
+    kept = bits >= threshold
+    count = jnp.sum(kept, axis=-1, keepdims=True)
+    mass = count if weights is None else jnp.sum(jnp.where(kept, weights, 0), axis=-1, keepdims=True)
+    return mass >= goal, count
+
+  def unsettled(carry):
+    low, high, low_count, high_count = carry
+    # Settled: the next float, or at most one token between the two.
+    return jnp.any((high - low > 1) & (low_count - high_count > 1))
+
+  def halve(carry):
+    low, high, low_count, high_count = carry
+    middle = low + (high - low) // 2
+    is_enough, count = measure(middle)
+    return (
+      jnp.where(is_enough, middle, low),
+      jnp.where(is_enough, high, middle),
+      jnp.where(is_enough, count, low_count),
+      jnp.where(is_enough, high_count, count),
+    )
+
+  low = jnp.zeros_like(bits[..., :1])
+  high = jnp.max(bits, axis=-1, keepdims=True) + 1
+  everything = jnp.full(low.shape, probs.shape[-1], jnp.int32)
+  low, *_ = jax.lax.while_loop(unsettled, halve, (low, high, everything, jnp.zeros_like(everything)))
+  return jax.lax.bitcast_convert_type(low, probs.dtype)
+
+
+def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
+  """The laws tokens are drawn from; used on draft and target alike.
+
+  Temperature first, then top-k, then top-p of what is left. A filter that no row asks for costs nothing.
+
+  Args:
+    logits: `[B, N, V]`, float32 or wider; -inf for tokens that must not occur.
+    sampling: The rows' parameters.
+
+  Returns:
+    Probabilities `[B, N, V]` in the logits' dtype.
+  """
+  temperature, top_k, top_p = (x[:, None] for x in (sampling.temperature, sampling.top_k, sampling.top_p))
+  is_greedy = temperature == 0
+  scale = jnp.where(is_greedy, 1, temperature).astype(logits.dtype)
+  probs = jax.nn.softmax(logits / scale[..., None], axis=-1)
+
+  def keep(probs, goal, weights):
+    kept = jnp.where(probs >= _largest_threshold(probs, goal, weights), probs, 0)
+    return kept / jnp.sum(kept, axis=-1, keepdims=True)
+
+  def keep_top_k(probs):
+    return jnp.where(top_k[..., None] > 0, keep(probs, jnp.where(top_k > 0, top_k, 1), None), probs)
+
+  def keep_top_p(probs):
+    return jnp.where(top_p[..., None] < 1, keep(probs, top_p, probs), probs)
+
+  def take_largest(probs):
+    largest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), probs.shape[-1], dtype=probs.dtype)
+    return jnp.where(is_greedy[..., None], largest, probs)
+
+  probs = jax.lax.cond(jnp.any(top_k > 0), keep_top_k, lambda x: x, probs)
+  probs = jax.lax.cond(jnp.any(top_p < 1), keep_top_p, lambda x: x, probs)
+  return jax.lax.cond(jnp.any(is_greedy), take_largest, lambda x: x, probs)
+
+
+def _first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """First index of positive weight whose cumulative sum exceeds `level`, and the sum before it."""
+  cumulative = jnp.cumsum(weights)
+  # Rounding can leave every sum at or below the level, and a parallel sum can rise at a zero: only positive weights
+  # are eligible, the last of them if no sum is above.
+  is_positive = weights > 0
+  is_above = (cumulative > level) & is_positive
+  last_positive = weights.shape[0] - 1 - jnp.argmax(is_positive[::-1])
+  index = jnp.where(jnp.any(is_above), jnp.argmax(is_above), last_positive)
+  return index, cumulative[index] - weights[index]
+
+
+def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
+  """The token at a uniform's place in the cumulative law; never one of weight 0.
+
+  Args:
+    uniform: Scalar in [0, 1).
+    weights: `[V]`, not negative, of any positive sum.
+
+  Returns:
+    int32 scalar.
+  """
+  vocab_size = weights.shape[0]
+  block = 128
+  if vocab_size <= 4 * block:
+    index, _ = _first_above(weights, uniform * jnp.sum(weights))
+    return index.astype(jnp.int32)
+  blocks = jnp.pad(weights, (0, -vocab_size % block)).reshape(-1, block)
+  sums = jnp.sum(blocks, axis=-1)
+  level = uniform * jnp.sum(sums)
+  row, before = _first_above(sums, level)
+  column, _ = _first_above(blocks[row], level - before)
+  return (row * block + column).astype(jnp.int32)
+
+
+def positive_part_or(weights: jax.Array, fallback: jax.Array) -> jax.Array:
+  """`[weights]+`, or `fallback` where rounding or equal laws leave it no mass; `[V]`, not normalised."""
+  positive = jnp.maximum(weights, 0)
+  return jnp.where(jnp.sum(positive) > 0, positive, fallback)

@@ -1,0 +1,58 @@
+"""What a verifier is: a whole tree of guesses to the tokens kept, one row at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+
+from spectr_jax.proposal import Proposal
+from spectr_jax.tree import TokenTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+  """What a verifier decided for one row.
+
+  Attributes:
+    path: int32 `[L]`, the accepted nodes from depth 1 down; entries from `num_accepted` on mean nothing but are valid
+      node numbers.
+    num_accepted: int32 scalar, 0..L.
+    next_token: int32 scalar, the token after the accepted ones: a correction, or a bonus where the path ended.
+    state: The row's state for its next round.
+  """
+
+  path: jax.Array
+  num_accepted: jax.Array
+  next_token: jax.Array
+  state: Any
+
+
+class Verifier(Protocol):
+  """A verification algorithm; hashable, options are fields.
+
+  `verify` draws; `law` is the exact law of what it draws, built from the same deterministic steps. Proofs enumerate
+  `law`; tests hold the draws of `verify` against it.
+  """
+
+  def init_state(self, tree: TokenTree) -> Any:
+    """The state a row starts with; `()` for verifiers that keep none."""
+
+  def verify(self, key: jax.Array, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, state: Any) -> Verdict:
+    """Decides one row.
+
+    Args:
+      key: The round's key for verification.
+      tree: The tree, static.
+      proposal: `tokens` `[N]` and `probs` `[R, V]` of the row.
+      target_probs: `[N + 1, V]`, the target's law after each node.
+      state: The row's state.
+    """
+
+  def law(self, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, state: Any) -> jax.Array:
+    """Probability, given the guesses, that the deepest accepted node is v and the next token x; `[N + 1, V]`."""
+
+  def advance(self, state: Any, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, node: int, token: int):
+    """The state after a round that ended with `node` and `token`; for proofs over several rounds."""
