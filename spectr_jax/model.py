@@ -160,6 +160,9 @@ class Model:
     num_tokens = tokens.shape[1]
     slots = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), tokens.shape)
     causal = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
-    # Negative ids mark absent tokens; any valid id does in their place, since nothing that is kept attends to them.
-    output = self.apply(jnp.maximum(tokens, 0), slots, causal, cache)
+    # XLA would fold attention over a cache it can see is all zeros, for longer than the rest of the compilation takes.
+    cache = jax.lax.optimization_barrier(cache)
+    # What stands behind a prompt need not be an id at all. Any valid id does in its place, since nothing that is kept
+    # attends to it, but an invalid one would embed as NaN, which a weight of 0 does not silence.
+    output = self.apply(jnp.where(slots < lengths[:, None], tokens, 0), slots, causal, cache)
     return self.commit_fn(output.cache, slots, lengths)

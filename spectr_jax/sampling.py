@@ -69,7 +69,7 @@ def _largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | N
 
   def measure(threshold):
     kept = bits >= threshold
-    count = jnp.sum(kept, axis=-1, keepdims=True)
+    count = jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32)
     mass = count if weights is None else jnp.sum(jnp.where(kept, weights, 0), axis=-1, keepdims=True)
     return mass >= goal, count
 
@@ -110,8 +110,11 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   """
   temperature, top_k, top_p = (x[:, None] for x in (sampling.temperature, sampling.top_k, sampling.top_p))
   is_greedy = temperature == 0
-  scale = jnp.where(is_greedy, 1, temperature).astype(logits.dtype)
-  probs = jax.nn.softmax(logits / scale[..., None], axis=-1)
+  scale = jnp.where(is_greedy, 1, jnp.maximum(temperature, 1e-30)).astype(logits.dtype)  # 1/scale must be finite
+  # The largest is taken off before the division: after it, at a small temperature, logits would overflow or, divided
+  # twice with different rounding in a fused program, be far from their own maximum.
+  weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / scale[..., None])
+  probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
 
   def keep(probs, goal, weights):
     kept = jnp.where(probs >= _largest_threshold(probs, goal, weights), probs, 0)

@@ -53,6 +53,3 @@ class Verifier(Protocol):
 
   def law(self, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, state: Any) -> jax.Array:
     """Probability, given the guesses, that the deepest accepted node is v and the next token x; `[N + 1, V]`."""
-
-  def advance(self, state: Any, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, node: int, token: int):
-    """The state after a round that ended with `node` and `token`; for proofs over several rounds."""

@@ -33,10 +33,6 @@ class Walk:
     del tree
     return ()
 
-  def advance(self, state, tree, proposal, target_probs, node, token):
-    del tree, proposal, target_probs, node, token
-    return state
-
   def _step(self, tree: TokenTree, proposal: Proposal, target_probs, node) -> tuple[jax.Array, Outcome]:
     """Candidates after an accepted node, and what may happen among them.
 
@@ -72,8 +68,9 @@ class Walk:
       node, depth, _ = carry
       candidates, outcome = self._step(tree, proposal, target_probs, node)
       uniforms = jax.random.uniform(jax.random.fold_in(key, depth), (2,), target_probs.dtype)
-      is_accepted = uniforms[0] < jnp.cumsum(outcome.accept_probs)
-      is_any = is_accepted[-1]
+      # A parallel sum can rise at a zero: without the second condition a slot that holds no candidate could be taken.
+      is_accepted = (uniforms[0] < jnp.cumsum(outcome.accept_probs)) & (outcome.accept_probs > 0)
+      is_any = jnp.any(is_accepted)
       token = draw(uniforms[1], outcome.residual)
       accepted = candidates[jnp.argmax(is_accepted)]
       return jnp.where(is_any, accepted, node), depth + is_any, jnp.where(is_any, -1, token)

@@ -1,0 +1,73 @@
+"""Decodes prompts with several methods and compares them: `python -m decode.main`."""
+
+import dataclasses
+
+from absl import flags
+
+from decode import report
+from decode.run import DecodeOptions, run_decode
+from spectr_jax import METHODS
+from spectr_jax.io import command_line
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(DecodeOptions)}
+
+
+def _define(define, name, text):
+  default = _DEFAULTS[name]
+  return define(name, list(map(str, default)) if isinstance(default, tuple) else default, text)
+
+
+_OPTIONS = (
+  _define(flags.DEFINE_string, 'target', 'Directory of the target model.'),
+  _define(flags.DEFINE_string, 'draft', 'Directory of the draft model.'),
+  _define(flags.DEFINE_string, 'dtype', "Type to compute in, float32 or bfloat16; '' for each model's own."),
+  _define(flags.DEFINE_list, 'method', f'Methods, separated by commas, of {", ".join(METHODS)}.'),
+  _define(flags.DEFINE_list, 'num_drafts', 'K, drafts per round; several, separated by commas, run the grid.'),
+  _define(flags.DEFINE_list, 'draft_length', 'L, tokens per draft; several, separated by commas, run the grid.'),
+  _define(flags.DEFINE_float, 'temperature', 'Sampling temperature; 0 decodes greedily.'),
+  _define(flags.DEFINE_integer, 'top_k', 'Sample from the k likeliest tokens; 0 for all.'),
+  _define(flags.DEFINE_float, 'top_p', 'Sample from the fewest likeliest tokens of this mass.'),
+  _define(flags.DEFINE_string, 'prompt', 'One text to continue.'),
+  _define(
+    flags.DEFINE_string,
+    'prompts',
+    'File of texts to continue: .jsonl with a "prompt" field, else a text per line. Default: the shipped prompts.',
+  ),
+  _define(flags.DEFINE_integer, 'num_prompts', 'Prompts to take from the beginning of the file, at most.'),
+  _define(flags.DEFINE_integer, 'batch_size', 'Prompts decoded together, at most.'),
+  _define(flags.DEFINE_integer, 'max_new_tokens', 'New tokens per prompt, at most.'),
+  _define(flags.DEFINE_integer, 'num_seeds', 'Runs of every setting, each with its own seed.'),
+  _define(flags.DEFINE_integer, 'seed', 'The first seed.'),
+)
+_OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
+_GENERATIONS = flags.DEFINE_string('generations', None, 'JSONL file for the continuations.')
+
+
+def _value(flag):
+  value = flag.value
+  if not isinstance(value, list):
+    return value
+  values = tuple(entry.strip() for entry in value)
+  if flag.name == 'method':
+    return values
+  try:
+    return tuple(map(int, values))
+  except ValueError:
+    raise ValueError(
+      f'{flag.name} must be whole numbers of at least 1, separated by commas; got {",".join(values)!r}'
+    ) from None
+
+
+def main(argv):
+  del argv
+  options = DecodeOptions(**{flag.name: _value(flag) for flag in _OPTIONS})
+  outputs = report.OutputFiles(output=_OUTPUT.value, generations=_GENERATIONS.value)
+  with outputs:
+    with report.show_progress() as notify:
+      run = run_decode(options, notify)
+    outputs.write(output=report.to_json(run), generations=report.to_jsonl(run))
+  report.print_report(run)
+
+
+if __name__ == '__main__':
+  command_line.run(main)

@@ -1,0 +1,303 @@
+"""What a run found: a table and a coloured sample for people, JSON and JSONL for programs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import unicodedata
+from collections.abc import Iterator
+
+import numpy as np
+from etils import epath
+from rich import box, progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from decode.run import DecodeRun, Measurement, Notify, Summary
+from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Tokenizer
+
+# How a token's origin looks in colour, and without: nothing, brackets, braces.
+_STYLES = {ORIGIN_DRAFT: 'green', ORIGIN_CORRECTION: 'bold red', ORIGIN_BONUS: 'bold blue'}
+_MARKS = {ORIGIN_DRAFT: ('', ''), ORIGIN_CORRECTION: ('[', ']'), ORIGIN_BONUS: ('{', '}')}
+_MEANINGS = {
+  ORIGIN_DRAFT: 'accepted draft',
+  ORIGIN_CORRECTION: "the target's correction",
+  ORIGIN_BONUS: 'bonus token of the target',
+}
+
+
+def make_console(*, stderr: bool = False) -> Console:
+  """A console that writes no escape codes where NO_COLOR is set, and does not fold lines outside a terminal."""
+  color_system = None if os.environ.get('NO_COLOR') else 'auto'
+  console = Console(stderr=stderr, color_system=color_system, highlight=False, emoji=False, markup=False)
+  # What people read may hold any character; one that the terminal cannot show must not end the run.
+  if hasattr(console.file, 'reconfigure'):
+    console.file.reconfigure(errors='replace')
+  return console
+
+
+@contextlib.contextmanager
+def show_progress() -> Iterator[Notify]:
+  """A callback for `run_decode`: a bar in a terminal, else a line whenever something else begins; on stderr."""
+  console = make_console(stderr=True)
+  if not console.is_terminal:
+    last = None
+
+    def print_line(what, done, total):
+      nonlocal last
+      if what != last:
+        print(f'[{done}/{total}] {what}', file=sys.stderr, flush=True)
+      last = what
+
+    yield print_line
+    return
+  columns = (
+    progress.TextColumn('{task.description}'),
+    progress.BarColumn(),
+    progress.MofNCompleteColumn(),
+    progress.TimeElapsedColumn(),
+  )
+  with progress.Progress(*columns, console=console, transient=True) as bar:
+    task = bar.add_task('loading', total=None)
+    yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+class OutputFiles:
+  """Files that are written whole or not at all; what stood there before stays until then.
+
+  Entering proves that they can be written, so that a long run does not end in a surprise.
+
+  Attributes:
+    paths: Where to write, by flag.
+  """
+
+  def __init__(self, **paths: epath.PathLike | None):
+    self.paths = {flag: epath.Path(path) for flag, path in paths.items() if path is not None}
+
+  def _unfinished(self, flag: str) -> epath.Path:
+    path = self.paths[flag]
+    return path.parent / f'{path.name}.unfinished'
+
+  def __enter__(self) -> OutputFiles:
+    if len(set(self.paths.values())) < len(self.paths):
+      raise ValueError(f'{" and ".join(self.paths)} name the same file, {next(iter(self.paths.values()))}')
+    try:
+      for flag, path in self.paths.items():
+        self._reserve(flag, path)
+    except BaseException:
+      self._clean()
+      raise
+    return self
+
+  def _reserve(self, flag: str, path: epath.Path) -> None:
+    is_local = '://' not in str(path)
+    if is_local and not path.parent.is_dir():
+      raise ValueError(f'{flag}: cannot write {path}: there is no directory {path.parent}')
+    if path.exists() and not path.is_file():
+      raise ValueError(f'{flag}: cannot write {path}: it exists and is not a regular file')
+    try:
+      self._unfinished(flag).write_text('')
+    except Exception as error:  # remote file systems raise their own types
+      raise ValueError(f'{flag}: cannot write {path}: {getattr(error, "strerror", None) or error}') from error
+
+  def write(self, **contents: str) -> None:
+    """Writes the text of each flag that was given a path."""
+    contents = {flag: text for flag, text in contents.items() if flag in self.paths}
+    for flag, text in contents.items():
+      self._unfinished(flag).write_text(text, encoding='utf-8')
+    for flag in contents:
+      self._unfinished(flag).replace(self.paths[flag])
+
+  def _clean(self) -> None:
+    for flag in self.paths:
+      with contextlib.suppress(Exception):
+        self._unfinished(flag).unlink(missing_ok=True)
+
+  def __exit__(self, *error) -> None:
+    self._clean()
+
+
+def _result(summary: Summary, run: DecodeRun, seed: int) -> dict:
+  setting = summary.setting
+  return {
+    'method': setting.method.name,
+    'is_lossless': setting.method.is_lossless,
+    'num_drafts': setting.num_drafts,
+    'draft_length': setting.draft_length,
+    'tree': setting.tree_name,
+    'temperature': run.options.temperature,
+    'seed': seed,
+    'num_prompts': len(run.prompts),
+    'tokens': summary.num_tokens,
+    'target_calls': summary.num_calls,
+    'block_efficiency': summary.block_efficiency,
+    'block_efficiency_ci95': None if summary.interval is None else list(summary.interval),
+    'acceptance_by_position': summary.acceptance_by_position,
+    'tokens_per_second': summary.tokens_per_second,
+    'speedup': summary.speedup,
+  }
+
+
+def to_json(run: DecodeRun) -> str:
+  """The run and one result per setting and seed.
+
+  `block_efficiency_ci95` is null for a single prompt, `speedup` where autoregressive decoding was not run;
+  `acceptance_by_position[d]` is the share of rounds that kept at least d + 1 drafted tokens.
+  """
+  results = [_result(run.summarize(found.setting, (found.seed,)), run, found.seed) for found in run.measurements]
+  return json.dumps({'run': run.info, 'results': results}, indent=2, allow_nan=False) + '\n'
+
+
+def to_jsonl(run: DecodeRun) -> str:
+  """One line per setting, seed and prompt."""
+  lines = []
+  for found in run.measurements:
+    for row, prompt in enumerate(run.prompts):
+      tokens = found.tokens[row, : found.lengths[row]].tolist()
+      lines.append(
+        json.dumps(
+          {
+            'id': prompt.id,
+            'prompt': prompt.text,
+            'method': found.setting.method.name,
+            'num_drafts': found.setting.num_drafts,
+            'draft_length': found.setting.draft_length,
+            'seed': found.seed,
+            'tokens': tokens,
+            'text': run.tokenizer.decode(tokens),
+            'target_calls': int(found.calls[row]),
+          },
+          ensure_ascii=False,
+        )
+      )
+  return ''.join(line + '\n' for line in lines)
+
+
+def make_table(run: DecodeRun) -> Table:
+  """A row per setting, all seeds together."""
+  table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+  for name, justify in (
+    ('method', 'left'),
+    ('lossless', 'left'),
+    ('K', 'right'),
+    ('L', 'right'),
+    ('tokens per\ntarget call', 'left'),
+    ('acceptance\nby position', 'left'),
+    ('tokens/s', 'right'),
+    ('speed-up', 'right'),
+  ):
+    table.add_column(name, justify=justify, no_wrap=name != 'acceptance\nby position')
+  for setting in run.options.settings:
+    summary = run.summarize(setting)
+    interval = ''
+    if summary.interval is not None:
+      interval = f' ± {(summary.interval[1] - summary.interval[0]) / 2:.2f}'
+    table.add_row(
+      setting.method.name,
+      'yes' if setting.method.is_lossless else 'no',
+      str(setting.num_drafts or '-'),
+      str(setting.draft_length or '-'),
+      f'{summary.block_efficiency:.2f}{interval}',
+      ' '.join(f'{share:.2f}' for share in summary.acceptance_by_position) or '-',
+      f'{summary.tokens_per_second:,.0f}',
+      '-' if summary.speedup is None else f'{summary.speedup:.2f}x',
+    )
+  return table
+
+
+def explain_slow(run: DecodeRun) -> list[str]:
+  """A line for each setting slower than autoregressive decoding: what a round costs here and what it yields."""
+  lines = []
+  for setting in run.options.settings:
+    summary = run.summarize(setting)
+    num_nodes = setting.tree.num_nodes + 1
+    if not setting.num_drafts or summary.speedup is None or summary.speedup >= 1:
+      continue
+    cost = run.node_costs[num_nodes]
+    lines.append(
+      f'{setting} is slower here: a round takes {summary.round_cost:.1f} times as long as an autoregressive step and'
+      f" yields {summary.tokens_per_round:.1f} tokens per row; on this {run.info['device']['platform']} the target's"
+      f' call alone takes {cost:.1f} times as long for {num_nodes} nodes as for 1.'
+    )
+  return lines
+
+
+def _printable(text: str) -> str:
+  """`text` without control characters, which could steer a terminal; line breaks stay."""
+  return ''.join(c if c == '\n' or unicodedata.category(c) not in ('Cc', 'Cf') else '\ufffd' for c in text)
+
+
+def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, int]]:
+  """Text of each token with the token's origin; bytes of one character go to the token that completes it.
+
+  Args:
+    tokens: `[T]`, without padding.
+    origins: `[T]`.
+    tokenizer: The tokenizer.
+  """
+  pieces, begin = [], 0
+  for end in range(1, len(tokens) + 1):
+    text = tokenizer.decode(tokens[begin:end])
+    if text.endswith('\ufffd') and end < len(tokens) and end - begin < 4:
+      continue
+    pieces.append((text, int(origins[end - 1])))
+    begin = end
+  return [piece for piece in pieces if piece[0]]
+
+
+def sample_measurement(run: DecodeRun) -> Measurement:
+  """Whose first continuation is shown: the last setting that drafts, else the last."""
+  first_seed = [found for found in run.measurements if found.seed == run.options.seed]
+  return ([found for found in first_seed if found.setting.num_drafts] or first_seed)[-1]
+
+
+def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
+  """The first prompt's continuation, tokens marked by origin, under a legend."""
+  found = sample_measurement(run)
+
+  def mark(text, origin):
+    before, after = ('', '') if is_colored else _MARKS[origin]
+    return Text(before + text + after, style=_STYLES[origin] if is_colored else '')
+
+  length = found.lengths[0]
+  shown = Text(f'A continuation by {found.setting}: ')
+  for place, (origin, meaning) in enumerate(_MEANINGS.items()):
+    shown.append(', ' if place else '').append_text(mark(meaning, origin))
+  shown.append('\n' + _printable(run.prompts[0].text), style='dim' if is_colored else '')
+  shown.append('' if is_colored else ' ...\n')
+  for text, origin in split_by_origin(found.tokens[0, :length], found.origins[0, :length], run.tokenizer):
+    shown.append_text(mark(_printable(text), origin))
+  return shown
+
+
+def _headline(run: DecodeRun) -> str:
+  options, models = run.options, run.info['models']
+  names = ', '.join(f'{role} {model["path"]} ({model["num_params"] / 1e6:.1f}M)' for role, model in models.items())
+  filters = [f'temperature {options.temperature:g}']
+  if options.top_k:
+    filters.append(f'top-k {options.top_k}')
+  if options.top_p < 1:
+    filters.append(f'top-p {options.top_p:g}')
+  device = run.info['device']
+  batch_size = min(options.batch_size, len(run.prompts))
+  return (
+    f'{names}\n{len(run.prompts)} prompts in batches of {batch_size}, up to {options.max_new_tokens} new tokens,'
+    f' {", ".join(filters)}, {options.num_seeds} seed{"s" * (options.num_seeds > 1)} from {options.seed};'
+    f' {device["kind"]}, {device["num_cpus"]} CPU cores'
+  )
+
+
+def print_report(run: DecodeRun, console: Console | None = None) -> None:
+  """Prints the table, why a setting is slow where one is, and a sample."""
+  console = console or make_console()
+  print_options = {'soft_wrap': True}
+  console.print(_headline(run) + '\n', **print_options)
+  # The lines of a file have no window to fit into.
+  console.print(make_table(run), width=None if console.is_terminal else 1000)
+  console.print()
+  for line in explain_slow(run):
+    console.print(line + '\n', **print_options)
+  console.print(make_sample(run, is_colored=console.color_system is not None), **print_options)

@@ -1,0 +1,59 @@
+"""Package metadata of spectr_jax; settings of tools are in pyproject.toml."""
+
+import pathlib
+import re
+
+import setuptools
+
+_ROOT = pathlib.Path(__file__).parent
+
+
+def _version() -> str:
+  # Read, not imported: a build has none of the dependencies.
+  source = (_ROOT / 'spectr_jax' / '__init__.py').read_text(encoding='utf-8')
+  return re.search(r"^__version__ = '([^']+)'$", source, re.MULTILINE).group(1)
+
+
+def _readme() -> str:
+  path = _ROOT / 'README.md'
+  return path.read_text(encoding='utf-8') if path.exists() else ''
+
+
+setuptools.setup(
+  name='spectr_jax',
+  version=_version(),
+  description='Lossless multi-draft speculative decoding in JAX.',
+  long_description=_readme(),
+  long_description_content_type='text/markdown',
+  license='Apache-2.0',
+  license_files=['LICENSE'],
+  packages=setuptools.find_packages(include=['spectr_jax', 'spectr_jax.*']),
+  python_requires='>=3.11',
+  install_requires=[
+    'absl-py>=2.1',
+    'etils[epath]>=1.9',
+    'flax>=0.10.6',
+    'jax>=0.6',
+    'ml_collections>=1.0',
+    'numpy>=2.0',
+    'optax>=0.2.4',
+    'orbax-checkpoint>=0.11.13',
+    'rich>=13.7',
+    'tensorboardX>=2.6.2.2',
+    'tokenizers>=0.21',
+  ],
+  extras_require={
+    'test': ['pytest>=8.0', 'ruff>=0.9', 'scipy>=1.13'],
+    'plots': ['matplotlib>=3.9'],
+    'lm1b': ['array_record>=0.5', 'grain>=0.2', 'importlib_resources>=6.0', 'tensorflow-datasets>=4.9.7'],
+    'docs': ['mkdocs>=1.6'],
+    'browser': ['playwright>=1.45'],
+    'tpu': ['jax[tpu]'],
+    'cuda': ['jax[cuda12]'],
+  },
+  classifiers=[
+    'Intended Audience :: Science/Research',
+    'Programming Language :: Python :: 3',
+    'Topic :: Scientific/Engineering :: Artificial Intelligence',
+  ],
+)

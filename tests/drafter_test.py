@@ -1,0 +1,155 @@
+"""A model as drafter: whatever was accepted before, its laws are those of a plain forward of the committed text."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax.draft import ModelDrafter
+from spectr_jax.proposal import Independent
+from spectr_jax.sampling import SamplingParams, logits_to_probs
+from spectr_jax.tree import TokenTree
+
+pytestmark = pytest.mark.usefixtures('highest')
+
+UNEQUAL = TokenTree((0, 0, 1, 1, 2, 4))
+TREES = [TokenTree.chains(1, 3), TokenTree.chains(2, 3), UNEQUAL]
+LENGTHS = np.array([1, 2, 5, 1])
+# As for logits in model_test.py: float32 sums in another order, amplified by sharp attention.
+TOLERANCE = 1e-4
+
+_laws = jax.jit(logits_to_probs)
+
+
+@jax.jit
+def _init(drafter, prompts, lengths):
+  return drafter.init(prompts, lengths, 32)
+
+
+@functools.partial(jax.jit, static_argnames='tree')
+def _propose(drafter, keys, state, tree, sampling):
+  return drafter.propose(keys, state, tree, sampling, Independent())
+
+
+@functools.partial(jax.jit, static_argnames='tree')
+def _commit(drafter, state, path, num_accepted, next_token, tree):
+  return drafter.commit(state, path, num_accepted, None, tree=tree, next_token=next_token)
+
+
+def _keys(seed):
+  return jax.random.split(jax.random.key(seed), 4)
+
+
+def _prompts(seed):
+  prompts = np.random.default_rng(seed).integers(0, 17, (4, 5))
+  return prompts, [row[:n].tolist() for row, n in zip(prompts, LENGTHS)]
+
+
+def _assert_laws(uncached_logits, drafter, tree, texts, proposal, sampling):
+  """Each parent node's law is that of its row's text continued by its path alone."""
+  tokens = np.pad(np.asarray(proposal.tokens), ((0, 0), (1, 0)))
+  paths = [[n for n in tree.paths[parent].tolist() if n > 0] for parent in tree.parent_nodes]
+  continued = [text + row[path].tolist() for text, row in zip(texts, tokens) for path in paths]
+  logits = uncached_logits(drafter.model, continued).reshape(len(texts), len(paths), -1)
+  np.testing.assert_allclose(proposal.probs, _laws(logits, sampling), atol=TOLERANCE, rtol=0)
+
+
+def _choose(tree, rng, turn):
+  """A node to accept down to and the committed count for one row: each of the four cases in turn."""
+  deepest = np.flatnonzero(tree.depths == tree.max_depth)
+  leaves = np.flatnonzero(tree.num_children == 0)
+  case = ('full', 'zero', 'leaf', 'any', 'finished')[turn % 5]
+  node = {'full': rng.choice(deepest), 'zero': 0, 'leaf': rng.choice(leaves)}.get(case, rng.integers(tree.num_nodes + 1))
+  return int(node), 0 if case == 'finished' else int(tree.depths[node]) + 1
+
+
+def _rows(state):
+  """Everything a row owns, as arrays with the batch in front."""
+  cache = state.cache
+  return [*cache.keys, *cache.values, cache.lengths, state.tail, state.has_previous, state.root_position]
+
+
+@pytest.mark.parametrize('tree', TREES, ids=['chain', 'chains', 'unequal'])
+def test_laws_are_those_of_the_text(draft, uncached_logits, tree):
+  drafter, rng = ModelDrafter(draft), np.random.default_rng(0)
+  prompts, texts = _prompts(1)
+  sampling = SamplingParams.make(4, temperature=np.array([1.0, 0.7, 1.5, 1.0]))
+  state = _init(drafter, prompts, LENGTHS)
+  for turn in range(6):
+    proposal = _propose(drafter, _keys(turn), state, tree, sampling)
+    assert proposal.probs.dtype == jnp.float32
+    assert proposal.tokens.dtype == jnp.int32
+    _assert_laws(uncached_logits, drafter, tree, texts, proposal, sampling)
+    # The first rounds of one-token prompts see every case: rows 0 and 3 start with full and with any acceptance.
+    nodes, counts = map(np.array, zip(*(_choose(tree, rng, turn + row) for row in range(4))))
+    next_token = rng.integers(0, 17, 4)
+    path = np.maximum(np.pad(tree.paths[nodes], ((0, 0), (1, 0))), 0)
+    before = _rows(state)
+    state = _commit(drafter, proposal.state, path, counts, next_token, tree)
+    assert state.tokens is None
+    for row, text in enumerate(texts):
+      if counts[row] == 0:
+        for old, new in zip(before, _rows(state)):
+          np.testing.assert_array_equal(old[row], new[row])
+        continue
+      text += np.asarray(proposal.tokens)[row, path[row, 1 : counts[row]] - 1].tolist() + [int(next_token[row])]
+    np.testing.assert_array_equal(state.root_position, [len(text) - 1 for text in texts])
+    np.testing.assert_array_equal(state.cache.lengths, [max(len(text) - 2, 0) for text in texts])
+    for text, tail, has_previous in zip(texts, np.asarray(state.tail), state.has_previous):
+      assert tail[1] == text[-1]
+      assert bool(has_previous) == (len(text) > 1)
+      assert not has_previous or tail[0] == text[-2]
+
+
+@pytest.mark.parametrize('tree', TREES, ids=['chain', 'chains', 'unequal'])
+def test_laws_are_those_drawn_from(draft, tree):
+  """Drawing again from the returned laws, with the same keys, gives the same tokens: after top-k and top-p as well."""
+  drafter, rule = ModelDrafter(draft), Independent()
+  prompts, _ = _prompts(2)
+  sampling = SamplingParams.make(
+    4, temperature=np.array([1.0, 0.5, 1.0, 0.0]), top_k=np.array([0, 0, 3, 0]), top_p=np.array([0.6, 1.0, 0.9, 1.0])
+  )
+  keys = _keys(9)
+  proposal = _propose(drafter, keys, _init(drafter, prompts, LENGTHS), tree, sampling)
+  tokens, probs = np.asarray(proposal.tokens), np.asarray(proposal.probs)
+  assert (probs[0] == 0).any(axis=-1).all()  # top-p has cut something everywhere
+  assert ((probs[2] > 0).sum(axis=-1) <= 3).all()
+  np.testing.assert_array_equal((probs[3] == 1).sum(axis=-1), 1)
+  np.testing.assert_allclose(probs.sum(axis=-1), 1, rtol=1e-5)
+  redraw = jax.jit(rule.__call__, static_argnums=3)
+  for row in range(4):
+    for parent in tree.parent_nodes.tolist():
+      first, count = int(tree.first_child[parent]), int(tree.num_children[parent])
+      law = probs[row, tree.law_index[parent]]
+      drawn = tokens[row, first - 1 : first - 1 + count]
+      assert (law[drawn] > 0).all()
+      np.testing.assert_array_equal(redraw(keys[row], law, first, count), drawn)
+
+
+def test_rows_and_siblings_have_their_own_noise(draft):
+  """Equal rows with unequal keys differ, with equal keys agree; siblings are not copies of each other."""
+  drafter, tree = ModelDrafter(draft), TREES[1]
+  prompts = np.tile([[3, 1, 4, 1, 5]], (4, 1))
+  state = _init(drafter, prompts, np.full(4, 5))
+  sampling = SamplingParams.make(4, temperature=3.0)
+  keys = _keys(0)[jnp.array([0, 1, 0, 2])]
+  tokens = np.asarray(_propose(drafter, keys, state, tree, sampling).tokens)
+  np.testing.assert_array_equal(tokens[0], tokens[2])
+  assert (tokens[0] != tokens[1]).any()
+  chains = tokens.reshape(4, 3, 2)
+  assert (chains[..., 0] != chains[..., 1]).any()
+
+
+def test_padding_is_not_read(draft):
+  drafter, tree = ModelDrafter(draft), TREES[1]
+  prompts, _ = _prompts(3)
+  is_padding = np.arange(5) >= LENGTHS[:, None]
+  sampling = SamplingParams.make(4)
+  plain, padded = (
+    _propose(drafter, _keys(1), _init(drafter, np.where(is_padding, pad, prompts), LENGTHS), tree, sampling)
+    for pad in (0, 10**6)
+  )
+  np.testing.assert_array_equal(plain.tokens, padded.tokens)
+  np.testing.assert_array_equal(plain.probs, padded.probs)

@@ -1,0 +1,330 @@
+"""The cache and the network behind the seam: whatever is cached, logits are those of a plain forward of the text."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax.model import KVCache, Model
+from spectr_jax.models import table, transformer
+from spectr_jax.models.transformer import TransformerConfig
+from spectr_jax.tree import TokenTree
+
+pytestmark = pytest.mark.usefixtures('highest')
+
+TREE = TokenTree((0, 0, 1, 1, 2, 4))  # depths 0, 1, 1, 2, 2, 2, 3
+# Two orders of float32 summation, amplified by the sharp attention of these models; in float64 the same differences are
+# below 1e-10 (tested). A wrong mask or position moves logits of size 1 by more than 1e-2.
+TOLERANCE = 1e-4
+
+
+@jax.jit
+def _prefill(model, prompts, lengths):
+  return model.prefill(prompts, lengths, model.init_cache_fn(prompts.shape[0], 20))
+
+
+@jax.jit
+def _forward(model, tokens, root_positions, cache):
+  """Logits and cache after one call for root and guesses `[B, N + 1]`."""
+  output = model.apply(tokens, root_positions[:, None] + TREE.depths, jnp.asarray(TREE.ancestors), cache)
+  return output.logits, output.cache
+
+
+@jax.jit
+def _commit(cache, path, num_accepted):
+  return cache.commit(path, num_accepted)
+
+
+def _node_texts(prefixes, tokens):
+  """The text of every row and node: its prefix and the tokens from the root down to the node."""
+  return [
+    [*prefix, *(row[node] for node in (0, *path) if node >= 0)]
+    for prefix, row in zip(prefixes, np.asarray(tokens).tolist())
+    for path in TREE.paths.tolist()
+  ]
+
+
+def _assert_logits(uncached_logits, model, prefixes, tokens, logits, atol=TOLERANCE, rtol=0):
+  expected = uncached_logits(model, _node_texts(prefixes, tokens)).reshape(logits.shape)
+  np.testing.assert_allclose(logits, expected, atol=atol, rtol=0)
+
+
+def _slots(cache):
+  """Every layer's keys and values as numpy `[B, S, H * head_dim]`."""
+  keys = [np.asarray(jnp.moveaxis(k, -1, 1)).reshape(*k.shape[:1], k.shape[-1], -1) for k in cache.keys]
+  values = [np.asarray(jnp.moveaxis(v, 2, 1)).reshape(*v.shape[:1], v.shape[2], -1) for v in cache.values]
+  return keys + values
+
+
+def test_ragged_prefill_then_tree_is_uncached(target, uncached_logits):
+  rng = np.random.default_rng(0)
+  prompts, lengths = rng.integers(0, 17, (3, 8)), np.array([8, 3, 0])
+  cache = _prefill(target, prompts, lengths)
+  np.testing.assert_array_equal(cache.lengths, lengths)
+  tokens = rng.integers(0, 17, (3, 7))
+  logits, _ = _forward(target, tokens, lengths, cache)
+  assert logits.dtype == jnp.float32
+  prefixes = [row[:n].tolist() for row, n in zip(prompts, lengths)]
+  _assert_logits(uncached_logits, target, prefixes, tokens, logits)
+
+
+def test_float64_shows_that_the_rest_is_rounding(target, uncached_logits):
+  with jax.enable_x64(True):
+    model = transformer.transformer_model(
+      target.params, dataclasses.replace(transformer.config_of(target), dtype='float64')
+    )
+    rng = np.random.default_rng(0)
+    prompts, lengths, tokens = rng.integers(0, 17, (3, 8)), np.array([8, 3, 0]), rng.integers(0, 17, (3, 7))
+    logits, cache = _forward(model, tokens, lengths, _prefill(model, prompts, lengths))
+    prefixes = [row[:n].tolist() for row, n in zip(prompts, lengths)]
+    assert logits.dtype == jnp.float64
+    _assert_logits(uncached_logits, model, prefixes, tokens, logits, atol=1e-10)
+    cache = _commit(cache, np.array([[0, 1, 4, 6], [0, 2, 5, 0], [0, 0, 0, 0]]), np.array([4, 2, 0]))
+    prefixes[0] += tokens[0, [0, 1, 4, 6]].tolist()
+    prefixes[1] += tokens[1, [0, 2]].tolist()
+    logits, _ = _forward(model, tokens, lengths + np.array([4, 2, 0]), cache)
+    _assert_logits(uncached_logits, model, prefixes, tokens, logits, atol=1e-10)
+
+
+@pytest.mark.parametrize('padding', [-1, 16, 17, 10**6])
+def test_prefill_does_not_read_padding(target, padding):
+  prompts, lengths = np.random.default_rng(1).integers(0, 17, (3, 8)), np.array([5, 1, 0])
+  is_padding = np.arange(8) >= lengths[:, None]
+  expected = _prefill(target, np.where(is_padding, 0, prompts), lengths)
+  found = _prefill(target, np.where(is_padding, padding, prompts), lengths)
+  for a, b in zip(_slots(expected), _slots(found)):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_random_commits_and_rollbacks(target, uncached_logits):
+  """After any sequence of rounds the cache stands for the committed text, and a commit touches nothing before it."""
+  rng = np.random.default_rng(2)
+  prompts, lengths = rng.integers(0, 17, (3, 8)), np.array([4, 2, 0])
+  cache = _prefill(target, prompts, lengths)
+  texts = [row[:n].tolist() for row, n in zip(prompts, lengths)]
+  seen = set()
+  for _ in range(6):
+    tokens = rng.integers(0, 17, (3, 7))
+    old_lengths = np.array([len(text) for text in texts])
+    before = _slots(cache)
+    logits, cache = _forward(target, tokens, old_lengths, cache)
+    _assert_logits(uncached_logits, target, texts, tokens, logits)
+    nodes = rng.integers(0, 7, 3)
+    path = np.maximum(np.pad(TREE.paths[nodes], ((0, 0), (1, 0))), 0)
+    longest = np.minimum(TREE.depths[nodes] + 1, 20 - old_lengths)
+    num_accepted = rng.integers(0, longest + 1)
+    cache = _commit(cache, path, num_accepted)
+    seen |= set(num_accepted.tolist())
+    for text, row, way, count in zip(texts, tokens.tolist(), path, num_accepted):
+      text += [row[node] for node in way[:count]]
+    np.testing.assert_array_equal(cache.lengths, old_lengths + num_accepted)
+    assert not cache.pending_keys
+    for old, new in zip(before, _slots(cache)):
+      for row in range(3):
+        untouched = slice(None) if num_accepted[row] == 0 else slice(0, old_lengths[row])
+        np.testing.assert_array_equal(old[row, untouched], new[row, untouched])
+  assert {0, 1, 2, 3} <= seen
+  assert len({len(text) for text in texts}) > 1
+
+
+def test_several_calls_are_one_call(target):
+  """Pending tokens appended level by level, as a drafter does, are scored and committed as in one call."""
+  rng = np.random.default_rng(3)
+  prompts, lengths = rng.integers(0, 17, (3, 8)), np.array([8, 3, 1])
+  tokens, positions = rng.integers(0, 17, (3, 7)), lengths[:, None] + TREE.depths
+  whole_logits, whole = _forward(target, tokens, lengths, _prefill(target, prompts, lengths))
+  pieces = []
+  cache = _prefill(target, prompts, lengths)
+  for first, last in ((0, 1), (1, 3), (3, 7)):
+    output = jax.jit(Model.apply)(
+      target, tokens[:, first:last], positions[:, first:last], jnp.asarray(TREE.ancestors)[first:last], cache
+    )
+    cache = output.cache
+    pieces.append(output.logits)
+    assert int(cache.num_pending) == last
+  np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole_logits, atol=TOLERANCE, rtol=0)
+  path, count = np.array([[0, 1, 4, 6], [0, 2, 5, 0], [0, 0, 0, 0]]), np.array([4, 2, 0])
+  for a, b in zip(_slots(_commit(cache, path, count)), _slots(_commit(whole, path, count))):
+    np.testing.assert_allclose(a, b, atol=TOLERANCE, rtol=0)
+
+
+def test_batched_mask_is_the_rows_mask(target):
+  rng = np.random.default_rng(4)
+  lengths = np.array([8, 3, 1])
+  cache = _prefill(target, rng.integers(0, 17, (3, 8)), lengths)
+  tokens = rng.integers(0, 17, (3, 7))
+  mask = jnp.broadcast_to(jnp.asarray(TREE.ancestors), (3, 7, 7))
+  output = jax.jit(Model.apply)(target, tokens, lengths[:, None] + TREE.depths, mask, cache)
+  np.testing.assert_allclose(output.logits, _forward(target, tokens, lengths, cache)[0], atol=TOLERANCE, rtol=0)
+
+
+def test_positions_follow_depth_not_slot(target):
+  """Equal siblings, and equal paths below them, score alike wherever they are stored."""
+  rng = np.random.default_rng(5)
+  tree_tokens = np.array([[4, 9, 9, 2, 7, 2, 5]])  # nodes 1, 2 equal; 3 under 1 and 5 under 2 equal
+  cache = _prefill(target, np.tile(rng.integers(0, 17, 8), (3, 1)), np.array([5, 5, 5]))
+  logits, _ = _forward(target, np.tile(tree_tokens, (3, 1)), np.array([5, 5, 5]), cache)
+  np.testing.assert_allclose(logits[0, 1], logits[0, 2], atol=TOLERANCE, rtol=0)
+  np.testing.assert_allclose(logits[0, 3], logits[0, 5], atol=TOLERANCE, rtol=0)
+  assert np.abs(logits[0, 3] - logits[0, 4]).max() > 0.1
+  # The same token at another depth does not: positions count.
+  moved, _ = _forward(target, np.tile(tree_tokens, (3, 1)), np.array([5, 6, 9]), cache)
+  assert np.abs(moved[0] - moved[2]).max() > 1e-3
+
+
+def _numbered_cache(lengths, size, num_pending):
+  """A cache whose entries say where they come from: slot s holds s, pending entry m holds 100 + m."""
+  lengths = jnp.asarray(lengths, jnp.int32)
+  slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.float32), (lengths.shape[0], 1, 1, size))
+  pending = jnp.broadcast_to(100 + jnp.arange(num_pending, dtype=jnp.float32), (lengths.shape[0], 1, 1, num_pending))
+  swap = lambda x: jnp.swapaxes(x, 2, 3)  # noqa: E731
+  return KVCache((slots,), (swap(slots),), lengths, (pending,), (swap(pending),), jnp.asarray(num_pending, jnp.int32))
+
+
+def test_commit_gathers_the_path():
+  cache = _numbered_cache([2, 0, 5, 6], 6, 4).commit(
+    jnp.array([[0, 3, 1], [2, 2, 0], [3, 1, 0], [1, 2, 3]]), jnp.array([3, 0, 3, 2])
+  )
+  expected = np.array(
+    [
+      [0, 1, 100, 103, 101, 5],
+      [0, 1, 2, 3, 4, 5],  # nothing accepted: untouched
+      [0, 1, 2, 3, 4, 103],  # one fits, the others are dropped
+      [0, 1, 2, 3, 4, 5],  # full: untouched
+    ]
+  )
+  np.testing.assert_array_equal(cache.keys[0][:, 0, 0], expected)
+  np.testing.assert_array_equal(cache.values[0][:, 0, :, 0], expected)
+  np.testing.assert_array_equal(cache.lengths, [5, 0, 6, 6])
+  assert (cache.pending_keys, cache.pending_values, int(cache.num_pending)) == ((), (), 0)
+
+
+def test_one_bfloat16_row_is_one_of_two():
+  keys = jax.random.split(jax.random.key(0))
+  x = jax.random.normal(keys[0], (2, 64), jnp.bfloat16)
+  kernel = jax.random.normal(keys[1], (48, 64), jnp.bfloat16)
+  alone, together = transformer.matmul_nt(x[:1], kernel), transformer.matmul_nt(x, kernel)[:1]
+  assert alone.dtype == together.dtype == jnp.float32
+  assert alone.shape == (1, 48)
+  # Products of bfloat16 are exact in float32; what is left is the order of a sum of 64 terms of size 1.
+  np.testing.assert_allclose(alone, together, atol=1e-4)
+  exact = np.asarray(x[:1], np.float64) @ np.asarray(kernel, np.float64).T
+  np.testing.assert_allclose(alone, exact, atol=1e-4)
+  assert transformer.matmul_nt(x[None, :1], kernel).shape == (1, 1, 48)
+
+
+def test_bfloat16_follows_float32(target):
+  """A bfloat16 model is the float32 one up to its rounding: 8 bits, amplified through two layers."""
+  config = dataclasses.replace(transformer.config_of(target), dtype='bfloat16')
+  model = transformer.transformer_model(target.params, config)
+  assert model.params['embedding'].dtype == jnp.bfloat16
+  assert model.params['final_norm']['gain'].dtype == jnp.float32
+  rng = np.random.default_rng(6)
+  prompts, lengths, tokens = rng.integers(0, 17, (3, 8)), np.array([8, 3, 0]), rng.integers(0, 17, (3, 7))
+  cache = _prefill(model, prompts, lengths)
+  assert cache.keys[0].dtype == jnp.bfloat16
+  narrow, _ = _forward(model, tokens, lengths, cache)
+  wide, _ = _forward(target, tokens, lengths, _prefill(target, prompts, lengths))
+  assert narrow.dtype == jnp.float32
+  error = np.asarray(narrow - wide)
+  assert np.sqrt(np.mean(error**2)) < 0.1 * np.sqrt(np.mean(np.asarray(wide) ** 2))
+
+
+def test_model_is_a_pytree_of_its_params(target):
+  leaves, structure = jax.tree.flatten(target)
+  assert len(leaves) == len(jax.tree.leaves(target.params))
+  assert all(a is b for a, b in zip(leaves, jax.tree.leaves(target.params)))
+  same = transformer.transformer_model(target.params, transformer.config_of(target))
+  assert jax.tree.structure(same) == structure
+  assert hash(jax.tree.structure(same)) == hash(structure)  # equal models share compiled programs
+  doubled = jax.tree.map(lambda x: 2 * x, target)
+  assert doubled.apply_fn is target.apply_fn
+  assert doubled.vocab_size == 17
+
+
+def test_equal_models_compile_once(target):
+  traces = []
+
+  @jax.jit
+  def scaled(model):
+    traces.append(1)
+    return jax.tree.map(jnp.sum, model.params)
+
+  scaled(target)
+  scaled(transformer.transformer_model(jax.tree.map(lambda x: x + 1, target.params), transformer.config_of(target)))
+  assert len(traces) == 1
+
+
+def test_features_are_returned(target):
+  output = jax.eval_shape(
+    Model.apply,
+    target,
+    jnp.zeros((2, 3), jnp.int32),
+    jnp.zeros((2, 3), jnp.int32),
+    jnp.ones((3, 3), bool),
+    target.init_cache_fn(2, 8),
+  )
+  assert output.features.shape == (2, 3, 32)
+  assert output.logits.shape == (2, 3, 17)
+
+
+@pytest.mark.parametrize('layers_heads', [(1, 1), (3, 4)])
+def test_num_params_is_exact(layers_heads):
+  num_layers, num_heads = layers_heads
+  config = TransformerConfig(
+    vocab_size=19, embed_dim=24, num_layers=num_layers, num_heads=num_heads, mlp_dim=40, max_length=8
+  )
+  params = jax.eval_shape(lambda key: transformer.init_params(key, config), jax.random.key(0))
+  assert config.num_params == sum(x.size for x in jax.tree.leaves(params))
+
+
+def test_wrong_params_are_refused(target):
+  config = transformer.config_of(target)
+  with pytest.raises(ValueError, match='do not fit the configuration'):
+    transformer.transformer_model(target.params, dataclasses.replace(config, vocab_size=18))
+  with pytest.raises(ValueError, match='do not fit the configuration'):
+    transformer.transformer_model(target.params, dataclasses.replace(config, num_layers=3))
+  without = {k: v for k, v in target.params.items() if k != 'final_norm'}
+  with pytest.raises(ValueError, match='do not fit the configuration'):
+    transformer.transformer_model(without, config)
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'vocab_size': 0}, 'vocab_size must be a positive integer'),
+    ({'num_layers': -1}, 'num_layers must be a positive integer'),
+    ({'mlp_dim': 2.5}, 'mlp_dim must be a positive integer'),
+    ({'num_heads': 3}, 'even multiple'),
+    ({'embed_dim': 6}, 'even multiple'),  # heads of 3: rotary positions pair their halves
+    ({'dtype': 'float16'}, 'dtype must be'),
+  ],
+)
+def test_config_is_validated(change, message):
+  sizes = {'vocab_size': 17, 'embed_dim': 32, 'num_layers': 2, 'num_heads': 2, 'mlp_dim': 64, 'max_length': 8}
+  with pytest.raises(ValueError, match=message):
+    TransformerConfig(**{**sizes, **change})
+
+
+def test_config_of_refuses_other_models():
+  with pytest.raises(ValueError, match='transformer_model'):
+    transformer.config_of(table.table_model(jnp.zeros((3, 3))))
+
+
+def test_table_model():
+  log_probs = jax.random.normal(jax.random.key(0), (5, 5))
+  model = table.table_model(log_probs)
+  cache = model.prefill(jnp.array([[1, 2, 3], [4, 0, 0]]), jnp.array([3, 1]), model.init_cache_fn(2, 9))
+  output = model.apply(jnp.array([[3, 1], [0, 4]]), jnp.zeros((2, 2), jnp.int32), jnp.eye(2, dtype=bool), cache)
+  np.testing.assert_array_equal(output.logits, log_probs[jnp.array([[3, 1], [0, 4]])])
+  np.testing.assert_array_equal(model.commit_fn(output.cache, None, jnp.array([2, 0])).lengths, [5, 1])
+  for wrong, message in (
+    (jnp.zeros((3, 4)), r'\[V, V\]'),
+    (jnp.zeros(3), r'\[V, V\]'),
+    (jnp.zeros((3, 3), jnp.bfloat16), 'float32 or float64'),
+    (jnp.zeros((3, 3), jnp.int32), 'float32 or float64'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      table.table_model(wrong)

@@ -1,0 +1,286 @@
+"""From logits to laws against sorting in numpy; draws against exact inverse cumulative laws and a chi-square test."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from spectr_jax.sampling import SamplingParams, draw, logits_to_probs, positive_part_or
+
+LARGEST_UNIFORM = np.float32(1 - 2.0**-24)
+
+_to_probs = jax.jit(logits_to_probs)
+_draws = jax.jit(jax.vmap(draw, (0, None)))
+_draw_rows = jax.jit(jax.vmap(draw))
+
+
+def _reference(logits, temperature, top_k, top_p):
+  """One law by sorting, in float64."""
+  logits = np.asarray(logits, np.float64)
+  if temperature == 0:
+    return np.eye(len(logits))[np.argmax(logits)]
+  weights = np.exp((logits - logits.max()) / temperature)
+  probs = weights / weights.sum()
+  if top_k:
+    smallest = np.sort(probs)[::-1][min(top_k, len(probs)) - 1]
+    probs = np.where(probs >= smallest, probs, 0)
+    probs /= probs.sum()
+  if top_p < 1:
+    descending = np.sort(probs)[::-1]
+    last = np.argmax(np.cumsum(descending) >= top_p)
+    probs = np.where(probs >= descending[last], probs, 0)
+    probs /= probs.sum()
+  return probs
+
+
+def _laws(logits, **sampling):
+  """Laws `[B, V]` of logits `[B, V]`."""
+  logits = jnp.asarray(logits, jnp.float32)
+  return np.asarray(_to_probs(logits[:, None], SamplingParams.make(len(logits), **sampling)))[:, 0]
+
+
+def _logits(seed, rows=6, vocab_size=300, *, ties):
+  logits = 2 * np.random.default_rng(seed).normal(size=(rows, vocab_size))
+  return np.round(2 * logits) / 2 if ties else logits
+
+
+@pytest.mark.parametrize('ties', [False, True])
+@pytest.mark.parametrize(
+  ('temperature', 'top_k', 'top_p'),
+  [
+    (1.0, 0, 1.0),
+    (0.5, 0, 1.0),
+    (2.0, 0, 0.9),
+    (1.0, 0, 0.5),
+    (1.0, 1, 1.0),
+    (1.0, 7, 1.0),
+    (0.7, 40, 0.8),
+    (1.0, 300, 1.0),
+    (1.0, 10**6, 0.95),
+    (1.0, 0, 1e-6),
+    (0.0, 0, 1.0),
+    (0.0, 5, 0.3),
+  ],
+)
+def test_matches_sorting(temperature, top_k, top_p, ties):
+  logits = _logits(0, ties=ties)
+  found = _laws(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+  expected = np.stack([_reference(row, temperature, top_k, top_p) for row in np.float32(logits)])
+  np.testing.assert_array_equal(found > 0, expected > 0)
+  # Float32 exponentials and a sum of 300.
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-12)
+  if ties and top_k == 7:
+    assert (np.sum(found > 0, axis=1) > 7).any()  # ties are kept
+
+
+def test_rows_have_their_own_parameters():
+  logits = _logits(1, ties=False)
+  temperature, top_k = np.array([1.0, 0.0, 0.5, 1.0, 2.0, 0.0]), np.array([0, 3, 5, 1, 0, 0])
+  top_p = np.array([1.0, 0.5, 1.0, 0.9, 0.7, 1.0])
+  found = _laws(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+  expected = np.stack([_reference(*row) for row in zip(np.float32(logits), temperature, top_k, top_p)])
+  np.testing.assert_array_equal(found > 0, expected > 0)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-12)
+  # Bit for bit what the row gets alone: a filter that another row asks for changes nothing.
+  for row in range(6):
+    alone = _laws(logits[row : row + 1], temperature=temperature[row], top_k=top_k[row], top_p=top_p[row])
+    np.testing.assert_array_equal(alone[0], found[row])
+
+
+def test_nodes_of_a_row_share_its_parameters():
+  logits = jnp.asarray(_logits(2, ties=False), jnp.float32).reshape(2, 3, 300)
+  found = _to_probs(logits, SamplingParams.make(2, temperature=np.array([0.5, 1]), top_p=np.array([0.9, 0.4])))
+  for row, (temperature, top_p) in enumerate(((0.5, 0.9), (1.0, 0.4))):
+    np.testing.assert_array_equal(found[row], _laws(logits[row], temperature=temperature, top_p=top_p))
+
+
+@pytest.mark.parametrize('sampling', [{}, {'top_k': 9}, {'top_p': 0.6}, {'top_k': 50, 'top_p': 0.8}])
+@pytest.mark.parametrize('ties', [False, True])
+def test_order_of_the_vocabulary_does_not_matter(sampling, ties):
+  logits = _logits(3, ties=ties)
+  order = np.random.default_rng(0).permutation(300)
+  plain, permuted = _laws(logits, **sampling), _laws(logits[:, order], **sampling)
+  np.testing.assert_array_equal(permuted > 0, (plain > 0)[:, order])
+  np.testing.assert_allclose(permuted, plain[:, order], rtol=1e-5)  # sums in another order
+
+
+def test_equal_logits_are_one_tie():
+  laws = _laws(np.zeros((1, 300)), top_k=3, top_p=0.01)
+  np.testing.assert_allclose(laws, 1 / 300, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'sampling',
+  [{}, {'top_k': 5}, {'top_k': 299}, {'top_p': 0.999999}, {'temperature': 0.0}, {'temperature': 50.0, 'top_p': 0.99}],
+)
+def test_padded_columns_get_nothing(sampling):
+  logits = _logits(4, ties=False)
+  logits[:, 200:] = -np.inf
+  laws = _laws(logits, **sampling)
+  np.testing.assert_array_equal(laws[:, 200:], 0)
+  np.testing.assert_allclose(laws.sum(1), 1, rtol=1e-5)
+  # ... and change nothing for the others.
+  np.testing.assert_allclose(laws[:, :200], _laws(logits[:, :200], **sampling), rtol=1e-5)
+
+
+def test_temperature_zero_is_the_first_largest():
+  logits = np.array([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [-np.inf, -2.0, -3.0, -np.inf]])
+  np.testing.assert_array_equal(_laws(logits, temperature=0.0), np.eye(4)[[1, 0, 1]])
+
+
+@pytest.mark.parametrize('temperature', [1e-3, 1e-20, 1e-30, 1e-37, 2e-38, 1e-40])
+def test_tiny_temperatures_are_nearly_greedy(temperature):
+  laws = _laws(np.array([[50.0, 3.0, -np.inf], [-200.0, -100.0, -100.5]]), temperature=temperature)
+  np.testing.assert_array_equal(laws, np.eye(3)[[0, 1]])
+
+
+def test_top_p_is_the_fewest_with_enough_mass():
+  logits = np.log([[0.5, 0.25, 0.125, 0.125]])
+  for top_p, kept in ((0.4, 1), (0.6, 2), (0.7, 2), (0.8, 4), (0.9, 4)):
+    np.testing.assert_array_equal(_laws(logits, top_p=top_p)[0] > 0, np.arange(4) < kept)
+
+
+def test_top_p_follows_top_k():
+  logits = np.log([[0.4, 0.3, 0.2, 0.1]])
+  # After top-2 the masses are 4/7, 3/7: .55 needs one token, where .4 alone would not be enough.
+  np.testing.assert_allclose(_laws(logits, top_k=2, top_p=0.55), [[1, 0, 0, 0]])
+
+
+def test_float64_stays_float64():
+  with jax.enable_x64(True):
+    logits = jnp.asarray(_logits(5, ties=False), jnp.float64)
+    laws = logits_to_probs(logits[:, None], SamplingParams.make(6, temperature=0.5, top_k=20, top_p=0.75))[:, 0]
+    assert laws.dtype == jnp.float64
+    np.testing.assert_allclose(laws, [_reference(row, 0.5, 20, 0.75) for row in logits], rtol=1e-12)
+
+
+def test_changed_parameters_do_not_recompile():
+  traces = []
+
+  @jax.jit
+  def laws(logits, sampling):
+    traces.append(1)
+    return logits_to_probs(logits, sampling)
+
+  logits = jnp.zeros((2, 1, 7))
+  for sampling in ({}, {'temperature': 0.0}, {'top_k': 3}, {'top_p': np.array([0.5, 1.0])}):
+    laws(logits, SamplingParams.make(2, **sampling))
+  assert len(traces) == 1
+
+
+def test_nothing_is_sorted():
+  def primitives(function, *args):
+    return set(re.findall(r'= ([a-z_]+)\[', str(jax.make_jaxpr(function)(*args))))
+
+  logits = jnp.zeros((2, 3, 500))
+  sorting = {'sort', 'top_k', 'approx_top_k', 'scatter'}
+  found = primitives(logits_to_probs, logits, SamplingParams.make(2, top_k=3, top_p=0.5))
+  assert 'while' in found
+  assert not found & sorting
+  assert primitives(lambda x: jnp.sort(x), logits) & sorting
+  assert primitives(lambda x: jax.jit(jax.lax.top_k, static_argnums=1)(x, 3), logits) & sorting
+
+
+@pytest.mark.parametrize('vocab_size', [8, 512, 513, 1000])
+def test_draw_inverts_the_cumulative_law_exactly(vocab_size):
+  """Integer weights that sum to 4096 make every sum exact: the 4096 uniforms j / 4096 must give each token its weight."""
+  rng = np.random.default_rng(vocab_size)
+  weights = rng.multinomial(4096, rng.dirichlet(np.full(vocab_size, 0.3))).astype(np.float32)
+  assert vocab_size == 8 or (weights == 0).any()
+  tokens = np.asarray(_draws(np.arange(4096, dtype=np.float32) / 4096, weights))
+  assert tokens.dtype == np.int32
+  np.testing.assert_array_equal(tokens, np.repeat(np.arange(vocab_size), weights.astype(int)))
+  # Only proportions count.
+  np.testing.assert_array_equal(tokens, _draws(np.arange(4096, dtype=np.float32) / 4096, weights / 2**15))
+
+
+def _weight_rows(vocab_size):
+  """Weights with zeros at the ends, inside and nearly everywhere, with sums at, below and far from 1."""
+  rng = np.random.default_rng(vocab_size)
+  rows = rng.exponential(size=(300, vocab_size)) ** 4
+  rows *= rng.random((300, vocab_size)) < rng.choice([0.01, 0.1, 0.5, 1], (300, 1))
+  ends = rng.integers(0, vocab_size // 3, (300, 2))
+  places = np.arange(vocab_size)
+  rows[(places < ends[:, :1]) | (places >= vocab_size - ends[:, 1:])] = 0
+  rows[np.arange(300), rng.integers(0, vocab_size, 300)] += 0.1
+  rows /= rows.sum(1, keepdims=True)
+  rows *= rng.choice([1, 0.99999, 1e-6, 37.0], (300, 1))
+  return rows.astype(np.float32)
+
+
+@pytest.mark.parametrize('vocab_size', [5, 40, 512, 600, 1000])
+def test_no_token_of_weight_zero_is_drawn(vocab_size):
+  rows = _weight_rows(vocab_size)
+  rng = np.random.default_rng(1)
+  boundaries = np.cumsum(rows, axis=1, dtype=np.float32)
+  boundaries = boundaries[np.arange(300), rng.integers(0, vocab_size, 300)] / boundaries[:, -1]
+  for uniforms in (np.zeros(300), np.full(300, LARGEST_UNIFORM), rng.random(300), boundaries):
+    tokens = np.asarray(_draw_rows(np.minimum(uniforms, LARGEST_UNIFORM).astype(np.float32), rows))
+    assert (rows[np.arange(300), tokens] > 0).all()
+  first, last = (rows > 0).argmax(1), vocab_size - 1 - (rows > 0)[:, ::-1].argmax(1)
+  np.testing.assert_array_equal(_draw_rows(np.zeros(300, np.float32), rows), first)
+  # The largest uniform leaves 6e-8 above it: it gives the last token, unless that one is smaller than the rounding.
+  tokens = np.asarray(_draw_rows(np.full(300, LARGEST_UNIFORM), rows))
+  left = np.array([row[token + 1 :].sum() for row, token in zip(rows, tokens)]) / rows.sum(1)
+  assert (left < 1e-5).all()
+  assert (tokens == last).any()
+
+
+def _p_value(weights, law, num_draws=200_000):
+  """Of the hypothesis that draws from `weights` follow `law`."""
+  uniforms = jax.random.uniform(jax.random.key(7), (num_draws,))
+  counts = np.bincount(_draws(uniforms, jnp.asarray(weights, jnp.float32)), minlength=len(weights))
+  expected = law * num_draws
+  rare = expected < 5
+  counts = np.append(counts[~rare], counts[rare].sum())
+  expected = np.append(expected[~rare], expected[rare].sum())
+  return stats.chisquare(counts, expected).pvalue
+
+
+def test_draws_follow_the_law():
+  law = np.random.default_rng(3).dirichlet(np.ones(1000))
+  # One fixed key: a correct sampler fails at 1e-3 once in a thousand keys, and this key is not one of them.
+  assert _p_value(law, law) > 1e-3
+  # The test can fail: every second token 10% too likely, the others too rare.
+  shifted = law * np.where(np.arange(1000) % 2, 1.1, 0.9)
+  assert _p_value(shifted / shifted.sum(), law) < 1e-6
+
+
+def test_positive_part_falls_back_only_without_mass():
+  fallback = jnp.array([0.5, 0.25, 0.25])
+  np.testing.assert_array_equal(positive_part_or(jnp.array([-1.0, 0.0, -0.5]), fallback), fallback)
+  np.testing.assert_array_equal(positive_part_or(jnp.array([-1.0, 1e-30, 0.5]), fallback), np.float32([0, 1e-30, 0.5]))
+
+
+@pytest.mark.parametrize(
+  ('sampling', 'message'),
+  [
+    ({'temperature': -0.1}, 'temperature must be finite and at least 0'),
+    ({'temperature': float('nan')}, 'temperature must be finite'),
+    ({'temperature': float('inf')}, 'temperature must be finite'),
+    ({'temperature': [1.0, 1.0]}, r'temperature must be a scalar or \[3\]'),
+    ({'temperature': [[1.0, 1.0, 1.0]]}, r'temperature must be a scalar or \[3\]'),
+    ({'top_k': -1}, 'top_k must be at least 0'),
+    ({'top_k': [0, 0, -5]}, 'top_k must be at least 0'),
+    ({'top_p': 0.0}, 'top_p must be above 0 and at most 1'),
+    ({'top_p': 1.5}, 'top_p must be above 0 and at most 1'),
+    ({'top_p': float('nan')}, 'top_p must be above 0'),
+    ({'top_p': [0.5, 0.5]}, r'top_p must be a scalar or \[3\]'),
+  ],
+)
+def test_wrong_parameters_are_refused(sampling, message):
+  sampling = {name: np.array(value) for name, value in sampling.items()}
+  with pytest.raises(ValueError, match=message):
+    SamplingParams.make(3, **sampling)
+
+
+def test_parameters_are_broadcast_and_may_be_traced():
+  sampling = SamplingParams.make(3, temperature=0.5, top_k=np.array([1, 2, 3]))
+  assert sampling.temperature.shape == sampling.top_k.shape == sampling.top_p.shape == (3,)
+  assert (sampling.temperature.dtype, sampling.top_k.dtype) == (jnp.float32, jnp.int32)
+  traced = jax.jit(functools.partial(SamplingParams.make, 3))(temperature=0.5)
+  np.testing.assert_array_equal(traced.temperature, 0.5)
