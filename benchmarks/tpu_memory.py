@@ -1,6 +1,6 @@
 """Memory of the decoding loop on one TPU chip, from an ahead-of-time compilation: no TPU and no weights are needed.
 
-Command   JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python -m benchmarks.tpu_memory --num_drafts=8 --draft_length=8
+Command   python -m benchmarks.tpu_memory --num_drafts=8 --draft_length=8
 Needs     the extra `tpu`, for the compiler
 Models    of SpecTr's experiment: a target of 95M and a draft of 6M parameters, vocabulary 32000
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import os
 import time
 
 import jax
@@ -74,6 +75,9 @@ def tpu_device(topology: str = 'v5e:2x2') -> jax.Device:
     raise ValueError("no TPU compiler: the extra tpu is not installed (pip install -e '.[tpu]')")
   from jax.experimental import topologies
 
+  # The compiler would look for the machine's own TPUs and ask the cloud about them.
+  for name, value in (('SKIP_MDS_QUERY', '1'), ('WORKER_HOSTNAMES', 'localhost'), ('ACCELERATOR_TYPE', 'v5litepod-4')):
+    os.environ.setdefault(f'TPU_{name}', value)
   try:
     return topologies.get_topology_desc(platform='tpu', topology_name=topology).devices[0]
   except Exception as error:  # the plug-in raises many types
@@ -115,7 +119,7 @@ def compile_rounds(
     ValueError: The method does not take the tree.
   """
   method = get_method(method)
-  method.check_tree(tree)
+  tree = method.tree_for(tree)
   target_model, drafter = abstract_model(dataclasses.replace(target, dtype=dtype)), None
   if method.max_drafts != 0:
     drafter = ModelDrafter(abstract_model(dataclasses.replace(draft, dtype=dtype)))
@@ -174,6 +178,7 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
+    jax.config.update('jax_platforms', 'cpu')  # constants need a device; a TPU that is there stays free
     method = get_method(_METHOD.value)
     tree = TokenTree() if method.max_drafts == 0 else TokenTree.chains(_NUM_DRAFTS.value, _DRAFT_LENGTH.value)
     compiled, report = compile_rounds(

@@ -1,6 +1,7 @@
-"""The shipped pair: a target of 7.9M and a draft of 0.6M parameters on public-domain English, vocabulary 4096.
+r"""The shipped pair: a target of 7.9M and a draft of 0.6M parameters on public-domain English, vocabulary 4096.
 
-Command   python -m train.main --config=configs/pretrained_pair.py:target --config.files=A.bz2,B.bz2 --workdir=runs/target
+Command   python -m train.main --config=configs/pretrained_pair.py:target --workdir=runs/target \
+            --config.files=congress_floor_speeches.txt.bz2,english_novels_100.txt.bz2
 Files     congress_floor_speeches.txt.bz2 and english_novels_100.txt.bz2, prepared as pretrained/README.md describes
 """
 
@@ -21,11 +22,11 @@ def get_config(size: str = 'target') -> ml_collections.ConfigDict:
   if size == 'target':
     config.model.update(embed_dim=384, num_layers=4, num_heads=6, mlp_dim=1280)
     config.learning_rate = 1.5e-3
-    config.num_steps = 4000
+    config.num_steps = 3200
   elif size == 'draft':
     config.model.update(embed_dim=96, num_layers=2, num_heads=3, mlp_dim=384)
     config.learning_rate = 4e-3
-    config.num_steps = 6000
+    config.num_steps = 5000
   else:
     raise ValueError(f'size must be target or draft, got {size!r}')
   return config

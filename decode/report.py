@@ -75,7 +75,12 @@ class OutputFiles:
   """
 
   def __init__(self, **paths: epath.PathLike | None):
-    self.paths = {flag: epath.Path(path) for flag, path in paths.items() if path is not None}
+    # Links are followed: renaming onto one would replace the link, not the file it names.
+    self.paths = {
+      flag: epath.Path(path if '://' in str(path) else os.path.realpath(path))
+      for flag, path in paths.items()
+      if path is not None
+    }
 
   def _unfinished(self, flag: str) -> epath.Path:
     path = self.paths[flag]
@@ -96,7 +101,7 @@ class OutputFiles:
     is_local = '://' not in str(path)
     if is_local and not path.parent.is_dir():
       raise ValueError(f'{flag}: cannot write {path}: there is no directory {path.parent}')
-    if path.exists() and not path.is_file():
+    if path.is_dir() or (is_local and path.exists() and not os.path.isfile(path)):  # epath takes devices for files
       raise ValueError(f'{flag}: cannot write {path}: it exists and is not a regular file')
     try:
       self._unfinished(flag).write_text('')
@@ -295,8 +300,9 @@ def print_report(run: DecodeRun, console: Console | None = None) -> None:
   console = console or make_console()
   print_options = {'soft_wrap': True}
   console.print(_headline(run) + '\n', **print_options)
-  # The lines of a file have no window to fit into.
-  console.print(make_table(run), width=None if console.is_terminal else 1000)
+  if not console.is_terminal:
+    console.width = 1000  # the lines of a file have no window to fit into
+  console.print(make_table(run))
   console.print()
   for line in explain_slow(run):
     console.print(line + '\n', **print_options)

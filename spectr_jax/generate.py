@@ -138,7 +138,7 @@ def init_decode(
   prompt_lengths: jax.Array,
   *,
   method: str | Method,
-  tree: TokenTree,
+  tree: TokenTree | None = None,
   max_new_tokens: int,
   temperature=1.0,
   top_k=0,
@@ -147,7 +147,7 @@ def init_decode(
 ) -> DecodeState:
   """Checks the request and prefills; the arguments are those of `generate`."""
   method = get_method(method)
-  method.check_tree(tree)
+  tree = method.tree_for(tree)
   if method.max_drafts == 0:
     draft = None
   drafter = ModelDrafter(draft) if isinstance(draft, Model) else draft
@@ -337,7 +337,7 @@ def generate(
   prompt_lengths: jax.Array,
   *,
   method: str | Method,
-  tree: TokenTree,
+  tree: TokenTree | None = None,
   max_new_tokens: int,
   temperature=1.0,
   top_k=0,
@@ -357,7 +357,7 @@ def generate(
     prompts: Integers `[B, P]`, right-padded; what stands behind a prompt is not read.
     prompt_lengths: Integers `[B]`, from 1 to P.
     method: A name of `METHODS`, or a `Method`.
-    tree: The guesses of a round, such as `TokenTree.chains(K, L)`; methods that draft nothing take `TokenTree()`.
+    tree: The guesses of a round, such as `TokenTree.chains(K, L)`; methods that draft nothing need none and ignore it.
     max_new_tokens: Limit of new tokens per row, static.
     temperature: Scalar or `[B]`; 0 decodes greedily.
     top_k: Scalar or `[B]`; 0 keeps all.

@@ -30,18 +30,19 @@ class Method:
   source: str
   max_drafts: int | None = None
 
-  def check_tree(self, tree: TokenTree) -> None:
-    """Refuses trees the method's theory does not cover.
+  def tree_for(self, tree: TokenTree | None) -> TokenTree:
+    """The tree the method works on: `tree`, or an empty one for a method that drafts nothing, whatever it is given.
 
     Raises:
-      ValueError: It does not cover `tree`.
+      ValueError: The method's theory does not cover `tree`.
     """
-    if self.max_drafts == 0 and tree.num_nodes:
-      raise ValueError(f'{self.name} drafts nothing: its tree must be TokenTree()')
-    if self.max_drafts != 0 and not tree.num_nodes:
-      raise ValueError(f'{self.name} needs guesses: its tree must not be empty')
+    if self.max_drafts == 0:
+      return TokenTree()
+    if tree is None or not tree.num_nodes:
+      raise ValueError(f'{self.name} needs guesses: give it a tree, such as TokenTree.chains(1, 4)')
     if self.max_drafts == 1 and not tree.is_chain:
       raise ValueError(f'{self.name} verifies a single draft: num_drafts must be 1')
+    return tree
 
 
 _METHODS = (

@@ -41,7 +41,7 @@ def draft():
 
 @pytest.fixture(scope='session')
 def uncached_logits():
-  """`(model, texts) -> [len(texts), V]` logits after each text (lists of ids), by plain causal forwards of whole texts."""
+  """`(model, texts) -> [len(texts), V]`: logits after each text (ids), by a causal forward of the whole text."""
 
   def forward(model, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

@@ -140,10 +140,9 @@ def test_gamma_of_equal_laws_is_one():
 @pytest.mark.parametrize(('d', 'r'), [(4, 2), (6, 2), (6, 3)])
 @pytest.mark.parametrize('n', [1, 2, 3])
 def test_uniform_to_a_part_of_it(d, r, n):
-  """U(d) -> U(d/r): every token in the support has ratio r, so acceptance is 1-(1-beta)^n with beta = 1/r if gamma is r.
+  """U(d) -> U(d/r): K-SEQ with gamma <= r accepts every candidate in the support of the target.
 
-  The optimum is 1 - (1 - 1/r)^n, the chance that a candidate lies in the support. K-SEQ with gamma <= r accepts every
-  candidate in the support, hence attains it.
+  So it attains the optimum 1 - (1 - 1/r)^n, the chance that one of the candidates lies there.
   """
   p, q = np.full(d, 1 / d), np.where(np.arange(d) < d // r, r / d, 0)
   law, acceptance = _emitted(AtGamma(), p, q, n)
@@ -157,8 +156,7 @@ def test_bernoulli_example():
   p, q = BERNOULLI
   law, acceptance = _emitted(AtGamma(), p, q, 2)
   np.testing.assert_allclose(law, q, atol=EXACT)
-  # min(1, .5/(.75 g)) .75 + .25 = beta with g <= 2: beta = .5/g + .25 and 1-(1-beta)^2 = g beta = .5 + .25 g; the root of
-  # (.75 - .5/g)^2 = .5 - .25 g.
+  # For 1 <= g <= 2, beta = .5/g + .25, and 1 - (1 - beta)^2 = g beta = .5 + .25 g means (.75 - .5/g)^2 = .5 - .25 g.
   roots = np.roots([0.25, 0.5625 - 0.5, -0.75, 0.25])  # times g^2
   gamma = float(next(g.real for g in roots if abs(g.imag) < 1e-12 and 1 <= g.real <= 2))
   assert acceptance == pytest.approx(0.5 + 0.25 * gamma, abs=1e-9)

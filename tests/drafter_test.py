@@ -61,7 +61,9 @@ def _choose(tree, rng, turn):
   deepest = np.flatnonzero(tree.depths == tree.max_depth)
   leaves = np.flatnonzero(tree.num_children == 0)
   case = ('full', 'zero', 'leaf', 'any', 'finished')[turn % 5]
-  node = {'full': rng.choice(deepest), 'zero': 0, 'leaf': rng.choice(leaves)}.get(case, rng.integers(tree.num_nodes + 1))
+  node = {'full': rng.choice(deepest), 'zero': 0, 'leaf': rng.choice(leaves)}.get(
+    case, rng.integers(tree.num_nodes + 1)
+  )
   return int(node), 0 if case == 'finished' else int(tree.depths[node]) + 1
 
 

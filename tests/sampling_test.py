@@ -187,7 +187,7 @@ def test_nothing_is_sorted():
 
 @pytest.mark.parametrize('vocab_size', [8, 512, 513, 1000])
 def test_draw_inverts_the_cumulative_law_exactly(vocab_size):
-  """Integer weights that sum to 4096 make every sum exact: the 4096 uniforms j / 4096 must give each token its weight."""
+  """Integer weights that sum to 4096 make every sum exact: the uniforms j / 4096 must give each token its weight."""
   rng = np.random.default_rng(vocab_size)
   weights = rng.multinomial(4096, rng.dirichlet(np.full(vocab_size, 0.3))).astype(np.float32)
   assert vocab_size == 8 or (weights == 0).any()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import zipfile
+import zlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -31,6 +33,19 @@ class PackedText:
   def num_rows(self, seq_len: int) -> int:
     """Whole rows of `seq_len` inputs; a row's last target is the next row's first input."""
     return (len(self.tokens) - 1) // seq_len
+
+  def check(self, seq_len: int, part: str) -> None:
+    """Refuses a text shorter than one row.
+
+    Args:
+      seq_len: Tokens in a row.
+      part: What the text is, for the message.
+
+    Raises:
+      ValueError: It is shorter.
+    """
+    if self.num_rows(seq_len) < 1:
+      raise ValueError(f'{part} text of {len(self.tokens)} tokens is shorter than one row of {seq_len} and its target')
 
   def rows(self, indices: np.ndarray, seq_len: int) -> np.ndarray:
     """int32 `[len(indices), seq_len + 1]`: inputs and, shifted by one, targets."""
@@ -63,7 +78,7 @@ def load_packed(source: TextSource, tokenizer: Tokenizer, held_out_percent: floa
     Training text, held-out text, and the source's description.
   """
   origin = source.describe()
-  identity = json.dumps([origin, tokenizer.fingerprint, held_out_percent], sort_keys=True)
+  identity = json.dumps([origin, tokenizer.fingerprint, held_out_percent])
   path = cache_dir / f'packed_{hashlib.sha256(identity.encode()).hexdigest()[:16]}.npz'
   if not path.exists():
     documents = list(source.documents())
@@ -81,10 +96,13 @@ def load_packed(source: TextSource, tokenizer: Tokenizer, held_out_percent: floa
         held_out=parts[1].tokens,
         num_bytes=np.array([parts[0].num_bytes, parts[1].num_bytes]),
       )
-    unfinished.rename(path)
-  with path.open('rb') as stream, np.load(stream) as data:
-    num_bytes = data['num_bytes'].tolist()
-    return PackedText(data['train'], num_bytes[0]), PackedText(data['held_out'], num_bytes[1]), origin
+    unfinished.replace(path)
+  try:
+    with path.open('rb') as stream, np.load(stream) as data:
+      num_bytes = data['num_bytes'].tolist()
+      return PackedText(data['train'], num_bytes[0]), PackedText(data['held_out'], num_bytes[1]), origin
+  except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError) as error:
+    raise ValueError(f'{path} is damaged ({error}): delete it, and the text is encoded again') from error
 
 
 def batch_at(text: PackedText, step: int, *, batch_size: int, seq_len: int, seed: int) -> np.ndarray:
@@ -103,9 +121,8 @@ def batch_at(text: PackedText, step: int, *, batch_size: int, seq_len: int, seed
   Raises:
     ValueError: The text is shorter than one row.
   """
+  text.check(seq_len, 'training')
   num_rows = text.num_rows(seq_len)
-  if num_rows < 1:
-    raise ValueError(f'training text of {len(text.tokens)} tokens is shorter than one row of {seq_len}')
   places = np.arange(step * batch_size, (step + 1) * batch_size)
   rows = np.empty(batch_size, np.int64)
   for epoch in np.unique(places // num_rows):

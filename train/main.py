@@ -3,7 +3,7 @@
 from absl import flags
 from ml_collections import config_flags
 
-from spectr_jax.io import command_line
+from train import config_flag
 from train.train import train
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment, a file of configs/.', lock_config=True)
@@ -18,4 +18,4 @@ def main(argv):
 
 if __name__ == '__main__':
   flags.mark_flags_as_required(['config', 'workdir'])
-  command_line.run(main)
+  config_flag.run(main)

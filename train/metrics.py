@@ -11,16 +11,27 @@ from tensorboardX import SummaryWriter
 class MetricWriter:
   """Appends metrics of a step to `WORKDIR/metrics.jsonl` and to event files beside it.
 
-  Lines of steps beyond `first_step`, which an interrupted run may have left, are removed on opening.
+  On opening, lines are removed that an interrupted run may have left: those of steps beyond `first_step`, and one that
+  was not written to its end. So are final metrics, which are written anew.
   """
 
   def __init__(self, workdir: epath.Path, first_step: int):
     self._path = workdir / 'metrics.jsonl'
     kept = []
     if self._path.exists():
-      kept = [line for line in self._path.read_text().splitlines() if json.loads(line)['step'] <= first_step]
-    self._path.write_text(''.join(line + '\n' for line in kept))
+      kept = [line for line in self._path.read_text().splitlines() if self._is_kept(line, first_step)]
+    unfinished = workdir / 'metrics.jsonl.unfinished'
+    unfinished.write_text(''.join(line + '\n' for line in kept))
+    unfinished.replace(self._path)
     self._events = SummaryWriter(str(workdir), purge_step=first_step + 1)
+
+  @staticmethod
+  def _is_kept(line: str, first_step: int) -> bool:
+    try:
+      values = json.loads(line)
+    except json.JSONDecodeError:
+      return False
+    return values['step'] <= first_step and not any(name.startswith('final_') for name in values)
 
   def write(self, step: int, values: dict[str, float]) -> None:
     with self._path.open('a') as stream:

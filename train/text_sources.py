@@ -46,6 +46,16 @@ def _read_text(path: epath.Path) -> str:
     raise ValueError(f'cannot read {path} as text: {error}') from error
 
 
+def _matches(pattern: epath.Path) -> list[epath.Path]:
+  """Files that a glob matches, sorted; wildcards may stand in any part of it."""
+  parts = pattern.parts
+  first = next((i for i, part in enumerate(parts) if set('*?[') & set(part)), len(parts))
+  if first == len(parts):
+    return []
+  root = epath.Path(*parts[:first])
+  return sorted(path for path in root.glob('/'.join(parts[first:])) if path.is_file()) if root.exists() else []
+
+
 @dataclasses.dataclass(frozen=True)
 class Files:
   """Plain-text files; a blank line ends a document.
@@ -64,7 +74,7 @@ class Files:
     paths = []
     for pattern in self.patterns:
       path = epath.Path(pattern)
-      matches = [path] if path.exists() else sorted(path.parent.glob(path.name)) if path.parent.exists() else []
+      matches = [path] if path.exists() else _matches(path)
       if not matches:
         raise ValueError(f'no file matches {pattern!r}')
       paths.extend(matches)
@@ -83,7 +93,12 @@ class Files:
         yield '\n'.join(lines)
 
   def describe(self) -> dict[str, str]:
-    return {f'files/{path.name}': hashlib.sha256(path.read_bytes()).hexdigest() for path in self.paths}
+    hashes = {}
+    for path in self.paths:
+      # Names suffice in a log, unless two files share one.
+      name = path.name if sum(other.name == path.name for other in self.paths) == 1 else str(path)
+      hashes[f'files/{name}'] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashes
 
 
 @dataclasses.dataclass(frozen=True)

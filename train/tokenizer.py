@@ -4,8 +4,8 @@ from absl import flags
 from etils import epath
 from ml_collections import config_flags
 
-from spectr_jax.io import command_line
 from spectr_jax.io.tokenizer import Tokenizer
+from train import config_flag
 from train.text_sources import is_held_out, make_source
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment; its source, vocab_size and split are used.')
@@ -28,4 +28,4 @@ def main(argv):
 
 if __name__ == '__main__':
   flags.mark_flag_as_required('config')
-  command_line.run(main)
+  config_flag.run(main)

@@ -21,6 +21,37 @@ from train.input_pipeline import PackedText, batch_at, load_packed
 from train.metrics import MetricWriter
 from train.text_sources import make_source
 
+# Field, what it must be, and the test of it; numbers that are NaN fail each test.
+_RULES = (
+  *((name, 'at least 1', lambda x: x >= 1) for name in (
+    'seq_len', 'batch_size', 'num_steps', 'log_every', 'eval_every', 'eval_batches', 'checkpoint_every',
+    'keep_checkpoints',
+  )),
+  *((name, 'finite and at least 0', lambda x: 0 <= x < math.inf) for name in ('warmup_steps', 'weight_decay')),
+  *((name, 'finite and above 0', lambda x: 0 < x < math.inf) for name in ('learning_rate', 'max_grad_norm')),
+  ('adam_b2', 'at least 0 and below 1', lambda x: 0 <= x < 1),
+  ('held_out_percent', 'above 0 and below 100', lambda x: 0 < x < 100),
+)  # fmt: skip
+
+
+def check_config(config) -> TransformerConfig:
+  """The network's sizes, after checking all that can be checked without reading a file.
+
+  Raises:
+    ValueError: A field has a value that cannot be trained with.
+  """
+  for name, allowed, is_valid in _RULES:
+    if not is_valid(config[name]):
+      raise ValueError(f'config.{name} must be {allowed}, got {config[name]}')
+  if config.warmup_steps >= config.num_steps:
+    raise ValueError(
+      f'config.warmup_steps must be below config.num_steps, got {config.warmup_steps} and {config.num_steps}'
+    )
+  try:
+    return TransformerConfig(config.vocab_size, max_length=config.seq_len, **config.model)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f'config.model: {error}') from error
+
 
 def make_optimizer(config) -> optax.GradientTransformation:
   """AdamW with linear warm-up, cosine decay to a tenth and gradient clipping; only matrices are decayed."""
@@ -76,9 +107,8 @@ def evaluate(
   Raises:
     ValueError: The text is shorter than one row.
   """
+  text.check(seq_len, 'held-out')
   num_rows = text.num_rows(seq_len)
-  if num_rows < 1:
-    raise ValueError(f'held-out text of {len(text.tokens)} tokens is shorter than one row of {seq_len}')
   wanted = num_rows if max_batches is None else min(num_rows, max_batches * batch_size)
   chosen = np.linspace(0, num_rows - 1, wanted).astype(np.int64)
   total = count = 0.0
@@ -118,7 +148,13 @@ def make_train_step(optimizer, model_config, bos_id):
 def _check_finite(first_step: int, losses: list[float]) -> None:
   for step, loss in enumerate(losses, start=first_step):
     if not math.isfinite(loss):
-      raise ValueError(f'loss is {loss} at step {step}: stopped; the last checkpoint is from before it')
+      raise ValueError(f'loss is {loss} at step {step}: stopped; the last checkpoint is from before')
+
+
+@jax.jit
+def _is_finite(tree) -> jax.Array:
+  """Whether every number is."""
+  return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def _progress_bar(num_steps: int, step: int):
@@ -148,6 +184,7 @@ def train(config, workdir: epath.PathLike) -> dict[str, float]:
   Raises:
     ValueError: The configuration, its files or a checkpoint is unusable, or the loss is not finite.
   """
+  model_config = check_config(config)
   workdir = epath.Path(workdir)
   tokenizer = Tokenizer.load(config.tokenizer)
   if tokenizer.vocab_size != config.vocab_size:
@@ -155,10 +192,11 @@ def train(config, workdir: epath.PathLike) -> dict[str, float]:
       f'{config.tokenizer} has {tokenizer.vocab_size} tokens but config.vocab_size is {config.vocab_size}'
     )
   source = make_source(config)
-  model_config = TransformerConfig(config.vocab_size, max_length=config.seq_len, **config.model)
   text, held_out, origin = load_packed(
     source, tokenizer, config.held_out_percent, epath.Path(config.cache_dir or workdir / 'data')
   )
+  for part, packed in (('training', text), ('held-out', held_out)):
+    packed.check(config.seq_len, part)
   optimizer = make_optimizer(config)
   params = init_params(jax.random.key(config.seed), model_config)
   state = {'params': params, 'opt_state': optimizer.init(params), 'step': jnp.zeros((), jnp.int32)}
@@ -189,6 +227,9 @@ def train(config, workdir: epath.PathLike) -> dict[str, float]:
       if save_now or eval_now or step % config.log_every == 0:
         losses = [float(loss) for loss in losses]
         _check_finite(step - len(losses) + 1, losses)
+        # The loss is of the parameters before the step: it can be finite where the step's result is not.
+        if (save_now or eval_now) and not _is_finite(state):
+          raise ValueError(f'parameters are not finite after step {step}: stopped; the last checkpoint is from before')
         now = time.perf_counter()
         speed = len(losses) * config.batch_size * config.seq_len / (now - since)
         writer.write(step, {'train_loss': float(np.mean(losses)), 'tokens_per_second': speed})

@@ -25,14 +25,14 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-  """Runs `main` under absl; a `ValueError` or `OSError` from it is printed as one line and exits with code 1."""
+  """Runs `main` under absl; bad input, which raises `ValueError` or `OSError`, ends it with one line and code 1."""
 
   def guarded(argv):
     if len(argv) > 1:
       _fail(f'unexpected argument {argv[1]!r}; options are given as --name=value')
     try:
       main(argv)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # a remote path may need a package that is not there
       _fail(str(error))
     except KeyboardInterrupt:
       _fail('interrupted', 130)

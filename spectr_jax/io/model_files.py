@@ -102,9 +102,9 @@ def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model
     raise ValueError(f'no model at {path}: expected a directory with model.json, tokenizer.json and params/')
   try:
     spec = json.loads((path / 'model.json').read_text())
-    hashes = spec['sha256']
+    hashes = dict(spec['sha256'])
     config = transformer.TransformerConfig(**{**spec['config'], **({'dtype': dtype} if dtype else {})})
-    param_dtype, version, fingerprint = spec['param_dtype'], spec['format'], spec['tokenizer']
+    param_dtype, version, fingerprint = jnp.dtype(spec['param_dtype']), spec['format'], spec['tokenizer']
   except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
     raise ValueError(f'{path / "model.json"} is damaged or not a model description: {error!r}') from error
   if version != _FORMAT:
@@ -119,7 +119,7 @@ def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model
     raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({fingerprint})')
   sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   like = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(param_dtype), sharding=sharding),
+    lambda x: jax.ShapeDtypeStruct(x.shape, param_dtype, sharding=sharding),
     jax.eval_shape(functools.partial(transformer.init_params, config=config), jax.random.key(0)),
   )
   with contextlib.closing(ocp.StandardCheckpointer()) as checkpointer:

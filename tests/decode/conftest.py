@@ -1,0 +1,42 @@
+"""Tiny models and prompts on disk."""
+
+import functools
+
+import jax
+import pytest
+
+from spectr_jax import Tokenizer, save_model
+from spectr_jax.models import transformer
+
+_TEXT = 'the quick brown fox jumps over the lazy dog while seven wise owls watch from the old oak tree ' * 4
+
+
+@pytest.fixture(scope='session')
+def save_tiny_model():
+  """`(path, seed, text) -> path`: writes a fresh model of 290 tokens with a tokenizer of `text`."""
+  # Learnt once per text: the trainer breaks ties at random, so a second one could differ.
+  train = functools.cache(lambda text: Tokenizer.train([text], 290))
+
+  def save_tiny_model(path, seed, text=_TEXT):
+    tokenizer = train(text)
+    config = transformer.TransformerConfig(290, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=64)
+    params = transformer.init_params(jax.random.key(seed), config)
+    save_model(path, transformer.transformer_model(params, config), tokenizer)
+    return str(path)
+
+  return save_tiny_model
+
+
+@pytest.fixture(scope='session')
+def pair(tmp_path_factory, save_tiny_model):
+  """Paths of a tiny target and draft, as keyword arguments."""
+  directory = tmp_path_factory.mktemp('models')
+  return {role: save_tiny_model(directory / role, seed) for seed, role in enumerate(('target', 'draft'))}
+
+
+@pytest.fixture(scope='session')
+def prompt_file(tmp_path_factory):
+  """Three prompts, two of which have an id."""
+  path = tmp_path_factory.mktemp('prompts') / 'prompts.jsonl'
+  path.write_text('{"prompt": "the quick", "id": "a"}\n{"prompt": "seven wise owls"}\n{"prompt": "old", "id": 7}\n')
+  return path

@@ -1,0 +1,241 @@
+"""The command: what it writes, what it refuses, and what does not change its tokens."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from decode.run import DecodeOptions, run_decode
+
+_REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+_RESULT_FIELDS = [
+  'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'temperature', 'seed', 'num_prompts', 'tokens',
+  'target_calls', 'block_efficiency', 'block_efficiency_ci95', 'acceptance_by_position', 'tokens_per_second', 'speedup',
+]  # fmt: skip
+
+
+def run_command(*arguments, cwd=_REPOSITORY):
+  """`python -m decode.main` with `arguments`; output is captured as text."""
+  env = {**os.environ, 'PYTHONPATH': str(_REPOSITORY), 'JAX_PLATFORMS': 'cpu'}
+  command = [sys.executable, '-m', 'decode.main', *map(str, arguments)]
+  return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=900)
+
+
+@pytest.fixture(scope='module')
+def grid(pair, prompt_file, tmp_path_factory):
+  """All methods, K in {1, 2}, two seeds, three prompts in batches of two."""
+  directory = tmp_path_factory.mktemp('grid')
+  ran = run_command(
+    *(f'--{role}={path}' for role, path in pair.items()),
+    '--num_drafts=1,2', '--draft_length=2', f'--prompts={prompt_file}', '--batch_size=2', '--max_new_tokens=9',
+    '--num_seeds=2', '--seed=5', f'--output={directory / "o.json"}', f'--generations={directory / "g.jsonl"}',
+  )  # fmt: skip
+  assert ran.returncode == 0, ran.stderr
+  return types.SimpleNamespace(
+    stdout=ran.stdout,
+    stderr=ran.stderr,
+    files=sorted(path.name for path in directory.iterdir()),
+    **json.loads((directory / 'o.json').read_text()),
+    generations=[json.loads(line) for line in (directory / 'g.jsonl').read_text().splitlines()],
+  )
+
+
+def test_json_has_its_fields(grid):
+  assert grid.files == ['g.jsonl', 'o.json']
+  assert list(grid.run) == ['flags', 'versions', 'device', 'models']
+  assert grid.run['flags']['num_drafts'] == [1, 2]
+  assert [list(result) for result in grid.results] == [_RESULT_FIELDS] * 8
+  settings = [
+    ('autoregressive', 0, 0, 'none'),
+    ('speculative', 1, 2, 'chains'),
+    ('spectr', 1, 2, 'chains'),
+    ('spectr', 2, 2, 'chains'),
+  ]
+  names = ('method', 'num_drafts', 'draft_length', 'tree', 'seed')
+  found = [tuple(result[name] for name in names) for result in grid.results]
+  assert found == [(*setting, seed) for setting in settings for seed in (5, 6)]
+  for result in grid.results:
+    assert result['is_lossless'] is True
+    assert (result['temperature'], result['num_prompts']) == (1.0, 3)
+    assert result['block_efficiency'] == result['tokens'] / result['target_calls']
+    low, high = result['block_efficiency_ci95']
+    assert low <= result['block_efficiency'] <= high
+    assert len(result['acceptance_by_position']) == result['draft_length']
+    assert result['tokens_per_second'] > 0
+
+
+def test_autoregressive_is_the_unit(grid):
+  for result in grid.results[:2]:
+    assert (result['block_efficiency'], result['block_efficiency_ci95'], result['speedup']) == (1.0, [1.0, 1.0], 1.0)
+    assert result['acceptance_by_position'] == []
+
+
+def test_generations_add_up_to_the_results(grid):
+  assert len(grid.generations) == 8 * 3
+  fields = ['id', 'prompt', 'method', 'num_drafts', 'draft_length', 'seed', 'tokens', 'text', 'target_calls']
+  for place, result in enumerate(grid.results):
+    lines = grid.generations[3 * place : 3 * place + 3]
+    assert [list(line) for line in lines] == [fields] * 3
+    assert [line['id'] for line in lines] == ['a', 1, 7]
+    for name in ('method', 'num_drafts', 'draft_length', 'seed'):
+      assert {line[name] for line in lines} == {result[name]}
+    assert sum(len(line['tokens']) for line in lines) == result['tokens']
+    assert sum(line['target_calls'] for line in lines) == result['target_calls']
+    assert all(1 <= len(line['tokens']) <= 9 for line in lines)
+
+
+def test_table_shows_each_setting_once(grid):
+  assert '\x1b' not in grid.stdout + grid.stderr
+  rows = [line.split()[:4] for line in grid.stdout.splitlines()]
+  for row in (['autoregressive', 'yes', '-', '-'], ['speculative', 'yes', '1', '2'], ['spectr', 'yes', '2', '2']):
+    assert rows.count(row) == 1
+  assert 'A continuation by spectr K=2 L=2' in grid.stdout
+  assert 'the quick' in grid.stdout
+
+
+def test_progress_is_plain_lines(grid):
+  assert grid.stderr.splitlines()[0] == '[0/16] autoregressive: compiling'
+  assert '[14/16] spectr K=2 L=2, seed 6' in grid.stderr
+  assert all(line.startswith('[') for line in grid.stderr.splitlines())
+
+
+@pytest.mark.parametrize(
+  'other',
+  [{'batch_size': 3}, {'batch_size': 1, 'num_prompts': 2}, {'seed': 6, 'batch_size': 2}],
+)
+def test_tokens_do_not_depend_on_batch_or_grid(grid, pair, prompt_file, other):
+  options = {'method': ('spectr',), 'num_drafts': (2,), 'seed': 5}
+  options = DecodeOptions(**pair, draft_length=(2,), prompts=str(prompt_file), max_new_tokens=9, **(options | other))
+  names = ('method', 'num_drafts', 'seed', 'prompt')
+  wanted = {tuple(line[name] for name in names): line['tokens'] for line in grid.generations}
+  compared = 0
+  run = run_decode(options)
+  for found in run.measurements:
+    for prompt, tokens, length in zip(run.prompts, found.tokens, found.lengths):
+      key = (found.setting.method.name, found.setting.num_drafts, found.seed, prompt.text)
+      if key in wanted:
+        assert tokens[:length].tolist() == wanted[key]
+        assert np.all(tokens[length:] == -1)
+        compared += 1
+  assert compared == len(run.prompts)
+
+
+def test_the_pretrained_pair_runs_from_anywhere(tmp_path):
+  ran = run_command(
+    '--num_prompts=2', '--max_new_tokens=4', '--draft_length=2', '--num_drafts=2', '--method=spectr', cwd=tmp_path
+  )
+  assert ran.returncode == 0, ran.stderr
+  assert ran.stdout.startswith('target pretrained/target')
+  assert 'spectr' in ran.stdout
+  assert not list(tmp_path.iterdir())
+
+
+def _bad_inputs(directory, pair, save_tiny_model):
+  """Name -> (flags, what the message must say)."""
+  target, draft = pathlib.Path(pair['target']), pair['draft']
+
+  def file(name, data):
+    path = directory / name
+    path.write_bytes(data)
+    return path
+
+  other = save_tiny_model(directory / 'other', 2, 'pack my box with five dozen liquor jugs, said the judge ' * 5)
+  fingerprints = [json.loads((pathlib.Path(p) / 'model.json').read_text())['tokenizer'] for p in (target, other)]
+  damaged = shutil.copytree(target, directory / 'damaged')
+  largest = max((p for p in (damaged / 'params').rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
+  largest.write_bytes(largest.read_bytes()[:-1] + b'?')
+  garbled = shutil.copytree(target, directory / 'garbled')
+  (garbled / 'model.json').write_text('{')
+  methods = 'autoregressive, speculative, spectr'
+  good = '{"prompt": "the"}\n'
+  return {
+    'unknown flag': (['--num_draft=3'], ["Unknown command line flag 'num_draft'", '--help']),
+    'argument': (['spectr'], ["unexpected argument 'spectr'", '--name=value']),
+    'number': (['--temperature=hot'], ['--temperature=hot']),
+    'method': (['--method=spectr,magic'], ["'magic'", methods]),
+    'no method': (['--method='], [methods]),
+    'K is no number': (['--num_drafts=4,x'], ['num_drafts', 'whole numbers of at least 1', "'4,x'"]),
+    'K is 0': (['--num_drafts=2,0'], ['num_drafts', 'at least 1', '0']),
+    'L is negative': (['--draft_length=-1'], ['draft_length', 'at least 1', '-1']),
+    'L is a fraction': (['--draft_length=1.5'], ['draft_length', 'whole numbers', '1.5']),
+    'K and L are huge': (['--num_drafts=1000', '--draft_length=1000'], ['at most 1024']),
+    'temperature': (['--temperature=-0.1'], ['temperature', 'at least 0', '-0.1']),
+    'top_p': (['--top_p=0'], ['top_p', 'above 0 and at most 1']),
+    'top_k': (['--top_k=-1'], ['top_k', 'at least 0']),
+    'num_prompts': (['--num_prompts=0'], ['num_prompts', 'at least 1']),
+    'batch_size': (['--batch_size=0'], ['batch_size', 'at least 1']),
+    'max_new_tokens': (['--max_new_tokens=0'], ['max_new_tokens', 'at least 1']),
+    'max_new_tokens leave no room': (['--max_new_tokens=64'], ['max_new_tokens 64', '64 tokens', 'at most 62']),
+    'num_seeds': (['--num_seeds=0'], ['num_seeds', 'at least 1']),
+    'seed': (['--seed=-1'], ['seed', 'from 0']),
+    'dtype': (['--dtype=int8'], ['dtype', 'float32 or bfloat16']),
+    'both prompts': (['--prompt=x', '--prompts=y'], ['prompt and prompts']),
+    'empty prompt': (['--prompt='], ['--prompt', 'empty']),
+    'no prompt file': ([f'--prompts={directory / "none.txt"}'], ['none.txt', 'No such file']),
+    'empty file': ([f'--prompts={file("empty.txt", b"")}'], ['empty.txt', 'no prompts']),
+    'empty line': ([f'--prompts={file("gap.txt", b"x" + 2 * bytes([10]) + b"y")}'], ['gap.txt, line 2', 'empty']),
+    'not UTF-8': ([f'--prompts={file("latin.txt", b"x" + bytes([10, 233]))}'], ['latin.txt, line 2', 'UTF-8']),
+    'not JSON': ([f'--prompts={file("bad.jsonl", good.encode() + b"the")}'], ['bad.jsonl, line 2', 'not JSON']),
+    'no prompt field': ([f'--prompts={file("field.jsonl", good.encode() + b"{}")}'], ['line 2', '"prompt"']),
+    'long prompt': ([f'--prompt={"owl " * 99}'], ['--prompt', 'too long', 'at most 60']),
+    'long line': ([f'--prompts={file("long.txt", b"x" + bytes([10]) + b"owl " * 99)}'], ['line 2', 'at most 60']),
+    'no target': ([f'--target={directory / "none"}'], ['no model at', 'model.json']),
+    'no draft': ([f'--draft={directory / "none"}'], ['no model at', 'model.json']),
+    'damaged': ([f'--target={damaged}'], [largest.name, 'damaged']),
+    'garbled': ([f'--draft={garbled}'], ['model.json', 'damaged']),
+    'tokenizers': ([f'--draft={other}'], ['tokenizer', *fingerprints]),
+    'no output directory': ([f'--output={directory / "none" / "o.json"}'], ['output', 'no directory']),
+    'output is a directory': ([f'--generations={directory}'], ['generations', 'not a regular file']),
+    'same outputs': ([f'--output={directory / "o"}', f'--generations={directory / "o"}'], ['same file']),
+    # The last flag of a kind counts, so these two stand before every case.
+    'flags': ([f'--target={target}', f'--draft={draft}'], None),
+  }
+
+
+_BAD_INPUTS = [
+  'unknown flag', 'argument', 'number', 'method', 'no method', 'K is no number', 'K is 0', 'L is negative',
+  'L is a fraction', 'K and L are huge', 'temperature', 'top_p', 'top_k', 'num_prompts', 'batch_size',
+  'max_new_tokens', 'max_new_tokens leave no room', 'num_seeds', 'seed', 'dtype', 'both prompts', 'empty prompt',
+  'no prompt file', 'empty file', 'empty line', 'not UTF-8', 'not JSON', 'no prompt field', 'long prompt', 'long line',
+  'no target', 'no draft', 'damaged', 'garbled', 'tokenizers', 'no output directory', 'output is a directory',
+  'same outputs',
+]  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def refusals(tmp_path_factory, pair, save_tiny_model):
+  """What each bad input led to; run side by side, since most of the time is Python's start."""
+  directory = tmp_path_factory.mktemp('bad')
+  cases = _bad_inputs(directory, pair, save_tiny_model)
+  common, _ = cases.pop('flags')
+  assert list(cases) == _BAD_INPUTS
+  kept = directory / 'kept.json'
+  kept.write_text('old')
+
+  def run(name):
+    arguments, parts = cases[name]
+    return run_command(*common, '--max_new_tokens=4', f'--output={kept}', *arguments), parts
+
+  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    ran = dict(zip(cases, pool.map(run, cases)))
+  assert kept.read_text() == 'old'
+  assert not list(directory.glob('*.unfinished'))
+  return ran
+
+
+@pytest.mark.parametrize('name', _BAD_INPUTS)
+def test_bad_input_is_one_clear_line(refusals, name):
+  ran, parts = refusals[name]
+  assert ran.returncode == 1
+  assert ran.stdout == ''
+  (line,) = ran.stderr.splitlines()
+  assert line.startswith('error: ')
+  for part in parts:
+    assert part in line

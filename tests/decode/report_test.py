@@ -1,0 +1,117 @@
+"""Files written whole, and what people read."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from decode import report
+from decode.prompts import Prompt
+from decode.run import DecodeOptions, DecodeRun, Measurement
+from spectr_jax import Tokenizer
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+  return Tokenizer.train(['an old oak tree and an old owl in the old oak tree, while a quick fox runs by'] * 3, 275)
+
+
+@pytest.fixture
+def run(tokenizer):
+  """Autoregressive decoding at 8 tokens/s and two methods of which the second is slower."""
+  options = DecodeOptions(draft_length=(2,), num_drafts=(2,), max_new_tokens=8)
+  ids = np.resize(tokenizer.encode('an old oak'), (1, 8)).astype(np.int32)
+  measurements = []
+  for setting, calls, seconds in zip(options.settings, (8, 4, 4), (1.0, 0.5, 2.0)):
+    accepted = np.full((1, setting.draft_length), 2)
+    origins = np.resize([0, 1, 0, 2], (1, 8))
+    measurements.append(
+      Measurement(setting, 0, ids, origins, np.array([8]), np.array([calls]), accepted, seconds, calls)
+    )
+  info = {'models': {'target': {'path': 't', 'num_params': 10}}, 'device': {'platform': 'cpu', 'kind': 'cpu'}}
+  info['device']['num_cpus'] = 1
+  return DecodeRun(options, info, [Prompt('an owl')], tokenizer, measurements, {5: 3.5})
+
+
+def _printed(run, **kwargs):
+  console = Console(file=io.StringIO(), highlight=False, markup=False, **kwargs)
+  report.print_report(run, console)
+  return console.file.getvalue()
+
+
+def test_files_appear_whole_and_replace_only_then(tmp_path):
+  path = tmp_path / 'results.json'
+  path.write_text('old')
+  with report.OutputFiles(output=path, generations=None) as files:
+    assert path.read_text() == 'old'
+    files.write(output='new', generations='not asked for')
+  assert path.read_text() == 'new'
+  assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
+def test_a_failed_run_leaves_the_old_file(tmp_path, error):
+  path = tmp_path / 'results.json'
+  path.write_text('old')
+  with pytest.raises(error), report.OutputFiles(output=path):
+    raise error
+  assert path.read_text() == 'old'
+  assert list(tmp_path.iterdir()) == [path]
+
+
+def test_places_that_cannot_be_written_are_refused(tmp_path):
+  for path in (tmp_path, tmp_path / 'none' / 'x', '/dev/null'):
+    with pytest.raises(ValueError, match='output: cannot write'), report.OutputFiles(output=path):
+      pass
+  with pytest.raises(ValueError, match='the same file'), report.OutputFiles(output='x', generations='x'):
+    pass
+
+
+def test_a_link_is_followed(tmp_path):
+  (tmp_path / 'link').symlink_to(tmp_path / 'real')
+  with report.OutputFiles(output=tmp_path / 'link') as files:
+    files.write(output='new')
+  assert (tmp_path / 'link').is_symlink()
+  assert (tmp_path / 'real').read_text() == 'new'
+
+
+def test_plain_report_has_no_escape_codes_and_no_folded_rows(run):
+  text = _printed(run)
+  assert '\x1b' not in text
+  rows = [line.split() for line in text.splitlines()]
+  assert ['autoregressive', 'yes', '-', '-', '1.00', '-', '8', '1.00x'] in rows
+  assert ['speculative', 'yes', '1', '2', '2.00', '0.50', '0.50', '16', '2.00x'] in rows
+  assert ['spectr', 'yes', '2', '2', '2.00', '0.50', '0.50', '4', '0.50x'] in rows
+
+
+def test_only_slow_settings_are_explained(run):
+  (line,) = report.explain_slow(run)
+  # 2 s for 4 rounds against 1 s for 8 steps, and 8 tokens in 4 rounds.
+  for part in ('spectr K=2 L=2', '4.0 times', '2.0 tokens per row', '3.5 times', '5 nodes'):
+    assert part in line
+
+
+def test_sample_is_marked_by_origin(run):
+  plain = report.make_sample(run, is_colored=False)
+  pieces = report.split_by_origin(run.measurements[0].tokens[0], np.resize([0, 1, 0, 2], 8), run.tokenizer)
+  marks = {0: '{}', 1: '[{}]', 2: '{{{}}}'}
+  assert plain.plain.splitlines()[-1] == ''.join(marks[origin].format(text) for text, origin in pieces)
+  assert '\x1b[32m' in _printed(run, force_terminal=True, color_system='standard', width=80)
+
+
+def test_no_color_is_heeded(monkeypatch):
+  monkeypatch.setenv('NO_COLOR', '1')
+  monkeypatch.setenv('FORCE_COLOR', '1')
+  assert report.make_console().color_system is None
+
+
+def test_bytes_of_a_character_stay_together(tokenizer):
+  ids = tokenizer.encode('a€b')
+  pieces = report.split_by_origin(np.array(ids), np.arange(len(ids)) % 3, tokenizer)
+  assert ''.join(text for text, _ in pieces) == 'a€b'
+  assert '€' in [text for text, _ in pieces]
+
+
+def test_text_cannot_steer_the_terminal():
+  assert report._printable('a\x1b[31m\x9b\nb') == 'a\ufffd[31m\ufffd\nb'

@@ -1,0 +1,66 @@
+"""The grid and what is run for it."""
+
+import jax
+import numpy as np
+import pytest
+
+from decode.prompts import Prompt
+from decode.run import DecodeOptions, row_keys, run_decode
+
+
+def _shape(options):
+  return [(setting.method.name, setting.num_drafts, setting.draft_length) for setting in options.settings]
+
+
+def test_what_a_method_cannot_use_collapses():
+  options = DecodeOptions(num_drafts=(2, 4, 2), draft_length=(3, 5))
+  assert _shape(options) == [
+    ('autoregressive', 0, 0),
+    ('speculative', 1, 3),
+    ('speculative', 1, 5),
+    ('spectr', 2, 3),
+    ('spectr', 4, 3),
+    ('spectr', 2, 5),
+    ('spectr', 4, 5),
+  ]
+
+
+def test_a_key_comes_from_seed_and_place_in_the_file():
+  both = row_keys(3, [Prompt('x', 0), Prompt('y', 9)])
+  alone = row_keys(3, [Prompt('z', 9)])
+  assert jax.random.key_data(both[1]).tolist() == jax.random.key_data(alone[0]).tolist()
+  assert jax.random.key_data(both[0]).tolist() != jax.random.key_data(both[1]).tolist()
+  assert jax.random.key_data(row_keys(4, [Prompt('z', 9)])[0]).tolist() != jax.random.key_data(alone[0]).tolist()
+
+
+@pytest.mark.parametrize(
+  'bad',
+  [
+    {'method': ()},
+    {'method': ('none',)},
+    {'num_drafts': ()},
+    {'num_drafts': (64,), 'draft_length': (64,)},
+    {'temperature': float('inf')},
+    {'top_p': float('nan')},
+    {'seed': -1},
+    {'seed': 2**32 - 1, 'num_seeds': 2},
+    {'dtype': 'int8'},
+  ],
+)
+def test_options_out_of_range_are_refused(bad):
+  with pytest.raises(ValueError, match='allowed|must be'):
+    DecodeOptions(**bad)
+
+
+def test_progress_reaches_its_total(pair, prompt_file):
+  seen = []
+  options = DecodeOptions(
+    **pair, method=('autoregressive',), prompts=str(prompt_file), batch_size=2, max_new_tokens=6, num_seeds=2
+  )
+  run = run_decode(options, lambda *args: seen.append(args))
+  assert seen[0] == ('autoregressive: compiling', 0, 4)
+  assert seen[-1] == ('done', 4, 4)
+  # Dummy rows that fill the last batch are dropped, and seeds differ.
+  assert [found.tokens.shape for found in run.measurements] == [(3, 6), (3, 6)]
+  assert not np.array_equal(run.measurements[0].tokens, run.measurements[1].tokens)
+  assert 'draft' not in run.info['models']

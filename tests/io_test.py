@@ -1,0 +1,304 @@
+"""Models and tokenizers on disk: what is saved comes back, and what is damaged is refused."""
+
+import argparse
+import hashlib
+import inspect
+import itertools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from spectr_jax import Tokenizer, load_model, save_model
+from spectr_jax.models import table, transformer
+from spectr_jax.models.transformer import TransformerConfig
+
+SMALLEST = 259  # 3 special and 256 byte tokens
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+  return Tokenizer.train([inspect.getsource(argparse)], 400)
+
+
+@pytest.fixture(scope='module')
+def model():
+  config = TransformerConfig(vocab_size=400, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32, max_length=32)
+  params = jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(0), config=config)
+  return transformer.transformer_model(params, config)
+
+
+@pytest.fixture(scope='module')
+def saved(model, tokenizer, tmp_path_factory):
+  """A saved model; read only."""
+  path = tmp_path_factory.mktemp('saved') / 'model'
+  save_model(path, model, tokenizer, info={'text': 'argparse'})
+  return path
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+  """A copy of `saved` to damage."""
+  return shutil.copytree(saved, tmp_path / 'model')
+
+
+def _logits(model):
+  tokens = jnp.arange(12).reshape(2, 6)
+  positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
+  apply = jax.jit(
+    lambda model: model.apply(tokens, positions, jnp.tril(jnp.ones((6, 6), bool)), model.init_cache_fn(2, 6))
+  )
+  return apply(model).logits
+
+
+def _rounded(model):
+  """The model with parameters as they are stored, in bfloat16."""
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
+  return transformer.transformer_model(params, transformer.config_of(model))
+
+
+def _edit_description(path, **changes):
+  spec = json.loads((path / 'model.json').read_text())
+  (path / 'model.json').write_text(json.dumps({**spec, **changes}))
+
+
+# Models.
+
+
+def test_round_trip(model, tokenizer, saved):
+  loaded, loaded_tokenizer = load_model(saved)
+  assert transformer.config_of(loaded) == transformer.config_of(model)
+  assert loaded_tokenizer.fingerprint == tokenizer.fingerprint
+  jax.tree.map(np.testing.assert_array_equal, loaded.params, _rounded(model).params)
+  np.testing.assert_array_equal(_logits(loaded), _logits(_rounded(model)))
+  assert np.abs(_logits(loaded) - _logits(model)).max() > 0  # rounding did happen
+  text = 'def parse(self): return 1\n'
+  assert loaded_tokenizer.encode(text) == tokenizer.encode(text)
+  spec = json.loads((saved / 'model.json').read_text())
+  assert spec['info'] == {'text': 'argparse'}
+  assert spec['num_params'] == sum(x.size for x in jax.tree.leaves(model.params))
+  assert [p.name for p in saved.parent.iterdir()] == ['model']  # nothing unfinished stays
+
+
+def test_float32_is_stored_exactly_if_asked(model, tokenizer, tmp_path):
+  save_model(tmp_path / 'model', model, tokenizer, param_dtype='float32')
+  loaded, _ = load_model(tmp_path / 'model')
+  jax.tree.map(np.testing.assert_array_equal, loaded.params, model.params)
+
+
+def test_type_to_compute_in(saved):
+  loaded, _ = load_model(saved, dtype='bfloat16')
+  assert loaded.params['embedding'].dtype == jnp.bfloat16
+  assert transformer.config_of(loaded).dtype == 'bfloat16'
+  with pytest.raises(ValueError, match='dtype must be'):
+    load_model(saved, dtype='int8')
+
+
+@pytest.mark.parametrize('name', ['nothing', 'empty', 'file'])
+def test_no_model_there(tmp_path, name):
+  (tmp_path / 'empty').mkdir()
+  (tmp_path / 'file').write_text('text')
+  with pytest.raises(ValueError, match=f'no model at .*{name}: expected a directory'):
+    load_model(tmp_path / name)
+
+
+def _largest_param_file(path):
+  return max((p for p in (path / 'params').rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def _flip(file, at):
+  data = bytearray(file.read_bytes())
+  data[at % len(data)] ^= 1
+  file.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize('piece', ['params', 'tokenizer.json'])
+@pytest.mark.parametrize('damage', ['flip', 'truncate', 'empty', 'remove'])
+def test_damaged_file(copy, piece, damage):
+  file = copy / piece if piece.endswith('json') else _largest_param_file(copy)
+  if damage == 'flip':
+    _flip(file, 1000)
+  elif damage == 'truncate':
+    file.write_bytes(file.read_bytes()[:-1])
+  elif damage == 'empty':
+    file.write_bytes(b'')
+  else:
+    file.unlink()
+  with pytest.raises(ValueError, match=f'{file.name}.* is {"missing" if damage == "remove" else "damaged"}'):
+    load_model(copy)
+
+
+def test_missing_params(copy):
+  shutil.rmtree(copy / 'params')
+  with pytest.raises(ValueError, match='params.* is missing'):
+    load_model(copy)
+
+
+@pytest.mark.parametrize('text', ['', '{', '[]', 'null', '{"format": 1}', '\x00\x01', '"text"', '7'])
+def test_damaged_description(copy, text):
+  (copy / 'model.json').write_text(text)
+  with pytest.raises(ValueError, match='model.json'):
+    load_model(copy)
+
+
+def test_description_that_is_not_text(copy):
+  (copy / 'model.json').write_bytes(b'\xff\xfe\x80')
+  with pytest.raises(ValueError, match='model.json'):
+    load_model(copy)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'format': 2}, 'format 2; this version reads format 1'),
+    ({'config': {}}, 'damaged or not a model description'),
+    ({'config': None}, 'model.json'),
+    ({'sha256': None}, 'model.json'),
+    ({'param_dtype': 'float7'}, 'model.json'),
+    ({'tokenizer': '0' * 16}, 'not the tokenizer model.json names'),
+  ],
+)
+def test_wrong_description(copy, changes, message):
+  _edit_description(copy, **changes)
+  with pytest.raises(ValueError, match=message):
+    load_model(copy)
+
+
+def test_description_of_another_model(copy):
+  config = json.loads((copy / 'model.json').read_text())['config']
+  _edit_description(copy, config={**config, 'embed_dim': 32})
+  with pytest.raises(ValueError, match=r'embed_dim|shape'):
+    load_model(copy)
+  _edit_description(copy, config={**config, 'num_layers': 2})
+  with pytest.raises(ValueError, match=r'layer_1|params'):
+    load_model(copy)
+  _edit_description(copy, config={**config, 'vocab_size': 401})
+  with pytest.raises(ValueError, match='not the tokenizer'):
+    load_model(copy)
+
+
+def test_tokenizer_of_another_model(copy, tokenizer):
+  """Of the right size and undamaged, but not the one the model was trained with."""
+  other = Tokenizer.train([inspect.getsource(inspect)], 400)
+  assert other.fingerprint != tokenizer.fingerprint
+  other.save(copy / 'tokenizer.json')
+  spec = json.loads((copy / 'model.json').read_text())
+  spec['sha256']['tokenizer.json'] = hashlib.sha256((copy / 'tokenizer.json').read_bytes()).hexdigest()
+  (copy / 'model.json').write_text(json.dumps(spec))
+  with pytest.raises(ValueError, match='is not the tokenizer model.json names'):
+    load_model(copy)
+
+
+def test_what_is_there_is_not_overwritten(copy, model, tokenizer):
+  before = (copy / 'model.json').read_bytes()
+  with pytest.raises(ValueError, match='exists and is not overwritten'):
+    save_model(copy, model, tokenizer)
+  assert (copy / 'model.json').read_bytes() == before
+  doubled = jax.tree.map(lambda x: 2 * x, model)
+  save_model(copy, doubled, tokenizer, overwrite=True)
+  loaded, _ = load_model(copy)
+  jax.tree.map(np.testing.assert_array_equal, loaded.params, _rounded(doubled).params)
+
+
+def test_a_failed_save_leaves_nothing(model, tokenizer, tmp_path):
+  with pytest.raises(ValueError, match='the tokenizer has 300 tokens, the model 400'):
+    save_model(tmp_path / 'model', model, Tokenizer.train([inspect.getsource(argparse)], 300))
+  with pytest.raises(ValueError, match='transformer_model'):
+    save_model(tmp_path / 'model', table.table_model(jnp.zeros((400, 400))), tokenizer)
+  assert not list(tmp_path.iterdir())
+
+
+def test_leavings_of_a_killed_save_do_not_matter(model, tokenizer, tmp_path):
+  leavings = tmp_path / 'model.unfinished' / 'params'
+  leavings.mkdir(parents=True)
+  (leavings / 'piece').write_text('half')
+  with pytest.raises(ValueError, match='no model at'):
+    load_model(tmp_path / 'model')
+  save_model(tmp_path / 'model', model, tokenizer)
+  assert load_model(tmp_path / 'model')[0].vocab_size == 400
+  assert [p.name for p in tmp_path.iterdir()] == ['model']
+
+
+# Tokenizers.
+
+
+def _texts():
+  rng = np.random.default_rng(0)
+  characters = np.concatenate([np.arange(0xD800), np.arange(0xE000, 0x110000)])  # all but surrogates
+  yield from (''.join(map(chr, rng.choice(characters, size))) for size in (1, 2, 50, 2000))
+  yield ''.join(map(chr, range(0x250)))
+  yield from ('', ' ', '  \n\t\r\n ', 'a', 'a  b   c\n\n\nd', '\x00\x7f\u2028\ufeff\ufffd', 'naïve café e\u0301')
+  yield from ('日本語 العربية हिन्दी 🙂👩‍👩‍👧 \U0010ffff', '12345 3.14', "don't; x==y", '▁ Ġ ##a')
+  yield from ('<pad><bos><eos>', 'a <eos> b', '<0x41><0xFF>', '</s> [CLS] <unk>')
+
+
+@pytest.mark.parametrize('text', list(_texts()), ids=itertools.count())
+def test_every_text_comes_back(tokenizer, text):
+  ids = tokenizer.encode(text)
+  assert all(SMALLEST > i > 2 or SMALLEST <= i < 400 for i in ids)
+  assert tokenizer.decode(ids) == text
+  assert tokenizer.encode_batch([text, 'other'])[0] == ids
+
+
+def test_special_names_in_a_text_are_text(tokenizer):
+  ids = tokenizer.encode('<bos>x<eos><pad>')
+  assert not {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+  ids = tokenizer.encode('x', add_bos=True)
+  assert ids[0] == tokenizer.bos_id == 1
+  assert tokenizer.decode([*ids, tokenizer.eos_id, tokenizer.pad_id]) == 'x'
+
+
+def test_unseen_characters_are_bytes(tokenizer):
+  ids = tokenizer.encode('語')
+  assert ids == [3 + byte for byte in '語'.encode()]
+  assert tokenizer.decode(ids[:2]) == '\ufffd' * len(tokenizer.decode(ids[:2]))  # incomplete: replaced, not lost
+
+
+def test_it_compresses(tokenizer):
+  text = inspect.getsource(argparse)[:5000]
+  assert len(tokenizer.encode(text)) < 0.7 * len(text)
+
+
+def test_tokenizer_round_trip(tokenizer, tmp_path):
+  tokenizer.save(tmp_path / 'tokenizer.json')
+  loaded = Tokenizer.load(tmp_path / 'tokenizer.json')
+  assert (loaded.fingerprint, loaded.vocab_size) == (tokenizer.fingerprint, 400)
+  for text in _texts():
+    assert loaded.encode(text) == tokenizer.encode(text)
+    assert loaded.decode(loaded.encode(text)) == text
+
+
+def test_fingerprint_names_the_vocabulary(tokenizer):
+  source = inspect.getsource(argparse)
+  assert Tokenizer.train([source], 400).fingerprint == tokenizer.fingerprint  # training is deterministic
+  assert Tokenizer.train([source], 401).fingerprint != tokenizer.fingerprint
+  assert Tokenizer.train([source[: len(source) // 2]], 400).fingerprint != tokenizer.fingerprint
+
+
+@pytest.mark.parametrize('vocab_size', [0, 100, SMALLEST])
+def test_too_small_a_vocabulary_is_refused(vocab_size):
+  with pytest.raises(ValueError, match=f'vocab_size must be above {SMALLEST}'):
+    Tokenizer.train(['text'], vocab_size)
+
+
+def test_too_little_text_is_refused():
+  with pytest.raises(ValueError, match='the text yields only'):
+    Tokenizer.train(['few words'], 1000)
+
+
+def test_no_tokenizer_there(tmp_path):
+  with pytest.raises(ValueError, match='no tokenizer at'):
+    Tokenizer.load(tmp_path / 'tokenizer.json')
+  (tmp_path / 'tokenizer.json').write_text('{"version": "1.0"')
+  with pytest.raises(ValueError, match='not a readable tokenizer file'):
+    Tokenizer.load(tmp_path / 'tokenizer.json')
+
+
+def test_a_foreign_tokenizer_is_refused(tmp_path):
+  tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / 'tokenizer.json'))
+  with pytest.raises(ValueError, match='not a tokenizer of this project'):
+    Tokenizer.load(tmp_path / 'tokenizer.json')

@@ -1,0 +1,142 @@
+"""The commands of train/, as processes: what is wrong with an input is one line, and the exit code 1."""
+
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from spectr_jax import load_model
+from spectr_jax.io.tokenizer import Tokenizer
+from spectr_jax.models.transformer import config_of
+from train.evaluate import evaluate_files
+from train.input_pipeline import encode_documents
+from train.train import evaluate, train
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(module, *arguments):
+  return subprocess.run(
+    [sys.executable, '-m', module, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300
+  )
+
+
+def refused(module, *arguments):
+  """The one line with which a command refuses its arguments."""
+  done = run(module, *arguments)
+  assert done.returncode == 1, done
+  assert done.stdout == ''
+  lines = done.stderr.strip().splitlines()
+  assert len(lines) == 1, done.stderr
+  assert lines[0].startswith('error: ')
+  assert len(lines[0]) < 500
+  return lines[0]
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory, make_config):
+  workdir = tmp_path_factory.mktemp('trained')
+  train(make_config(), workdir)
+  return workdir
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    (['--config=configs/missing.py'], r'cannot load config configs/missing\.py: .*No such file'),
+    (['--config=README.md'], r'cannot load config README\.md: not a Python file'),
+    (['--config=configs/stdlib_pair.py:huge'], "size must be target or draft, got 'huge'"),
+    (['--config=configs/base.py', '--config.learning_rat=1'], "config has no field 'learning_rat'; .*learning_rate"),
+    (['--config=configs/base.py', '--config.model.width=1'], r"config\.model has no field 'width'; .*embed_dim"),
+    (['--config=configs/base.py', '--config.seed=one'], 'config.seed'),
+    (['--config=configs/base.py', '--config.warmup_steps=1000'], 'warmup_steps must be below config.num_steps'),
+    (['--config=configs/base.py', '--config.tokenizer=nothing.json'], 'no tokenizer at nothing.json'),
+    (['--configs=configs/base.py'], 'configs'),
+    ([], 'config'),
+  ],
+)
+def test_bad_arguments(tmp_path, arguments, message):
+  assert re.search(message, refused('train.main', *arguments, f'--workdir={tmp_path}/run'))
+  assert not (tmp_path / 'run').exists()
+
+
+def test_bad_configurations_against_files(tmp_path, corpus, tokenizer_path):
+  base = ('train.main', '--config=configs/base.py', f'--workdir={tmp_path}/run', f'--config.tokenizer={tokenizer_path}')
+  assert 'has 300 tokens but config.vocab_size is 4096' in refused(*base)
+  fitting = (*base, '--config.vocab_size=300')
+  assert "unknown source 'web'; allowed: files, stdlib" in refused(*fitting, '--config.source=web')
+  assert "no file matches 'nothing.txt'" in refused(*fitting, '--config.source=files', '--config.files=nothing.txt')
+
+
+def test_a_file_that_is_no_configuration(tmp_path):
+  for content, message in (
+    ('def get_config():\n  return (', 'never closed'),
+    ('import nothing_of_the_kind', 'nothing_of_the_kind'),
+    ('', 'get_config'),
+    ('def get_config():\n  return {}', 'returns dict, not a ConfigDict'),
+  ):
+    path = tmp_path / 'config.py'
+    path.write_text(content)
+    assert message in refused('train.main', f'--config={path}', f'--workdir={tmp_path}/run')
+
+
+def test_a_tokenizer_and_a_model_are_trained_and_training_goes_on_after_a_kill(tmp_path, corpus):
+  settings = (
+    '--config=configs/base.py', '--config.source=files', f'--config.files={corpus}', '--config.vocab_size=280',
+    f'--config.tokenizer={tmp_path}/tokenizer.json', '--config.held_out_percent=10', '--config.seq_len=24',
+    '--config.num_steps=6', '--config.warmup_steps=1', '--config.model.embed_dim=12', '--config.checkpoint_every=2',
+  )  # fmt: skip
+  done = run('train.tokenizer', *settings)
+  assert done.returncode == 0, done.stderr
+  assert 'fingerprint ' + Tokenizer.load(tmp_path / 'tokenizer.json').fingerprint in done.stdout
+  assert 'is not overwritten' in refused('train.tokenizer', *settings)
+
+  killed = subprocess.Popen(
+    [sys.executable, '-m', 'train.main', *settings, '--config.num_steps=100000', f'--workdir={tmp_path}/run'],
+    cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+  )  # fmt: skip
+  try:
+    while not (tmp_path / 'run' / 'checkpoints' / '4').exists():
+      assert killed.poll() is None
+  finally:
+    killed.kill()
+    killed.communicate()
+  shutil.copytree(tmp_path / 'run', tmp_path / 'copy')
+  newest = max(int(path.name) for path in (tmp_path / 'run' / 'checkpoints').iterdir() if path.name.isdigit())
+  done = run('train.main', *settings, f'--config.num_steps={newest + 3}', f'--workdir={tmp_path}/run')
+  assert done.returncode == 0, done.stderr
+  assert f'at step {newest}' in done.stdout
+  assert 'held-out loss' in done.stdout
+  assert load_model(tmp_path / 'run' / 'model')[0].vocab_size == 280
+
+
+def test_evaluating_a_saved_model(trained, corpus, documents):
+  model, tokenizer = load_model(trained / 'model')
+  text = encode_documents(tokenizer, iter(documents))
+  wanted = evaluate(model.params, text, config_of(model), tokenizer.bos_id, seq_len=24, batch_size=4)
+  found = evaluate_files(trained / 'model', (str(corpus),))
+  assert found == {**wanted, 'tokens': len(text.tokens), 'bytes': text.num_bytes}
+  other = evaluate_files(trained / 'model', (str(corpus),), batch_size=5, seq_len=48)
+  assert other['loss'] != found['loss']
+  done = run('train.evaluate', f'--model={trained}/model', f'--files={corpus}')
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == (
+    f'{corpus}: perplexity {found["perplexity"]:.3f}, bits per byte {found["bits_per_byte"]:.4f},'
+    f' loss {found["loss"]:.4f} nats per token; {found["tokens"]:,} tokens, {found["bytes"]:,} bytes\n'
+  )
+
+
+def test_evaluating_what_cannot_be(tmp_path, trained, corpus):
+  short = tmp_path / 'short.txt'
+  short.write_text('few words')
+  binary = tmp_path / 'binary.txt'
+  binary.write_bytes(bytes(range(128, 256)))
+  model = f'--model={trained}/model'
+  assert 'no model at' in refused('train.evaluate', f'--model={tmp_path}', f'--files={corpus}')
+  assert "no file matches 'nothing.txt'" in refused('train.evaluate', model, '--files=nothing.txt')
+  assert 'cannot read' in refused('train.evaluate', model, f'--files={binary}')
+  assert 'shorter than one row' in refused('train.evaluate', model, f'--files={short}')
+  assert 'files' in refused('train.evaluate', model)

@@ -1,0 +1,60 @@
+"""A small text, a tokenizer for it, and a configuration that trains on it in seconds."""
+
+import random
+
+import pytest
+
+from configs import base
+from spectr_jax.io.tokenizer import Tokenizer
+
+VOCAB_SIZE = 300
+
+
+@pytest.fixture(scope='session')
+def documents():
+  """400 documents of 4 to 12 lower-case words."""
+  rng = random.Random(0)
+  words = [''.join(rng.choices('etaoinshrdlu', k=rng.randint(2, 6))) for _ in range(80)]
+  return [' '.join(rng.choices(words, k=rng.randint(4, 12))) for _ in range(400)]
+
+
+@pytest.fixture(scope='session')
+def corpus(tmp_path_factory, documents):
+  """The documents as a file, blank lines between them."""
+  path = tmp_path_factory.mktemp('corpus') / 'corpus.txt'
+  path.write_text('\n\n'.join(documents) + '\n')
+  return path
+
+
+@pytest.fixture(scope='session')
+def tokenizer(documents):
+  return Tokenizer.train(documents, VOCAB_SIZE)
+
+
+@pytest.fixture(scope='session')
+def tokenizer_path(tmp_path_factory, tokenizer):
+  path = tmp_path_factory.mktemp('tokenizer') / 'tokenizer.json'
+  tokenizer.save(path)
+  return path
+
+
+@pytest.fixture(scope='session')
+def make_config(corpus, tokenizer_path):
+  """Makes a configuration: 12 steps of a network of some thousand parameters, a checkpoint every 3."""
+
+  def make():
+    config = base.get_config()
+    config.update(
+      source='files', files=str(corpus), held_out_percent=10.0, tokenizer=str(tokenizer_path), vocab_size=VOCAB_SIZE,
+      seq_len=24, batch_size=4, num_steps=12, warmup_steps=2, learning_rate=1e-2, log_every=2, eval_every=6,
+      eval_batches=2, checkpoint_every=3, keep_checkpoints=2,
+    )  # fmt: skip
+    config.model.update(embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
+    return config
+
+  return make
+
+
+@pytest.fixture
+def config(make_config):
+  return make_config()

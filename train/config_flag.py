@@ -1,0 +1,66 @@
+"""Commands that take `--config=FILE.py[:ARGUMENT]` and its fields, `--config.field=value`: errors of one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import ml_collections
+
+from spectr_jax.io import command_line
+
+
+def _load(path: str):
+  """What `get_config` of a file returns.
+
+  Raises:
+    ValueError: The file cannot be loaded; the message is one line.
+  """
+  name, *argument = path.split(':', 1)
+  try:
+    spec = importlib.util.spec_from_file_location('checked_config', name)
+    if spec is None:
+      raise ValueError('not a Python file')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config(*argument)
+  except Exception as error:  # whatever the file's code raises
+    raise ValueError(f'cannot load config {path}: {error}') from error
+  if not isinstance(config, ml_collections.ConfigDict):
+    raise ValueError(f'cannot load config {path}: get_config returns {type(config).__name__}, not a ConfigDict')
+  return config
+
+
+def check(argv: list[str]) -> None:
+  """Checks the configuration that arguments name, and the fields they set.
+
+  absl would do so as well, but with tracebacks or without saying what is allowed.
+
+  Raises:
+    ValueError: The file cannot be loaded or a field does not exist; the message is one line.
+  """
+  config, fields = None, []
+  for argument, following in zip(argv, [*argv[1:], '']):
+    name, has_value, value = argument.partition('=')
+    name = '-' + name.lstrip('-') if name.startswith('-') else ''
+    if name == '-config':
+      config = _load(value if has_value else following)
+    elif name.startswith('-config.'):
+      fields.append(name.removeprefix('-config.'))
+  for field in fields if config is not None else ():
+    place, *parents = config, *field.split('.')
+    for i, part in enumerate(parents):
+      if not isinstance(place, ml_collections.ConfigDict) or part not in place:
+        where = '.'.join(['config', *parents[:i]])
+        allowed = ', '.join(sorted(place)) if isinstance(place, ml_collections.ConfigDict) else 'none'
+        raise ValueError(f'{where} has no field {part!r}; its fields: {allowed}')
+      place = place[part]
+
+
+def run(main) -> None:
+  """`command_line.run` after `check`."""
+  try:
+    check(sys.argv[1:])
+  except ValueError as error:
+    sys.exit('error: ' + ' '.join(str(error).split()))
+  command_line.run(main)
