@@ -18,12 +18,11 @@ import jax.numpy as jnp
 from absl import flags
 
 from spectr_jax.draft import ModelDrafter
-from spectr_jax.generate import _prefill, _run_rounds
+from spectr_jax.generate import _run_rounds, init_decode
 from spectr_jax.io import command_line
 from spectr_jax.methods import Method, get_method
 from spectr_jax.model import Model
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
-from spectr_jax.sampling import SamplingParams
 from spectr_jax.tree import TokenTree
 
 TARGET = TransformerConfig(32000, embed_dim=768, num_layers=10, num_heads=12, mlp_dim=3072, max_length=1024)
@@ -124,15 +123,15 @@ def compile_rounds(
   if method.max_drafts != 0:
     drafter = ModelDrafter(abstract_model(dataclasses.replace(draft, dtype=dtype)))
   prompt_size = max_length // 2
-  carry = jax.eval_shape(
-    functools.partial(_prefill, method=method, tree=tree, max_new_tokens=max_length - prompt_size, eos_ids=(2,)),
+  state = jax.eval_shape(
+    functools.partial(init_decode, method=method, tree=tree, max_new_tokens=max_length - prompt_size, eos_id=2),
+    jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl='threefry2x32'), batch_size)),
     target_model,
     drafter,
-    jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl='threefry2x32'), batch_size)),
-    jax.eval_shape(functools.partial(SamplingParams.make, batch_size)),
     jax.ShapeDtypeStruct((batch_size, prompt_size), jnp.int32),
     jax.ShapeDtypeStruct((batch_size,), jnp.int32),
   )
+  carry = dataclasses.replace(state, target=None, drafter=None)
   sharding = jax.sharding.SingleDeviceSharding(device)
   arguments = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

@@ -33,8 +33,8 @@ class Generation:
     accepted_by_depth: int32 `[B, L]`, rounds that kept at least d drafted tokens, at index d - 1; what EOS or the limit
       cut off is not counted.
     origins: int32 `[B, max_new_tokens]`, where each token came from: `ORIGIN_DRAFT` 0, an accepted guess;
-      `ORIGIN_CORRECTION` 1, the target's replacement for rejected guesses; `ORIGIN_BONUS` 2, the target's own token after
-      a path accepted to its end; -1 after a row's end.
+      `ORIGIN_CORRECTION` 1, the target's replacement for rejected guesses; `ORIGIN_BONUS` 2, the target's own token
+      after a path accepted to its end; -1 after a row's end.
   """
 
   tokens: jax.Array
@@ -126,7 +126,8 @@ def _check_prompts(prompts, prompt_lengths, max_new_tokens: int, vocab_size: int
     raise ValueError(f'prompts hold ids from {used.min()} to {used.max()}, the vocabulary is 0 to {vocab_size - 1}')
   if longest is not None and lengths.max() + max_new_tokens > longest:
     raise ValueError(
-      f"the longest prompt has {lengths.max()} tokens; with {max_new_tokens} new ones that exceeds the models' {longest}"
+      f'the longest prompt has {lengths.max()} tokens; with {max_new_tokens} new ones it exceeds the {longest} that the'
+      ' models take'
     )
 
 
@@ -157,13 +158,15 @@ def init_decode(
   _check_prompts(prompts, prompt_lengths, max_new_tokens, target.vocab_size, min(limits, default=None))
   eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int | np.integer) else tuple(eos_id)
   batch_size = prompts.shape[0]
-  state = _prefill(
-    target,
-    drafter,
+  prompts, prompt_lengths = prompts.astype(jnp.int32), prompt_lengths.astype(jnp.int32)
+  max_length = prompts.shape[1] + max_new_tokens
+  state = _first_state(
     _row_keys(rng_key, batch_size),
     SamplingParams.make(batch_size, temperature=temperature, top_k=top_k, top_p=top_p),
-    prompts.astype(jnp.int32),
-    prompt_lengths.astype(jnp.int32),
+    prompts,
+    prompt_lengths,
+    _prefill_target(target, prompts, prompt_lengths, max_length=max_length),
+    None if drafter is None else _prefill_draft(drafter, prompts, prompt_lengths, max_length=max_length),
     method=method,
     tree=tree,
     max_new_tokens=max_new_tokens,
@@ -172,31 +175,47 @@ def init_decode(
   return dataclasses.replace(state, target=target, drafter=drafter)
 
 
-@functools.partial(jax.jit, static_argnames=('method', 'tree', 'max_new_tokens', 'eos_ids'))
-def _prefill(target, drafter, keys, sampling, prompts, prompt_lengths, *, method, tree, max_new_tokens, eos_ids):
+# The prefills are programs of their own, so that methods and trees share them.
+
+
+@functools.partial(jax.jit, static_argnames='max_length')
+def _prefill_target(target: Model, prompts, prompt_lengths, *, max_length):
+  cache = target.init_cache_fn(prompts.shape[0], max_length)
+  return target.prefill(prompts, prompt_lengths - 1, cache)
+
+
+@functools.partial(jax.jit, static_argnames='max_length')
+def _prefill_draft(drafter: Drafter, prompts, prompt_lengths, *, max_length):
+  return drafter.init(prompts, prompt_lengths, max_length)
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=('method', 'tree', 'max_new_tokens', 'eos_ids'),
+  donate_argnames=('target_cache', 'draft_state'),
+)
+def _first_state(
+  keys, sampling, prompts, prompt_lengths, target_cache, draft_state, *, method, tree, max_new_tokens, eos_ids
+):
   """The state before the first round, without its models: a jitted function would return copies of them."""
-  batch_size, prompt_size = prompts.shape
-  max_length = prompt_size + max_new_tokens
-  cache = target.prefill(prompts, prompt_lengths - 1, target.init_cache_fn(batch_size, max_length))
-  last_token = jnp.take_along_axis(prompts, prompt_lengths[:, None] - 1, axis=1)[:, 0]
+  batch_size = prompts.shape[0]
   verifier_state = jax.tree.map(
     lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x))), method.verifier.init_state(tree)
   )
   zeros = jnp.zeros(batch_size, jnp.int32)
   nothing = jnp.full((batch_size, max_new_tokens), -1, jnp.int32)
-  result = Generation(nothing, zeros, zeros, jnp.zeros((batch_size, tree.max_depth), jnp.int32), nothing)
   return DecodeState(
     target=None,
     drafter=None,
     keys=keys,
     sampling=sampling,
-    last_token=last_token,
+    last_token=jnp.take_along_axis(prompts, prompt_lengths[:, None] - 1, axis=1)[:, 0],
     root_position=prompt_lengths - 1,
     is_done=jnp.zeros(batch_size, bool),
-    target_cache=cache,
-    draft_state=None if drafter is None else drafter.init(prompts, prompt_lengths, max_length),
+    target_cache=target_cache,
+    draft_state=draft_state,
     verifier_state=verifier_state,
-    result=result,
+    result=Generation(nothing, zeros, zeros, jnp.zeros((batch_size, tree.max_depth), jnp.int32), nothing),
     method=method,
     tree=tree,
     eos_ids=eos_ids,

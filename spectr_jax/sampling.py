@@ -62,13 +62,12 @@ def _largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | N
   Returns:
     `[..., 1]`; tokens at or above it are those to keep.
   """
+  # Floats that are not negative order like their bits; thresholds are bits, and compared as floats.
   bits_dtype = {4: jnp.int32, 8: jnp.int64}[probs.dtype.itemsize]
-  # Floats that are not negative order like their bits.
-  bits = jax.lax.bitcast_convert_type(probs, bits_dtype)
   goal = goal[..., None]
 
   def measure(threshold):
-    kept = bits >= threshold
+    kept = probs >= jax.lax.bitcast_convert_type(threshold, probs.dtype)
     count = jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32)
     mass = count if weights is None else jnp.sum(jnp.where(kept, weights, 0), axis=-1, keepdims=True)
     return mass >= goal, count
@@ -89,8 +88,8 @@ def _largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | N
       jnp.where(is_enough, high_count, count),
     )
 
-  low = jnp.zeros_like(bits[..., :1])
-  high = jnp.max(bits, axis=-1, keepdims=True) + 1
+  high = jax.lax.bitcast_convert_type(jnp.max(probs, axis=-1, keepdims=True), bits_dtype) + 1
+  low = jnp.zeros_like(high)
   everything = jnp.full(low.shape, probs.shape[-1], jnp.int32)
   low, *_ = jax.lax.while_loop(unsettled, halve, (low, high, everything, jnp.zeros_like(everything)))
   return jax.lax.bitcast_convert_type(low, probs.dtype)
@@ -126,13 +125,15 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   def keep_top_p(probs):
     return jnp.where(top_p[..., None] < 1, keep(probs, top_p, probs), probs)
 
-  def take_largest(probs):
+  def restrict(probs):
+    probs = jax.lax.cond(jnp.any(top_k > 0), keep_top_k, lambda x: x, probs)
+    probs = jax.lax.cond(jnp.any(top_p < 1), keep_top_p, lambda x: x, probs)
     largest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), probs.shape[-1], dtype=probs.dtype)
     return jnp.where(is_greedy[..., None], largest, probs)
 
-  probs = jax.lax.cond(jnp.any(top_k > 0), keep_top_k, lambda x: x, probs)
-  probs = jax.lax.cond(jnp.any(top_p < 1), keep_top_p, lambda x: x, probs)
-  return jax.lax.cond(jnp.any(is_greedy), take_largest, lambda x: x, probs)
+  # One branch around all of it: each would hold a copy of the laws.
+  is_restricted = jnp.any((top_k > 0) | (top_p < 1) | is_greedy)
+  return jax.lax.cond(is_restricted, restrict, lambda x: x, probs)
 
 
 def _first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array]:

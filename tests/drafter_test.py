@@ -14,7 +14,8 @@ from spectr_jax.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures('highest')
 
-UNEQUAL = TokenTree((0, 0, 1, 1, 2, 4))
+# 0 -> (1, 2 -> (4, 5 -> 7), 3 -> 6): leaves stand before parents, so numbers among all nodes and among parents differ.
+UNEQUAL = TokenTree((0, 0, 0, 2, 2, 3, 5))
 TREES = [TokenTree.chains(1, 3), TokenTree.chains(2, 3), UNEQUAL]
 LENGTHS = np.array([1, 2, 5, 1])
 # As for logits in model_test.py: float32 sums in another order, amplified by sharp attention.

