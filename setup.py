@@ -39,11 +39,12 @@ setuptools.setup(
     'optax>=0.2.6',
     'orbax-checkpoint>=0.11.26',
     'rich>=13.7',
+    'scipy>=1.13',
     'tensorboardX>=2.6.2.2',
     'tokenizers>=0.21',
   ],
   extras_require={
-    'test': ['pytest>=8.0', 'ruff>=0.9', 'scipy>=1.13'],
+    'test': ['pytest>=8.0', 'pytest-xdist>=3.6', 'ruff>=0.9'],
     'plots': ['matplotlib>=3.9'],
     'lm1b': ['array_record>=0.5', 'grain>=0.2', 'importlib_resources>=6.0', 'tensorflow-datasets>=4.9.7'],
     'docs': ['mkdocs>=1.6'],

@@ -91,7 +91,7 @@ class DecodeOptions:
   prompt: str | None = None
   prompts: str | None = None
   num_prompts: int = 32
-  batch_size: int = 8
+  batch_size: int = 1
   max_new_tokens: int = 64
   num_seeds: int = 1
   seed: int = 0

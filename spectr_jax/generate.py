@@ -126,8 +126,8 @@ def _check_prompts(prompts, prompt_lengths, max_new_tokens: int, vocab_size: int
     raise ValueError(f'prompts hold ids from {used.min()} to {used.max()}, the vocabulary is 0 to {vocab_size - 1}')
   if longest is not None and lengths.max() + max_new_tokens > longest:
     raise ValueError(
-      f'the longest prompt has {lengths.max()} tokens; with {max_new_tokens} new ones it exceeds the {longest} that the'
-      ' models take'
+      f"the longest prompt has {lengths.max()} tokens; with {max_new_tokens} new ones that exceeds the models' limit of"
+      f' {longest}'
     )
 
 
@@ -238,7 +238,7 @@ def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation
   places = jnp.arange(tree.max_depth + 1)
   guesses = jnp.take_along_axis(proposal.tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
   guesses = jnp.pad(guesses, ((0, 0), (0, 1)))
-  tokens = jnp.where(places < accepted, guesses, verdict.next_token[:, None])
+  tokens = jnp.where(places < accepted, guesses, verdict.next_token[:, None])  # repeated behind its place
   path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
   deepest = jnp.take_along_axis(path, accepted, axis=1)
   is_path_end = jnp.asarray(tree.num_children)[deepest] == 0
@@ -247,7 +247,7 @@ def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation
 
   is_eos = jnp.zeros(tokens.shape, bool)
   for eos_id in state.eos_ids:
-    is_eos |= (tokens == eos_id) & (places <= accepted)
+    is_eos |= tokens == eos_id
   has_eos = jnp.any(is_eos, axis=1)
   count = jnp.where(has_eos, jnp.argmax(is_eos, axis=1), verdict.num_accepted) + 1
   count = jnp.minimum(count, max_new_tokens - result.lengths)

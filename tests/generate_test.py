@@ -172,6 +172,23 @@ def test_a_finished_row_waits_for_the_others(tables):
   assert len(set(np.asarray(ended.num_target_calls).tolist())) > 1
 
 
+def test_a_correction_below_a_duplicate_is_no_bonus(cycle):
+  """The accepted node is a leaf, but its duplicate's child was a candidate and was rejected."""
+  draft = table_model(cycle.params.at[1].set(cycle.params[2]))  # 1 is followed by 3
+  result = spectr_jax.generate(
+    jax.random.key(0),
+    cycle,
+    draft,
+    np.array([[0]]),
+    np.array([1]),
+    method='spectr',
+    tree=TokenTree((0, 0, 2)),
+    max_new_tokens=2,
+  )
+  np.testing.assert_array_equal(result.tokens, [[1, 2]])
+  np.testing.assert_array_equal(result.origins, [[ORIGIN_DRAFT, ORIGIN_CORRECTION]])
+
+
 def test_limit_inside_an_accepted_run(cycle):
   result = _cycle_tokens(cycle, max_new_tokens=7)
   np.testing.assert_array_equal(result.tokens, [[1, 2, 3, 4, 0, 1, 2], [4, 0, 1, 2, 3, 4, 0]])

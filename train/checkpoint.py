@@ -63,7 +63,7 @@ class Checkpoints:
       with _quiet_reads():
         return self._manager.restore(step, args=ocp.args.StandardRestore(like))
     except Exception as error:  # Orbax and TensorStore raise many types
-      reason = ' '.join(str(error).split('[tensorstore_spec')[0].split())[:300]
+      reason = ' '.join(str(error).split('[tensorstore_spec')[0].split())[:200]
     path, others = self._manager.directory / str(step), [other for other in self._manager.all_steps() if other != step]
     remedy = f'; without that directory, training continues from step {max(others)}' if others else ''
     raise ValueError(f'checkpoint {path} is damaged or of another configuration ({reason}){remedy}')

@@ -33,12 +33,13 @@ class Walk:
     del tree
     return ()
 
-  def _step(self, tree: TokenTree, proposal: Proposal, target_probs, node) -> tuple[jax.Array, Outcome]:
+  def _step(self, tree: TokenTree, proposal: Proposal, target_probs, node) -> tuple[jax.Array, jax.Array, Outcome]:
     """Candidates after an accepted node, and what may happen among them.
 
     Returns:
-      int32 `[W]` node numbers, -1 where there is no candidate, and the outcome over them. With no candidate at all the
-      outcome is the target's law.
+      The node to stop at if none is accepted: one that spells the same and has children, where there is one. Node
+      numbers of the candidates, int32 `[W]`, -1 where there is none. The outcome over them, which is the target's law
+      where there is no candidate at all.
     """
     paths = jnp.asarray(tree.paths)
     spelled = jnp.where(paths < 0, -1, proposal.tokens[paths - 1])
@@ -54,7 +55,7 @@ class Walk:
     outcome = Outcome(
       jnp.where(has_candidates, outcome.accept_probs, 0), jnp.where(has_candidates, outcome.residual, target)
     )
-    return jnp.where(is_candidate, level, -1), outcome
+    return jnp.where(has_candidates, parent, node), jnp.where(is_candidate, level, -1), outcome
 
   def verify(self, key, tree, proposal, target_probs, state) -> Verdict:
     if tree.num_nodes == 0:
@@ -66,14 +67,14 @@ class Walk:
 
     def walk(carry):
       node, depth, _ = carry
-      candidates, outcome = self._step(tree, proposal, target_probs, node)
+      stop, candidates, outcome = self._step(tree, proposal, target_probs, node)
       uniforms = jax.random.uniform(jax.random.fold_in(key, depth), (2,), target_probs.dtype)
       # A parallel sum can rise at a zero: without the second condition a slot that holds no candidate could be taken.
       is_accepted = (uniforms[0] < jnp.cumsum(outcome.accept_probs)) & (outcome.accept_probs > 0)
       is_any = jnp.any(is_accepted)
       token = draw(uniforms[1], outcome.residual)
       accepted = candidates[jnp.argmax(is_accepted)]
-      return jnp.where(is_any, accepted, node), depth + is_any, jnp.where(is_any, -1, token)
+      return jnp.where(is_any, accepted, stop), depth + is_any, jnp.where(is_any, -1, token)
 
     start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32)
     node, num_accepted, token = jax.lax.while_loop(is_walking, walk, start)
@@ -83,14 +84,13 @@ class Walk:
   def law(self, tree, proposal, target_probs, state):
     del state
     reach = jnp.zeros(tree.num_nodes + 1, target_probs.dtype).at[0].set(1)
-    rows = []
+    law = jnp.zeros((tree.num_nodes + 1, target_probs.shape[-1]), target_probs.dtype)
+    if tree.num_nodes == 0:
+      return law.at[0].set(target_probs[0])
     for node in range(tree.num_nodes + 1):
-      if tree.num_nodes == 0:
-        rows.append(target_probs[0])
-        continue
-      candidates, outcome = self._step(tree, proposal, target_probs, node)
+      stop, candidates, outcome = self._step(tree, proposal, target_probs, node)
       reached = reach[node]
       reach = reach.at[candidates].add(reached * outcome.accept_probs, mode='drop', wrap_negative_indices=False)
       residual = outcome.residual / jnp.sum(outcome.residual)
-      rows.append(reached * (1 - jnp.sum(outcome.accept_probs)) * residual)
-    return jnp.stack(rows)
+      law = law.at[stop].add(reached * (1 - jnp.sum(outcome.accept_probs)) * residual)
+    return law
