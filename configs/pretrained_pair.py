@@ -2,6 +2,9 @@ r"""The shipped pair: a target of 7.9M and a draft of 0.6M parameters on public-
 
 Command   python -m train.main --config=configs/pretrained_pair.py:target --workdir=runs/target \
             --config.files=congress_floor_speeches.txt.bz2,english_novels_100.txt.bz2
+Hardware  2 CPU cores
+Runtime   about 55 minutes for the target (2,000 tokens/s), 13 for the draft (13,000 tokens/s)
+Result    held-out loss 3.947 and 4.254 nats per token, perplexity 51.8 and 70.4
 Files     congress_floor_speeches.txt.bz2 and english_novels_100.txt.bz2, prepared as pretrained/README.md describes
 """
 

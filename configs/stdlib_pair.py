@@ -5,8 +5,6 @@ Commands  python -m train.tokenizer --config=configs/stdlib_pair.py
           python -m train.main --config=configs/stdlib_pair.py:draft --workdir=runs/stdlib_draft
           python -m decode.main --target=runs/stdlib_target/model --draft=runs/stdlib_draft/model
 Hardware  2 CPU cores
-Runtime   to be measured
-Result    to be measured
 """
 
 import ml_collections

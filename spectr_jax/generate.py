@@ -257,7 +257,7 @@ def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation
   rows = jnp.arange(batch_size)[:, None]
   lengths = result.lengths + count
   # An EOS that the limit cut off does not matter: its row is done as well.
-  is_done = state.is_done | has_eos | (lengths == max_new_tokens)
+  is_done = state.is_done | has_eos | (lengths >= max_new_tokens)
   result = Generation(
     tokens=result.tokens.at[rows, slots].set(tokens, mode='drop'),
     lengths=lengths,
