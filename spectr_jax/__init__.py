@@ -14,12 +14,12 @@ from spectr_jax.generate import (
 )
 from spectr_jax.io.model_files import load_model, save_model
 from spectr_jax.io.tokenizer import Tokenizer
-from spectr_jax.methods import METHODS, Method
+from spectr_jax.methods import METHODS, Method, get_method, with_children, with_epsilon, with_gumbel
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import table, transformer
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams
-from spectr_jax.tree import TokenTree
+from spectr_jax.tree import TokenTree, optimal_factors
 from spectr_jax.verify import Verdict, Verifier
 
 __version__ = '0.1.0'
@@ -45,10 +45,15 @@ __all__ = [
   'Verifier',
   'decode_rounds',
   'generate',
+  'get_method',
   'init_decode',
   'load_model',
   'models',
+  'optimal_factors',
   'save_model',
   'table',
   'transformer',
+  'with_children',
+  'with_epsilon',
+  'with_gumbel',
 ]

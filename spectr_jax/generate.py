@@ -18,7 +18,7 @@ from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.tree import TokenTree
 
 ORIGIN_DRAFT, ORIGIN_CORRECTION, ORIGIN_BONUS = range(3)
-_PURPOSE_DRAFT, _PURPOSE_VERIFY = range(2)
+_PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
 
 
 @jax.tree_util.register_dataclass
@@ -268,19 +268,38 @@ def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation
   return result, is_done
 
 
+def _noise_keys(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+  """Keys `[B, L + 1]` for drafting and for verification, one per depth of the tree."""
+  depths = jnp.arange(state.tree.max_depth + 1)
+
+  def fold(key, *data):
+    return functools.reduce(jax.random.fold_in, data, key)
+
+  def of_positions(key, root_position):
+    return jax.vmap(lambda depth: fold(key, _PURPOSE_POSITION, root_position + 1 + depth))(depths)
+
+  def of_round(key, root_position, purpose):
+    # By the committed length, never by a token's own position: noise behind a rejection has already influenced the
+    # decision, and reusing it biases what follows.
+    round_key = fold(key, root_position + 1, purpose)
+    return jax.vmap(lambda depth: fold(round_key, depth))(depths)
+
+  if state.method.is_seed_exact:
+    keys = jax.vmap(of_positions)(state.keys, state.root_position)
+    return keys, keys
+  return tuple(
+    jax.vmap(of_round, (0, 0, None))(state.keys, state.root_position, purpose)
+    for purpose in (_PURPOSE_DRAFT, _PURPOSE_VERIFY)
+  )
+
+
 def _round(state: DecodeState) -> DecodeState:
   """One target call: draft, score, verify, commit. Rows that are done stay as they are."""
   tree, method = state.tree, state.method
-  # Keyed by the committed length, never by a token's own position: noise behind a rejection has already influenced the
-  # decision, and reusing it biases what follows.
-  round_keys = jax.vmap(jax.random.fold_in)(state.keys, state.root_position + 1)
-  draft_keys, verify_keys = (
-    jax.vmap(lambda key, purpose=purpose: jax.random.fold_in(key, purpose))(round_keys)
-    for purpose in (_PURPOSE_DRAFT, _PURPOSE_VERIFY)
-  )
+  draft_keys, verify_keys = _noise_keys(state)
   proposal = _propose(state, draft_keys)
   output = state.target.apply(
-    jnp.concatenate([state.last_token[:, None], proposal.tokens], axis=1),
+    jnp.concatenate([state.last_token[:, None], jnp.maximum(proposal.tokens, 0)], axis=1),
     state.root_position[:, None] + jnp.asarray(tree.depths),
     jnp.asarray(tree.ancestors),
     state.target_cache,

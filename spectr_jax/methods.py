@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from spectr_jax.couplings import KSeq, Maximal
-from spectr_jax.proposal import Independent, ProposalRule
+from spectr_jax.couplings import KSeq, Maximal, Only, OverAccept, Race, Recursive, Selected
+from spectr_jax.proposal import FirstArrivals, Independent, ProposalRule, WithoutReplacement
 from spectr_jax.tree import TokenTree
-from spectr_jax.verify import Verifier, Walk
+from spectr_jax.verify import Block, GreedyBlock, SeedExact, Traversal, Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,14 @@ class Method:
     is_lossless: Whether what comes out has exactly the target's law.
     source: Paper and algorithm.
     max_drafts: The most candidates a position may have, or None for any number; 0 drafts nothing.
+    needs_chains: Whether it is defined for K chains of equal length only.
+    is_seed_exact: Whether randomness is keyed by a token's absolute position and shared by drafting and verification;
+      right for `SeedExact` alone. All others take new randomness every round: theirs has influenced which round a token
+      falls into, and would be used twice.
+    bias: Why it is not lossless, in a line; empty if it is.
+
+  Raises:
+    ValueError: The verifier is not right for children drawn by the rule.
   """
 
   name: str
@@ -29,6 +37,18 @@ class Method:
   is_lossless: bool
   source: str
   max_drafts: int | None = None
+  needs_chains: bool = False
+  is_seed_exact: bool = False
+  bias: str = ''
+
+  def __post_init__(self):
+    allowed = self.verifier.proposal_rules
+    if not isinstance(self.proposal_rule, allowed):
+      names = ' or '.join(rule.name for rule in allowed)
+      raise ValueError(
+        f'{self.name}: what it emits has the target\'s law only if children are drawn {names}, not'
+        f' {self.proposal_rule.name}'
+      )
 
   def tree_for(self, tree: TokenTree | None) -> TokenTree:
     """The tree the method works on: `tree`, or an empty one for a method that drafts nothing, whatever it is given.
@@ -42,8 +62,14 @@ class Method:
       raise ValueError(f'{self.name} needs guesses: give it a tree, such as TokenTree.chains(1, 4)')
     if self.max_drafts == 1 and not tree.is_chain:
       raise ValueError(f'{self.name} verifies a single draft: num_drafts must be 1')
+    if self.needs_chains and not tree.is_chains:
+      raise ValueError(f'{self.name} is defined for drafts of equal length that share nothing: the tree must be chains')
     return tree
 
+
+_SPECTR_GBV = 'SpecTr-GBV, "Multi-Draft Block Verification Accelerating Speculative Decoding"'
+_EXPONENTIAL = '"Speculative Decoding via Exponential Races"'
+_THEORETICAL = '"A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024)'
 
 _METHODS = (
   Method(
@@ -69,6 +95,99 @@ _METHODS = (
     is_lossless=True,
     source='SpecTr (Sun et al. 2023), Algorithms 2 and 3',
   ),
+  Method(
+    name='specinfer',
+    verifier=Walk(Recursive()),
+    proposal_rule=Independent(),
+    is_lossless=True,
+    source='SpecInfer (Miao et al. 2024), Algorithm 2',
+  ),
+  Method(
+    name='batch',
+    verifier=Walk(Recursive(), is_pooled=False),
+    proposal_rule=Independent(),
+    is_lossless=True,
+    source=f'{_THEORETICAL}, Algorithm 4, with its two slips corrected',
+  ),
+  Method(
+    name='gsd',
+    verifier=Walk(Recursive(with_replacement=False), is_pooled=False),
+    proposal_rule=WithoutReplacement(),
+    is_lossless=True,
+    source=f'{_EXPONENTIAL}, Algorithm 4; Jeon et al. 2024',
+  ),
+  Method(
+    name='ersd',
+    verifier=SeedExact(),
+    proposal_rule=FirstArrivals(),
+    is_lossless=True,
+    source=f'{_EXPONENTIAL}, Algorithms 2 and 5, keyed by position',
+    is_seed_exact=True,
+  ),
+  Method(
+    name='block',
+    verifier=Block(Only()),
+    proposal_rule=Independent(),
+    is_lossless=True,
+    source='Sun et al. 2024, "Block Verification Accelerates Speculative Decoding"',
+    max_drafts=1,
+  ),
+  Method(
+    name='greedy_block',
+    verifier=GreedyBlock(),
+    proposal_rule=Independent(),
+    is_lossless=True,
+    source=f'{_SPECTR_GBV}, section 3.3, with nested modifications',
+    max_drafts=1,
+  ),
+  Method(
+    name='spectr_gbv',
+    verifier=GreedyBlock(),
+    proposal_rule=Independent(),
+    is_lossless=False,
+    source=f'{_SPECTR_GBV}, Algorithms 1 to 3',
+    needs_chains=True,
+    bias='as published it treats each sub-block as if the other drafts did not compete for it; exact for one draft only',
+  ),
+  Method(
+    name='race',
+    verifier=Walk(Selected(Race())),
+    proposal_rule=Independent(),
+    is_lossless=True,
+    source="this library: SpecTr's optimal transport by an exponential race",
+  ),
+  Method(
+    name='race_block',
+    verifier=Block(Race()),
+    proposal_rule=Independent(),
+    is_lossless=True,
+    source='this library: block verification of the path that a race picks',
+  ),
+  Method(
+    name='traversal',
+    verifier=Traversal(),
+    proposal_rule=Independent(),
+    is_lossless=True,
+    source='Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding"',
+  ),
+  Method(
+    name='decoding_opt',
+    verifier=Walk(OverAccept(epsilon=0.1, has_best_residual=True)),
+    proposal_rule=Independent(),
+    is_lossless=False,
+    source=f'{_THEORETICAL}, section 4, Theorem 4',
+    max_drafts=1,
+    bias='it accepts more than it may, on purpose; rejections saved and bias in total variation add up to TV(p, q)',
+  ),
+  Method(
+    name='decoding_uno',
+    verifier=Walk(OverAccept(epsilon=0.1, has_best_residual=False)),
+    proposal_rule=Independent(),
+    is_lossless=False,
+    source=f'{_THEORETICAL}, section 4.2',
+    max_drafts=1,
+    bias="it accepts more than it may, on purpose, and redraws from the target's whole law",
+  ),
 )
 
 METHODS: dict[str, Method] = {method.name: method for method in _METHODS}
@@ -85,3 +204,52 @@ def get_method(method: str | Method) -> Method:
   if method not in METHODS:
     raise ValueError(f'unknown method {method!r}; allowed: {", ".join(METHODS)}')
   return METHODS[method]
+
+
+def with_children(method: Method, children: str) -> Method:
+  """`method` with the children of a node drawn by another rule, where its theory has such a version.
+
+  Args:
+    method: The method.
+    children: `independent`, `without_replacement` or `first_arrivals`.
+
+  Raises:
+    ValueError: There is no such rule, or the method is not right with it.
+  """
+  rules = {rule.name: rule for rule in (Independent(), WithoutReplacement(), FirstArrivals())}
+  if children not in rules:
+    raise ValueError(f'children must be one of {", ".join(rules)}, got {children!r}')
+  verifier = method.verifier
+  if isinstance(verifier, Traversal):
+    verifier = Traversal(with_replacement=children == Independent.name)
+  return dataclasses.replace(method, verifier=verifier, proposal_rule=rules[children])
+
+
+def with_epsilon(method: Method, epsilon: float) -> Method:
+  """`method` with another amount of over-acceptance; methods that accept no more than they may stay as they are.
+
+  Raises:
+    ValueError: `epsilon` is negative.
+  """
+  verifier = method.verifier
+  if not (isinstance(verifier, Walk) and isinstance(verifier.coupling, OverAccept)):
+    return method
+  coupling = dataclasses.replace(verifier.coupling, epsilon=epsilon)
+  return dataclasses.replace(method, verifier=dataclasses.replace(verifier, coupling=coupling))
+
+
+def with_gumbel(method: Method) -> Method:
+  """The seed-exact version of a method that drafts nothing: Gumbel-max sampling, the reference of `ersd`.
+
+  Raises:
+    ValueError: The method drafts.
+  """
+  if method.max_drafts != 0:
+    raise ValueError(f'{method.name} drafts; Gumbel-max sampling with shared keys is autoregressive, or ersd')
+  return dataclasses.replace(
+    method,
+    verifier=SeedExact(),
+    proposal_rule=FirstArrivals(),
+    source='ancestral sampling from the target by Gumbel-max, keyed by position',
+    is_seed_exact=True,
+  )

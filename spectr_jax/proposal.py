@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.sampling import draw
+from spectr_jax.sampling import arrivals, draw
 
 
 @jax.tree_util.register_dataclass
@@ -19,7 +19,8 @@ class Proposal:
   A drafter makes it for a batch; a verifier sees one row, without the leading axis and with `state` None.
 
   Attributes:
-    tokens: int32 `[B, N]`, the tokens of nodes 1..N.
+    tokens: int32 `[B, N]`, the tokens of nodes 1..N; -1 for a node that does not exist, because its law had fewer
+      tokens than its parent children.
     probs: `[B, R, V]`, the laws that the children of `tree.parent_nodes` were drawn from: after temperature, top-k and
       top-p, exactly as used.
     state: The drafter's state while the guesses are pending.
@@ -31,15 +32,21 @@ class Proposal:
 
 
 class ProposalRule(Protocol):
-  """How the children of a node are drawn from its law; part of a method, since losslessness rests on it."""
+  """How the children of a node are drawn from its law; part of a method, since losslessness rests on it.
+
+  Attributes:
+    name: Its name in messages and results.
+    may_run_out: Whether there can be fewer children than asked for, the others being -1.
+  """
 
   name: str
+  may_run_out: bool
 
   def __call__(self, key: jax.Array, probs: jax.Array, first_child: jax.Array, num_children: int) -> jax.Array:
     """Draws children.
 
     Args:
-      key: The round's key for drafting; keys are folded with node numbers, so that no two draws share noise.
+      key: The key for drafting of this round and depth; whatever is drawn apart is keyed by node numbers.
       probs: `[V]`, the law after the parent.
       first_child: The number of the first child; the others follow.
       num_children: How many, static.
@@ -56,7 +63,8 @@ class ProposalRule(Protocol):
 class Independent:
   """Children are independent draws from the law, with replacement."""
 
-  name: str = 'i.i.d.'
+  name: str = 'independent'
+  may_run_out: bool = dataclasses.field(default=False, init=False)
 
   def __call__(self, key, probs, first_child, num_children):
     def draw_child(child):
@@ -66,3 +74,61 @@ class Independent:
 
   def probability(self, probs, tokens):
     return jnp.prod(probs[tokens])
+
+
+def _in_order_without_replacement(probs, tokens):
+  """Probability that successive draws, each from what the earlier ones left, give `tokens`, -1 where nothing is left."""
+  probability, left = jnp.ones((), probs.dtype), probs
+  for i in range(tokens.shape[0]):
+    token = tokens[i]
+    mass = jnp.sum(left)
+    drawn = jnp.where(mass > 0, left[token] / jnp.where(mass > 0, mass, 1), 0)
+    probability *= jnp.where(token < 0, (mass == 0).astype(probs.dtype), drawn)
+    left = jnp.where(jnp.arange(left.shape[0]) == token, 0, left)
+  return probability
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutReplacement:
+  """Siblings are drawn one after another from what the earlier ones left of the law, so they differ.
+
+  Their law is that of the first arrivals of an exponential race, or Gumbel top-n ("Speculative Decoding via Exponential
+  Races", section 2), but no noise of the size of the vocabulary is made.
+  """
+
+  name: str = 'without_replacement'
+  may_run_out: bool = dataclasses.field(default=True, init=False)
+
+  def __call__(self, key, probs, first_child, num_children):
+    def draw_next(left, child):
+      token = draw(jax.random.uniform(jax.random.fold_in(key, child), dtype=probs.dtype), left)
+      is_there = left[token] > 0
+      return left.at[token].set(0), jnp.where(is_there, token, -1)
+
+    return jax.lax.scan(draw_next, probs, first_child + jnp.arange(num_children))[1]
+
+  def probability(self, probs, tokens):
+    return _in_order_without_replacement(probs, tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstArrivals:
+  """Siblings are the first arrivals of an exponential race ("Speculative Decoding via Exponential Races", Algorithm 5).
+
+  All nodes of a depth share one race: the exponentials come from the depth's key alone, so that a verifier with the
+  same key meets the same ones.
+  """
+
+  name: str = 'first_arrivals'
+  may_run_out: bool = dataclasses.field(default=True, init=False)
+
+  def __call__(self, key, probs, first_child, num_children):
+    del first_child
+    times = arrivals(key, probs)
+    if num_children > probs.shape[-1]:
+      times = jnp.pad(times, (0, num_children - probs.shape[-1]), constant_values=jnp.inf)
+    negated, tokens = jax.lax.top_k(-times, num_children)
+    return jnp.where(jnp.isfinite(negated), tokens, -1).astype(jnp.int32)
+
+  def probability(self, probs, tokens):
+    return _in_order_without_replacement(probs, tokens)

@@ -171,6 +171,23 @@ def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
   return (row * block + column).astype(jnp.int32)
 
 
+def arrivals(key: jax.Array, probs: jax.Array) -> jax.Array:
+  """Arrival times of an exponential race: E_x / p(x) with independent E_x ~ Exp(1) that depend on the key alone.
+
+  The first to arrive has the law `probs`; this is Gumbel-max sampling, since -log E is a Gumbel variable.
+
+  Args:
+    key: A key.
+    probs: `[V]`.
+
+  Returns:
+    `[V]`, inf where the probability is 0.
+  """
+  exponentials = jax.random.exponential(key, probs.shape, probs.dtype)
+  is_possible = probs > 0
+  return jnp.where(is_possible, exponentials / jnp.where(is_possible, probs, 1), jnp.inf)
+
+
 def positive_part_or(weights: jax.Array, fallback: jax.Array) -> jax.Array:
   """`[weights]+`, or `fallback` where rounding or equal laws leave it no mass; `[V]`, not normalised."""
   positive = jnp.maximum(weights, 0)

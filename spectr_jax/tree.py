@@ -4,8 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
+import math
+import operator
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+
+def _integer(name: str, value) -> int:
+  try:
+    return operator.index(value)
+  except TypeError:
+    raise ValueError(f'{name} must be an integer, got {value!r}') from None
+
+
+def _positive(name: str, value) -> int:
+  value = _integer(name, value)
+  if value < 1:
+    raise ValueError(f'{name} must be at least 1, got {value}')
+  return value
+
+
+def _probabilities(name: str, values) -> np.ndarray:
+  """float64 of the shape of `values`, which may hold NaN."""
+  values = np.asarray(values, np.float64)
+  wrong = values[(values < 0) | (values > 1)]
+  if wrong.size:
+    raise ValueError(f'{name} must be probabilities between 0 and 1, got {wrong[0]}')
+  return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +81,127 @@ class TokenTree:
       raise ValueError(f'num_drafts and draft_length must be at least 1, got {num_drafts} and {draft_length}')
     first = (0,) * num_drafts
     return cls(first + tuple(range(1, num_drafts * (draft_length - 1) + 1)))
+
+  @classmethod
+  def from_parents(cls, parents: Iterable[int]) -> TokenTree:
+    """A tree whose nodes come in another order: they are numbered again breadth first, and siblings keep their order.
+
+    Args:
+      parents: The parent of each node 1..N; the only rule is that it is below its node.
+
+    Raises:
+      ValueError: A parent is not an integer, is negative, or is not below its node.
+    """
+    children = [[]]
+    for node, parent in enumerate(parents, start=1):
+      parent = _integer('a parent', parent)
+      if not 0 <= parent < node:
+        raise ValueError(f'the parent of node {node} must be between 0 and {node - 1}, got {parent}')
+      children[parent].append(node)
+      children.append([])
+    numbered, queue = [], [0]
+    for number, node in enumerate(queue):  # the queue grows while it is read
+      numbered += [number] * len(children[node])
+      queue += children[node]
+    return cls(tuple(numbered))
+
+  @classmethod
+  def prefix(cls, factors: Sequence[int]) -> TokenTree:
+    """The tree in which all nodes of a depth have equally many children (SpecTr, Sun et al. 2023, Algorithm 5).
+
+    `prefix((4, 2, 2, 1))` has 4 + 8 + 16 + 16 nodes, and `prefix((K, 1, 1))` is `chains(K, 3)`.
+
+    Args:
+      factors: The number of children of every node at depth 0, 1, ..., each at least 1.
+
+    Raises:
+      ValueError: There is no factor, or one is not an integer or below 1.
+    """
+    factors = [_positive('a factor', factor) for factor in factors]
+    if not factors:
+      raise ValueError('factors must hold at least one number of children, got none')
+    parents, level = [], range(1)
+    for factor in factors:
+      parents += [node for node in level for _ in range(factor)]
+      level = range(level.stop, len(parents) + 1)
+    return cls(tuple(parents))
+
+  @classmethod
+  def specinfer(cls, draft_length: int) -> TokenTree:
+    """SpecInfer's tree: three drafts of L tokens that share their first two tokens, 2 + 3 (L - 2) nodes.
+
+    The shape is the one that "Speculative Decoding via Exponential Races" (Section 5) compares with.
+
+    Args:
+      draft_length: L, at least 3.
+
+    Raises:
+      ValueError: L is not an integer or is below 3.
+    """
+    draft_length = _integer('draft_length', draft_length)
+    if draft_length < 3:
+      raise ValueError(f'draft_length must be at least 3, two shared tokens and one more, got {draft_length}')
+    return cls.prefix((1, 1, 3) + (1,) * (draft_length - 3))
+
+  @classmethod
+  def optimal(cls, acceptance, num_nodes: int, max_depth: int | None = None) -> TokenTree:
+    """The tree of N nodes with the most accepted tokens in expectation, where the order of siblings matters.
+
+    A node is accepted with the product of the probabilities along its path, and the tree holds the N nodes for which
+    it is largest. Of equally likely nodes the shallower one comes first, then the one with fewer siblings before it,
+    then the one whose parent came first. Takes O(N log N) steps; the tree is that of a Tunstall code.
+
+    Source: "Speculative Decoding via Exponential Races", Algorithm 3.
+
+    Args:
+      acceptance: `[W]` a_1, a_2, ...: the probability that a node's first, second, ... child, in the order drawn, is
+        the one that is accepted, given that the node was; not conditional on the rejection of earlier siblings, so
+        their sum is at most 1. Or `[D, W]`, a row for each depth of the parent, the last one for everything below. A
+        child counts at most as likely as the one before it. No node gets more than W children.
+      num_nodes: N, at least 1.
+      max_depth: The longest path allowed, or None for any.
+
+    Raises:
+      ValueError: `acceptance` has another shape, values outside [0, 1] or a row with a sum above 1; `num_nodes` or
+        `max_depth` is below 1; or fewer than N nodes can be accepted at all.
+    """
+    num_nodes = _positive('num_nodes', num_nodes)
+    max_depth = num_nodes if max_depth is None else _positive('max_depth', max_depth)
+    table = _probabilities('acceptance', acceptance)
+    if table.ndim not in (1, 2) or not table.size:
+      raise ValueError(f'acceptance must have the shape [W] or [D, W] with entries, got {list(table.shape)}')
+    if np.isnan(table).any():
+      raise ValueError('acceptance must hold numbers only, got NaN')
+    table = np.atleast_2d(table)
+    if (total := table.sum(axis=1).max()) > 1 + 1e-6:
+      raise ValueError(f'the acceptance of the children of a node must sum to at most 1, got {total}')
+    table = np.minimum.accumulate(table, axis=1)
+    # Costs, -log2 of the probabilities, are integers: a sum of floats depends on the order of its terms, and nodes that
+    # reach the same probability by different paths would be told apart by rounding. They cannot underflow either.
+    costs = [[round(-math.log2(a) * 2**52) for a in row if a > 0] for row in table.tolist()]
+
+    parents, total_costs, depths, heap = [], [0], [0], []
+
+    def offer(parent, child):
+      depth = depths[parent]
+      row = costs[min(depth, len(costs) - 1)]
+      if depth < max_depth and child < len(row):
+        heapq.heappush(heap, (total_costs[parent] + row[child], depth, child, parent))
+
+    offer(0, 0)
+    while heap and len(parents) < num_nodes:
+      cost, depth, child, parent = heapq.heappop(heap)
+      parents.append(parent)
+      total_costs.append(cost)
+      depths.append(depth + 1)
+      # Only these two become possible, and neither can come before the node itself.
+      offer(parent, child + 1)
+      offer(len(parents), 0)
+    if len(parents) < num_nodes:
+      raise ValueError(
+        f'no tree of {num_nodes} nodes: only {len(parents)} nodes, at most {max_depth} deep, have a positive acceptance'
+      )
+    return cls.from_parents(parents)
 
   @property
   def num_nodes(self) -> int:
@@ -127,6 +275,71 @@ class TokenTree:
     return index
 
   @property
+  def is_chains(self) -> bool:
+    """Whether it is `chains(K, L)` for some K and L: drafts of equal length that share nothing."""
+    num_drafts = self.num_children[0]
+    return bool(num_drafts) and self == TokenTree.chains(int(num_drafts), self.max_depth)
+
+  @property
   def is_chain(self) -> bool:
     """Whether at most one guess stands at each depth: a single draft."""
     return self.num_nodes == self.max_depth
+
+
+def optimal_factors(acceptance, num_nodes: int) -> tuple[int, ...]:
+  """The factors of the best prefix tree: the search for methods whose siblings are i.i.d. and so exchangeable.
+
+  With a_d(k) the probability that the position below depth d is accepted when it has k candidates and depth d was
+  accepted, factors (k_1, ..., k_L) have k_1 + k_1 k_2 + ... nodes and yield a_0(k_1) + a_0(k_1) a_1(k_2) + ... tokens.
+  That is what the search maximises, exactly up to rounding in float64. A verifier that pools the children of equal
+  siblings has more candidates than the factor says; those are not counted.
+
+  What follows a factor depends only on the depth and on the number of nodes left below each single node, so all pairs
+  of the two are solved from the bottom up: O(D N min(N, W)) steps.
+
+  Args:
+    acceptance: `[D, W]`: a_d(n) at `[d, n - 1]`, as measured; the last row also holds for everything below. More
+      candidates are never worse, so an entry counts as the largest up to its place in the row. NaN, for what was not
+      measured, counts the same way, as 0 if no measured entry is before it; such a factor is never chosen. A row of
+      NaN is replaced by the row above it.
+    num_nodes: The most nodes the tree may have, at least 1.
+
+  Returns:
+    The factors, at most W each, as `TokenTree.prefix` takes them. Among equally good ones those with the fewest nodes,
+    then the lexicographically smallest; empty if nothing is ever accepted.
+
+  Raises:
+    ValueError: `acceptance` has another shape, values outside [0, 1], or no number in its first row; or `num_nodes` is
+      below 1.
+  """
+  num_nodes = _positive('num_nodes', num_nodes)
+  table = _probabilities('acceptance', acceptance)
+  if table.ndim != 2 or not table.size:
+    raise ValueError(f'acceptance must have the shape [D, W] with entries, got {list(table.shape)}')
+  if np.isnan(table[0]).all():
+    raise ValueError('acceptance must hold at least one measured number in its first row, got only NaN')
+  rows = []
+  for row in table[:num_nodes]:  # no path is longer
+    # That an entry counts as the largest up to its place takes no running maximum: fewer children with the same chance
+    # leave more nodes to each, so the earlier entry wins anyway, whatever not larger number stands in the later place.
+    rows.append(rows[-1] if np.isnan(row).all() else np.nan_to_num(row).tolist())
+
+  # plan[m]: the best (-tokens, nodes, factor) below one node at the row's depth with m nodes to spend. Giving it k
+  # children leaves m // k - 1 nodes to each of them.
+  plans = []
+  for row in reversed(rows):
+    plan = [(0.0, 0, 0)]
+    below = plans[-1] if plans else plan
+    for budget in range(1, num_nodes + 1):
+      best = plan[0]
+      for factor, chance in enumerate(row[:budget], start=1):
+        loss, nodes, _ = below[budget // factor - 1]
+        best = min(best, (chance * (loss - 1), factor * (1 + nodes), factor))
+      plan.append(best)
+    plans.append(plan)
+
+  factors, budget = [], num_nodes
+  while factor := plans[max(len(plans) - 1 - len(factors), 0)][budget][2]:
+    factors.append(factor)
+    budget = budget // factor - 1
+  return tuple(factors)

@@ -8,6 +8,8 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.proposal import ProposalRule
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,12 @@ class Coupling(Protocol):
   """A pure function from two laws and n candidates to an `Outcome`; hashable, options are fields.
 
   Averaged over the candidates' law, the token that is accepted or drawn from the residual must follow `target_probs`.
+
+  Attributes:
+    proposal_rules: The types of rules whose candidates it is right for.
   """
+
+  proposal_rules: tuple[type[ProposalRule], ...]
 
   def __call__(
     self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
@@ -35,7 +42,7 @@ class Coupling(Protocol):
     """The outcome at one position.
 
     Args:
-      draft_probs: `[V]`, the law p each candidate was drawn from.
+      draft_probs: `[V]`, the law p the candidates were drawn from.
       target_probs: `[V]`, the law q to be emitted.
       candidates: int32 `[n]`, tokens in the order drawn.
       is_valid: bool `[n]`, which of them exist; any number, at any place.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
+from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
 
@@ -63,6 +64,7 @@ class KSeq:
   """
 
   num_rounds: int = 16
+  proposal_rules = (Independent,)
 
   def gamma(self, draft_probs, target_probs, num_candidates):
     """The threshold in use; replaced in negative controls."""

@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
+from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
 
@@ -16,6 +17,8 @@ class Maximal:
 
   For one candidate: where more are valid, the outcome is not the target's law.
   """
+
+  proposal_rules = (Independent,)
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     accept = jnp.minimum(1, ratio(target_probs[candidates], draft_probs[candidates]))

@@ -24,12 +24,12 @@ class Drafter(Protocol):
     """The state after right-padded prompts `[B, P]`, with room for `max_length` tokens per row."""
 
   def propose(
-    self, key: jax.Array, state: Any, tree: TokenTree, sampling: SamplingParams, rule: ProposalRule
+    self, keys: jax.Array, state: Any, tree: TokenTree, sampling: SamplingParams, rule: ProposalRule
   ) -> Proposal:
     """Guesses for every node.
 
     Args:
-      key: Keys `[B]` of the round, one per row, for drafting alone.
+      keys: Keys `[B, L + 1]`, one per row and depth of the parent; the last depth draws nothing.
       state: The drafter's state.
       tree: The tree, static, with at least one node.
       sampling: The rows' sampling parameters, the same as the target's.

@@ -90,7 +90,7 @@ class ModelDrafter:
       root_position=prompt_lengths - 1,
     )
 
-  def propose(self, key, state, tree, sampling, rule) -> Proposal:
+  def propose(self, keys, state, tree, sampling, rule) -> Proposal:
     batch_size = state.tail.shape[0]
     parent_nodes, first_child, depths = map(jnp.asarray, (tree.parent_nodes, tree.first_child, tree.depths))
     # Pending slots of the cache: the token before the root, then the parent nodes in order.
@@ -106,17 +106,19 @@ class ModelDrafter:
       nodes = jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)
       positions = state.root_position[:, None] + depths[nodes]
       rows = jax.lax.dynamic_slice_in_dim(mask, first, width, axis=1)
-      output = self.model.apply(tokens[:, nodes - 1], positions, rows, cache)
+      # Below a node that does not exist anything may stand.
+      output = self.model.apply(jnp.maximum(tokens[:, nodes - 1], 0), positions, rows, cache)
       laws = logits_to_probs(output.logits, sampling)
       return output.cache, tokens, jax.lax.dynamic_update_slice_in_dim(probs, laws, first, axis=1)
 
     def draw(carry, first, width, num_children):
       """Draws `num_children` children for each of `width` parent nodes from the `first` on, whose laws are known."""
       cache, tokens, probs = carry
-      children = first_child[jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)]
+      parents = jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)
+      children = first_child[parents]
       laws = jax.lax.dynamic_slice_in_dim(probs, first, width, axis=1)
       draw_row = jax.vmap(lambda row_key, law, child: rule(row_key, law, child, num_children), (None, 0, 0))
-      drawn = jax.vmap(draw_row, (0, 0, None))(key, laws, children).reshape(batch_size, -1)
+      drawn = jax.vmap(draw_row, (0, 0, None))(keys[:, depths[parents[0]]], laws, children).reshape(batch_size, -1)
       return cache, jax.lax.dynamic_update_slice_in_dim(tokens, drawn, children[0] - 1, axis=1), probs
 
     def descend(carry, first, level):

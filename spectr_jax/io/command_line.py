@@ -1,11 +1,14 @@
-"""How a command ends: bad input becomes one line and a non-zero exit code, never a traceback."""
+"""How a command ends, bad input becomes one line and a non-zero exit code, never a traceback; and what options say."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 
 from absl import app, flags, logging
+
+_NAME_AND_INTS = re.compile(r'\s*([a-z][\w-]*)\s*(?::(\s*[+-]?\d+\s*(?:,\s*[+-]?\d+\s*)*))?', re.ASCII | re.IGNORECASE)
 
 
 def _fail(message: str, code: int = 1) -> None:
@@ -38,3 +41,23 @@ def run(main: Callable[[list[str]], None]) -> None:
       _fail('interrupted', 130)
 
   app.run(guarded, flags_parser=_parse_flags)
+
+
+def parse_name_and_ints(text: str) -> tuple[str, tuple[int, ...]]:
+  """Parses the value of an option that is a name, or a name and integers: `chains:8,4`.
+
+  Args:
+    text: A name of letters, digits, `-` and `_` that begins with a letter; then maybe `:` and integers with commas
+      between them. Spaces around the parts do not matter.
+
+  Returns:
+    The name and the integers, none if there is no `:`.
+
+  Raises:
+    ValueError: `text` has another form.
+  """
+  match = _NAME_AND_INTS.fullmatch(text)
+  if match is None:
+    raise ValueError(f'expected name or name:integers, such as chains:8,4, got {text!r}')
+  name, integers = match.groups()
+  return name, tuple(int(integer) for integer in integers.split(',')) if integers else ()

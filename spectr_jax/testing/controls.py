@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from spectr_jax.couplings import Coupling, KSeq, Maximal, Outcome
 from spectr_jax.methods import Method
 from spectr_jax.proposal import Independent
-from spectr_jax.verify import Verifier, Walk
+from spectr_jax.verify import Stateless, Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +18,7 @@ class ResidualLeftOut:
   """A coupling that draws the correction from the target itself instead of the residual."""
 
   coupling: Coupling
+  proposal_rules = (Independent,)
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     outcome = self.coupling(draft_probs, target_probs, candidates, is_valid)
@@ -33,20 +34,18 @@ class GammaTooSmall(KSeq):
 
 
 @dataclasses.dataclass(frozen=True)
-class LawBeforeTopP:
+class LawBeforeTopP(Stateless):
   """A verifier told another draft law than the one drawn from, as when it is recomputed or taken before top-p."""
 
   verifier: Verifier
+  proposal_rules = (Independent,)
 
   def _seen(self, proposal):
     probs = proposal.probs + 0.1
     return dataclasses.replace(proposal, probs=probs / jnp.sum(probs, axis=-1, keepdims=True))
 
-  def init_state(self, tree):
-    return self.verifier.init_state(tree)
-
-  def verify(self, key, tree, proposal, target_probs, state):
-    return self.verifier.verify(key, tree, self._seen(proposal), target_probs, state)
+  def verify(self, keys, tree, proposal, target_probs, state):
+    return self.verifier.verify(keys, tree, self._seen(proposal), target_probs, state)
 
   def law(self, tree, proposal, target_probs, state):
     return self.verifier.law(tree, self._seen(proposal), target_probs, state)

@@ -1,7 +1,7 @@
 """Losslessness shown exactly: every draft and every decision, over several rounds in a row, in float64.
 
-The functions enumerated are the library's own: `ProposalRule.probability` for what is drafted and `Verifier.law`,
-built from the steps that the sampler takes, for what is kept.
+The functions enumerated are the library's own: `ProposalRule.probability` for what is drafted, `Verifier.law`, built from
+the steps that the sampler takes, for what is kept, and `Verifier.advance` for what is remembered between rounds.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from spectr_jax.tree import TokenTree
 
 
 @functools.partial(jax.jit, static_argnames=('method', 'tree'))
-def _round_law(draft_table, target_table, prefix, length, *, method: Method, tree: TokenTree):
-  """Law of what one round emits after a committed prefix.
+def _all_rounds(draft_table, target_table, prefix, length, state, *, method: Method, tree: TokenTree):
+  """Everything that one round can do after a committed prefix, for each of the G ways to fill the tree.
 
   Args:
     draft_table: `[C, V]`.
     target_table: `[C, V]`.
     prefix: The prefix as a number in base V.
     length: Its length.
+    state: The verifier's state.
     method: Static.
     tree: Static.
 
   Returns:
-    For each depth d, `[V^d, V]`: probability of accepting exactly d tokens, these, and emitting the next one.
+    `[G, N + 1]`, the tokens down to each node as a number in base V; `[G, N + 1, V]`, the probability of these guesses,
+    of stopping at this node and of emitting this token; the states after it, `[G, N + 1, V, ...]`.
   """
   vocab_size = draft_table.shape[1]
-  guesses = np.array(list(itertools.product(range(vocab_size), repeat=tree.num_nodes)), np.int32)
-  state = method.verifier.init_state(tree)
+  lowest = -1 if method.proposal_rule.may_run_out else 0
+  guesses = np.array(list(itertools.product(range(lowest, vocab_size), repeat=tree.num_nodes)), np.int32)
 
   def one(tokens):
-    spelled = [jnp.zeros((), jnp.int32)]  # tokens from the root to each node as a number in base V
+    spelled = [jnp.zeros((), jnp.int32)]
     for node, parent in enumerate(tree.parents, start=1):
-      spelled.append(spelled[parent] * vocab_size + tokens[node - 1])
+      spelled.append(spelled[parent] * vocab_size + jnp.maximum(tokens[node - 1], 0))
     spelled = jnp.stack(spelled)
     depths = jnp.asarray(tree.depths)
     powers = vocab_size ** jnp.asarray(tree.depths)
@@ -51,11 +53,24 @@ def _round_law(draft_table, target_table, prefix, length, *, method: Method, tre
     for law, parent in zip(draft_probs, tree.parent_nodes):
       first = tree.first_child[parent] - 1
       drafted *= method.proposal_rule.probability(law, tokens[first : first + tree.num_children[parent]])
-    law = method.verifier.law(tree, Proposal(tokens, draft_probs), target_probs, state)
-    # What cannot be drafted weighs nothing, whatever its law is.
-    return spelled, jnp.where(drafted > 0, drafted * law, 0)
+    proposal = Proposal(tokens, draft_probs)
+    law = method.verifier.law(tree, proposal, target_probs, state)
 
-  spelled, weights = jax.vmap(one)(jnp.asarray(guesses))
+    def advance(node, token):
+      return method.verifier.advance(tree, proposal, target_probs, state, node, token)
+
+    after = jax.vmap(jax.vmap(advance, (None, 0)), (0, None))(jnp.arange(len(spelled)), jnp.arange(vocab_size))
+    # What cannot be drafted weighs nothing, whatever its law is.
+    return spelled, jnp.where(drafted > 0, drafted * law, 0), after
+
+  return jax.vmap(one)(jnp.asarray(guesses))
+
+
+@functools.partial(jax.jit, static_argnames=('method', 'tree'))
+def _round_law(draft_table, target_table, prefix, length, state, *, method: Method, tree: TokenTree):
+  """Law of what one round emits: for each depth d, `[V^d, V]`, of d accepted tokens and the next one."""
+  vocab_size = draft_table.shape[1]
+  spelled, weights, _ = _all_rounds(draft_table, target_table, prefix, length, state, method=method, tree=tree)
   emitted = []
   for depth in range(tree.max_depth + 1):
     nodes = np.flatnonzero(tree.depths == depth)
@@ -64,11 +79,42 @@ def _round_law(draft_table, target_table, prefix, length, *, method: Method, tre
   return emitted
 
 
+def _outcomes(draft_table, target_table, prefix, length, state, *, method: Method, tree: TokenTree):
+  """Yields what one round can emit: number of tokens, the tokens as a number in base V, probability, state after it."""
+  vocab_size = draft_table.shape[1]
+  arguments = draft_table, target_table, prefix, length, state
+  if not jax.tree.leaves(state):
+    for depth, law in enumerate(_round_law(*arguments, method=method, tree=tree)):
+      law = np.asarray(law).reshape(-1)
+      for emitted in np.flatnonzero(law):
+        yield depth + 1, int(emitted), law[emitted], state
+    return
+  spelled, weights, after = jax.device_get(_all_rounds(*arguments, method=method, tree=tree))
+  emitted = spelled[:, :, None] * vocab_size + np.arange(vocab_size)
+  depths = np.broadcast_to(tree.depths[:, None], emitted.shape)
+  leaves, structure = jax.tree.flatten(after)
+  is_possible = weights > 0
+  weights = weights[is_possible]
+  columns = [depths[is_possible] + 1, emitted[is_possible]]
+  states = [leaf[is_possible] for leaf in leaves]
+  # Equal histories reach a state by different sums: what agrees to ten digits is one.
+  columns += [np.round(state.reshape(len(weights), -1), 10).T.astype(np.float64) for state in states]
+  _, first, group = np.unique(np.vstack(columns), axis=1, return_index=True, return_inverse=True)
+  totals = np.bincount(group.reshape(-1), weights)
+  for index, total in zip(first, totals):
+    yield (
+      int(columns[0][index]),
+      int(columns[1][index]),
+      total,
+      jax.tree.unflatten(structure, [state[index] for state in states]),
+    )
+
+
 def joint_law(method: Method, tree: TokenTree, tables: ContextTables, num_tokens: int) -> np.ndarray:
   """The exact joint law of the first tokens a method emits, over as many rounds as they take.
 
   Args:
-    method: A method whose verifier keeps no state between rounds.
+    method: The method.
     tree: The tree of every round; `V^N` drafts are enumerated.
     tables: Laws for contexts up to `num_tokens + L - 1` tokens.
     num_tokens: T.
@@ -83,20 +129,34 @@ def joint_law(method: Method, tree: TokenTree, tables: ContextTables, num_tokens
   if tables.max_length < needed:
     raise ValueError(f'tables must cover contexts of {needed} tokens, got {tables.max_length}')
   vocab_size = tables.vocab_size
+  finished = np.zeros(vocab_size**num_tokens)
   with jax.enable_x64(True):
     draft_table, target_table = jnp.asarray(tables.draft_probs), jnp.asarray(tables.target_probs)
-    committed = [np.zeros(vocab_size**length) for length in range(num_tokens + 1)]
-    committed[0][0] = 1
+    start = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype.kind == 'f' else x, _start(method, tree))
+    # Texts by length, prefix and state: where they came from does not matter any more.
+    waiting = [{} for _ in range(num_tokens)]
+    waiting[0][0, _fingerprint(start)] = 1.0, start
     for length in range(num_tokens):
-      for prefix in np.flatnonzero(committed[length]):
-        emitted = _round_law(draft_table, target_table, int(prefix), length, method=method, tree=tree)
-        for depth, law in enumerate(emitted):
-          law = committed[length][prefix] * np.asarray(law).reshape(-1)
-          if length + depth + 1 > num_tokens:  # tokens beyond the last are summed out
-            law = law.reshape(vocab_size ** (num_tokens - length), -1).sum(1)
-          into = committed[min(length + depth + 1, num_tokens)]
-          into[prefix * len(law) : (prefix + 1) * len(law)] += law
-  return committed[num_tokens].reshape((vocab_size,) * num_tokens)
+      for (prefix, _), (probability, state) in waiting[length].items():
+        outcomes = _outcomes(draft_table, target_table, prefix, length, state, method=method, tree=tree)
+        for count, emitted, share, after in outcomes:
+          end = length + count
+          text = prefix * vocab_size**count + emitted
+          if end >= num_tokens:  # tokens beyond the last are summed out
+            finished[text // vocab_size ** (end - num_tokens)] += probability * share
+            continue
+          key = text, _fingerprint(after)
+          so_far, _ = waiting[end].get(key, (0.0, after))
+          waiting[end][key] = so_far + probability * share, after
+  return finished.reshape((vocab_size,) * num_tokens)
+
+
+def _start(method: Method, tree: TokenTree):
+  return jax.tree.map(np.asarray, method.verifier.init_state(tree))
+
+
+def _fingerprint(state) -> bytes:
+  return b''.join(np.round(leaf, 10).tobytes() for leaf in jax.tree.leaves(state))
 
 
 def enumeration_error(method: Method, tree: TokenTree, tables: ContextTables, num_tokens: int) -> float:
@@ -107,8 +167,9 @@ def enumeration_error(method: Method, tree: TokenTree, tables: ContextTables, nu
 def expected_acceptance(method: Method, tree: TokenTree, tables: ContextTables) -> np.ndarray:
   """Probability that the first round accepts at least d tokens, exactly; float64 `[L]`."""
   with jax.enable_x64(True):
+    start = _start(method, tree)
     emitted = _round_law(
-      jnp.asarray(tables.draft_probs), jnp.asarray(tables.target_probs), 0, 0, method=method, tree=tree
+      jnp.asarray(tables.draft_probs), jnp.asarray(tables.target_probs), 0, 0, start, method=method, tree=tree
     )
     stopped = np.array([float(law.sum()) for law in emitted])
   return 1 - np.cumsum(stopped)[:-1]

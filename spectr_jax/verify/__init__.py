@@ -1,6 +1,10 @@
 """Verifiers: a whole tree of guesses to the tokens kept."""
 
-from spectr_jax.verify.verifier import Verdict, Verifier
+from spectr_jax.verify.block import Block
+from spectr_jax.verify.greedy_block import GreedyBlock
+from spectr_jax.verify.seed_exact import SeedExact
+from spectr_jax.verify.traversal import Traversal
+from spectr_jax.verify.verifier import Stateless, Verdict, Verifier
 from spectr_jax.verify.walk import Walk
 
-__all__ = ['Verdict', 'Verifier', 'Walk']
+__all__ = ['Block', 'GreedyBlock', 'SeedExact', 'Stateless', 'Traversal', 'Verdict', 'Verifier', 'Walk']

@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
-from spectr_jax.proposal import Proposal
+from spectr_jax.proposal import Proposal, ProposalRule
 from spectr_jax.tree import TokenTree
 
 
@@ -29,23 +30,34 @@ class Verdict:
   next_token: jax.Array
   state: Any
 
+  @classmethod
+  def at(cls, tree: TokenTree, node: jax.Array, next_token: jax.Array, state: Any) -> Verdict:
+    """Everything down to `node` is accepted and `next_token` follows."""
+    path = jnp.maximum(jnp.asarray(tree.paths)[node], 0)
+    return cls(path, jnp.asarray(tree.depths)[node], next_token, state)
+
 
 class Verifier(Protocol):
   """A verification algorithm; hashable, options are fields.
 
   `verify` draws; `law` is the exact law of what it draws, built from the same deterministic steps. Proofs enumerate
   `law`; tests hold the draws of `verify` against it.
+
+  Attributes:
+    proposal_rules: The types of rules whose candidates it is right for.
   """
+
+  proposal_rules: tuple[type[ProposalRule], ...]
 
   def init_state(self, tree: TokenTree) -> Any:
     """The state a row starts with; `()` for verifiers that keep none."""
 
-  def verify(self, key: jax.Array, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, state: Any) -> Verdict:
+  def verify(self, keys: jax.Array, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, state: Any) -> Verdict:
     """Decides one row.
 
     Args:
-      key: The round's key for verification.
-      tree: The tree, static.
+      keys: `[L + 1]`, the round's keys for verification, one per depth; the last is for the token after a whole path.
+      tree: The tree, static; it may be empty.
       proposal: `tokens` `[N]` and `probs` `[R, V]` of the row.
       target_probs: `[N + 1, V]`, the target's law after each node.
       state: The row's state.
@@ -53,3 +65,20 @@ class Verifier(Protocol):
 
   def law(self, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, state: Any) -> jax.Array:
     """Probability, given the guesses, that the deepest accepted node is v and the next token x; `[N + 1, V]`."""
+
+  def advance(
+    self, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, state: Any, node: jax.Array, token: jax.Array
+  ) -> Any:
+    """The state after a round that accepted everything down to `node` and emitted `token`."""
+
+
+class Stateless:
+  """A verifier that keeps nothing between rounds."""
+
+  def init_state(self, tree):
+    del tree
+    return ()
+
+  def advance(self, tree, proposal, target_probs, state, node, token):
+    del tree, proposal, target_probs, node, token
+    return state

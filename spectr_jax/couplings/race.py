@@ -1,0 +1,167 @@
+"""Race selection: one of n i.i.d. candidates by a weighted race, and the exact law of the one that wins."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.couplings.selection import Pick
+
+
+def _classes(ratios: jax.Array, *, lowest: float, per_octave_bits: int, num_classes: int) -> jax.Array:
+  """The class of each ratio; int32, non-decreasing in it.
+
+  The leading bits of a positive float are its logarithm, piecewise linear: the exponent and `per_octave_bits` of the
+  mantissa cut every octave into 2^bits classes, without a logarithm or a sort. What lies outside goes to the outermost.
+  """
+  bits_dtype, mantissa = (jnp.int32, 23) if ratios.dtype.itemsize == 4 else (jnp.int64, 52)
+  shift = mantissa - per_octave_bits
+
+  def leading(x):
+    return jax.lax.bitcast_convert_type(x, bits_dtype) >> shift
+
+  return jnp.clip(leading(ratios) - leading(jnp.asarray(lowest, ratios.dtype)), 0, num_classes - 1).astype(jnp.int32)
+
+
+def _class_masses(laws: jax.Array, classes: jax.Array, num_classes: int) -> jax.Array:
+  """Mass of each class under each law; laws `[V, M]` to `[num_classes, M]`."""
+  vocab_size, num_laws = laws.shape
+
+  def scatter():
+    # Into several rows that are summed afterwards: adding tiny numbers one by one to a large float32 loses them.
+    rows = jnp.arange(vocab_size) // 256
+    parts = jnp.zeros((-(-vocab_size // 256), num_classes, num_laws), laws.dtype)
+    return jnp.sum(parts.at[rows, classes].add(laws), axis=0)
+
+  def compare():
+    is_member = classes == jnp.arange(num_classes)[:, None]
+    return jnp.stack([jnp.sum(jnp.where(is_member, law, 0), axis=-1) for law in laws.T], axis=-1)
+
+  # Vector units compare faster than they scatter; a processor does not.
+  return jax.lax.platform_dependent(cpu=scatter, default=compare)
+
+
+def _goal(masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The best law of a picked class that any selection can reach, and where it falls in two.
+
+  Args:
+    masses: `[C, 2]`, of draft and target, ratios ascending.
+    num_candidates: n.
+
+  Returns:
+    The law `[C]`; bool `[C]`, classes that are worth picking wherever they occur; the draft's mass of the others.
+  """
+  below, target_below = jnp.cumsum(masses, axis=0).T
+  # The picked class lies in a set at least as often as all candidates do: by how much that exceeds the target.
+  excess = jnp.maximum(jnp.minimum(below, 1) ** num_candidates - target_below, 0)
+  place = jnp.arange(len(excess))
+  tightest = jnp.argmax(excess)
+  reserved = jnp.where(place <= tightest, jax.lax.cummax(excess), jax.lax.cummax(excess, reverse=True))
+  law = masses[:, 1] + jnp.diff(reserved, prepend=jnp.zeros((), excess.dtype))
+  is_excess = excess[tightest] > 0
+  return law, ~is_excess | (place > tightest), jnp.where(is_excess, below[tightest], 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Race:
+  """Picks a candidate with weights that depend on its ratio q/p, chosen so that the winner comes close to the target.
+
+  SpecTr's optimal transport (Sun et al. 2023, eq. 4), solved by a race; beyond the papers. Tokens are put in classes by
+  q/p. The smallest value over sets A of 1 + q(A) - p(A)^n, the optimal acceptance, is attained by a set of low classes.
+  Classes above it win against those in it whatever their weights; on either side one of the candidates is picked with
+  probability proportional to its class's weight (a token drawn twice has two tickets), as by the smallest of
+  independent Exp(w). So the winner's law is, for x above,
+
+      n p(x) w(x) Int_0^inf e^{-w(x) z} phi(z)^{n-1} dz,    phi(z) = sum of p e^{-w z} above, plus p(A),
+
+  and for x in A the same with phi summed over A alone. Within a class it is proportional to p, so class masses are all
+  that is needed. The weights are fitted to the best law of a picked class by a few multiplicative rounds; whatever they
+  are, `Pick.probs` is the law that they give, up to the integral, a trapezoidal sum with relative error below 1e-6.
+
+  Attributes:
+    num_classes: Classes, four to an octave of q/p from 1/23 on. They limit how close acceptance comes to the optimum.
+    num_rounds: Rounds of fitting.
+    step: What the logarithm of a weight moves per round, in units of that of the missing factor; 2 at most.
+    log_range: Weights on one side differ at most by e^log_range.
+  """
+
+  num_classes: int = 40
+  num_rounds: int = 6
+  step: float = 1.4
+  log_range: float = 12.0
+
+  def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Pick:
+    num_valid = jnp.sum(is_valid)
+    pick_probs = is_valid.astype(draft_probs.dtype)
+    is_one = num_valid == 1
+
+    def select(_, pick):
+      del pick
+      return self._select(draft_probs, target_probs, candidates, is_valid, num_valid)
+
+    # A single candidate is what it is. A loop of no or one turn: under vmap a cond would always do both.
+    alone = Pick(jnp.where(is_one, pick_probs, 0), jnp.where(is_one, draft_probs, 0))
+    return jax.lax.fori_loop(0, jnp.where(num_valid > 1, 1, 0), select, alone)
+
+  def _select(self, draft_probs, target_probs, candidates, is_valid, num_valid) -> Pick:
+    dtype = draft_probs.dtype
+    # Where p is 0 the token cannot be picked; its class is the highest.
+    tiny = jnp.finfo(dtype).tiny
+    classes = _classes(
+      target_probs / jnp.maximum(draft_probs, tiny), lowest=1 / 23, per_octave_bits=2, num_classes=self.num_classes
+    )
+    masses = _class_masses(jnp.stack([draft_probs, target_probs], axis=-1), classes, self.num_classes)
+    log_weights, is_high, law = self.fit(masses, num_valid.astype(dtype))
+    own = classes[candidates]
+    is_eligible = is_valid & (is_high[own] | ~jnp.any(is_valid & is_high[own]))
+    tickets = jnp.where(is_eligible, jnp.exp(log_weights[own]), 0)
+    mass = masses[:, 0]
+    scale = jnp.where(mass > 0, law / jnp.where(mass > 0, mass, 1), 0)
+    return Pick(tickets / jnp.sum(tickets), draft_probs * scale[classes])
+
+  def fit(self, masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weights, and the law of the class that is picked with them.
+
+    Args:
+      masses: `[C, 2]`, of draft and target, ratios ascending.
+      num_candidates: n, above 1.
+
+    Returns:
+      Log weights `[C]`; bool `[C]`, the classes that win against the others; the law `[C]`.
+    """
+    dtype = masses.dtype
+    goal, is_high, low_mass = _goal(masses, num_candidates)
+    mass = masses[:, 0]
+    is_possible = mass > 0
+    num_nodes, pad = (64, 14.0) if dtype.itemsize == 4 else (160, 32.0)
+    # Substituting z = e^y makes the integrand smooth and small at both ends, where a trapezoidal sum is best. Of the
+    # left tail e^{-w z} = 1 is known; the right one is below e^{-e^3.5}.
+    y = jnp.linspace(-pad, self.log_range + 3.5, num_nodes, dtype=dtype)
+    spacing = jnp.exp(y) * (y[1] - y[0])
+    spacing = spacing.at[0].multiply(0.5).at[-1].multiply(0.5).at[0].add(jnp.exp(y[0]))
+    sides = jnp.stack([is_high, ~is_high])
+
+    def winner(log_weights):
+      decay = jnp.exp(-jnp.exp(log_weights + y[:, None]))
+      phi = jnp.sum(jnp.where(sides[:, None], mass * decay, 0), axis=-1)
+      phi = phi + jnp.array([1.0, 0.0], dtype)[:, None] * low_mass
+      others = jnp.exp((num_candidates - 1) * jnp.log(jnp.maximum(phi, jnp.finfo(dtype).tiny))) * spacing
+      both = jnp.sum(decay * others[:, :, None], axis=1)
+      integral = jnp.where(is_high, both[0], both[1])
+      return jnp.where(is_possible, num_candidates * mass * jnp.exp(log_weights) * integral, 0)
+
+    def improve(_, log_weights):
+      floor = 1e-30
+      missing = jnp.log(jnp.maximum(goal, floor)) - jnp.log(jnp.maximum(winner(log_weights), floor))
+      moved = jnp.where(is_possible, log_weights + self.step * missing, -jnp.inf)
+      largest = jnp.max(jnp.where(sides, moved, -jnp.inf), axis=-1)
+      largest = jnp.where(is_high, largest[0], largest[1])
+      # A side without any possible class has no largest weight, and no use for one.
+      relative = moved - jnp.where(jnp.isfinite(largest), largest, 0)
+      return jnp.maximum(relative, -self.log_range)
+
+    log_weights = jax.lax.fori_loop(0, self.num_rounds, improve, jnp.zeros_like(mass))
+    # The law of what is picked with the final weights: only then is every choice of them lossless.
+    return log_weights, is_high, winner(log_weights)

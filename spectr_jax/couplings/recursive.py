@@ -1,0 +1,68 @@
+"""Recursive rejection: the candidates in turn, each against what the earlier ones left of the target."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.couplings.coupling import Outcome
+from spectr_jax.proposal import Independent, WithoutReplacement
+
+
+@dataclasses.dataclass(frozen=True)
+class Recursive:
+  """Recursive rejection sampling, with or without replacement.
+
+  With r = q at first, a candidate X is accepted with probability min(1, r(X)/p(X)); when it is rejected r becomes
+  [r - p]+, normalised, or stays if that is 0 everywhere. When all are rejected the token comes from r. This is
+  SpecInfer's multi-step speculative sampling (Miao et al. 2024, Algorithm 2). Without replacement p loses every rejected
+  token and is normalised again (Jeon et al. 2024; "Speculative Decoding via Exponential Races", Algorithm 4).
+
+  Since [[a]+ - b]+ = [a - b]+ for b >= 0, r is [q - c p]+ / z with two numbers c and z, and no law but p and q is kept.
+  A token that was rejected has r = 0 from then on, so removing it from p changes nothing there but p's norm.
+
+  Attributes:
+    with_replacement: Whether the candidates were drawn with replacement.
+  """
+
+  with_replacement: bool = True
+
+  @property
+  def proposal_rules(self):
+    return (Independent,) if self.with_replacement else (WithoutReplacement,)
+
+  def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
+    dtype = target_probs.dtype
+
+    def is_unfinished(carry):
+      return jnp.any(carry[0])
+
+    def try_next(carry):
+      is_waiting, accept_probs, reach, c, z, left = carry
+      i = jnp.argmax(is_waiting)
+      token = candidates[i]
+      # What is left of p, summed rather than 1 minus what was removed, which cancels where one token has nearly all.
+      norm = 1 if left is None else jnp.sum(left)
+      p = draft_probs[token]
+      residual = jnp.maximum(target_probs[token] - c * p, 0)
+      # Where p is 0 nothing can have been drawn.
+      accept = jnp.where(p > 0, jnp.minimum(1, residual * norm / jnp.where(p > 0, z * p, 1)), 0)
+      next_c = c + z / norm
+      next_z = jnp.sum(jnp.maximum(target_probs - next_c * draft_probs, 0))
+      has_mass = next_z > 0
+      return (
+        is_waiting.at[i].set(False),
+        accept_probs.at[i].set(reach * accept),
+        reach * (1 - accept),
+        jnp.where(has_mass, next_c, c),
+        jnp.where(has_mass, next_z, z),
+        None if left is None else left.at[token].set(0),
+      )
+
+    one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
+    left = None if self.with_replacement else draft_probs
+    start = is_valid, jnp.zeros(candidates.shape, dtype), one, zero, one, left
+    _, accept_probs, _, c, _, _ = jax.lax.while_loop(is_unfinished, try_next, start)
+    return Outcome(accept_probs, jnp.maximum(target_probs - c * draft_probs, 0))

@@ -1,0 +1,62 @@
+"""Selections: which of n i.i.d. candidates to pick, without deciding whether it is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.couplings.coupling import Outcome, ratio
+from spectr_jax.proposal import Independent
+from spectr_jax.sampling import positive_part_or
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pick:
+  """Which candidate is picked at one position, and how picked tokens are distributed.
+
+  Attributes:
+    pick_probs: `[n]`, the probability that each candidate is picked; all 0 if there is none, else they sum to 1.
+    probs: `[V]`, the law of the picked token, averaged over candidates; 0 everywhere if there is none.
+  """
+
+  pick_probs: jax.Array
+  probs: jax.Array
+
+
+class Selection(Protocol):
+  """Picks one of n candidates drawn i.i.d.; a pure function, hashable, options are fields."""
+
+  def __call__(
+    self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
+  ) -> Pick:
+    """The pick at one position; arguments as of a `Coupling`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Only:
+  """Picks the one candidate there is. For single drafts: with more candidates `Pick.probs` is not the picked one's law."""
+
+  def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Pick:
+    del target_probs, candidates
+    return Pick(is_valid.astype(draft_probs.dtype), jnp.where(jnp.any(is_valid), draft_probs, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Selected:
+  """Couples what `selection` picks with the target, maximally: accepted with probability min(1, q/pt), pt its law.
+
+  Attributes:
+    selection: The selection.
+  """
+
+  selection: Selection
+  proposal_rules = (Independent,)
+
+  def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
+    pick = self.selection(draft_probs, target_probs, candidates, is_valid)
+    accept = jnp.minimum(1, ratio(target_probs[candidates], pick.probs[candidates]))
+    return Outcome(pick.pick_probs * accept, positive_part_or(target_probs - pick.probs, target_probs))

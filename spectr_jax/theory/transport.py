@@ -1,0 +1,161 @@
+"""Optimal transport from n independent candidates to one token of the target, as a linear program; an oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from scipy import optimize, sparse
+
+from spectr_jax.couplings.coupling import Outcome
+from spectr_jax.proposal import Independent
+from spectr_jax.sampling import positive_part_or
+
+MAX_PLAN_SIZE = 10**5
+_LAW_TOLERANCE = 1e-9
+# HiGHS takes absolute tolerances, none below 1e-10, and by default 1e-7, which is more than many a tuple's probability.
+# Masses are multiplied by a power of 2, so that they stay exact and the tolerance becomes 1e-13 of the total.
+_SCALE = 2.0**10
+_TOLERANCE = 1e-10
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TransportPlan:
+  """A joint law of n candidates and the emitted token, with marginals p^n and q. Equal and hashed by identity.
+
+  Attributes:
+    plan: float64 `[V] * n + [V]`, read-only; the last axis is the emitted token.
+    value: P(Y is one of the candidates).
+    num_drafts: n.
+  """
+
+  plan: np.ndarray
+  value: float
+  num_drafts: int
+
+  @functools.cached_property
+  def conditional(self) -> np.ndarray:
+    """float64 `[V] * n + [V]`, the law of the emitted token given the candidates; 0 where they cannot be drawn."""
+    mass = self.plan.sum(axis=-1, keepdims=True)
+    return np.divide(self.plan, mass, out=np.zeros_like(self.plan), where=mass > 0)
+
+  def coupling(self) -> TransportCoupling:
+    """The plan as a `Coupling`; hashable, and equal for the same plan."""
+    return TransportCoupling(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransportCoupling:
+  """Accepts as a transport plan says (SpecTr, section 5: OTM-k). An oracle for proofs and figures, not for decoding.
+
+  The emitted token's law given the candidates is looked up in the plan, which becomes a constant of the program. So it
+  is right for one pair of laws, those the plan was made for, and when all n candidates are valid; the laws that it is
+  called with are not compared with them. A token held by several candidates is credited to the first of these. When
+  some candidates are invalid or the tuple cannot be drawn, none is accepted and the token comes from the target.
+
+  Attributes:
+    transport: The plan.
+  """
+
+  transport: TransportPlan
+  proposal_rules = (Independent,)
+
+  def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
+    shape = self.transport.plan.shape
+    laws = draft_probs.shape, target_probs.shape
+    if laws != (shape[-1:],) * 2 or candidates.shape != (self.transport.num_drafts,):
+      raise ValueError(
+        f'the plan is for {self.transport.num_drafts} candidates and laws [{shape[-1]}], got candidates'
+        f' {list(candidates.shape)} and laws {list(laws[0])} and {list(laws[1])}'
+      )
+    emitted = jnp.asarray(self.transport.conditional, target_probs.dtype)[tuple(candidates)]
+    is_planned = jnp.all(is_valid) & jnp.any(emitted > 0)
+    is_repeated = jnp.any(jnp.tril(candidates[:, None] == candidates, -1), axis=-1)
+    accept_probs = jnp.where(is_planned & ~is_repeated, emitted[candidates], 0)
+    residual = jnp.where(is_planned, emitted.at[candidates].set(0), 0)
+    return Outcome(accept_probs, positive_part_or(residual, target_probs))
+
+
+def _as_law(probs, name: str) -> np.ndarray:
+  """float64 `[V]`, normalised to the last bit; ValueError if it is not a law."""
+  law = np.asarray(probs, np.float64)
+  if law.ndim != 1 or not law.size:
+    raise ValueError(f'{name} must have shape [V], V at least 1; got {law.shape}')
+  # A NaN fails this comparison.
+  if not law.min() >= 0:
+    raise ValueError(f'{name} must not be negative, got {law.min()}')
+  if not abs(law.sum() - 1) <= _LAW_TOLERANCE:
+    raise ValueError(f'{name} must sum to 1 within {_LAW_TOLERANCE} (in float64), got {law.sum()}')
+  return law / law.sum()
+
+
+def optimal_transport(draft_probs, target_probs, num_drafts: int) -> TransportPlan:
+  """A plan that makes the emitted token one of n independent candidates as often as any can, by linear programming.
+
+  SpecTr (Sun et al. 2023), equation (4), in a smaller form. Tuples of candidates that hold the same set of tokens cost
+  the same, so each set is one source, shared by its tuples in proportion to p^n. Only pairs (set, token in it) count
+  for the acceptance: they are the variables, bounded by what each set and each token has, a maximum flow. What is left
+  of p^n and q is coupled independently.
+
+  For small vocabularies, on the host, in float64: an oracle for proofs and figures. `optimal_acceptance` gives the
+  value for any V.
+
+  Args:
+    draft_probs: `[V]`, the law p.
+    target_probs: `[V]`, the law q.
+    num_drafts: n.
+
+  Returns:
+    A plan; among several optimal ones, any.
+
+  Raises:
+    ValueError: An argument is not a law, the laws differ in length, n is below 1, or the plan would be too large.
+    RuntimeError: The solver failed.
+  """
+  draft_probs, target_probs = _as_law(draft_probs, 'draft_probs'), _as_law(target_probs, 'target_probs')
+  if draft_probs.shape != target_probs.shape:
+    raise ValueError(f'laws must have the same length, got {len(draft_probs)} and {len(target_probs)}')
+  if num_drafts < 1:
+    raise ValueError(f'num_drafts must be at least 1, got {num_drafts}')
+  vocab_size = len(draft_probs)
+  if vocab_size ** (num_drafts + 1) > MAX_PLAN_SIZE:
+    raise ValueError(
+      f'a plan has V^(n + 1) entries, at most {MAX_PLAN_SIZE} are allowed; got V = {vocab_size} and n = {num_drafts}'
+    )
+
+  tuples = np.indices((vocab_size,) * num_drafts).reshape(num_drafts, -1)
+  drafted = draft_probs[tuples].prod(axis=0)
+  is_candidate = (tuples[:, :, None] == np.arange(vocab_size)).any(axis=0)
+  sets, set_of = np.unique(is_candidate, axis=0, return_inverse=True)
+  set_of = set_of.reshape(-1)
+  set_probs = np.bincount(set_of, drafted)
+
+  set_index, token = np.nonzero(sets)
+  ones, variable = np.ones(len(token)), np.arange(len(token))
+  incidence = sparse.vstack(
+    [sparse.csr_array((ones, (set_index, variable))), sparse.csr_array((ones, (token, variable)))]
+  )
+  result = optimize.linprog(
+    -ones,
+    A_ub=incidence,
+    b_ub=_SCALE * np.concatenate([set_probs, target_probs]),
+    method='highs',
+    options={'primal_feasibility_tolerance': _TOLERANCE, 'dual_feasibility_tolerance': _TOLERANCE},
+  )
+  if not result.success:
+    raise RuntimeError(f'linear program failed: {result.message}')
+  joint = np.zeros(sets.shape)
+  joint[set_index, token] = np.maximum(result.x, 0) / _SCALE
+  set_left = np.maximum(set_probs - joint.sum(axis=1), 0)
+  token_left = np.maximum(target_probs - joint.sum(axis=0), 0)
+  if token_left.sum() > 0:
+    joint += np.outer(set_left, token_left / token_left.sum())
+
+  share = np.divide(drafted, set_probs[set_of], out=np.zeros_like(drafted), where=drafted > 0)
+  plan = share[:, None] * joint[set_of]
+  value = float(plan[is_candidate].sum())
+  plan = plan.reshape((vocab_size,) * (num_drafts + 1))
+  plan.setflags(write=False)  # hashed by identity
+  return TransportPlan(plan, value, num_drafts)

@@ -1,0 +1,229 @@
+"""Greedy block verification, and SpecTr-GBV as published, which is the same thing on several chains."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.couplings.coupling import ratio
+from spectr_jax.proposal import Independent, Proposal
+from spectr_jax.sampling import draw, positive_part_or
+from spectr_jax.tree import TokenTree
+from spectr_jax.verify.verifier import Verdict
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Modifications:
+  """How the target's law is still to be modified, by earlier rounds that stopped short of their draft's end.
+
+  Level k turns the law q that the levels below it leave into one proportional to q (1 - min(1, p / (v q)))^K, which for
+  K = 1 is [v q - p]+. Modifications nest, since a round works with laws that are modified already; a round ends one
+  position of a level with each token, so at most L - 1 levels are alive.
+
+  Attributes:
+    log_ratio: `[M]`, log v of each level, oldest first.
+    left: int32 `[M]`, the positions that a level still applies to; 0 or less for none.
+  """
+
+  log_ratio: jax.Array
+  left: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Context:
+  """Where a path has come to.
+
+  Attributes:
+    modifications: Advanced along the path.
+    log_ratio: log v, the product of q/p over the path with q as modified, not clipped.
+    log_draft: log of the path's probability under the draft.
+  """
+
+  modifications: Modifications
+  log_ratio: jax.Array
+  log_draft: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class GreedyBlock:
+  """Greedy block verification on one draft; SpecTr-GBV ("SpecTr-GBV: Multi-Draft Block Verification Accelerating
+  Speculative Decoding", Algorithms 1 to 3) on K chains.
+
+  With v_i the product of q/p over the first i tokens and P_i their probability under the draft,
+
+      R_i = sum of v_i q (1 - min(1, p / (v_i q)))^K over the token at i + 1,    a_i = v_i (1 - min(1, 1 / v_i))^K,
+      g_i = (1 - (1 - P_i)^K) / P_i,    h_i = (R_i - a_i) / (g_i - v_i + R_i),    h_L = (v_L - a_L) / g_L,
+
+  equations 2 and 3 divided by P_i, each sub-block that no earlier draft has is accepted with probability h, the longest
+  accepted one is kept, and the next token has weights q (1 - min(1, p / (v q)))^K. After a round that stopped at tau < L
+  the laws of the next L - tau - 1 positions are modified in the same way.
+
+  With K = 1 this is greedy block verification and lossless. With more it is not: the derivation treats each sub-block as
+  if the drafts did not compete for it.
+
+  Attributes:
+    num_levels_dropped: How many of the newest modifications are forgotten; 0, but for negative controls.
+  """
+
+  num_levels_dropped: int = 0
+  proposal_rules = (Independent,)
+
+  def init_state(self, tree) -> Modifications:
+    num_levels = max(tree.max_depth - 1, 1)
+    return Modifications(jnp.zeros(num_levels), jnp.zeros(num_levels, jnp.int32))
+
+  def _kept(self, num_drafts: int, draft_probs, target_probs, log_ratio):
+    """q (1 - min(1, p / (v q)))^K, `[V]`: what K drafts leave of the target."""
+    scale = jnp.exp(jnp.minimum(-log_ratio, 80.0))
+    share = jnp.maximum(target_probs - scale * draft_probs, 0)
+    if num_drafts == 1:
+      return share
+    is_possible = target_probs > 0
+    return share * (share / jnp.where(is_possible, target_probs, 1)) ** (num_drafts - 1)
+
+  def _law(self, num_drafts: int, modifications: Modifications, draft_probs, target_probs, token):
+    """The law after a context as modified, and the modifications once `token` follows."""
+    levels = modifications.left.shape[0]
+
+    def modify(level, carry):
+      law, log_ratio = carry
+      is_alive = modifications.left[level] > 0
+      v = modifications.log_ratio[level]
+      p = draft_probs[token]
+      # A token the draft cannot have drawn: v is infinite, and the level has no effect from here on.
+      gained = jnp.where(p > 0, jnp.log(law[token]) - jnp.log(jnp.where(p > 0, p, 1)), jnp.inf)
+      kept = positive_part_or(self._kept(num_drafts, draft_probs, law, v), law)
+      return (
+        jnp.where(is_alive, kept / jnp.sum(kept), law),
+        log_ratio.at[level].set(jnp.where(is_alive, jnp.where(jnp.isposinf(v), v, v + gained), 0)),
+      )
+
+    # Old levels die first: what is not alive at the front need not be visited.
+    is_alive = modifications.left > 0
+    first = jnp.where(jnp.any(is_alive), jnp.argmax(is_alive), levels)
+    law, log_ratio = jax.lax.fori_loop(first, levels, modify, (target_probs, modifications.log_ratio))
+    return law, Modifications(log_ratio, modifications.left - 1)
+
+  def _push(self, modifications: Modifications, log_ratio, left) -> Modifications:
+    """Adds a level. The oldest falls out: it has been here for as many rounds as it had positions."""
+    return Modifications(
+      jnp.concatenate([modifications.log_ratio[1:], log_ratio[None].astype(modifications.log_ratio.dtype)]),
+      jnp.concatenate([modifications.left[1:], left[None].astype(jnp.int32)]),
+    )
+
+  def _chains(self, tree: TokenTree) -> np.ndarray:
+    """int32 `[K, L]`, the nodes of each draft."""
+    return np.arange(1, tree.num_nodes + 1, dtype=np.int32).reshape(tree.max_depth, -1).T
+
+  def _start(self, state: Modifications, dtype) -> _Context:
+    left = state.left
+    if self.num_levels_dropped:
+      alive = jnp.cumsum((left > 0)[::-1])[::-1]
+      left = jnp.where(alive <= self.num_levels_dropped, 0, left)
+    zero = jnp.zeros((), dtype)
+    return _Context(Modifications(state.log_ratio.astype(dtype), left), zero, zero)
+
+  def _follow(self, tree: TokenTree, proposal: Proposal, target_probs, context: _Context, node, token):
+    """The modified law after `node`, and the context once `token` follows."""
+    num_drafts = tree.num_nodes // tree.max_depth
+    draft_probs = proposal.probs[jnp.asarray(tree.law_index)[node]]
+    law, modifications = self._law(num_drafts, context.modifications, draft_probs, target_probs[node], token)
+    p, q = draft_probs[token], law[token]
+    gained = jnp.where(p > 0, jnp.log(q) - jnp.log(jnp.where(p > 0, p, 1)), jnp.inf)
+    return law, _Context(
+      modifications,
+      context.log_ratio + gained,
+      context.log_draft + jnp.log(p),
+    )
+
+  def _accept(self, tree: TokenTree, proposal: Proposal, target_probs, state) -> jax.Array:
+    """h of every sub-block, `[K, L]`; 0 where an earlier draft has the same one."""
+    chains = self._chains(tree)
+    num_drafts, draft_length = chains.shape
+    tokens = proposal.tokens[chains - 1]
+    parents = np.pad(chains[:, :-1], ((0, 0), (1, 0)))
+
+    def along(arguments):
+      chain, parent_of, spelled = arguments
+
+      def step(context, at):
+        node, parent, token, is_last = at
+        _, context = self._follow(tree, proposal, target_probs, context, parent, token)
+        log_v = jnp.minimum(context.log_ratio, 60.0)
+        v = jnp.exp(log_v)
+        excess = jnp.maximum(v - 1, 0) * jnp.maximum(-jnp.expm1(-log_v), 0) ** (num_drafts - 1)
+        path = jnp.exp(context.log_draft)
+        covered = jnp.where(
+          path > 0, -jnp.expm1(num_drafts * jnp.log1p(-path)) / jnp.where(path > 0, path, 1), num_drafts
+        )
+        draft_probs = proposal.probs[jnp.asarray(tree.law_index)[node]]
+        law, _ = self._law(num_drafts, context.modifications, draft_probs, target_probs[node], 0)
+        gain = v * jnp.sum(self._kept(num_drafts, draft_probs, law, context.log_ratio)) - excess
+        total = gain + ((covered - v) + excess)
+        inside = jnp.where(total > 0, gain / jnp.where(total > 0, total, 1), 1)
+        return context, jnp.clip(jnp.where(is_last, (v - excess) / covered, inside), 0, 1)
+
+      is_last = jnp.arange(draft_length) == draft_length - 1
+      return jax.lax.scan(step, self._start(state, target_probs.dtype), (chain, parent_of, spelled, is_last))[1]
+
+    accept = jax.lax.map(along, (jnp.asarray(chains), jnp.asarray(parents), tokens))
+    is_equal = jnp.cumprod(tokens[:, None] == tokens[None], axis=-1) > 0
+    is_earlier = np.tri(num_drafts, k=-1, dtype=bool)
+    return jnp.where(jnp.any(is_equal & is_earlier[:, :, None], axis=1), 0, accept)
+
+  def _stop(self, tree: TokenTree, proposal: Proposal, target_probs, state, node) -> tuple[_Context, jax.Array]:
+    """The context at `node`, and the weights `[V]` of the token after it."""
+    path = jnp.asarray(tree.paths)[node]
+    depth = jnp.asarray(tree.depths)[node]
+
+    def step(i, context):
+      parent = jnp.where(i > 0, path[i - 1], 0)
+      return self._follow(tree, proposal, target_probs, context, parent, proposal.tokens[path[i] - 1])[1]
+
+    context = jax.lax.fori_loop(0, depth, step, self._start(state, target_probs.dtype))
+    num_drafts = tree.num_nodes // tree.max_depth
+    draft_probs = proposal.probs[jnp.asarray(tree.law_index)[node]]
+    law, _ = self._law(num_drafts, context.modifications, draft_probs, target_probs[node], 0)
+    weights = positive_part_or(self._kept(num_drafts, draft_probs, law, context.log_ratio), law)
+    return context, jnp.where(depth == tree.max_depth, target_probs[node], weights)
+
+  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+    dtype = target_probs.dtype
+    chains = self._chains(tree)
+    accept = self._accept(tree, proposal, target_probs, state)
+    uniforms = jax.random.uniform(keys[0], (accept.size + 1,), dtype)
+    is_accepted = uniforms[:-1].reshape(accept.shape) < accept
+    is_any = jnp.any(is_accepted, axis=0)
+    depth = jnp.max(jnp.where(is_any, jnp.arange(1, tree.max_depth + 1), 0))
+    draft = jnp.argmax(is_accepted[:, depth - 1])
+    node = jnp.where(depth > 0, jnp.asarray(chains)[draft, depth - 1], 0)
+    _, weights = self._stop(tree, proposal, target_probs, state, node)
+    token = draw(uniforms[-1], weights)
+    return Verdict.at(tree, node, token, self.advance(tree, proposal, target_probs, state, node, token))
+
+  def advance(self, tree, proposal, target_probs, state, node, token) -> Modifications:
+    context, _ = self._stop(tree, proposal, target_probs, state, node)
+    left = tree.max_depth - jnp.asarray(tree.depths)[node] - 1
+    _, after = self._follow(tree, proposal, target_probs, context, node, token)
+    pushed = self._push(after.modifications, after.log_ratio, left)
+    # After a whole path every level has ended: no draft's law is known there, and none is needed.
+    log_ratio = jnp.where(pushed.left > 0, pushed.log_ratio, 0).astype(state.log_ratio.dtype)
+    return Modifications(log_ratio, jnp.maximum(pushed.left, 0))
+
+  def law(self, tree, proposal, target_probs, state):
+    accept = self._accept(tree, proposal, target_probs, state)
+    law = jnp.zeros_like(target_probs)
+    deeper = jnp.ones((), target_probs.dtype)
+    for depth in reversed(range(tree.max_depth)):
+      for draft, chain in enumerate(self._chains(tree)):
+        node = int(chain[depth])
+        _, weights = self._stop(tree, proposal, target_probs, state, node)
+        law = law.at[node].set(deeper * accept[draft, depth] * weights / jnp.sum(weights))
+        deeper = deeper * (1 - accept[draft, depth])
+    _, weights = self._stop(tree, proposal, target_probs, state, 0)
+    return law.at[0].set(deeper * weights / jnp.sum(weights))

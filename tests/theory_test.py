@@ -1,0 +1,408 @@
+"""Theory against closed forms, brute force over sets of tokens, and the linear program as it is published."""
+
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import optimize, sparse
+
+from spectr_jax.couplings.kseq import any_accepted, overlap, solve_gamma
+from spectr_jax.proposal import Independent
+from spectr_jax.theory import TransportCoupling, optimal_acceptance, optimal_transport
+
+BERNOULLI = np.array([0.75, 0.25]), np.array([0.5, 0.5])
+# Sums of a few products of float64.
+EXACT = 1e-12
+# The linear program is solved to 1e-13 of the total mass per constraint; there are 19 of them, or a few hundred.
+SOLVED, SOLVED_LARGE = 1e-11, 1e-10
+SIZES = [(vocab_size, n) for vocab_size in (2, 3, 4) for n in (1, 2, 3, 4)]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+  with jax.enable_x64(True):
+    yield
+
+
+def _assert_close(actual, expected, atol):
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
+
+
+def _laws(vocab_size, num_random=4):
+  """Pairs (draft, target) over at least 2 tokens: random and peaked, zeros on either side, disjoint, equal, one-hot."""
+  rng = np.random.default_rng(vocab_size)
+  one_hot = np.eye(vocab_size)
+  half = np.where(np.arange(vocab_size) < vocab_size // 2, 1.0, 0)
+  half, other_half = half / half.sum(), (1 - half) / (1 - half).sum()
+
+  def random(concentration=0.7):
+    # Without the floor a peaked law may be 0/0.
+    weights = rng.gamma(concentration, size=vocab_size) + 1e-12
+    return weights / weights.sum()
+
+  def holey():
+    weights = random() * (rng.random(vocab_size) < 0.6)
+    weights[rng.integers(vocab_size)] += 0.1
+    return weights / weights.sum()
+
+  pairs = [(random(), random()) for _ in range(num_random)]
+  pairs += [(random(0.1), random(0.1)) for _ in range(num_random)]
+  pairs += [(holey(), holey()) for _ in range(num_random)]
+  equal = random()
+  pairs += [
+    (half, other_half),
+    (half, random()),
+    (random(), half),
+    (equal, equal),
+    (holey(),) * 2,
+    (one_hot[0], equal),
+    (equal, one_hot[0]),
+    (one_hot[0], one_hot[0]),
+    (one_hot[0], one_hot[-1]),
+  ]
+  return pairs
+
+
+def _all_sets(vocab_size):
+  return np.array(list(itertools.product((0, 1), repeat=vocab_size)))
+
+
+def _tuples(vocab_size, n):
+  return np.array(list(itertools.product(range(vocab_size), repeat=n)))
+
+
+_optimum = jax.jit(optimal_acceptance)
+
+
+def test_one_draft_is_one_minus_total_variation():
+  for p, q in _laws(5):
+    assert float(_optimum(p, q, 1)) == pytest.approx(1 - np.abs(p - q).sum() / 2, abs=EXACT)
+
+
+def test_bernoulli_example():
+  """With the first token as A: 1 + 1/2 - (3/4)^2 = 15/16."""
+  assert float(_optimum(*BERNOULLI, 2)) == pytest.approx(0.9375, abs=EXACT)
+  assert optimal_transport(*BERNOULLI, 2).value == pytest.approx(0.9375, abs=SOLVED)
+
+
+@pytest.mark.parametrize(('d', 'r'), [(4, 2), (6, 3), (120, 4)])
+@pytest.mark.parametrize('n', [1, 2, 7])
+def test_uniform_to_a_part_of_it(d, r, n):
+  """U(d) -> U(d/r): the chance that one of the candidates lies in the target's support, in whatever order it stands."""
+  p, q = np.full(d, 1 / d), np.where(np.arange(d) % r == 1, r / d, 0)
+  assert float(_optimum(p, q, n)) == pytest.approx(1 - (1 - 1 / r) ** n, abs=EXACT)
+
+
+@pytest.mark.parametrize('n', [1, 2, 5])
+def test_extremes(n):
+  p = np.array([0.1, 0.2, 0.7])
+  assert float(_optimum(p, p, n)) == pytest.approx(1, abs=EXACT)
+  # Nothing of the target can be drawn: exactly 0.
+  assert float(_optimum(np.array([0.4, 0.6, 0]), np.array([0, 0, 1.0]), n)) == 0
+  # What the draft does not cover is lost, however many drafts.
+  assert float(_optimum(np.array([0.5, 0.5, 0]), np.array([0.3, 0.3, 0.4]), 64)) == pytest.approx(0.6, abs=EXACT)
+
+
+def test_no_draft_accepts_nothing():
+  for p, q in _laws(3):
+    assert float(_optimum(p, q, 0)) == 0
+    np.testing.assert_array_equal(_optimum(p, q, np.array([0, 1]))[0], 0)
+
+
+@pytest.mark.parametrize('vocab_size', [2, 3, 4, 5, 6])
+def test_no_set_of_tokens_gives_less(vocab_size):
+  sets = _all_sets(vocab_size)
+  for p, q in _laws(vocab_size, num_random=8):
+    for n in (1, 2, 3, 8):
+      least = (1 + sets @ q - (sets @ p) ** n).min()
+      assert float(_optimum(p, q, n)) == pytest.approx(least, abs=EXACT)
+
+
+@pytest.mark.parametrize(('vocab_size', 'n'), [(2, 1), (2, 3), (3, 2), (4, 3)])
+def test_theorem_1_holds_with_equality(vocab_size, n):
+  """min over sets O of sum_{y in O} min(q, 1 - (1 - p)^n) + sum_x min(p^n(x), q(tokens of x outside O))."""
+  tuples = _tuples(vocab_size, n)
+  holds = (tuples[:, :, None] == np.arange(vocab_size)).any(1)
+  for p, q in _laws(vocab_size):
+    bounds = [
+      np.minimum(q, 1 - (1 - p) ** n) @ inside + np.minimum(p[tuples].prod(1), holds @ ((1 - inside) * q)).sum()
+      for inside in _all_sets(vocab_size)
+    ]
+    assert float(_optimum(p, q, n)) == pytest.approx(min(bounds), abs=EXACT)
+
+
+@pytest.mark.parametrize('vocab_size', [2, 4, 50])
+def test_more_drafts_accept_more(vocab_size):
+  for p, q in _laws(vocab_size):
+    values = np.asarray(_optimum(p, q, np.arange(33)))
+    assert (np.diff(values) >= -EXACT).all()
+    assert values[0] == 0
+    assert values[-1] <= 1
+    # ... up to the share of the target that can be drawn.
+    assert float(_optimum(p, q, 10**6)) <= q[p > 0].sum() + EXACT
+
+
+def test_leading_axes_and_number_of_drafts_broadcast():
+  p, q = (np.stack(laws).reshape(3, 7, 4) for laws in zip(*_laws(4)))
+  numbers = np.array([[1], [3], [4]])
+  expected = np.array([[float(_optimum(p[i, j], q[i, j], int(numbers[i, 0]))) for j in range(7)] for i in range(3)])
+  _assert_close(optimal_acceptance(p, q, numbers), expected, atol=EXACT)
+  _assert_close(_optimum(p, q, numbers), expected, atol=EXACT)
+  _assert_close(jax.vmap(optimal_acceptance)(p, q, numbers[:, 0]), expected, atol=EXACT)
+  per_number = optimal_acceptance(p[0, 0], q[0, 0], jnp.arange(6))
+  assert per_number.shape == (6,)
+  _assert_close(per_number, [_optimum(p[0, 0], q[0, 0], n) for n in range(6)], atol=EXACT)
+
+
+@pytest.mark.parametrize('noise', [0.01, 1.0, 4.0])
+def test_float32_on_a_large_vocabulary(noise):
+  """Laws of 32000 tokens as a language model gives them, from almost equal to far apart.
+
+  Each term is a sum of 32000 positive numbers by a tree and so right to a few roundings of 6e-8, and no n multiplies
+  them: 1 - (1 - x)^n changes by at most dx/x times 1/e or so.
+  """
+  rng = np.random.default_rng(0)
+  logits = 3 * rng.standard_normal(32000)
+  laws = [np.exp(x - x.max()) for x in (logits, logits + noise * rng.standard_normal(32000))]
+  narrow = [(law / law.sum()).astype(np.float32) for law in laws]
+  wide = [law.astype(np.float64) / law.astype(np.float64).sum() for law in narrow]
+  numbers = np.array([1, 2, 8, 64, 4096], np.int32)
+  values = _optimum(*narrow, numbers)
+  assert values.dtype == jnp.float32
+  # In float64 and by the definition: sorted by NumPy, p(A) from the near end.
+  p, q = (law[np.argsort(wide[1] / wide[0])] for law in wide)
+  expected = [min(1, (1 + np.cumsum(q) - np.cumsum(p) ** n).min()) for n in numbers]
+  _assert_close(values, expected, atol=5e-7)
+  _assert_close(_optimum(*wide, numbers), expected, atol=1e-10)
+
+
+def test_the_dtype_is_kept():
+  p, q = (law.astype(np.float32) for law in BERNOULLI)
+  assert optimal_acceptance(p, q, 2).dtype == jnp.float32
+  assert optimal_acceptance(p, q, np.arange(3, dtype=np.int64)).dtype == jnp.float32
+  assert optimal_acceptance(*BERNOULLI, 2).dtype == jnp.float64
+
+
+@pytest.mark.parametrize(
+  ('shapes', 'num_drafts', 'message'),
+  [
+    (((3,), (4,)), 1, r'\(3,\) and \(4,\)'),
+    (((2, 3), (3,)), 1, r'\(2, 3\) and \(3,\)'),
+    (((), ()), 1, r'\(\) and \(\)'),
+    (((3,), (3,)), -1, '-1'),
+    (((2, 3), (2, 3)), np.array([1, -2]), '-2'),
+    (((3,), (3,)), 1.5, 'float'),
+    (((2, 3), (2, 3)), np.array([1, 2, 3]), r'\(3,\)'),
+  ],
+)
+def test_optimal_acceptance_refuses(shapes, num_drafts, message):
+  with pytest.raises(ValueError, match=message):
+    optimal_acceptance(*(np.ones(shape) / 3 for shape in shapes), num_drafts)
+
+
+def test_kseq_accepts_at_least_its_share_of_the_optimum():
+  """(1 - 1/e) alpha* <= K-SEQ <= alpha* (SpecTr, Theorem 2), at its own threshold."""
+
+  @jax.jit
+  @jax.vmap
+  def kseq(p, q, n):
+    return any_accepted(overlap(p, q, solve_gamma(p, q, n, num_rounds=60)), n)
+
+  is_less = []
+  for vocab_size in (2, 4, 30):
+    p, q = map(np.stack, zip(*_laws(vocab_size, num_random=20)))
+    for n in (1, 2, 3, 8):
+      numbers = np.full(len(p), n)
+      accepted, optimum = np.asarray(kseq(p, q, numbers)), np.asarray(_optimum(p, q, numbers))
+      assert (accepted <= optimum + EXACT).all()
+      assert (accepted >= (1 - 1 / np.e) * optimum - EXACT).all()
+      is_less.append(accepted < optimum - 1e-3)
+  # Neither is just the other.
+  assert 0.1 < np.concatenate(is_less).mean() < 0.9
+
+
+@pytest.mark.parametrize(('vocab_size', 'n'), SIZES)
+def test_plan_couples_the_laws_and_attains_the_optimum(vocab_size, n):
+  tuples = _tuples(vocab_size, n)
+  holds = (tuples[:, :, None] == np.arange(vocab_size)).any(1)
+  for p, q in _laws(vocab_size):
+    transport = optimal_transport(p, q, n)
+    assert transport.num_drafts == n
+    assert transport.plan.shape == (vocab_size,) * (n + 1)
+    assert transport.plan.dtype == np.float64
+    plan = transport.plan.reshape(-1, vocab_size)
+    assert (plan >= 0).all()
+    _assert_close(plan.sum(1), p[tuples].prod(1), atol=SOLVED)
+    _assert_close(plan.sum(0), q, atol=SOLVED)
+    assert transport.value == pytest.approx(plan[holds].sum(), abs=EXACT)
+    assert transport.value == pytest.approx(float(_optimum(p, q, n)), abs=SOLVED)
+
+
+@pytest.mark.parametrize(('vocab_size', 'n'), [(2, 4), (4, 4), (10, 3)])
+def test_small_masses_count(vocab_size, n):
+  """Peaked laws: most tuples are rarer than the 1e-7 that the solver tolerates unless it is told otherwise."""
+  for seed in range(24):
+    rng = np.random.default_rng(seed)
+    p, q = rng.gamma(0.05 if seed % 2 else 0.3, size=(2, vocab_size)) + 1e-12
+    p, q = p / p.sum(), q / q.sum()
+    assert optimal_transport(p, q, n).value == pytest.approx(float(_optimum(p, q, n)), abs=SOLVED)
+
+
+@pytest.mark.parametrize(('vocab_size', 'n'), [(2, 1), (2, 3), (3, 2), (4, 2)])
+def test_plan_is_as_good_as_the_published_program(vocab_size, n):
+  """SpecTr, equation (4), word for word: V^(n + 1) variables, V^n + V equations."""
+  tuples = _tuples(vocab_size, n)
+  misses = (tuples[:, :, None] != np.arange(vocab_size)).all(1)
+  equations = sparse.vstack(
+    [
+      sparse.kron(sparse.eye_array(len(tuples)), np.ones((1, vocab_size))),
+      sparse.kron(np.ones((1, len(tuples))), sparse.eye_array(vocab_size)),
+    ]
+  )
+  for p, q in _laws(vocab_size, num_random=2):
+    masses = np.concatenate([p[tuples].prod(1), q])
+    result = optimize.linprog(misses.ravel().astype(float), A_eq=equations.tocsr(), b_eq=masses, method='highs')
+    # Each of its at most 20 constraints holds to 1e-7, the solver's tolerance.
+    assert optimal_transport(p, q, n).value == pytest.approx(1 - result.fun, abs=2e-6)
+
+
+@jax.jit
+def _outcomes(conditional, p, q, tuples):
+  """The coupling's outcomes; the plan is an argument here, so that one program serves all plans of a size."""
+  transport = types.SimpleNamespace(plan=conditional, conditional=conditional, num_drafts=tuples.shape[1])
+  coupling = TransportCoupling(transport)
+  return jax.vmap(lambda candidates: coupling(p, q, candidates, jnp.ones(candidates.shape, bool)))(tuples)
+
+
+def _emitted(transport, p, q):
+  """The law of the emitted token and the chance of acceptance over all tuples, by the coupling's own outcomes."""
+  vocab_size, n = len(p), transport.num_drafts
+  tuples = _tuples(vocab_size, n)
+  weights = p[tuples].prod(1)
+  outcomes = _outcomes(transport.conditional, p, q, tuples)
+  accept, residual = np.asarray(outcomes.accept_probs), np.asarray(outcomes.residual)
+  assert accept.dtype == residual.dtype == np.float64
+  assert (accept >= 0).all()
+  assert (accept.sum(1) <= 1 + EXACT).all()
+  assert (residual >= 0).all()
+  law = np.zeros(vocab_size)
+  np.add.at(law, tuples, weights[:, None] * accept)
+  law += (weights * (1 - accept.sum(1))) @ (residual / residual.sum(1, keepdims=True))
+  return law, float(weights @ accept.sum(1))
+
+
+@pytest.mark.parametrize(('vocab_size', 'n'), SIZES)
+def test_coupling_emits_the_target_and_accepts_the_optimum(vocab_size, n):
+  for p, q in _laws(vocab_size):
+    transport = optimal_transport(p, q, n)
+    law, acceptance = _emitted(transport, p, q)
+    _assert_close(law, q, atol=SOLVED)
+    assert acceptance == pytest.approx(transport.value, abs=EXACT)
+
+
+def test_coupling_is_for_its_own_laws():
+  """The enumeration can tell: with another draft the target is missed."""
+  p, q = BERNOULLI
+  law, _ = _emitted(optimal_transport(p, q, 2), p[::-1], q)
+  assert np.abs(law - q).max() > 1e-2
+
+
+def test_a_repeated_token_is_credited_to_the_first():
+  p, q = BERNOULLI
+  transport = optimal_transport(p, q, 3)
+  outcome = transport.coupling()(p, q, jnp.array([0, 1, 0]), jnp.ones(3, bool))
+  conditional = transport.plan[0, 1, 0] / transport.plan[0, 1, 0].sum()
+  _assert_close(outcome.accept_probs, [conditional[0], conditional[1], 0], atol=EXACT)
+  # Both tokens are candidates: nothing is left but the fallback.
+  assert outcome.residual.sum() > 0
+
+
+@pytest.mark.parametrize(
+  ('candidates', 'is_valid'), [([0, 2], [True, True]), ([0, 1], [True, False]), ([-1, -1], [False, False])]
+)
+def test_what_is_not_in_the_plan_gets_the_target(candidates, is_valid):
+  """A tuple that cannot be drawn, or one with an invalid candidate: nothing is accepted."""
+  p, q = np.array([0.5, 0.5, 0]), np.array([0.2, 0.5, 0.3])
+  coupling = optimal_transport(p, q, 2).coupling()
+  outcome = coupling(p, q, jnp.array(candidates), jnp.array(is_valid))
+  np.testing.assert_array_equal(outcome.accept_probs, 0)
+  np.testing.assert_array_equal(outcome.residual, q)
+
+
+def test_coupling_is_static_and_keeps_the_dtype():
+  p, q = np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.5, 0.3])
+  transport = optimal_transport(p, q, 2)
+  coupling = transport.coupling()
+  assert isinstance(coupling, TransportCoupling)
+  assert coupling.proposal_rules == (Independent,)
+  assert coupling == transport.coupling()
+  assert hash(coupling) == hash(transport.coupling())
+  assert coupling != optimal_transport(p, q, 2).coupling()
+
+  num_traces = 0
+
+  def apply(coupling, *arguments):
+    nonlocal num_traces
+    num_traces += 1
+    return coupling(*arguments)
+
+  jitted = jax.jit(apply, static_argnums=0)
+  arguments = np.array([0, 1], np.int32), np.ones(2, bool)
+  narrow = jitted(coupling, p.astype(np.float32), q.astype(np.float32), *arguments)
+  jitted(transport.coupling(), p.astype(np.float32), q.astype(np.float32), *arguments)
+  assert num_traces == 1
+  wide = jitted(coupling, p, q, *arguments)
+  assert narrow.accept_probs.dtype == narrow.residual.dtype == jnp.float32
+  assert wide.accept_probs.dtype == wide.residual.dtype == jnp.float64
+  # One rounding of numbers up to 1.
+  _assert_close(narrow.accept_probs, wide.accept_probs, atol=1e-7)
+  eager = coupling(p, q, *map(jnp.asarray, arguments))
+  np.testing.assert_array_equal(eager.accept_probs, wide.accept_probs)
+  with pytest.raises(ValueError, match='read-only'):
+    transport.plan[0, 0, 0] = 1
+
+
+def test_coupling_refuses_other_shapes():
+  coupling = optimal_transport(*BERNOULLI, 2).coupling()
+  with pytest.raises(ValueError, match=r'2 candidates and laws \[2\], got candidates \[3\]'):
+    coupling(*BERNOULLI, jnp.zeros(3, jnp.int32), jnp.ones(3, bool))
+  with pytest.raises(ValueError, match=r'laws \[2\], .* laws \[3\] and \[3\]'):
+    coupling(np.ones(3) / 3, np.ones(3) / 3, jnp.zeros(2, jnp.int32), jnp.ones(2, bool))
+
+
+@pytest.mark.parametrize(('vocab_size', 'n'), [(1, 5), (2, 15), (10, 4), (316, 1)])
+def test_the_largest_plans(vocab_size, n):
+  rng = np.random.default_rng(0)
+  p, q = rng.dirichlet(np.ones(vocab_size)), rng.dirichlet(np.ones(vocab_size))
+  transport = optimal_transport(p, q, n)
+  assert transport.value == pytest.approx(float(_optimum(p, q, n)), abs=SOLVED_LARGE)
+  _assert_close(transport.plan.reshape(-1, vocab_size).sum(0), q, atol=SOLVED_LARGE)
+
+
+def test_laws_within_the_tolerance_are_normalised():
+  p, q = BERNOULLI
+  transport = optimal_transport(p * (1 + 5e-10), q, 2)
+  _assert_close(transport.plan, optimal_transport(p, q, 2).plan, atol=EXACT)
+
+
+@pytest.mark.parametrize(
+  ('draft_probs', 'target_probs', 'num_drafts', 'message'),
+  [
+    ([0.5, 0.5], [0.5, 0.5], 16, r'at most 100000 are allowed; got V = 2 and n = 16'),
+    (np.full(317, 1 / 317), np.full(317, 1 / 317), 1, 'got V = 317 and n = 1'),
+    ([1.1, -0.1], [0.5, 0.5], 1, 'draft_probs must not be negative, got -0.1'),
+    ([0.5, 0.5], [0.5, 0.5 + 1e-8], 1, 'target_probs must sum to 1'),
+    ([0.5, np.nan], [0.5, 0.5], 1, 'draft_probs'),
+    ([[0.5, 0.5]], [0.5, 0.5], 1, r'draft_probs must have shape \[V\].*\(1, 2\)'),
+    ([0.5, 0.5], 1.0, 1, r'target_probs must have shape \[V\]'),
+    ([], [], 1, r'draft_probs must have shape \[V\]'),
+    ([0.5, 0.5], [0.2, 0.3, 0.5], 1, 'got 2 and 3'),
+    ([0.5, 0.5], [0.5, 0.5], 0, 'num_drafts must be at least 1, got 0'),
+  ],
+)
+def test_optimal_transport_refuses(draft_probs, target_probs, num_drafts, message):
+  with pytest.raises(ValueError, match=message):
+    optimal_transport(draft_probs, target_probs, num_drafts)
