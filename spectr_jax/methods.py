@@ -46,7 +46,7 @@ class Method:
     if not isinstance(self.proposal_rule, allowed):
       names = ' or '.join(rule.name for rule in allowed)
       raise ValueError(
-        f'{self.name}: what it emits has the target\'s law only if children are drawn {names}, not'
+        f"{self.name}: what it emits has the target's law only if children are drawn {names}, not"
         f' {self.proposal_rule.name}'
       )
 

@@ -7,10 +7,10 @@ import functools
 
 import jax.numpy as jnp
 
-from spectr_jax.couplings import Coupling, KSeq, Maximal, Outcome
+from spectr_jax.couplings import Coupling, KSeq, Maximal, Only, Outcome, Pick, Race, Selected
 from spectr_jax.methods import Method
 from spectr_jax.proposal import Independent
-from spectr_jax.verify import Stateless, Verifier, Walk
+from spectr_jax.verify import Block, GreedyBlock, Stateless, Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,18 @@ class LawBeforeTopP(Stateless):
     return self.verifier.law(tree, self._seen(proposal), target_probs, state)
 
 
+@dataclasses.dataclass(frozen=True)
+class OneTicket(Race):
+  """A race in which a token drawn twice has one ticket, while the law of the winner is taken to be that with two."""
+
+  def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Pick:
+    pick = super().__call__(draft_probs, target_probs, candidates, is_valid)
+    is_repeat = jnp.any(jnp.tril(candidates[:, None] == candidates, -1) & is_valid, axis=-1)
+    tickets = jnp.where(is_repeat, 0, pick.pick_probs)
+    total = jnp.sum(tickets)
+    return dataclasses.replace(pick, pick_probs=tickets / jnp.where(total > 0, total, 1))
+
+
 _broken = functools.partial(Method, proposal_rule=Independent(), is_lossless=False, source='negative control')
 
 CONTROLS: dict[str, Method] = {
@@ -60,6 +72,11 @@ CONTROLS: dict[str, Method] = {
     _broken('spectr_residual_left_out', Walk(ResidualLeftOut(KSeq()))),
     _broken('spectr_gamma_too_small', Walk(GammaTooSmall())),
     _broken('speculative_many_drafts', Walk(Maximal())),
+    _broken('race_one_ticket', Walk(Selected(OneTicket()))),
+    _broken('race_block_one_ticket', Block(OneTicket())),
+    _broken('greedy_block_level_too_few', GreedyBlock(num_levels_dropped=1), max_drafts=1),
+    _broken('block_keyed_by_position', Block(Only()), max_drafts=1, is_seed_exact=True),
+    _broken('race_block_keyed_by_position', Block(Race()), is_seed_exact=True),
     _broken('speculative_law_before_top_p', LawBeforeTopP(Walk(Maximal())), max_drafts=1),
     _broken('spectr_law_before_top_p', LawBeforeTopP(Walk(KSeq()))),
   )

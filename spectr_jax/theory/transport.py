@@ -16,14 +16,14 @@ from spectr_jax.sampling import positive_part_or
 MAX_PLAN_SIZE = 10**5
 _LAW_TOLERANCE = 1e-9
 # HiGHS takes absolute tolerances, none below 1e-10, and by default 1e-7, which is more than many a tuple's probability.
-# Masses are multiplied by a power of 2, so that they stay exact and the tolerance becomes 1e-13 of the total.
+# Masses are multiplied by a power of 2, which rounds nothing, and the tolerance becomes 1e-13 of the total.
 _SCALE = 2.0**10
 _TOLERANCE = 1e-10
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransportPlan:
-  """A joint law of n candidates and the emitted token, with marginals p^n and q. Equal and hashed by identity.
+  """A joint law of n candidates and the emitted token, with marginals p^n and q; compared and hashed by identity.
 
   Attributes:
     plan: float64 `[V] * n + [V]`, read-only; the last axis is the emitted token.
@@ -79,7 +79,7 @@ class TransportCoupling:
 
 
 def _as_law(probs, name: str) -> np.ndarray:
-  """float64 `[V]`, normalised to the last bit; ValueError if it is not a law."""
+  """float64 `[V]`, normalised again; ValueError if it is not a law."""
   law = np.asarray(probs, np.float64)
   if law.ndim != 1 or not law.size:
     raise ValueError(f'{name} must have shape [V], V at least 1; got {law.shape}')
@@ -147,7 +147,7 @@ def optimal_transport(draft_probs, target_probs, num_drafts: int) -> TransportPl
   if not result.success:
     raise RuntimeError(f'linear program failed: {result.message}')
   joint = np.zeros(sets.shape)
-  joint[set_index, token] = np.maximum(result.x, 0) / _SCALE
+  joint[set_index, token] = np.maximum(result.x, 0) / _SCALE  # -1e-13 is within the tolerance
   set_left = np.maximum(set_probs - joint.sum(axis=1), 0)
   token_left = np.maximum(target_probs - joint.sum(axis=0), 0)
   if token_left.sum() > 0:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.couplings.coupling import ratio
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part_or
 from spectr_jax.tree import TokenTree

@@ -52,7 +52,9 @@ class Verifier(Protocol):
   def init_state(self, tree: TokenTree) -> Any:
     """The state a row starts with; `()` for verifiers that keep none."""
 
-  def verify(self, keys: jax.Array, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, state: Any) -> Verdict:
+  def verify(
+    self, keys: jax.Array, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, state: Any
+  ) -> Verdict:
     """Decides one row.
 
     Args:
