@@ -19,6 +19,7 @@ from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import table, transformer
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams
+from spectr_jax.statistics import Statistics
 from spectr_jax.tree import TokenTree, optimal_factors
 from spectr_jax.verify import Verdict, Verifier
 
@@ -39,6 +40,7 @@ __all__ = [
   'ModelOutput',
   'Proposal',
   'SamplingParams',
+  'Statistics',
   'TokenTree',
   'Tokenizer',
   'Verdict',

@@ -15,6 +15,7 @@ from spectr_jax.methods import Method, get_method
 from spectr_jax.model import Model
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams, logits_to_probs
+from spectr_jax.statistics import Statistics, round_statistics
 from spectr_jax.tree import TokenTree
 
 ORIGIN_DRAFT, ORIGIN_CORRECTION, ORIGIN_BONUS = range(3)
@@ -35,6 +36,8 @@ class Generation:
     origins: int32 `[B, max_new_tokens]`, where each token came from: `ORIGIN_DRAFT` 0, an accepted guess;
       `ORIGIN_CORRECTION` 1, the target's replacement for rejected guesses; `ORIGIN_BONUS` 2, the target's own token
       after a path accepted to its end; -1 after a row's end.
+    statistics: What happened at the positions visited, or None if that was not asked for. What EOS or the limit cut off
+      is counted here.
   """
 
   tokens: jax.Array
@@ -42,6 +45,7 @@ class Generation:
   num_target_calls: jax.Array
   accepted_by_depth: jax.Array
   origins: jax.Array
+  statistics: Statistics | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -145,6 +149,7 @@ def init_decode(
   top_k=0,
   top_p=1.0,
   eos_id: int | tuple[int, ...] | None = None,
+  statistics: bool = False,
 ) -> DecodeState:
   """Checks the request and prefills; the arguments are those of `generate`."""
   method = get_method(method)
@@ -171,6 +176,7 @@ def init_decode(
     tree=tree,
     max_new_tokens=max_new_tokens,
     eos_ids=tuple(int(i) for i in eos_ids),
+    statistics=statistics,
   )
   return dataclasses.replace(state, target=target, drafter=drafter)
 
@@ -191,11 +197,22 @@ def _prefill_draft(drafter: Drafter, prompts, prompt_lengths, *, max_length):
 
 @functools.partial(
   jax.jit,
-  static_argnames=('method', 'tree', 'max_new_tokens', 'eos_ids'),
+  static_argnames=('method', 'tree', 'max_new_tokens', 'eos_ids', 'statistics'),
   donate_argnames=('target_cache', 'draft_state'),
 )
 def _first_state(
-  keys, sampling, prompts, prompt_lengths, target_cache, draft_state, *, method, tree, max_new_tokens, eos_ids
+  keys,
+  sampling,
+  prompts,
+  prompt_lengths,
+  target_cache,
+  draft_state,
+  *,
+  method,
+  tree,
+  max_new_tokens,
+  eos_ids,
+  statistics,
 ):
   """The state before the first round, without its models: a jitted function would return copies of them."""
   batch_size = prompts.shape[0]
@@ -215,7 +232,14 @@ def _first_state(
     target_cache=target_cache,
     draft_state=draft_state,
     verifier_state=verifier_state,
-    result=Generation(nothing, zeros, zeros, jnp.zeros((batch_size, tree.max_depth), jnp.int32), nothing),
+    result=Generation(
+      tokens=nothing,
+      lengths=zeros,
+      num_target_calls=zeros,
+      accepted_by_depth=jnp.zeros((batch_size, tree.max_depth), jnp.int32),
+      origins=nothing,
+      statistics=Statistics.zeros(batch_size, tree) if statistics and tree.num_nodes else None,
+    ),
     method=method,
     tree=tree,
     eos_ids=eos_ids,
@@ -258,7 +282,8 @@ def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation
   lengths = result.lengths + count
   # An EOS that the limit cut off does not matter: its row is done as well.
   is_done = state.is_done | has_eos | (lengths >= max_new_tokens)
-  result = Generation(
+  result = dataclasses.replace(
+    result,
     tokens=result.tokens.at[rows, slots].set(tokens, mode='drop'),
     lengths=lengths,
     num_target_calls=result.num_target_calls + ~state.is_done,
@@ -310,6 +335,10 @@ def _round(state: DecodeState) -> DecodeState:
     verify_keys, rows, target_probs, state.verifier_state
   )
   result, is_done = _record(state, proposal, verdict)
+  if result.statistics is not None:
+    visited = jax.vmap(functools.partial(round_statistics, tree))(rows, target_probs, verdict)
+    visited = jax.tree.map(lambda x: jax.vmap(jnp.multiply)(x, ~state.is_done), visited)
+    result = dataclasses.replace(result, statistics=result.statistics + visited)
   path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
   num_committed = jnp.where(state.is_done, 0, verdict.num_accepted + 1)
   draft_state = state.draft_state
@@ -381,6 +410,7 @@ def generate(
   top_k=0,
   top_p=1.0,
   eos_id: int | tuple[int, ...] | None = None,
+  statistics: bool = False,
 ) -> Generation:
   """Continues prompts with the target's law, guessing ahead with a draft.
 
@@ -401,6 +431,7 @@ def generate(
     top_k: Scalar or `[B]`; 0 keeps all.
     top_p: Scalar or `[B]`, in (0, 1].
     eos_id: Id or ids that end a row, or None.
+    statistics: Whether to count what happens at the positions visited; sorts the laws there, so it takes time.
 
   Returns:
     The new tokens and how they came about.
@@ -421,5 +452,6 @@ def generate(
     top_k=top_k,
     top_p=top_p,
     eos_id=eos_id,
+    statistics=statistics,
   )
   return decode_rounds(state).result

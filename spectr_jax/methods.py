@@ -147,7 +147,7 @@ _METHODS = (
     is_lossless=False,
     source=f'{_SPECTR_GBV}, Algorithms 1 to 3',
     needs_chains=True,
-    bias='as published it treats each sub-block as if the other drafts did not compete for it; exact for one draft only',
+    bias='as published it treats each sub-block as if drafts did not compete for it; exact for one draft only',
   ),
   Method(
     name='race',

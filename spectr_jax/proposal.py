@@ -77,7 +77,7 @@ class Independent:
 
 
 def _in_order_without_replacement(probs, tokens):
-  """Probability that successive draws, each from what the earlier ones left, give `tokens`, -1 where nothing is left."""
+  """Probability of `tokens` from successive draws, each from what the earlier ones left; -1 where nothing is left."""
   probability, left = jnp.ones((), probs.dtype), probs
   for i in range(tokens.shape[0]):
     token = tokens[i]

@@ -1,0 +1,87 @@
+"""What happened at the positions that a verification visited: for calibration, and against the optimum."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.proposal import Proposal
+from spectr_jax.theory import optimal_acceptance
+from spectr_jax.tree import TokenTree
+from spectr_jax.verify import Verdict
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+  """Counts over the positions visited: below the root and below every accepted node, as long as there are candidates.
+
+  The candidates of a position are the children of all nodes that spell the accepted prefix.
+
+  Attributes:
+    visits: int32 `[B, L, W + 1]`, how often the position at depth d + 1 was visited with n candidates, at `[d, n]`.
+    accepts: int32 `[B, L, W + 1]`, how often one of them was accepted.
+    accepted_child: int32 `[B, L, C]`, how often it was its parent's child i, in the order drawn.
+    optimum: float32 `[B]`, the sum over the positions of the most any token-level verification of n i.i.d. candidates
+      accepts. Block methods can accept more: their acceptance of a token depends on those after it.
+  """
+
+  visits: jax.Array
+  accepts: jax.Array
+  accepted_child: jax.Array
+  optimum: jax.Array
+
+  @classmethod
+  def zeros(cls, batch_size: int, tree: TokenTree) -> Statistics:
+    """No position visited yet."""
+    shape = batch_size, tree.max_depth, tree.levels.shape[1] + 1
+    children = batch_size, tree.max_depth, int(tree.num_children.max())
+    return cls(
+      jnp.zeros(shape, jnp.int32),
+      jnp.zeros(shape, jnp.int32),
+      jnp.zeros(children, jnp.int32),
+      jnp.zeros(batch_size, jnp.float32),
+    )
+
+  def __add__(self, other: Statistics) -> Statistics:
+    return jax.tree.map(jnp.add, self, other)
+
+
+def round_statistics(tree: TokenTree, proposal: Proposal, target_probs: jax.Array, verdict: Verdict) -> Statistics:
+  """The statistics of one row's round, without the leading axis.
+
+  Args:
+    tree: The tree, with at least one node.
+    proposal: `tokens` `[N]` and `probs` `[R, V]`.
+    target_probs: `[N + 1, V]`.
+    verdict: The row's verdict.
+  """
+  depths, parents = jnp.asarray(tree.depths), jnp.asarray(tree.parent_of)
+  places = jnp.arange(tree.max_depth)
+  paths = jnp.asarray(tree.paths)
+  spelled = jnp.where(paths < 0, -2, proposal.tokens[paths - 1])
+  kept = jnp.where(places < verdict.num_accepted, proposal.tokens[verdict.path - 1], -3)
+  is_active = jnp.all((spelled == kept) | (paths < 0), axis=-1)
+  is_candidate = is_active[parents] & (jnp.pad(proposal.tokens, (1, 0)) >= 0) & (depths > 0)
+  num_candidates = jnp.zeros(tree.max_depth, jnp.int32).at[depths - 1].add(is_candidate)
+  is_visited = (places <= verdict.num_accepted) & (num_candidates > 0)
+  is_accepted = places < verdict.num_accepted
+
+  width = tree.levels.shape[1] + 1
+  by_count = jnp.arange(width) == num_candidates[:, None]
+  first_child = jnp.asarray(tree.first_child)
+  child = verdict.path - first_child[parents[verdict.path]]
+  by_child = jnp.arange(int(tree.num_children.max())) == child[:, None]
+
+  law_index = jnp.asarray(tree.law_index)
+  has_law = is_active & (law_index >= 0)
+  nodes = jnp.argmax(has_law & (depths == places[:, None]), axis=-1)
+  optima = optimal_acceptance(proposal.probs[law_index[nodes]], target_probs[nodes], num_candidates)
+  return Statistics(
+    visits=(by_count & is_visited[:, None]).astype(jnp.int32),
+    accepts=(by_count & (is_visited & is_accepted)[:, None]).astype(jnp.int32),
+    accepted_child=(by_child & is_accepted[:, None]).astype(jnp.int32),
+    optimum=jnp.sum(jnp.where(is_visited, optima, 0)).astype(jnp.float32),
+  )
