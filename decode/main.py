@@ -5,7 +5,8 @@ import dataclasses
 from absl import flags
 
 from decode import report
-from decode.run import DecodeOptions, run_decode
+from decode.options import DecodeOptions
+from decode.run import run_decode
 from spectr_jax import METHODS
 from spectr_jax.io import command_line
 
@@ -24,6 +25,29 @@ _OPTIONS = (
   _define(flags.DEFINE_list, 'method', f'Methods, separated by commas, of {", ".join(METHODS)}.'),
   _define(flags.DEFINE_list, 'num_drafts', 'K, drafts per round; several, separated by commas, run the grid.'),
   _define(flags.DEFINE_list, 'draft_length', 'L, tokens per draft; several, separated by commas, run the grid.'),
+  _define(
+    flags.DEFINE_multi_string,
+    'tree',
+    'Tree of guesses: chains (K drafts of L tokens), prefix:FACTORS (prefix:4,2,2,1), specinfer (three chains of L'
+    ' tokens that share two) or optimal:BUDGET (the best of at most so many nodes); repeat the flag for several.',
+  ),
+  _define(
+    flags.DEFINE_string,
+    'acceptance',
+    'JSON that --output wrote in a run with optimal:BUDGET; its rates are used instead of measuring them again.',
+  ),
+  _define(
+    flags.DEFINE_string,
+    'children',
+    "How siblings are drawn: independent, without_replacement or first_arrivals; '' for each method's own.",
+  ),
+  _define(flags.DEFINE_float, 'epsilon', 'What decoding_opt and decoding_uno accept too much; they are not lossless.'),
+  _define(flags.DEFINE_bool, 'gumbel', 'Sample autoregressively by Gumbel-max, keyed by position: what ersd gives.'),
+  _define(
+    flags.DEFINE_bool,
+    'share_of_optimum',
+    'Compare acceptance with the most that token-level verification of the same candidates could reach; takes time.',
+  ),
   _define(flags.DEFINE_float, 'temperature', 'Sampling temperature; 0 decodes greedily.'),
   _define(flags.DEFINE_integer, 'top_k', 'Sample from the k likeliest tokens; 0 for all.'),
   _define(flags.DEFINE_float, 'top_p', 'Sample from the fewest likeliest tokens of this mass.'),
@@ -48,7 +72,7 @@ def _value(flag):
   if not isinstance(value, list):
     return value
   values = tuple(entry.strip() for entry in value)
-  if flag.name == 'method':
+  if flag.name in ('method', 'tree'):
     return values
   try:
     return tuple(map(int, values))

@@ -1,4 +1,4 @@
-"""What is measured: block efficiency with its interval, and acceptance by position."""
+"""What is measured: ratios over prompts with their interval, and acceptance by position."""
 
 from __future__ import annotations
 
@@ -8,38 +8,40 @@ import numpy as np
 from scipy import special
 
 
-def block_efficiency(tokens: np.ndarray, calls: np.ndarray) -> float:
-  """Tokens emitted per target call, all prompts together: `sum(tokens) / sum(calls)`.
+def ratio(numerators: np.ndarray, denominators: np.ndarray) -> float:
+  """All prompts together: `sum(numerators) / sum(denominators)`.
+
+  Of tokens and target calls this is block efficiency, of accepted tokens and optima the share of the optimum.
 
   Args:
-    tokens: `[P]`, tokens of each prompt.
-    calls: `[P]`, target calls of each prompt.
+    numerators: `[P]`, of each prompt.
+    denominators: `[P]`, of each prompt.
   """
-  return float(np.sum(tokens) / np.sum(calls))
+  return float(np.sum(numerators) / np.sum(denominators))
 
 
-def block_efficiency_interval(tokens: np.ndarray, calls: np.ndarray) -> tuple[float, float] | None:
-  """95% interval of the block efficiency over prompts.
+def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float] | None:
+  """95% interval of `ratio` over prompts.
 
   Prompts are the sample and the estimate is a ratio of two sums, so its variance is that of the residuals
-  `tokens - r * calls` (delta method), with Student's t for few prompts. Several continuations of one prompt belong
-  together: add them up first.
+  `numerator - ratio * denominator` (delta method), with Student's t for few prompts. Several continuations of one
+  prompt belong together: add them up first.
 
   Args:
-    tokens: `[P]`, tokens of each prompt.
-    calls: `[P]`, target calls of each prompt.
+    numerators: `[P]`, of each prompt.
+    denominators: `[P]`, of each prompt.
 
   Returns:
     Low and high end, or None for a single prompt, which says nothing about others.
   """
-  num_prompts = len(tokens)
+  num_prompts = len(numerators)
   if num_prompts < 2:
     return None
-  ratio = block_efficiency(tokens, calls)
-  residuals = tokens - ratio * calls
-  error = math.sqrt(num_prompts / (num_prompts - 1) * float(np.sum(residuals**2))) / float(np.sum(calls))
+  middle = ratio(numerators, denominators)
+  residuals = numerators - middle * denominators
+  error = math.sqrt(num_prompts / (num_prompts - 1) * float(np.sum(residuals**2))) / float(np.sum(denominators))
   half = float(special.stdtrit(num_prompts - 1, 0.975)) * error
-  return ratio - half, ratio + half
+  return middle - half, middle + half
 
 
 def acceptance_by_position(accepted_by_depth: np.ndarray, calls: np.ndarray) -> list[float]:

@@ -133,6 +133,8 @@ def _result(summary: Summary, run: DecodeRun, seed: int) -> dict:
     'num_drafts': setting.num_drafts,
     'draft_length': setting.draft_length,
     'tree': setting.tree_name,
+    'num_nodes': setting.tree.num_nodes,
+    'children': setting.method.proposal_rule.name,
     'temperature': run.options.temperature,
     'seed': seed,
     'num_prompts': len(run.prompts),
@@ -143,6 +145,8 @@ def _result(summary: Summary, run: DecodeRun, seed: int) -> dict:
     'acceptance_by_position': summary.acceptance_by_position,
     'tokens_per_second': summary.tokens_per_second,
     'speedup': summary.speedup,
+    'share_of_optimum': summary.share_of_optimum,
+    'share_of_optimum_ci95': None if summary.share_interval is None else list(summary.share_interval),
   }
 
 
@@ -150,10 +154,13 @@ def to_json(run: DecodeRun) -> str:
   """The run and one result per setting and seed.
 
   `block_efficiency_ci95` is null for a single prompt, `speedup` where autoregressive decoding was not run;
-  `acceptance_by_position[d]` is the share of rounds that kept at least d + 1 drafted tokens.
+  `acceptance_by_position[d]` is the share of rounds that kept at least d + 1 drafted tokens; `share_of_optimum` is null
+  unless asked for. `acceptance` holds the rates that `optimal` trees were chosen from, by method.
   """
   results = [_result(run.summarize(found.setting, (found.seed,)), run, found.seed) for found in run.measurements]
-  return json.dumps({'run': run.info, 'results': results}, indent=2, allow_nan=False) + '\n'
+  return (
+    json.dumps({'run': run.info, 'acceptance': run.acceptance, 'results': results}, indent=2, allow_nan=False) + '\n'
+  )
 
 
 def to_jsonl(run: DecodeRun) -> str:
@@ -170,6 +177,7 @@ def to_jsonl(run: DecodeRun) -> str:
             'method': found.setting.method.name,
             'num_drafts': found.setting.num_drafts,
             'draft_length': found.setting.draft_length,
+            'tree': found.setting.tree_name,
             'seed': found.seed,
             'tokens': tokens,
             'text': run.tokenizer.decode(tokens),
@@ -181,45 +189,63 @@ def to_jsonl(run: DecodeRun) -> str:
   return ''.join(line + '\n' for line in lines)
 
 
+def _with_interval(value: float, interval: tuple[float, float] | None) -> str:
+  return f'{value:.2f}' + ('' if interval is None else f' ± {(interval[1] - interval[0]) / 2:.2f}')
+
+
 def make_table(run: DecodeRun) -> Table:
   """A row per setting, all seeds together."""
+  has_trees = any(setting.spec is not None and setting.spec.name != 'chains' for setting in run.settings)
+  columns = [('method', 'left'), ('lossless', 'left'), ('K', 'right'), ('L', 'right')]
+  if has_trees:
+    columns += [('nodes', 'right'), ('tree', 'left')]
+  columns += [('tokens per\ntarget call', 'left'), ('acceptance\nby position', 'left')]
+  if run.options.share_of_optimum:
+    columns.append(('share of\noptimum', 'left'))
+  columns += [('tokens/s', 'right'), ('speed-up', 'right')]
   table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-  for name, justify in (
-    ('method', 'left'),
-    ('lossless', 'left'),
-    ('K', 'right'),
-    ('L', 'right'),
-    ('tokens per\ntarget call', 'left'),
-    ('acceptance\nby position', 'left'),
-    ('tokens/s', 'right'),
-    ('speed-up', 'right'),
-  ):
-    table.add_column(name, justify=justify, no_wrap=name != 'acceptance\nby position')
-  for setting in run.options.settings:
+  for name, justify in columns:
+    table.add_column(name, justify=justify, no_wrap=name not in ('acceptance\nby position', 'tree'))
+  for setting in run.settings:
     summary = run.summarize(setting)
-    interval = ''
-    if summary.interval is not None:
-      interval = f' ± {(summary.interval[1] - summary.interval[0]) / 2:.2f}'
-    table.add_row(
+    cells = [
       setting.method.name,
       'yes' if setting.method.is_lossless else 'no',
       str(setting.num_drafts or '-'),
       str(setting.draft_length or '-'),
-      f'{summary.block_efficiency:.2f}{interval}',
+    ]
+    if has_trees:
+      cells += [str(setting.tree.num_nodes or '-'), setting.tree_name]
+    cells += [
+      _with_interval(summary.block_efficiency, summary.interval),
       ' '.join(f'{share:.2f}' for share in summary.acceptance_by_position) or '-',
+    ]
+    if run.options.share_of_optimum:
+      share = summary.share_of_optimum
+      cells.append('-' if share is None else _with_interval(share, summary.share_interval))
+    cells += [
       f'{summary.tokens_per_second:,.0f}',
       '-' if summary.speedup is None else f'{summary.speedup:.2f}x',
-    )
+    ]
+    table.add_row(*cells)
   return table
+
+
+def explain_bias(run: DecodeRun) -> list[str]:
+  """A line for each method that is not lossless: why."""
+  methods = dict.fromkeys(setting.method for setting in run.settings if not setting.method.is_lossless)
+  return [
+    f"{method.name} is not lossless, its text does not have the target's law: {method.bias}." for method in methods
+  ]
 
 
 def explain_slow(run: DecodeRun) -> list[str]:
   """A line for each setting slower than autoregressive decoding: what a round costs here and what it yields."""
   lines = []
-  for setting in run.options.settings:
+  for setting in run.settings:
     summary = run.summarize(setting)
     num_nodes = setting.tree.num_nodes + 1
-    if not setting.num_drafts or summary.speedup is None or summary.speedup >= 1:
+    if not setting.tree.num_nodes or summary.speedup is None or summary.speedup >= 1:
       continue
     cost = run.node_costs[num_nodes]
     lines.append(
@@ -256,7 +282,7 @@ def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: Tokenize
 def sample_measurement(run: DecodeRun) -> Measurement:
   """Whose first continuation is shown: the last setting that drafts, else the last."""
   first_seed = [found for found in run.measurements if found.seed == run.options.seed]
-  return ([found for found in first_seed if found.setting.num_drafts] or first_seed)[-1]
+  return ([found for found in first_seed if found.setting.tree.num_nodes] or first_seed)[-1]
 
 
 def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
@@ -304,6 +330,6 @@ def print_report(run: DecodeRun, console: Console | None = None) -> None:
     console.width = 1000  # the lines of a file have no window to fit into
   console.print(make_table(run))
   console.print()
-  for line in explain_slow(run):
+  for line in explain_bias(run) + explain_slow(run):
     console.print(line + '\n', **print_options)
   console.print(make_sample(run, is_colored=console.color_system is not None), **print_options)

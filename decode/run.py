@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import platform
 import time
@@ -16,139 +15,16 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from etils import epath
 
 import spectr_jax
 from decode import metrics
-from decode.prompts import Prompt, encode_prompts, read_prompts
-from spectr_jax import METHODS, Generation, Method, Model, Tokenizer, TokenTree
-from spectr_jax.methods import get_method
-
-_ROOT = epath.Path(__file__).resolve().parent.parent
-PRETRAINED = _ROOT / 'pretrained'
-_MAX_NODES = 1024
-_DTYPES = ('', 'float32', 'bfloat16')
+from decode.calibrate import Acceptance, choose_tree, has_independent_children, measure_acceptance, read_acceptance
+from decode.options import ROOT, DecodeOptions
+from decode.prompts import Prompt, encode_prompts
+from decode.settings import Setting, expand
+from spectr_jax import Generation, Model, Statistics, Tokenizer, TokenTree
 
 Notify = Callable[[str, int, int], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-  """A method with the drafts it gets: one row of the table.
-
-  Attributes:
-    method: The method.
-    num_drafts: K, 0 for a method that drafts nothing.
-    draft_length: L, likewise.
-  """
-
-  method: Method
-  num_drafts: int
-  draft_length: int
-
-  @property
-  def tree(self) -> TokenTree:
-    return TokenTree.chains(self.num_drafts, self.draft_length) if self.num_drafts else TokenTree()
-
-  @property
-  def tree_name(self) -> str:
-    return 'chains' if self.num_drafts else 'none'
-
-  def __str__(self):
-    return f'{self.method.name} K={self.num_drafts} L={self.draft_length}' if self.num_drafts else self.method.name
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeOptions:
-  """What to run; every field is a flag of `decode.main`.
-
-  Attributes:
-    target, draft: Directories of models.
-    dtype: Type to compute in, '' for each model's own.
-    method: Names of methods.
-    num_drafts, draft_length: K and L, every pair of which is run.
-    temperature, top_k, top_p: The law to sample from.
-    prompt: One text to continue, or None.
-    prompts: File of prompts, or None for the shipped ones; see `read_prompts`.
-    num_prompts: How many of the file's prompts, from its beginning, at most.
-    batch_size: Prompts decoded together, at most.
-    max_new_tokens: Limit of each continuation.
-    num_seeds, seed: Seeds `seed` to `seed + num_seeds - 1` are run.
-
-  Raises:
-    ValueError: A value is out of range; the message says what is allowed.
-  """
-
-  target: str = str(PRETRAINED / 'target')
-  draft: str = str(PRETRAINED / 'draft')
-  dtype: str = ''
-  method: tuple[str, ...] = ('autoregressive', 'speculative', 'spectr')
-  num_drafts: tuple[int, ...] = (4,)
-  draft_length: tuple[int, ...] = (4,)
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  prompt: str | None = None
-  prompts: str | None = None
-  num_prompts: int = 32
-  batch_size: int = 1
-  max_new_tokens: int = 64
-  num_seeds: int = 1
-  seed: int = 0
-
-  def __post_init__(self):
-    if not self.method:
-      raise ValueError(f'no method given; allowed: {", ".join(METHODS)}')
-    for name in self.method:
-      get_method(name)
-    for name in ('num_drafts', 'draft_length'):
-      values = getattr(self, name)
-      if not values or min(values) < 1:
-        raise ValueError(f'{name} must be whole numbers of at least 1, got {", ".join(map(str, values)) or "none"}')
-    if max(self.num_drafts) * max(self.draft_length) > _MAX_NODES:
-      raise ValueError(
-        f'num_drafts times draft_length must be at most {_MAX_NODES}, got {max(self.num_drafts)} times'
-        f' {max(self.draft_length)}'
-      )
-    if not (math.isfinite(self.temperature) and self.temperature >= 0):
-      raise ValueError(f'temperature must be finite and at least 0, got {self.temperature}')
-    if not 0 <= self.top_k < 2**31:
-      raise ValueError(f'top_k must be at least 0 (0 keeps all) and below 2**31, got {self.top_k}')
-    if not 0 < self.top_p <= 1:
-      raise ValueError(f'top_p must be above 0 and at most 1, got {self.top_p}')
-    for name in ('num_prompts', 'batch_size', 'max_new_tokens', 'num_seeds'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be at least 1, got {getattr(self, name)}')
-    if self.seed < 0 or self.seed + self.num_seeds > 2**32:
-      raise ValueError(f'seeds must be from 0 to 2**32 - 1, got {self.num_seeds} from {self.seed} on')
-    if self.dtype not in _DTYPES:
-      raise ValueError(f"dtype must be float32 or bfloat16, or '' for the model's own, got {self.dtype!r}")
-    if self.prompt is not None and self.prompts is not None:
-      raise ValueError('prompt and prompts are both given; choose one: a text, or a file of texts')
-
-  @property
-  def settings(self) -> list[Setting]:
-    """The grid, in the order given; what a method cannot use collapses, so each setting is there once."""
-    settings = []
-    for method in map(get_method, self.method):
-      if method.max_drafts == 0:
-        settings.append(Setting(method, 0, 0))
-        continue
-      most = math.inf if method.max_drafts is None else method.max_drafts
-      for draft_length in self.draft_length:
-        settings.extend(Setting(method, min(num_drafts, most), draft_length) for num_drafts in self.num_drafts)
-    return list(dict.fromkeys(settings))
-
-  @property
-  def seeds(self) -> range:
-    return range(self.seed, self.seed + self.num_seeds)
-
-  def read_prompts(self) -> list[Prompt]:
-    """The prompts to continue."""
-    if self.prompt is not None:
-      return [Prompt(self.prompt)]
-    path = PRETRAINED / 'prompts.jsonl' if self.prompts is None else self.prompts
-    return read_prompts(path)[: self.num_prompts]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +40,7 @@ class Measurement:
     accepted_by_depth: int32 `[P, L]`.
     seconds: Wall time of all batches, prefill included and compilation not.
     rounds: Rounds the device ran: a batch runs until its last row is done.
+    statistics: Of each prompt, or None if not asked for.
   """
 
   setting: Setting
@@ -175,6 +52,7 @@ class Measurement:
   accepted_by_depth: np.ndarray
   seconds: float
   rounds: int
+  statistics: Statistics | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +69,9 @@ class Summary:
     speedup: Tokens per second over those of autoregressive decoding, None if that was not run.
     round_cost: Time of a round over that of an autoregressive step, None if that was not run.
     tokens_per_round: Tokens per round and row, rows that wait for the rest of their batch counted.
+    share_of_optimum: Accepted tokens over the most that token-level verification could accept at the positions visited,
+      on average; None if not asked for, or for methods without several i.i.d. candidates.
+    share_interval: Its 95% interval over prompts.
   """
 
   setting: Setting
@@ -203,6 +84,8 @@ class Summary:
   speedup: float | None
   round_cost: float | None
   tokens_per_round: float
+  share_of_optimum: float | None = None
+  share_interval: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +97,9 @@ class DecodeRun:
     info: Flags, versions, device and models, as JSON values.
     prompts: The prompts.
     tokenizer: The models' tokenizer.
+    settings: What was run: the grid, every tree chosen.
     measurements: One per setting and seed.
+    acceptance: The rates by method that `optimal` trees were chosen from.
     node_costs: Time of a target call on so many tokens over that on one; for settings slower than autoregressive.
   """
 
@@ -222,7 +107,9 @@ class DecodeRun:
   info: dict[str, Any]
   prompts: list[Prompt]
   tokenizer: Tokenizer
+  settings: list[Setting]
   measurements: list[Measurement]
+  acceptance: dict[str, Acceptance] = dataclasses.field(default_factory=dict)
   node_costs: dict[int, float] = dataclasses.field(default_factory=dict)
 
   def summarize(self, setting: Setting, seeds=None) -> Summary:
@@ -244,30 +131,39 @@ class DecodeRun:
     tokens, calls = sum(found.lengths for found in own), sum(found.calls for found in own)
     num_batches = -(-len(self.prompts) // self.options.batch_size)
     rows_per_batch = len(self.prompts) / num_batches
+    share, share_interval = None, None
+    is_compared = setting.method.max_drafts is None and has_independent_children(setting.method)
+    if self.options.share_of_optimum and is_compared:
+      accepted = sum(found.statistics.accepts.sum((1, 2)) for found in own)
+      optimum = sum(found.statistics.optimum for found in own)
+      share = metrics.ratio(accepted, optimum)
+      share_interval = metrics.ratio_interval(accepted, optimum)
     return Summary(
       setting=setting,
       num_tokens=int(tokens.sum()),
       num_calls=int(calls.sum()),
-      block_efficiency=metrics.block_efficiency(tokens, calls),
-      interval=metrics.block_efficiency_interval(tokens, calls),
+      block_efficiency=metrics.ratio(tokens, calls),
+      interval=metrics.ratio_interval(tokens, calls),
       acceptance_by_position=metrics.acceptance_by_position(sum(found.accepted_by_depth for found in own), calls),
       tokens_per_second=speed(own),
       speedup=speed(own) / speed(baseline) if baseline else None,
       round_cost=round_time(own) / round_time(baseline) if baseline else None,
       tokens_per_round=int(tokens.sum()) / (sum(found.rounds for found in own) * rows_per_batch),
+      share_of_optimum=share,
+      share_interval=share_interval,
     )
 
 
 def _portable(path: str) -> str:
   """`path` as it reads on any machine, if it is a file of the repository."""
-  return path.removeprefix(f'{_ROOT}/')
+  return path.removeprefix(f'{ROOT}/')
 
 
 def _load_models(options: DecodeOptions) -> tuple[Model, Model | None, Tokenizer, dict[str, Any]]:
   """Target, draft (None if no method drafts), their tokenizer and a description of both."""
   info, models, tokenizers = {}, {}, {}
   for role in ('target', 'draft'):
-    if role == 'draft' and not any(setting.num_drafts for setting in options.settings):
+    if role == 'draft' and not any(method.max_drafts != 0 for method in options.methods):
       continue
     path = getattr(options, role)
     model, tokenizer = spectr_jax.load_model(path, dtype=options.dtype or None)
@@ -332,6 +228,43 @@ def _measure_node_costs(
   return {size: float(np.median(found)) / one for size, found in times.items()}
 
 
+def _choose_trees(options: DecodeOptions, settings, prompts, batches, generate, notify):
+  """The settings with `optimal` trees chosen, and the rates by method that they were chosen from.
+
+  Rates that no file gives are measured on the prompts, with a seed that is not among the options' own.
+  """
+  budgets = {}
+  for setting in settings:
+    if setting.spec is not None and setting.spec.name == 'optimal':
+      method = setting.method
+      budgets[method] = max(budgets.get(method, 0), setting.spec.numbers[0])
+  if not budgets:
+    return settings, {}
+  given = {} if options.acceptance is None else read_acceptance(options.acceptance)
+  acceptance: dict[str, Acceptance] = {}
+  keys = row_keys((options.seeds[-1] + 1) % 2**32, prompts)
+  for method, budget in budgets.items():
+
+    def measure(tree: TokenTree, method=method) -> Statistics:
+      notify(f'{method.name}: measuring acceptance on a tree of {tree.num_nodes} nodes', 0, len(settings))
+      found = [generate(Setting(method, tree=tree), keys, rows, statistics=True).statistics for rows in batches]
+      return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(prompts)], *found)
+
+    if options.acceptance is None:
+      acceptance[method.name] = measure_acceptance(method, budget, measure)
+    elif method.name in given:
+      acceptance[method.name] = given[method.name]
+    else:
+      raise ValueError(f'{options.acceptance} has no acceptance of {method.name}; it has {", ".join(given)}')
+  chosen = [
+    choose_tree(setting, acceptance[setting.method.name])
+    if setting.spec is not None and setting.spec.name == 'optimal'
+    else setting
+    for setting in settings
+  ]
+  return chosen, acceptance
+
+
 def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRun:
   """Decodes every prompt with every setting and seed.
 
@@ -349,6 +282,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
     ValueError: Prompts or models are unusable; the message says why.
   """
   notify = notify or (lambda what, done, total: None)
+  settings = expand(options)
   prompts = options.read_prompts()
   target, draft, tokenizer, models = _load_models(options)
   used = [model for model in (target, draft) if model is not None and model.max_length is not None]
@@ -363,34 +297,39 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
   batches = [
     np.minimum(np.arange(start, start + batch_size), len(prompts) - 1) for start in range(0, len(prompts), batch_size)
   ]
-  settings = options.settings
+
+  def generate(setting: Setting, keys, rows, statistics=options.share_of_optimum, function=spectr_jax.generate):
+    return function(
+      keys[rows],
+      target,
+      draft,
+      tokens[rows],
+      lengths[rows],
+      method=setting.method,
+      tree=setting.tree,
+      max_new_tokens=options.max_new_tokens,
+      temperature=options.temperature,
+      top_k=options.top_k,
+      top_p=options.top_p,
+      eos_id=tokenizer.eos_id,
+      statistics=statistics,
+    )
+
+  settings, acceptance = _choose_trees(options, settings, prompts, batches, generate, notify)
   done, total = 0, len(settings) * options.num_seeds * len(batches)
   measurements = []
-
-  def request(setting: Setting, keys, rows):
-    return (keys[rows], target, draft, tokens[rows], lengths[rows]), {
-      'method': setting.method,
-      'tree': setting.tree,
-      'max_new_tokens': options.max_new_tokens,
-      'temperature': options.temperature,
-      'top_k': options.top_k,
-      'top_p': options.top_p,
-      'eos_id': tokenizer.eos_id,
-    }
-
   for setting in settings:
     notify(f'{setting}: compiling', done, total)
-    args, kwargs = request(setting, row_keys(options.seed, prompts), batches[0])
     # One round compiles what `generate` runs.
-    jax.block_until_ready(spectr_jax.decode_rounds(spectr_jax.init_decode(*args, **kwargs), 1).result)
+    state = generate(setting, row_keys(options.seed, prompts), batches[0], function=spectr_jax.init_decode)
+    jax.block_until_ready(spectr_jax.decode_rounds(state, 1).result)
     for seed in options.seeds:
       keys = row_keys(seed, prompts)
       generations, seconds = [], 0.0
       for rows in batches:
         notify(f'{setting}, seed {seed}', done, total)
-        args, kwargs = request(setting, keys, rows)
         start = time.perf_counter()
-        generation = jax.block_until_ready(spectr_jax.generate(*args, **kwargs))
+        generation = jax.block_until_ready(generate(setting, keys, rows))
         seconds += time.perf_counter() - start
         generations.append(jax.device_get(generation))
         done += 1
@@ -407,10 +346,11 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
           accepted_by_depth=every.accepted_by_depth,
           seconds=seconds,
           rounds=rounds,
+          statistics=every.statistics,
         )
       )
-  run = DecodeRun(options, _describe(options, models), prompts, tokenizer, measurements)
-  slow = [setting for setting in settings if setting.num_drafts and (run.summarize(setting).speedup or 1) < 1]
+  run = DecodeRun(options, _describe(options, models), prompts, tokenizer, settings, measurements, acceptance)
+  slow = [setting for setting in settings if setting.tree.num_nodes and (run.summarize(setting).speedup or 1) < 1]
   if slow:
     notify("measuring the target's cost of a call", done, total)
     max_length = tokens.shape[1] + options.max_new_tokens

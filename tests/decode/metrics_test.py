@@ -7,19 +7,19 @@ from decode import metrics
 
 
 def test_block_efficiency_is_a_ratio_of_sums():
-  assert metrics.block_efficiency(np.array([10, 2]), np.array([2, 2])) == 3
+  assert metrics.ratio(np.array([10, 2]), np.array([2, 2])) == 3
 
 
 def test_equal_prompts_have_an_interval_without_width():
   tokens = np.array([8, 16, 8])
-  assert metrics.block_efficiency_interval(tokens, tokens) == (1.0, 1.0)
-  low, high = metrics.block_efficiency_interval(tokens, tokens // 4)
+  assert metrics.ratio_interval(tokens, tokens) == (1.0, 1.0)
+  low, high = metrics.ratio_interval(tokens, tokens // 4)
   assert (low, high) == (4.0, 4.0)
 
 
 def test_equal_calls_reduce_to_students_interval_of_a_mean():
   tokens = np.array([3.0, 5.0, 4.0, 8.0])
-  low, high = metrics.block_efficiency_interval(tokens, np.full(4, 2))
+  low, high = metrics.ratio_interval(tokens, np.full(4, 2))
   values = tokens / 2
   half = 3.182446 * values.std(ddof=1) / np.sqrt(4)
   np.testing.assert_allclose([low, high], [values.mean() - half, values.mean() + half], rtol=1e-6)
@@ -29,7 +29,7 @@ def test_interval_agrees_with_the_bootstrap():
   rng = np.random.default_rng(0)
   calls = rng.integers(10, 30, 200)
   tokens = calls + rng.binomial(3 * calls, 0.5)
-  low, high = metrics.block_efficiency_interval(tokens, calls)
+  low, high = metrics.ratio_interval(tokens, calls)
   picks = rng.integers(0, 200, (4000, 200))
   ratios = tokens[picks].sum(1) / calls[picks].sum(1)
   # The bootstrap's own quantiles vary by a few percent of the width.
@@ -37,7 +37,7 @@ def test_interval_agrees_with_the_bootstrap():
 
 
 def test_a_single_prompt_has_no_interval():
-  assert metrics.block_efficiency_interval(np.array([5]), np.array([2])) is None
+  assert metrics.ratio_interval(np.array([5]), np.array([2])) is None
 
 
 def test_acceptance_is_a_share_of_rounds():
@@ -50,5 +50,5 @@ def test_acceptance_is_a_share_of_rounds():
 def test_repeating_every_prompt_does_not_narrow_the_interval(seeds):
   tokens, calls = np.array([5, 9, 7]), np.array([4, 4, 5])
   np.testing.assert_allclose(
-    metrics.block_efficiency_interval(seeds * tokens, seeds * calls), metrics.block_efficiency_interval(tokens, calls)
+    metrics.ratio_interval(seeds * tokens, seeds * calls), metrics.ratio_interval(tokens, calls)
   )

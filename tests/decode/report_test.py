@@ -7,8 +7,10 @@ import pytest
 from rich.console import Console
 
 from decode import report
+from decode.options import DecodeOptions
 from decode.prompts import Prompt
-from decode.run import DecodeOptions, DecodeRun, Measurement
+from decode.run import DecodeRun, Measurement
+from decode.settings import expand
 from spectr_jax import Tokenizer
 
 
@@ -20,10 +22,11 @@ def tokenizer():
 @pytest.fixture
 def run(tokenizer):
   """Autoregressive decoding at 8 tokens/s and two methods of which the second is slower."""
-  options = DecodeOptions(draft_length=(2,), num_drafts=(2,), max_new_tokens=8)
+  methods = 'autoregressive', 'speculative', 'spectr'
+  options = DecodeOptions(method=methods, draft_length=(2,), num_drafts=(2,), max_new_tokens=8)
   ids = np.resize(tokenizer.encode('an old oak'), (1, 8)).astype(np.int32)
   measurements = []
-  for setting, calls, seconds in zip(options.settings, (8, 4, 4), (1.0, 0.5, 2.0)):
+  for setting, calls, seconds in zip(expand(options), (8, 4, 4), (1.0, 0.5, 2.0)):
     accepted = np.full((1, setting.draft_length), 2)
     origins = np.resize([0, 1, 0, 2], (1, 8))
     measurements.append(
@@ -31,7 +34,7 @@ def run(tokenizer):
     )
   info = {'models': {'target': {'path': 't', 'num_params': 10}}, 'device': {'platform': 'cpu', 'kind': 'cpu'}}
   info['device']['num_cpus'] = 1
-  return DecodeRun(options, info, [Prompt('an owl')], tokenizer, measurements, {5: 3.5})
+  return DecodeRun(options, info, [Prompt('an owl')], tokenizer, expand(options), measurements, node_costs={5: 3.5})
 
 
 def _printed(run, **kwargs):

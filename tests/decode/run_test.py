@@ -4,16 +4,19 @@ import jax
 import numpy as np
 import pytest
 
+from decode.options import DecodeOptions
 from decode.prompts import Prompt
-from decode.run import DecodeOptions, row_keys, run_decode
+from decode.run import row_keys, run_decode
+from decode.settings import expand
 
 
 def _shape(options):
-  return [(setting.method.name, setting.num_drafts, setting.draft_length) for setting in options.settings]
+  return [(setting.method.name, setting.num_drafts, setting.draft_length) for setting in expand(options)]
 
 
 def test_what_a_method_cannot_use_collapses():
-  options = DecodeOptions(num_drafts=(2, 4, 2), draft_length=(3, 5))
+  methods = 'autoregressive', 'speculative', 'spectr'
+  options = DecodeOptions(method=methods, num_drafts=(2, 4, 2), draft_length=(3, 5))
   assert _shape(options) == [
     ('autoregressive', 0, 0),
     ('speculative', 1, 3),
@@ -49,7 +52,7 @@ def test_a_key_comes_from_seed_and_place_in_the_file():
 )
 def test_options_out_of_range_are_refused(bad):
   with pytest.raises(ValueError, match='allowed|must be'):
-    DecodeOptions(**bad)
+    expand(DecodeOptions(**bad))
 
 
 def test_progress_reaches_its_total(pair, prompt_file):

@@ -1,0 +1,136 @@
+"""Trees from measured acceptance: how often a position is accepted, by depth and number of children."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+
+import numpy as np
+from etils import epath
+
+from decode.settings import Setting
+from spectr_jax import Method, Statistics, TokenTree, optimal_factors
+from spectr_jax.proposal import Independent
+
+# Fewer visits than this say too little about a rate; such a rate counts as not measured.
+_FEWEST_VISITS = 50
+_MAX_DEPTH = 24
+_WIDTHS = (1, 2, 3, 4, 6, 8)
+
+Acceptance = list[list[float | None]]
+
+
+def has_independent_children(method: Method) -> bool:
+  """Whether its best tree is a prefix tree; otherwise siblings differ, and each has a rate of its own."""
+  return isinstance(method.proposal_rule, Independent)
+
+
+def calibration_trees(method: Method, budget: int) -> dict[int, TokenTree]:
+  """The trees to measure on, by children of a node; every node but the leaves has equally many.
+
+  For i.i.d. children one tree per number of them, as deep as `budget` nodes allow; else two depths of eight children.
+  """
+  if not has_independent_children(method):
+    return {_WIDTHS[-1]: TokenTree.prefix((_WIDTHS[-1],) * 2)}
+  trees = {}
+  for width in _WIDTHS:
+    if width > budget or (method.max_drafts is not None and width > method.max_drafts):
+      break
+    factors = (width,)
+    while len(factors) < _MAX_DEPTH and TokenTree.prefix((*factors, width)).num_nodes <= budget:
+      factors = (*factors, width)
+    trees[width] = TokenTree.prefix(factors)
+  return trees
+
+
+def _rates(counts: np.ndarray, visits: np.ndarray) -> list[float | None]:
+  return [float(count / visit) if visit >= _FEWEST_VISITS else None for count, visit in zip(counts, visits)]
+
+
+def measure_acceptance(method: Method, budget: int, measure: Callable[[TokenTree], Statistics]) -> Acceptance:
+  """Acceptance by depth, from runs on `calibration_trees`.
+
+  Args:
+    method: The method.
+    budget: Nodes that a tree may have.
+    measure: Decodes on a tree and returns what it counted.
+
+  Returns:
+    For children drawn i.i.d., at `[d][k - 1]`, the share of positions at depth d + 1 that are accepted where nodes have
+    k children; else, at `[d][i]`, the share of those positions whose accepted node is child i. None where it was not
+    measured often enough.
+  """
+  found = {width: measure(tree) for width, tree in calibration_trees(method, budget).items()}
+  depth = max(statistics.visits.shape[1] for statistics in found.values())
+  table: Acceptance = [[None] * max(found) for _ in range(depth)]
+  for width, statistics in found.items():
+    visits = np.asarray(statistics.visits).sum((0, 2))
+    if has_independent_children(method):
+      # Where a width has not been measured as deep as the others, its deepest rate goes on.
+      rates = _rates(np.asarray(statistics.accepts).sum((0, 2)), visits)
+      last = None
+      for row in range(depth):
+        last = rates[row] if row < len(rates) and rates[row] is not None else last
+        table[row][width - 1] = last
+    else:
+      children = np.asarray(statistics.accepted_child).sum(0)
+      for row, counts in enumerate(children):
+        table[row] = _rates(counts, np.full(len(counts), visits[row]))
+  return table
+
+
+def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
+  """`setting` with the best tree of its budget.
+
+  Raises:
+    ValueError: The rates allow none.
+  """
+  budget = setting.spec.numbers[0]
+  rates = np.array([[math.nan if rate is None else rate for rate in row] for row in acceptance], float)
+  if has_independent_children(setting.method):
+    # Nothing is known, or worth a sequential step of the draft, below this depth.
+    rates = np.concatenate([rates, np.repeat(rates[-1:], max(_MAX_DEPTH - len(rates), 0), 0), np.zeros_like(rates[:1])])
+    factors = optimal_factors(rates, budget)
+    if not factors:
+      raise ValueError(f'{setting}: nothing is ever accepted, so no tree is better than none')
+    tree, shape = TokenTree.prefix(factors), f'prefix:{",".join(map(str, factors))}'
+  else:
+    measured = rates[~np.isnan(rates).all(axis=1)]
+    if not measured.size:
+      raise ValueError(
+        f'{setting}: too few positions were visited to measure acceptance; decode more prompts or tokens'
+      )
+    tree = TokenTree.optimal(np.nan_to_num(measured), budget, max_depth=_MAX_DEPTH)
+    by_depth = np.bincount(tree.depths)[1:]
+    shape = f'{",".join(map(str, by_depth))} nodes by depth'
+  setting.method.tree_for(tree)
+  return dataclasses.replace(setting, tree=tree, draft_length=tree.max_depth, shape=shape)
+
+
+def read_acceptance(path: epath.PathLike) -> dict[str, Acceptance]:
+  """Acceptance rates by method, from a file that `decode.main --output` wrote after measuring them.
+
+  Raises:
+    ValueError: The file cannot be read or holds no rates.
+  """
+  path = epath.Path(path)
+  wanted = 'expected JSON with rates under "acceptance", by method, as --output writes after measuring them'
+  try:
+    content = json.loads(path.read_text(encoding='utf-8'))
+  except OSError as error:
+    raise ValueError(f'cannot read acceptance from {path}: {error.strerror or error}') from error
+  except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    raise ValueError(f'{path} is not JSON ({error}); {wanted}') from error
+  rates = content.get('acceptance') if isinstance(content, dict) else None
+  if not isinstance(rates, dict) or not rates:
+    raise ValueError(f'{path}: {wanted}')
+  for method, table in rates.items():
+    is_table = isinstance(table, list) and table and all(isinstance(row, list) and row for row in table)
+    if not is_table or len({len(row) for row in table}) > 1:
+      raise ValueError(f'{path}: the rates of {method} are no table; {wanted}')
+    for rate in (rate for row in table for rate in row if rate is not None):
+      if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise ValueError(f'{path}: the rates of {method} must be from 0 to 1, or null where not measured; got {rate!r}')
+  return rates

@@ -1,0 +1,120 @@
+"""What to run: the options of `decode.main`, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from etils import epath
+
+from decode.prompts import Prompt, read_prompts
+from spectr_jax import METHODS, Method, get_method, with_children, with_epsilon, with_gumbel
+
+ROOT = epath.Path(__file__).resolve().parent.parent
+PRETRAINED = ROOT / 'pretrained'
+_DTYPES = ('', 'float32', 'bfloat16')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+  """What to run; every field is a flag of `decode.main`.
+
+  Attributes:
+    target, draft: Directories of models.
+    dtype: Type to compute in, '' for each model's own.
+    method: Names of methods.
+    num_drafts, draft_length: K and L, every pair of which is run.
+    tree: Trees to guess; see `decode.settings.TreeSpec`.
+    acceptance: File of measured acceptance rates for `optimal` trees, or None to measure them on the prompts.
+    children: Rule by which the children of a node are drawn, '' for each method's own.
+    epsilon: Over-acceptance of the methods that have one, or None for their own.
+    gumbel: Whether methods that draft nothing sample by Gumbel-max with keys per position, as `ersd` does.
+    share_of_optimum: Whether to compare acceptance with the most that any token-level verification could reach.
+    temperature, top_k, top_p: The law to sample from.
+    prompt: One text to continue, or None.
+    prompts: File of prompts, or None for the shipped ones; see `read_prompts`.
+    num_prompts: How many of the file's prompts, from its beginning, at most.
+    batch_size: Prompts decoded together, at most.
+    max_new_tokens: Limit of each continuation.
+    num_seeds, seed: Seeds `seed` to `seed + num_seeds - 1` are run.
+
+  Raises:
+    ValueError: A value is out of range; the message says what is allowed.
+  """
+
+  target: str = str(PRETRAINED / 'target')
+  draft: str = str(PRETRAINED / 'draft')
+  dtype: str = ''
+  method: tuple[str, ...] = ('autoregressive', 'speculative', 'block', 'spectr', 'race_block')
+  num_drafts: tuple[int, ...] = (4,)
+  draft_length: tuple[int, ...] = (4,)
+  tree: tuple[str, ...] = ('chains',)
+  acceptance: str | None = None
+  children: str = ''
+  epsilon: float | None = None
+  gumbel: bool = False
+  share_of_optimum: bool = False
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  prompt: str | None = None
+  prompts: str | None = None
+  num_prompts: int = 32
+  batch_size: int = 1
+  max_new_tokens: int = 64
+  num_seeds: int = 1
+  seed: int = 0
+
+  def __post_init__(self):
+    if not self.method:
+      raise ValueError(f'no method given; allowed: {", ".join(METHODS)}')
+    if self.epsilon is not None and not (math.isfinite(self.epsilon) and self.epsilon >= 0):
+      raise ValueError(f'epsilon must be finite and at least 0, got {self.epsilon}')
+    if self.gumbel and not any(get_method(name).max_drafts == 0 for name in self.method):
+      raise ValueError('gumbel is for autoregressive decoding, which must be among the methods')
+    _ = self.methods
+    for name in ('num_drafts', 'draft_length'):
+      values = getattr(self, name)
+      if not values or min(values) < 1:
+        raise ValueError(f'{name} must be whole numbers of at least 1, got {", ".join(map(str, values)) or "none"}')
+    if not self.tree:
+      raise ValueError('no tree given; chains is the default')
+    if not (math.isfinite(self.temperature) and self.temperature >= 0):
+      raise ValueError(f'temperature must be finite and at least 0, got {self.temperature}')
+    if not 0 <= self.top_k < 2**31:
+      raise ValueError(f'top_k must be at least 0 (0 keeps all) and below 2**31, got {self.top_k}')
+    if not 0 < self.top_p <= 1:
+      raise ValueError(f'top_p must be above 0 and at most 1, got {self.top_p}')
+    for name in ('num_prompts', 'batch_size', 'max_new_tokens', 'num_seeds'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} must be at least 1, got {getattr(self, name)}')
+    if self.seed < 0 or self.seed + self.num_seeds > 2**32:
+      raise ValueError(f'seeds must be from 0 to 2**32 - 1, got {self.num_seeds} from {self.seed} on')
+    if self.dtype not in _DTYPES:
+      raise ValueError(f"dtype must be float32 or bfloat16, or '' for the model's own, got {self.dtype!r}")
+    if self.prompt is not None and self.prompts is not None:
+      raise ValueError('prompt and prompts are both given; choose one: a text, or a file of texts')
+
+  @property
+  def methods(self) -> list[Method]:
+    """The methods by name, as `children`, `epsilon` and `gumbel` want them."""
+    methods = []
+    for name in self.method:
+      method = get_method(name)
+      if method.max_drafts == 0:
+        method = with_gumbel(method) if self.gumbel else method
+      elif self.children:
+        method = with_children(method, self.children)
+      methods.append(method if self.epsilon is None else with_epsilon(method, self.epsilon))
+    return methods
+
+  @property
+  def seeds(self) -> range:
+    return range(self.seed, self.seed + self.num_seeds)
+
+  def read_prompts(self) -> list[Prompt]:
+    """The prompts to continue."""
+    if self.prompt is not None:
+      return [Prompt(self.prompt)]
+    path = PRETRAINED / 'prompts.jsonl' if self.prompts is None else self.prompts
+    return read_prompts(path)[: self.num_prompts]

@@ -1,0 +1,136 @@
+"""The grid: which method gets which tree."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from decode.options import DecodeOptions
+from spectr_jax import Method, TokenTree
+from spectr_jax.io.command_line import parse_name_and_ints
+
+MAX_NODES = 1024
+_FORMS = 'chains, prefix:FACTORS (such as prefix:4,2,2,1), specinfer or optimal:BUDGET'
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeSpec:
+  """A tree as given on the command line.
+
+  `chains` is every pair of K drafts and L tokens; `prefix:4,2,2,1` has four nodes at depth 1, two below each of them,
+  and so on; `specinfer` is three chains of L tokens that share their first two; `optimal:BUDGET` is the tree of at most
+  that many nodes that a method gains most from, by measured acceptance.
+
+  Attributes:
+    name: One of the four.
+    numbers: The factors or the budget.
+  """
+
+  name: str
+  numbers: tuple[int, ...] = ()
+
+  @classmethod
+  def parse(cls, text: str) -> TreeSpec:
+    """Reads a specification.
+
+    Raises:
+      ValueError: It is none; the message says what is allowed.
+    """
+    try:
+      spec = cls(*parse_name_and_ints(text))
+    except ValueError:
+      raise ValueError(f'tree must be {_FORMS}, got {text!r}') from None
+    counts = {'chains': (0, 0), 'prefix': (1, MAX_NODES), 'specinfer': (0, 0), 'optimal': (1, 1)}
+    if spec.name not in counts or not counts[spec.name][0] <= len(spec.numbers) <= counts[spec.name][1]:
+      raise ValueError(f'tree must be {_FORMS}, got {text!r}')
+    if any(number < 1 for number in spec.numbers):
+      raise ValueError(f'tree: the numbers of {text!r} must be at least 1')
+    return spec
+
+  def __str__(self):
+    return self.name + (':' + ','.join(map(str, self.numbers)) if self.numbers else '')
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """A method with the tree it gets: one row of the table.
+
+  Attributes:
+    method: The method.
+    spec: What was asked for; None for a method that drafts nothing.
+    num_drafts: K of chains, else 0.
+    draft_length: L, the depth of the tree.
+    tree: The tree; empty for a method that drafts nothing.
+    shape: What `optimal` has chosen, in words; else ''.
+  """
+
+  method: Method
+  spec: TreeSpec | None = None
+  num_drafts: int = 0
+  draft_length: int = 0
+  tree: TokenTree = TokenTree()
+  shape: str = ''
+
+  @property
+  def tree_name(self) -> str:
+    return 'none' if self.spec is None else str(self.spec) + (f' = {self.shape}' if self.shape else '')
+
+  def __str__(self):
+    if self.spec is None:
+      return self.method.name
+    if self.spec.name == 'chains':
+      return f'{self.method.name} K={self.num_drafts} L={self.draft_length}'
+    return f'{self.method.name} {self.spec}'
+
+
+def _num_prefix_nodes(factors: tuple[int, ...]) -> int:
+  return sum(math.prod(factors[: depth + 1]) for depth in range(len(factors)))
+
+
+def _settings_of(method: Method, spec: TreeSpec, options: DecodeOptions) -> Iterator[Setting]:
+  if spec.name == 'chains':
+    most = math.inf if method.max_drafts is None else method.max_drafts
+    for length in options.draft_length:
+      for num_drafts in (min(number, most) for number in options.num_drafts):
+        _check_size(num_drafts * length, f'num_drafts times draft_length, {num_drafts} times {length},')
+        yield Setting(method, spec, num_drafts, length, TokenTree.chains(num_drafts, length))
+  elif spec.name == 'prefix':
+    _check_size(_num_prefix_nodes(spec.numbers), f'the nodes of {spec}')
+    tree = TokenTree.prefix(spec.numbers)
+    yield Setting(method, spec, 0, tree.max_depth, tree)
+  elif spec.name == 'specinfer':
+    for length in options.draft_length:
+      yield Setting(method, spec, 0, length, TokenTree.specinfer(length))
+  else:
+    _check_size(spec.numbers[0], f'the nodes of {spec}')
+    yield Setting(method, spec)
+
+
+def _check_size(num_nodes: int, what: str) -> None:
+  if num_nodes > MAX_NODES:
+    raise ValueError(f'{what} must be at most {MAX_NODES}, got {num_nodes}')
+
+
+def expand(options: DecodeOptions) -> list[Setting]:
+  """The grid, in the order given; what a method cannot use collapses, so each setting is there once.
+
+  The trees of `optimal` are still empty: they depend on what is measured.
+
+  Raises:
+    ValueError: A tree is too large, or a method's theory does not cover it.
+  """
+  specs = [TreeSpec.parse(text) for text in options.tree]
+  settings = []
+  for method in options.methods:
+    if method.max_drafts == 0:
+      settings.append(Setting(method))
+      continue
+    for spec in specs:
+      settings.extend(_settings_of(method, spec, options))
+  for setting in settings:
+    if setting.tree.num_nodes:
+      setting.method.tree_for(setting.tree)
+    elif setting.spec is not None and setting.method.needs_chains:
+      raise ValueError(f'{setting.method.name} is defined for chains only, not for {setting.spec}')
+  return list(dict.fromkeys(settings))
