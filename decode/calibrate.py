@@ -89,6 +89,8 @@ def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
   """
   budget = setting.spec.numbers[0]
   rates = np.array([[math.nan if rate is None else rate for rate in row] for row in acceptance], float)
+  if np.isnan(rates[0]).all():
+    raise ValueError(f'{setting}: too few positions visited to measure acceptance; decode more prompts or tokens')
   if has_independent_children(setting.method):
     # Nothing is known, or worth a sequential step of the draft, below this depth.
     rates = np.concatenate([rates, np.repeat(rates[-1:], max(_MAX_DEPTH - len(rates), 0), 0), np.zeros_like(rates[:1])])
@@ -97,12 +99,8 @@ def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
       raise ValueError(f'{setting}: nothing is ever accepted, so no tree is better than none')
     tree, shape = TokenTree.prefix(factors), f'prefix:{",".join(map(str, factors))}'
   else:
-    measured = rates[~np.isnan(rates).all(axis=1)]
-    if not measured.size:
-      raise ValueError(
-        f'{setting}: too few positions were visited to measure acceptance; decode more prompts or tokens'
-      )
-    tree = TokenTree.optimal(np.nan_to_num(measured), budget, max_depth=_MAX_DEPTH)
+    measured = rates[~np.isnan(rates).any(axis=1)]
+    tree = TokenTree.optimal(measured, budget, max_depth=_MAX_DEPTH)
     by_depth = np.bincount(tree.depths)[1:]
     shape = f'{",".join(map(str, by_depth))} nodes by depth'
   setting.method.tree_for(tree)

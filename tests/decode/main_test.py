@@ -12,12 +12,15 @@ import types
 import numpy as np
 import pytest
 
-from decode.run import DecodeOptions, run_decode
+from decode.options import DecodeOptions
+from decode.run import run_decode
+from spectr_jax import METHODS
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 _RESULT_FIELDS = [
-  'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'temperature', 'seed', 'num_prompts', 'tokens',
-  'target_calls', 'block_efficiency', 'block_efficiency_ci95', 'acceptance_by_position', 'tokens_per_second', 'speedup',
+  'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'num_nodes', 'temperature', 'seed',
+  'num_prompts', 'tokens', 'target_calls', 'block_efficiency', 'block_efficiency_ci95', 'acceptance_by_position',
+  'tokens_per_second', 'speedup', 'share_of_optimum', 'share_of_optimum_ci95',
 ]  # fmt: skip
 
 
@@ -30,11 +33,12 @@ def run_command(*arguments, cwd=_REPOSITORY):
 
 @pytest.fixture(scope='module')
 def grid(pair, prompt_file, tmp_path_factory):
-  """All methods, K in {1, 2}, two seeds, three prompts in batches of two."""
+  """Three methods, K in {1, 2}, two seeds, three prompts in batches of two."""
   directory = tmp_path_factory.mktemp('grid')
   ran = run_command(
     *(f'--{role}={path}' for role, path in pair.items()),
-    '--num_drafts=1,2', '--draft_length=2', f'--prompts={prompt_file}', '--batch_size=2', '--max_new_tokens=9',
+    '--method=autoregressive,speculative,spectr', '--num_drafts=1,2', '--draft_length=2',
+    f'--prompts={prompt_file}', '--batch_size=2', '--max_new_tokens=9',
     '--num_seeds=2', '--seed=5', f'--output={directory / "o.json"}', f'--generations={directory / "g.jsonl"}',
   )  # fmt: skip
   assert ran.returncode == 0, ran.stderr
@@ -50,6 +54,7 @@ def grid(pair, prompt_file, tmp_path_factory):
 def test_json_has_its_fields(grid):
   assert grid.files == ['g.jsonl', 'o.json']
   assert list(grid.run) == ['flags', 'versions', 'device', 'models']
+  assert grid.acceptance == {}
   assert grid.run['flags']['num_drafts'] == [1, 2]
   assert [list(result) for result in grid.results] == [_RESULT_FIELDS] * 8
   settings = [
@@ -79,7 +84,7 @@ def test_autoregressive_is_the_unit(grid):
 
 def test_generations_add_up_to_the_results(grid):
   assert len(grid.generations) == 8 * 3
-  fields = ['id', 'prompt', 'method', 'num_drafts', 'draft_length', 'seed', 'tokens', 'text', 'target_calls']
+  fields = ['id', 'prompt', 'method', 'num_drafts', 'draft_length', 'tree', 'seed', 'tokens', 'text', 'target_calls']
   for place, result in enumerate(grid.results):
     lines = grid.generations[3 * place : 3 * place + 3]
     assert [list(line) for line in lines] == [fields] * 3
@@ -153,7 +158,7 @@ def _bad_inputs(directory, pair, save_tiny_model):
   largest.write_bytes(largest.read_bytes()[:-1] + b'?')
   garbled = shutil.copytree(target, directory / 'garbled')
   (garbled / 'model.json').write_text('{')
-  methods = 'autoregressive, speculative, spectr'
+  methods = ', '.join(METHODS)
   good = '{"prompt": "the"}\n'
   return {
     'unknown flag': (['--num_draft=3'], ["Unknown command line flag 'num_draft'", '--help']),
@@ -166,6 +171,15 @@ def _bad_inputs(directory, pair, save_tiny_model):
     'L is negative': (['--draft_length=-1'], ['draft_length', 'at least 1', '-1']),
     'L is a fraction': (['--draft_length=1.5'], ['draft_length', 'whole numbers', '1.5']),
     'K and L are huge': (['--num_drafts=1000', '--draft_length=1000'], ['at most 1024']),
+    'tree': (['--tree=bush'], ['tree must be chains', "'bush'"]),
+    'K-SEQ without replacement': (
+      ['--method=spectr', '--children=without_replacement'],
+      ['spectr', 'independent', 'not without_replacement'],
+    ),
+    'not acceptance': (
+      ['--method=spectr', '--tree=optimal:4', f'--acceptance={file("rates.json", b"{}")}'],
+      ['rates.json', '"acceptance"'],
+    ),
     'temperature': (['--temperature=-0.1'], ['temperature', 'at least 0', '-0.1']),
     'top_p': (['--top_p=0'], ['top_p', 'above 0 and at most 1']),
     'top_k': (['--top_k=-1'], ['top_k', 'at least 0']),
@@ -201,7 +215,8 @@ def _bad_inputs(directory, pair, save_tiny_model):
 
 _BAD_INPUTS = [
   'unknown flag', 'argument', 'number', 'method', 'no method', 'K is no number', 'K is 0', 'L is negative',
-  'L is a fraction', 'K and L are huge', 'temperature', 'top_p', 'top_k', 'num_prompts', 'batch_size',
+  'L is a fraction', 'K and L are huge', 'tree', 'K-SEQ without replacement', 'not acceptance', 'temperature',
+  'top_p', 'top_k', 'num_prompts', 'batch_size',
   'max_new_tokens', 'max_new_tokens leave no room', 'num_seeds', 'seed', 'dtype', 'both prompts', 'empty prompt',
   'no prompt file', 'empty file', 'empty line', 'not UTF-8', 'not JSON', 'no prompt field', 'long prompt', 'long line',
   'no target', 'no draft', 'damaged', 'garbled', 'tokenizers', 'no output directory', 'output is a directory',
