@@ -18,7 +18,7 @@ from spectr_jax import METHODS
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 _RESULT_FIELDS = [
-  'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'num_nodes', 'temperature', 'seed',
+  'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'num_nodes', 'children', 'temperature', 'seed',
   'num_prompts', 'tokens', 'target_calls', 'block_efficiency', 'block_efficiency_ci95', 'acceptance_by_position',
   'tokens_per_second', 'speedup', 'share_of_optimum', 'share_of_optimum_ci95',
 ]  # fmt: skip
