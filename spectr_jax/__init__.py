@@ -14,7 +14,7 @@ from spectr_jax.generate import (
 )
 from spectr_jax.io.model_files import load_model, save_model
 from spectr_jax.io.tokenizer import Tokenizer
-from spectr_jax.methods import METHODS, Method, get_method, with_children, with_epsilon, with_gumbel
+from spectr_jax.methods import METHODS, Method, get_method, register, with_children, with_epsilon, with_gumbel
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import table, transformer
 from spectr_jax.proposal import Proposal
@@ -52,6 +52,7 @@ __all__ = [
   'load_model',
   'models',
   'optimal_factors',
+  'register',
   'save_model',
   'table',
   'transformer',

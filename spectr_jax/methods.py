@@ -206,6 +206,17 @@ def get_method(method: str | Method) -> Method:
   return METHODS[method]
 
 
+def register(method: Method) -> Method:
+  """Adds a method to `METHODS`, where commands and `generate` find it by name; returns it.
+
+  Raises:
+    ValueError: Another method has its name.
+  """
+  if METHODS.setdefault(method.name, method) != method:
+    raise ValueError(f'there is another method named {method.name!r}; choose a new name')
+  return method
+
+
 def with_children(method: Method, children: str) -> Method:
   """`method` with the children of a node drawn by another rule, where its theory has such a version.
 

@@ -188,7 +188,15 @@ def arrivals(key: jax.Array, probs: jax.Array) -> jax.Array:
   return jnp.where(is_possible, exponentials / jnp.where(is_possible, probs, 1), jnp.inf)
 
 
+def positive_part(weights: jax.Array) -> jax.Array:
+  """`[weights]+`.
+
+  A choice and not a maximum: XLA hands a sum over a maximum to a library for matrices, and copies what goes into it.
+  """
+  return jnp.where(weights > 0, weights, 0)
+
+
 def positive_part_or(weights: jax.Array, fallback: jax.Array) -> jax.Array:
   """`[weights]+`, or `fallback` where rounding or equal laws leave it no mass; `[V]`, not normalised."""
-  positive = jnp.maximum(weights, 0)
+  positive = positive_part(weights)
   return jnp.where(jnp.sum(positive) > 0, positive, fallback)

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.usefixtures('highest')
 
 generate_module = importlib.import_module('spectr_jax.generate')  # the package re-exports the function by this name
 
-TREES = {'autoregressive': TokenTree(), 'speculative': TokenTree.chains(1, 3), 'spectr': TokenTree.chains(2, 3)}
+TREES = {
+  name: {0: TokenTree(), 1: TokenTree.chains(1, 3)}.get(method.max_drafts, TokenTree.chains(2, 3))
+  for name, method in METHODS.items()
+}
 NEW = 12
 PROMPTS = np.array([[3, 0, 0, 0, 0, 0], [1, 4, 0, 0, 0, 0], [5, 2, 0, 3, 1, 4], [2, 2, 5, 0, 0, 0]])
 LENGTHS = np.array([1, 2, 6, 3])
@@ -291,7 +294,7 @@ def test_sampling_parameters_of_a_row_alone(tables):
 @pytest.mark.parametrize('method', [name for name, method in METHODS.items() if method.is_lossless])
 def test_temperature_zero_is_greedy(target, draft, method):
   greedy = _generate((target, draft), 'autoregressive', jax.random.key(0), temperature=0.0)
-  result = _generate((target, draft), method, jax.random.key(1), tree=TREES.get(method), temperature=0.0)
+  result = _generate((target, draft), method, jax.random.key(1), temperature=0.0)
   np.testing.assert_array_equal(result.tokens, greedy.tokens)
   assert len(np.unique(greedy.tokens)) > 3
   if method != 'autoregressive':

@@ -1,49 +1,468 @@
-"""What a verification is made of, read off its program."""
+"""Verifiers: draws follow their own laws, laws agree where two methods are one, and what a program is made of."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree
+from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, with_children, with_epsilon
 from spectr_jax.sampling import logits_to_probs
+from spectr_jax.testing import chi_square
+from spectr_jax.verify.greedy_block import Modifications
 
-_TREES = {'autoregressive': TokenTree(), 'speculative': TokenTree.chains(1, 4)}
+# Every method, traversal verification in both its versions.
+ALL = {**METHODS, 'traversal_without_replacement': with_children(METHODS['traversal'], 'without_replacement')}
+CHAIN, CHAINS = TokenTree.chains(1, 3), TokenTree.chains(2, 3)
+# 0 -> (1 -> (3, 4 -> 6), 2 -> 5): leaves at depths 2 and 3, nodes of a depth with 2, 1 and no children.
+UNEQUAL = TokenTree((0, 0, 1, 1, 2, 4))
+# 0 -> (1 -> 3, 2).
+SMALL = TokenTree((0, 0, 1))
+# A few sums of float64 products.
+EXACT = 1e-12
 
 
-def _primitives(jaxpr):
-  """Names of all primitives, those inside loops, branches and calls included."""
+def _random_law(rng, vocab_size, zero_share=0.0):
+  law = rng.dirichlet(np.ones(vocab_size)) * (rng.random(vocab_size) >= zero_share)
+  return law / law.sum() if law.any() else np.eye(vocab_size)[rng.integers(vocab_size)]
+
+
+def _guesses(seed, tree, vocab_size, tokens=None, *, zero_share=0.0, equal_share=0.0, agreement=0.0, laws=None):
+  """A proposal and the target's laws for one row, float64; nodes that spell the same have the same laws.
+
+  Args:
+    seed: Seed of the laws.
+    tree: The tree.
+    vocab_size: V.
+    tokens: The guesses, or None to draw them from the laws, children independent of each other.
+    zero_share: Chance that a probability is 0.
+    equal_share: Chance that the target's law is the draft's.
+    agreement: How much of it is the draft's otherwise.
+    laws: Draft laws of some contexts, by their tokens.
+  """
+  rng = np.random.default_rng(seed)
+  drafts, targets = dict(laws or {}), {}
+  spelled, chosen = [()], []
+  for node in range(tree.num_nodes + 1):
+    if node:
+      parent = spelled[tree.parent_of[node]]
+      token = rng.choice(vocab_size, p=drafts[parent]) if tokens is None else tokens[node - 1]
+      chosen.append(token)
+      spelled.append((*parent, token))
+    context = spelled[node]
+    if context not in targets:
+      drafts.setdefault(context, _random_law(rng, vocab_size, zero_share))
+      share = 1.0 if rng.random() < equal_share else agreement
+      targets[context] = share * drafts[context] + (1 - share) * _random_law(rng, vocab_size, zero_share)
+  proposal = Proposal(
+    np.array(chosen, np.int32).reshape(tree.num_nodes),
+    np.array([drafts[spelled[node]] for node in tree.parent_nodes]).reshape(-1, vocab_size),
+  )
+  return proposal, np.array([targets[context] for context in spelled])
+
+
+def _stack(rows):
+  return jax.tree.map(lambda *x: np.stack(x), *rows)
+
+
+# Draws and laws.
+
+_DUPLICATES = [2, 2, 0, 1, 0, 3]  # nodes 1 and 2, and below them 3 and 5, spell the same
+_DISTINCT = [2, 4, 0, 1, 0, 3]
+_RAN_OUT = [2, -1, 0, 1, 4, 3]  # the root's law has one token ...
+_RAN_OUT_BELOW = [2, 4, 0, -1, 0, 3]  # ... or that after it; what stands below a missing node means nothing
+_ONE = np.eye(5)
+_DRAWS = [
+  ('autoregressive', TokenTree(), [], {}),
+  ('speculative', CHAIN, [2, 0, 1], {}),
+  ('spectr', UNEQUAL, _DUPLICATES, {}),
+  ('specinfer', UNEQUAL, _DUPLICATES, {}),
+  ('batch', UNEQUAL, _DUPLICATES, {}),
+  ('gsd', UNEQUAL, _DISTINCT, {}),
+  ('gsd', UNEQUAL, _RAN_OUT, {(): _ONE[2]}),
+  ('gsd', UNEQUAL, _RAN_OUT_BELOW, {(2,): _ONE[0]}),
+  ('block', CHAIN, [2, 0, 1], {}),
+  ('greedy_block', CHAIN, [2, 0, 1], {}),
+  ('spectr_gbv', CHAINS, [2, 2, 0, 1, 1, 3], {}),
+  ('race', SMALL, [2, 2, 0], {}),
+  ('race', SMALL, [4, 2, 0], {}),
+  ('race_block', SMALL, [2, 2, 0], {}),
+  ('race_block', SMALL, [4, 2, 0], {}),
+  ('traversal', UNEQUAL, _DUPLICATES, {}),
+  ('traversal_without_replacement', UNEQUAL, _DISTINCT, {}),
+  ('traversal_without_replacement', UNEQUAL, _RAN_OUT, {(): _ONE[2]}),
+  ('traversal_without_replacement', UNEQUAL, _RAN_OUT_BELOW, {(2,): _ONE[0]}),
+  ('decoding_opt', CHAIN, [2, 0, 1], {}),
+  ('decoding_uno', CHAIN, [2, 0, 1], {}),
+]
+# Two rounds ago a draft of three was cut after its first token, and now one after its root.
+_HELD_BACK = Modifications(np.array([1.5, 0.8], np.float32), np.array([1, 2], np.int32))
+
+
+@functools.partial(jax.jit, static_argnames=('verifier', 'tree', 'num_draws'))
+def _draw(key, proposal, target_probs, state, *, verifier, tree, num_draws):
+  keys = jax.random.split(key, (num_draws, tree.max_depth + 1))
+  verdict = jax.vmap(lambda keys: verifier.verify(keys, tree, proposal, target_probs, state))(keys)
+  node = jnp.take_along_axis(jnp.pad(verdict.path, ((0, 0), (1, 0))), verdict.num_accepted[:, None], axis=1)[:, 0]
+  return verdict, node
+
+
+# Laws are long programs that run once: compiling them well would take longer than running them does.
+_law_jit = functools.partial(
+  jax.jit,
+  static_argnames=('verifier', 'tree'),
+  compiler_options={'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True},
+)
+
+
+@_law_jit
+def _law(proposal, target_probs, state, *, verifier, tree):
+  return verifier.law(tree, proposal, target_probs, state)
+
+
+@_law_jit
+def _laws(proposals, target_probs, *, verifier, tree):
+  return jax.vmap(lambda proposal, targets: verifier.law(tree, proposal, targets, verifier.init_state(tree)))(
+    proposals, target_probs
+  )
+
+
+def _float32(tree):
+  return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32 if x.dtype == np.float64 else x.dtype), tree)
+
+
+def test_draws_of_every_method_are_tested():
+  # What a race with shared noise emits is tested token for token instead.
+  assert {name for name, *_ in _DRAWS} | {'ersd'} == set(ALL)
+
+
+@pytest.mark.parametrize(('name', 'tree', 'tokens', 'laws'), _DRAWS)
+def test_draws_follow_the_law(name, tree, tokens, laws):
+  """Given the guesses: how often `verify` stops at each node with each token, and what `law` says of it."""
+  verifier = ALL[name].verifier
+  proposal, target_probs = _float32(_guesses(3, tree, 5, tokens, agreement=0.5, laws=laws))
+  states = [verifier.init_state(tree)] + [_HELD_BACK] * (name in ('greedy_block', 'spectr_gbv'))
+  # A race solves its fit for every row anew.
+  num_draws = 40_000 if name in ('race', 'race_block') else 200_000
+  for state in map(_float32, states):
+    law = np.asarray(_law(proposal, target_probs, state, verifier=verifier, tree=tree), np.float64)
+    assert law.shape == (tree.num_nodes + 1, 5)
+    assert law.sum() == pytest.approx(1, abs=1e-5)
+    assert (law >= 0).all()
+    verdict, node = _draw(
+      jax.random.key(8), proposal, target_probs, state, verifier=verifier, tree=tree, num_draws=num_draws
+    )
+    assert verdict.next_token.dtype == verdict.num_accepted.dtype == verdict.path.dtype == jnp.int32
+    node, token, path = (np.asarray(x) for x in (node, verdict.next_token, verdict.path))
+    np.testing.assert_array_equal(verdict.num_accepted, tree.depths[node])
+    is_accepted = np.arange(tree.max_depth) < tree.depths[node][:, None]
+    np.testing.assert_array_equal(np.where(is_accepted, path, -1), tree.paths[node])
+    assert ((path >= 0) & (path <= tree.num_nodes)).all()
+    if -1 in tokens:  # nothing below a missing node is reached
+      missing = 1 + tokens.index(-1)
+      assert not tree.ancestors[node][:, missing].any()
+    result = chi_square(np.bincount(node * 5 + token, minlength=law.size), law)
+    assert result.num_samples == num_draws
+    assert result.num_cells > 4
+    assert result.p_value > 1e-3, result
+
+
+def test_draws_that_do_not_follow_the_law_are_noticed():
+  """The test can tell: verifiers that all keep the target's law differ in what they accept, given the guesses."""
+  proposal, target_probs = _float32(_guesses(3, UNEQUAL, 5, _DUPLICATES, agreement=0.5))
+  verdict, node = _draw(
+    jax.random.key(8), proposal, target_probs, (), verifier=ALL['spectr'].verifier, tree=UNEQUAL, num_draws=200_000
+  )
+  counts = np.bincount(np.asarray(node) * 5 + np.asarray(verdict.next_token), minlength=35)
+  for name in ('specinfer', 'batch', 'traversal'):
+    law = np.asarray(_law(proposal, target_probs, (), verifier=ALL[name].verifier, tree=UNEQUAL))
+    assert chi_square(counts, law).p_value < 1e-9
+
+
+@pytest.mark.parametrize(('name', 'tree'), [('greedy_block', CHAIN), ('spectr_gbv', CHAINS)])
+def test_the_state_is_advanced_as_the_law_assumes(name, tree):
+  verifier = ALL[name].verifier
+  proposal, target_probs = _float32(_guesses(3, tree, 5, [2, 2, 0, 1, 1, 3][: tree.num_nodes], agreement=0.7))
+  for state in (verifier.init_state(tree), _HELD_BACK):
+    verdict, node = _draw(
+      jax.random.key(9), proposal, target_probs, state, verifier=verifier, tree=tree, num_draws=2000
+    )
+    after = jax.jit(
+      jax.vmap(lambda node, token: verifier.advance(tree, proposal, target_probs, state, node, token))  # noqa: B023
+    )(node, verdict.next_token)
+    np.testing.assert_array_equal(verdict.state.left, after.left)
+    np.testing.assert_allclose(verdict.state.log_ratio, after.log_ratio, rtol=1e-6, atol=1e-6)
+    # Stopping d short of the end leaves d - 1 positions to modify; after a whole path all is as if new.
+    np.testing.assert_array_equal(after.left[:, -1], np.maximum(tree.max_depth - tree.depths[node] - 1, 0))
+    is_whole = np.asarray(tree.depths[node] == tree.max_depth)
+    assert is_whole.any()
+    assert (np.asarray(after.left)[is_whole] == 0).all()
+
+
+def test_an_exponential_race_has_no_finite_law():
+  proposal, target_probs = _guesses(0, UNEQUAL, 5, _DISTINCT)
+  with pytest.raises(NotImplementedError, match='proven token for token'):
+    ALL['ersd'].verifier.law(UNEQUAL, proposal, target_probs, ())
+
+
+# Closed forms, and methods that are one method on some trees; in float64, with zeros and with laws that agree.
+
+
+def _many_guesses(tree, count=40):
+  rows = [_guesses(seed, tree, 4, zero_share=0.25, equal_share=0.2) for seed in range(count)]
+  rows += [_guesses(seed, tree, 4) for seed in range(count, 2 * count)]
+  return rows
+
+
+def _law64(name, tree, rows, **options):
+  method = ALL[name] if isinstance(name, str) else name
+  with jax.enable_x64(True):
+    laws = np.asarray(_laws(*jax.tree.map(jnp.asarray, _stack(rows)), verifier=method.verifier, tree=tree, **options))
+  assert laws.dtype == np.float64
+  np.testing.assert_allclose(laws.sum((1, 2)), 1, rtol=0, atol=EXACT)
+  return laws
+
+
+def _normalised(weights, otherwise):
+  return weights / weights.sum() if weights.sum() > 0 else otherwise
+
+
+def _one_draft(proposal, targets, chance, left):
+  """The law of a block method on one draft: the longest part kept, each kept with its own chance.
+
+  `chance(i, v, p, q)` keeps the first i tokens, where v says how likely they are and the laws follow them;
+  `left(v, p, q)` are the weights of the next token.
+  """
+  tokens, drafts = proposal.tokens, proposal.probs
+  length = len(tokens)
+  law, nothing_longer = np.zeros_like(targets), 1.0
+  ratios = [targets[i, tokens[i]] / drafts[i, tokens[i]] for i in range(length)]
+  for i in reversed(range(length + 1)):
+    p = drafts[i] if i < length else None
+    kept = chance(i, ratios[:i], p, targets[i]) if i else 1.0
+    weights = targets[i] if i == length else left(ratios[:i], p, targets[i])
+    law[i] = nothing_longer * kept * _normalised(weights, targets[i])
+    nothing_longer *= 1 - kept
+  return law
+
+
+def _clipped(ratios):
+  return functools.reduce(lambda kept, ratio: min(1.0, kept * ratio), ratios, 1.0)
+
+
+def test_block_verification_in_closed_form():
+  """P is the clipped product of ratios, h = S/(S + 1 - P) with S the sum of [P q - p]+ (Sun et al. 2024)."""
+
+  def left(ratios, p, q):
+    return np.maximum(_clipped(ratios) * q - p, 0)
+
+  def chance(i, ratios, p, q):
+    kept = _clipped(ratios)
+    if p is None:
+      return kept
+    mass = left(ratios, p, q).sum()
+    return mass / (mass + 1 - kept) if mass + 1 - kept > 1e-13 else 1.0
+
+  rows = _many_guesses(CHAIN)
+  expected = [_one_draft(*row, chance, left) for row in rows]
+  for name in ('block', 'race_block', 'traversal', 'traversal_without_replacement'):
+    np.testing.assert_allclose(_law64(name, CHAIN, rows), expected, rtol=0, atol=EXACT, err_msg=name)
+
+
+def test_greedy_block_verification_in_closed_form():
+  """v is the product of ratios, not clipped, h = min(1, sum of [v q - p]+ / sum of [p - v q]+), at the end min(1, v)."""
+
+  def left(ratios, p, q):
+    return np.maximum(np.prod(ratios) * q - p, 0)
+
+  def chance(i, ratios, p, q):
+    v = np.prod(ratios)
+    if p is None:
+      return min(1.0, v)
+    gained, lost = left(ratios, p, q).sum(), np.maximum(p - v * q, 0).sum()
+    return min(1.0, gained / lost) if lost > 1e-13 else 1.0
+
+  rows = _many_guesses(CHAIN)
+  expected = [_one_draft(*row, chance, left) for row in rows]
+  for name in ('greedy_block', 'spectr_gbv'):
+    np.testing.assert_allclose(_law64(name, CHAIN, rows), expected, rtol=0, atol=EXACT, err_msg=name)
+
+
+def test_token_by_token_in_closed_form():
+  """Each token kept with min(1, q/p), given those before it; the next from [q - p]+. All token-level methods agree."""
+  rows = _many_guesses(CHAIN)
+  expected = []
+  for proposal, targets in rows:
+    law, reached = np.zeros_like(targets), 1.0
+    for i, (token, p) in enumerate(zip(proposal.tokens, proposal.probs)):
+      kept = min(1.0, targets[i, token] / p[token])
+      law[i] = reached * (1 - kept) * _normalised(np.maximum(targets[i] - p, 0), targets[i])
+      reached *= kept
+    law[-1] = reached * targets[-1]
+    expected.append(law)
+  for name in ('speculative', 'spectr', 'specinfer', 'race', 'batch', 'gsd'):
+    np.testing.assert_allclose(_law64(name, CHAIN, rows), expected, rtol=0, atol=EXACT, err_msg=name)
+  without_bias = with_epsilon(METHODS['decoding_opt'], 0.0)
+  np.testing.assert_allclose(_law64(without_bias, CHAIN, rows), expected, rtol=0, atol=EXACT)
+  # With a bias, and with more than one draft, they differ.
+  for name in ('decoding_opt', 'decoding_uno'):
+    assert np.abs(_law64(name, CHAIN, rows) - expected).max() > 0.05
+
+
+def test_blocks_of_one_token_are_token_by_token():
+  """One position: nothing deeper can make up for a token, so race block verification is race selection."""
+  tree = TokenTree.chains(3, 1)
+  rows = _many_guesses(tree)
+  np.testing.assert_allclose(_law64('race_block', tree, rows), _law64('race', tree, rows), rtol=0, atol=EXACT)
+  assert np.abs(_law64('spectr', tree, rows) - _law64('race', tree, rows)).max() > 0.05
+  # ... and visiting leaves in order is trying candidates in order.
+  np.testing.assert_allclose(_law64('traversal', tree, rows), _law64('specinfer', tree, rows), rtol=0, atol=EXACT)
+
+
+def test_siblings_that_share_no_prefix_need_no_pool():
+  """`batch` is `specinfer` without the children of rejected duplicates: the same where no two nodes spell the same."""
+  rows = _many_guesses(UNEQUAL)
+
+  def spells_twice(proposal):
+    tokens = np.pad(proposal.tokens, (1, 0))
+    spelled = [tuple(tokens[path[path >= 0]]) for path in UNEQUAL.paths]
+    return len(set(spelled)) < len(spelled)
+
+  twice = np.array([spells_twice(proposal) for proposal, _ in rows])
+  difference = np.abs(_law64('batch', UNEQUAL, rows) - _law64('specinfer', UNEQUAL, rows)).max((1, 2))
+  assert difference[~twice].max() <= EXACT
+  assert 10 < twice.sum() < 70
+  assert difference[twice].max() > 0.05
+
+
+# What a verification is made of, read off its program.
+
+
+def _tree(method, num_drafts, draft_length):
+  return {0: TokenTree()}.get(method.max_drafts, TokenTree.chains(method.max_drafts or num_drafts, draft_length))
+
+
+def _equations(jaxpr):
+  """All equations, those inside loops, branches and calls included."""
   for equation in jaxpr.eqns:
-    yield equation.primitive.name
+    yield equation
     for inner in jax.tree.leaves(
       list(equation.params.values()), is_leaf=lambda x: hasattr(x, 'eqns') or hasattr(x, 'jaxpr')
     ):
       inner = getattr(inner, 'jaxpr', inner)
       if hasattr(inner, 'eqns'):
-        yield from _primitives(inner)
+        yield from _equations(inner)
 
 
-def _verification(method):
-  tree, vocab_size = _TREES.get(method.name, TokenTree.chains(4, 4)), 2048
-  logits = jnp.zeros((1, tree.num_nodes + 1, vocab_size))
+def _is_in_low_precision(equation):
+  """Whether it is a product that may round its factors: anything but the highest precision, for both of them."""
+  if equation.primitive.name not in ('dot_general', 'conv_general_dilated'):
+    return False
+  return equation.params['precision'] != (jax.lax.Precision.HIGHEST,) * 2
+
+
+def _arguments(method, tree, vocab_size, batch_size):
+  """Shapes of a batch of rows to verify: keys, proposal, the target's laws, state."""
+  keys = jax.random.split(jax.random.key(0), (batch_size, tree.max_depth + 1))
   proposal = Proposal(
-    jnp.zeros(tree.num_nodes, jnp.int32), jnp.full((len(tree.parent_nodes), vocab_size), 1 / vocab_size)
+    jax.ShapeDtypeStruct((batch_size, tree.num_nodes), jnp.int32),
+    jax.ShapeDtypeStruct((batch_size, len(tree.parent_nodes), vocab_size), jnp.float32),
   )
-
-  def verify(key, proposal, logits):
-    target_probs = logits_to_probs(logits, SamplingParams.make(1, top_k=50, top_p=0.9))[0]
-    return method.verifier.verify(key, tree, proposal, target_probs, method.verifier.init_state(tree))
-
-  return set(_primitives(jax.make_jaxpr(verify)(jax.random.key(0), proposal, logits).jaxpr))
+  targets = jax.ShapeDtypeStruct((batch_size, tree.num_nodes + 1, vocab_size), jnp.float32)
+  state = jax.tree.map(lambda x: jnp.tile(x, (batch_size, *[1] * x.ndim)), method.verifier.init_state(tree))
+  return keys, proposal, targets, state
 
 
-@pytest.mark.parametrize('name', list(METHODS))
-def test_no_product_in_low_precision_and_no_sort(name):
-  """Matrix units round float32 to bfloat16 unless told otherwise; sorts over the vocabulary are slow everywhere."""
-  primitives = _verification(METHODS[name])
-  assert {'exp', 'cumsum', 'reduce_sum'} <= primitives  # loops and calls have been entered
-  assert not primitives & {'dot_general', 'conv_general_dilated', 'sort', 'top_k', 'approx_top_k'}
+def _verification(method, tree):
+  return jax.vmap(lambda keys, *row: method.verifier.verify(keys, tree, *row))
 
 
-def test_a_product_would_be_seen():
-  nested = jax.make_jaxpr(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: jax.jit(jnp.dot)(y, y), x))(jnp.eye(2))
-  assert 'dot_general' in set(_primitives(nested.jaxpr))
+@pytest.mark.parametrize('name', list(ALL))
+def test_no_product_in_low_precision_no_sort_and_no_large_array(name):
+  """Matrix units round float32 to bfloat16 unless told otherwise, sorts over the vocabulary are slow everywhere, and
+  the memory must grow neither with V^2 nor with K^L.
+  """
+  method, vocab_size, batch_size = ALL[name], 4096, 2
+  tree = _tree(method, 8, 8)
+
+  def verify(keys, proposal, logits, state):
+    target_probs = logits_to_probs(logits, SamplingParams.make(batch_size, top_k=50, top_p=0.9))
+    return _verification(method, tree)(keys, proposal, target_probs, state)
+
+  program = jax.make_jaxpr(verify)(*_arguments(method, tree, vocab_size, batch_size))
+  equations = list(_equations(program.jaxpr))
+  primitives = {equation.primitive.name for equation in equations}
+  assert {'exp', 'reduce_sum', 'while', 'argmax' if name != 'ersd' else 'argmin'} <= primitives  # loops are entered
+  assert not primitives & {'sort', 'top_k', 'approx_top_k'}
+  assert not any(map(_is_in_low_precision, equations))
+  largest = max(np.prod(out.aval.shape) for equation in equations for out in equation.outvars)
+  # The laws themselves, or for a race what tells classes apart, [C, V]. V^2 and K^L would be 16 million per row.
+  assert largest <= batch_size * vocab_size * max(tree.num_nodes + 1, 64)
+
+
+def test_what_must_not_be_there_would_be_seen():
+  def products(x, precision=None):
+    return jax.lax.fori_loop(0, 3, lambda _, y: jax.jit(lambda z: jnp.dot(z, z, precision=precision))(y), x)
+
+  for precision, is_low in ((None, True), ('high', True), ('highest', False)):
+    program = jax.make_jaxpr(functools.partial(products, precision=precision))(jnp.eye(2))
+    equations = list(_equations(program.jaxpr))
+    assert 'dot_general' in {equation.primitive.name for equation in equations}
+    assert any(map(_is_in_low_precision, equations)) == is_low
+
+
+@functools.cache
+def _compiled(name, batch_size):
+  """The verification of rows with eight drafts of eight tokens from a vocabulary of 4096, compiled."""
+  method = ALL[name]
+  tree = _tree(method, 8, 8)
+  return tree, jax.jit(_verification(method, tree)).lower(*_arguments(method, tree, 4096, batch_size)).compile()
+
+
+@pytest.mark.parametrize('name', list(ALL))
+def test_no_second_copy_of_the_laws(name):
+  """All that is made on the way takes less memory than the target's laws, which are there anyway."""
+  batch_size = 4
+  tree, compiled = _compiled(name, batch_size)
+  analysis = compiled.memory_analysis()
+  if analysis is None:
+    pytest.skip('this backend does not say how much memory a program takes')
+  assert analysis.temp_size_in_bytes < batch_size * (tree.num_nodes + 1) * 4096 * 4
+
+
+_LOOPS_OVER_ROWS = ['spectr', 'race_block']
+
+
+@pytest.mark.parametrize(
+  'name', [*_LOOPS_OVER_ROWS, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in _LOOPS_OVER_ROWS)]
+)
+def test_rows_do_not_depend_on_their_batch(name):
+  """On a vocabulary large enough for work that goes row by row: rows stop at different depths and are what they are
+  alone.
+  """
+  rng = np.random.default_rng(0)
+  (tree, together), (_, alone) = _compiled(name, 4), _compiled(name, 1)
+  # A draft that agrees with the target more and more from row to row.
+  logits = rng.normal(size=(4, tree.num_nodes + 1, 4096)) * 2 - 1.1 * np.log1p(np.arange(4096))
+  noise = rng.normal(size=(4, len(tree.parent_nodes), 4096)) * np.array([2.0, 1.0, 0.5, 0.1])[:, None, None]
+  # Of chains each node has its own law; only the children of the root share a context.
+  targets = np.float32(jax.nn.softmax(logits, axis=-1))
+  drafts = np.float32(jax.nn.softmax(logits[:, tree.parent_nodes] + noise, axis=-1))
+  tokens = np.zeros((4, tree.num_nodes), np.int32)
+  for row, law in zip(tokens, drafts):
+    for node in range(1, tree.num_nodes + 1):
+      p = law[tree.law_index[tree.parent_of[node]]].astype(np.float64)
+      row[node - 1] = rng.choice(4096, p=p / p.sum())
+  keys = jax.random.split(jax.random.key(5), (4, tree.max_depth + 1))
+  state = jax.tree.map(lambda x: jnp.tile(x, (4, *[1] * x.ndim)), ALL[name].verifier.init_state(tree))
+  arguments = keys, Proposal(jnp.asarray(tokens), jnp.asarray(drafts)), jnp.asarray(targets), state
+  batched = together(*arguments)
+  for row in range(4):
+    single = alone(*jax.tree.map(lambda x: x[row : row + 1], arguments))  # noqa: B023
+    # With these keys no uniform is within a float32 rounding of where a decision changes.
+    assert int(single.next_token[0]) == int(batched.next_token[row])
+    assert int(single.num_accepted[0]) == int(batched.num_accepted[row])
+    np.testing.assert_array_equal(single.path[0], batched.path[row])
+  if tree.num_nodes:
+    assert len(np.unique(batched.num_accepted)) > 1

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
+from spectr_jax.couplings.on_demand import where_needed
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
@@ -25,31 +26,65 @@ def any_accepted(beta: jax.Array, num_candidates: jax.Array) -> jax.Array:
 def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates: jax.Array, *, num_rounds: int):
   """gamma*, the root in [1, n] of 1 - (1 - beta)^n = gamma beta(gamma), from above.
 
-  Left minus right falls as gamma grows. Any gamma from the root up to n is lossless and none below is, so the bisection
-  returns the upper end of its last bracket.
+  Left minus right falls as gamma grows. Any gamma from the root up to n is lossless and none below is, so the search
+  returns the upper end of its last bracket. A round is a pass over the vocabulary. It looks near where the chord of the
+  bracket crosses 0, no farther from the middle than leaves the bracket that bisection would have had a few rounds
+  before (the ITP method, Oliveira and Takahashi 2020): half as many rounds as bisection as a rule, and never more than
+  four in addition.
 
   Args:
     draft_probs: `[V]`.
     target_probs: `[V]`.
     num_candidates: n, scalar; may be traced.
-    num_rounds: Bisection rounds; the bracket shrinks to (n - 1) / 2^num_rounds.
+    num_rounds: Rounds of a bisection that is as good; the bracket shrinks to (n - 1) / 2^num_rounds.
 
   Returns:
     Scalar in [1, n], 1 for n = 1.
   """
   dtype = draft_probs.dtype
 
-  def halve(_, bracket):
-    low, high = bracket
-    middle = (low + high) / 2
-    beta = overlap(draft_probs, target_probs, middle)
-    is_below = any_accepted(beta, num_candidates) > middle * beta
-    return jnp.where(is_below, middle, low), jnp.where(is_below, high, middle)
+  def excess(gamma):
+    beta = overlap(draft_probs, target_probs, gamma)
+    return any_accepted(beta, num_candidates) - gamma * beta
 
-  bracket = jnp.ones((), dtype), num_candidates.astype(dtype)
-  rounds = jnp.where(num_candidates > 1, num_rounds, 0)
-  _, high = jax.lax.fori_loop(0, rounds, halve, bracket)
-  return high
+  low, end = jnp.ones((), dtype), num_candidates.astype(dtype)
+  low_excess = excess(low)
+  # Without an excess at 1 that is the root; so for n = 1.
+  high = jnp.where(low_excess > 0, end, low)
+  goal = (end - 1) / jnp.asarray(2.0**num_rounds, dtype)
+
+  def is_wide(carry):
+    reach, low, high, *_ = carry
+    return (reach >= goal) & (high - low > goal)
+
+  def shrink(carry):
+    reach, low, high, low_excess, high_excess, was_below = carry
+    middle, half = (low + high) / 2, (high - low) / 2
+    chord = low + 2 * half * low_excess / jnp.maximum(low_excess - high_excess, jnp.finfo(dtype).tiny)
+    # A little towards the middle, so that the end which is far from the root moves as well.
+    to_middle = middle - chord
+    nudge = jnp.minimum(jnp.maximum(0.08 * half**2 / (end - 1), 0.45 * goal), jnp.abs(to_middle))
+    allowed = jnp.maximum(reach - half, 0)
+    point = middle + jnp.clip(nudge * jnp.sign(to_middle) - to_middle, -allowed, allowed)
+    point_excess = excess(point)
+    is_below = point_excess > 0
+    # An end that stays for a second time counts less: the next chord leans towards it (Anderson and Bjorck 1973).
+    moved = jnp.where(is_below, low_excess, high_excess)
+    share = 1 - point_excess / jnp.where(moved == 0, 1, moved)
+    stayed = jnp.where(is_below, high_excess, low_excess)
+    stayed = jnp.where(is_below == was_below, stayed * jnp.where(share > 0, share, 0.5), stayed)
+    return (
+      reach / 2,
+      jnp.where(is_below, point, low),
+      jnp.where(is_below, high, point),
+      jnp.where(is_below, point_excess, stayed),
+      jnp.where(is_below, stayed, point_excess),
+      is_below,
+    )
+
+  # Chords need ends on either side of 0.
+  end_excess = jnp.minimum(excess(end), -jnp.finfo(dtype).tiny)
+  return jax.lax.while_loop(is_wide, shrink, (8 * (end - 1), low, high, low_excess, end_excess, False))[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +95,8 @@ class KSeq:
   [q - min(p, q/gamma) (1 - (1 - beta)^n) / beta]+.
 
   Attributes:
-    num_rounds: Bisection rounds for gamma. They change the acceptance by less than 1e-4, the law not at all.
+    num_rounds: Rounds of bisection that gamma is as good as. They change the acceptance by less than 1e-4, the law not
+      at all.
   """
 
   num_rounds: int = 16
@@ -72,7 +108,9 @@ class KSeq:
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     num_candidates = jnp.maximum(jnp.sum(is_valid), 1)
-    gamma = self.gamma(draft_probs, target_probs, num_candidates)
+    gamma = where_needed(
+      num_candidates > 1, self.gamma, jnp.ones((), draft_probs.dtype), draft_probs, target_probs, num_candidates
+    )
     beta = overlap(draft_probs, target_probs, gamma)
     accept = jnp.minimum(1, ratio(target_probs[candidates], draft_probs[candidates]) / gamma)
     # (1 - (1 - beta)^n) / beta tends to n as beta vanishes.

@@ -6,16 +6,21 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from spectr_jax.couplings.on_demand import where_needed
 from spectr_jax.couplings.selection import Pick
 
 
-def _classes(ratios: jax.Array, *, lowest: float, per_octave_bits: int, num_classes: int) -> jax.Array:
-  """The class of each ratio; int32, non-decreasing in it.
+def _classes(
+  draft_probs: jax.Array, target_probs: jax.Array, *, lowest: float, per_octave_bits: int, num_classes: int
+) -> jax.Array:
+  """The class of each token by its ratio q/p; int32, non-decreasing in it, the highest where p is 0.
 
   The leading bits of a positive float are its logarithm, piecewise linear: the exponent and `per_octave_bits` of the
   mantissa cut every octave into 2^bits classes, without a logarithm or a sort. What lies outside goes to the outermost.
   """
+  ratios = target_probs / jnp.maximum(draft_probs, jnp.finfo(draft_probs.dtype).tiny)
   bits_dtype, mantissa = (jnp.int32, 23) if ratios.dtype.itemsize == 4 else (jnp.int64, 52)
   shift = mantissa - per_octave_bits
 
@@ -25,19 +30,19 @@ def _classes(ratios: jax.Array, *, lowest: float, per_octave_bits: int, num_clas
   return jnp.clip(leading(ratios) - leading(jnp.asarray(lowest, ratios.dtype)), 0, num_classes - 1).astype(jnp.int32)
 
 
-def _class_masses(laws: jax.Array, classes: jax.Array, num_classes: int) -> jax.Array:
-  """Mass of each class under each law; laws `[V, M]` to `[num_classes, M]`."""
-  vocab_size, num_laws = laws.shape
+def _class_masses(law: jax.Array, classes: jax.Array, num_classes: int) -> jax.Array:
+  """Mass of each class under a law; `[V]` to `[num_classes]`."""
+  num_parts = 128
 
   def scatter():
-    # Into several rows that are summed afterwards: adding tiny numbers one by one to a large float32 loses them.
-    rows = jnp.arange(vocab_size) // 256
-    parts = jnp.zeros((-(-vocab_size // 256), num_classes, num_laws), laws.dtype)
-    return jnp.sum(parts.at[rows, classes].add(laws), axis=0)
+    # Into several parts that are summed afterwards. Adding tiny numbers one by one to a large float32 loses them; and
+    # neighbours, often of one class, must not wait for each other's sum.
+    parts = jnp.arange(law.shape[0], dtype=jnp.int32) % num_parts
+    masses = jnp.zeros(num_parts * num_classes, law.dtype).at[parts * num_classes + classes].add(law)
+    return jnp.sum(masses.reshape(num_parts, num_classes), axis=0)
 
   def compare():
-    is_member = classes == jnp.arange(num_classes)[:, None]
-    return jnp.stack([jnp.sum(jnp.where(is_member, law, 0), axis=-1) for law in laws.T], axis=-1)
+    return jnp.sum(jnp.where(classes == jnp.arange(num_classes)[:, None], law, 0), axis=-1)
 
   # Vector units compare faster than they scatter; a processor does not.
   return jax.lax.platform_dependent(cpu=scatter, default=compare)
@@ -94,32 +99,35 @@ class Race:
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Pick:
     num_valid = jnp.sum(is_valid)
-    pick_probs = is_valid.astype(draft_probs.dtype)
-    is_one = num_valid == 1
-
-    def select(_, pick):
-      del pick
-      return self._select(draft_probs, target_probs, candidates, is_valid, num_valid)
-
-    # A single candidate is what it is. A loop of no or one turn: under vmap a cond would always do both.
-    alone = Pick(jnp.where(is_one, pick_probs, 0), jnp.where(is_one, draft_probs, 0))
-    return jax.lax.fori_loop(0, jnp.where(num_valid > 1, 1, 0), select, alone)
-
-  def _select(self, draft_probs, target_probs, candidates, is_valid, num_valid) -> Pick:
-    dtype = draft_probs.dtype
-    # Where p is 0 the token cannot be picked; its class is the highest.
-    tiny = jnp.finfo(dtype).tiny
-    classes = _classes(
-      target_probs / jnp.maximum(draft_probs, tiny), lowest=1 / 23, per_octave_bits=2, num_classes=self.num_classes
+    is_some, is_many = num_valid > 0, num_valid > 1
+    # A single candidate is what it is.
+    alone = is_valid.astype(draft_probs.dtype), jnp.zeros(self.num_classes, draft_probs.dtype)
+    pick_probs, scale = where_needed(
+      is_many, self._select, alone, draft_probs, target_probs, candidates, is_valid, num_valid
     )
-    masses = _class_masses(jnp.stack([draft_probs, target_probs], axis=-1), classes, self.num_classes)
-    log_weights, is_high, law = self.fit(masses, num_valid.astype(dtype))
-    own = classes[candidates]
+    alone = jnp.where(is_some, draft_probs, 0)
+    probs = where_needed(is_many, self._law, alone, draft_probs, target_probs, scale)
+    p, q = draft_probs[candidates], target_probs[candidates]
+    law = jnp.where(is_many, self._law(p, q, scale), p)
+    return Pick(pick_probs, probs, jnp.where(is_valid, law, 0))
+
+  def _classes(self, draft_probs, target_probs):
+    return _classes(draft_probs, target_probs, lowest=1 / 23, per_octave_bits=2, num_classes=self.num_classes)
+
+  def _law(self, draft_probs, target_probs, scale):
+    """The picked token's law where the draft's and the target's are these: within a class it is proportional to p."""
+    return draft_probs * scale[self._classes(draft_probs, target_probs)]
+
+  def _select(self, draft_probs, target_probs, candidates, is_valid, num_valid):
+    """Probabilities of picking each candidate, `[n]`, and the picked token's law in units of p, by class."""
+    classes = self._classes(draft_probs, target_probs)
+    masses = jnp.stack([_class_masses(law, classes, self.num_classes) for law in (draft_probs, target_probs)], axis=-1)
+    log_weights, is_high, law = self.fit(masses, num_valid.astype(draft_probs.dtype))
+    own = self._classes(draft_probs[candidates], target_probs[candidates])
     is_eligible = is_valid & (is_high[own] | ~jnp.any(is_valid & is_high[own]))
     tickets = jnp.where(is_eligible, jnp.exp(log_weights[own]), 0)
     mass = masses[:, 0]
-    scale = jnp.where(mass > 0, law / jnp.where(mass > 0, mass, 1), 0)
-    return Pick(tickets / jnp.sum(tickets), draft_probs * scale[classes])
+    return tickets / jnp.sum(tickets), jnp.where(mass > 0, law / jnp.where(mass > 0, mass, 1), 0)
 
   def fit(self, masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Weights, and the law of the class that is picked with them.
@@ -138,19 +146,23 @@ class Race:
     num_nodes, pad = (64, 14.0) if dtype.itemsize == 4 else (160, 32.0)
     # Substituting z = e^y makes the integrand smooth and small at both ends, where a trapezoidal sum is best. Of the
     # left tail e^{-w z} = 1 is known; the right one is below e^{-e^3.5}.
-    y = jnp.linspace(-pad, self.log_range + 3.5, num_nodes, dtype=dtype)
-    spacing = jnp.exp(y) * (y[1] - y[0])
-    spacing = spacing.at[0].multiply(0.5).at[-1].multiply(0.5).at[0].add(jnp.exp(y[0]))
+    y = np.linspace(-pad, self.log_range + 3.5, num_nodes)
+    nodes = np.exp(y)
+    spacing = nodes * (y[1] - y[0])
+    spacing[[0, -1]] /= 2
+    spacing[0] += nodes[0]
+    nodes, spacing = nodes.astype(dtype), spacing.astype(dtype)
     sides = jnp.stack([is_high, ~is_high])
 
     def winner(log_weights):
-      decay = jnp.exp(-jnp.exp(log_weights + y[:, None]))
+      weights = jnp.exp(log_weights)
+      decay = jnp.exp(-weights * nodes[:, None])
       phi = jnp.sum(jnp.where(sides[:, None], mass * decay, 0), axis=-1)
-      phi = phi + jnp.array([1.0, 0.0], dtype)[:, None] * low_mass
+      phi = phi + np.array([1, 0], dtype)[:, None] * low_mass
       others = jnp.exp((num_candidates - 1) * jnp.log(jnp.maximum(phi, jnp.finfo(dtype).tiny))) * spacing
       both = jnp.sum(decay * others[:, :, None], axis=1)
       integral = jnp.where(is_high, both[0], both[1])
-      return jnp.where(is_possible, num_candidates * mass * jnp.exp(log_weights) * integral, 0)
+      return jnp.where(is_possible, num_candidates * mass * weights * integral, 0)
 
     def improve(_, log_weights):
       floor = 1e-30

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome
+from spectr_jax.couplings.on_demand import where_needed
 from spectr_jax.proposal import Independent, WithoutReplacement
+from spectr_jax.sampling import positive_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +36,19 @@ class Recursive:
     return (Independent,) if self.with_replacement else (WithoutReplacement,)
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
+    nothing = jnp.zeros(candidates.shape, target_probs.dtype), jnp.zeros((), target_probs.dtype)
+    accept_probs, c = where_needed(
+      jnp.any(is_valid), self._try_all, nothing, draft_probs, target_probs, candidates, is_valid
+    )
+    return Outcome(accept_probs, positive_part(target_probs - c * draft_probs))
+
+  def _try_all(self, draft_probs, target_probs, candidates, is_valid):
+    """The probability that each candidate is the one accepted, `[n]`, and c after the last."""
     dtype = target_probs.dtype
 
     def is_unfinished(carry):
-      return jnp.any(carry[0])
+      is_waiting, _, reach, *_ = carry
+      return jnp.any(is_waiting) & (reach > 0)
 
     def try_next(carry):
       is_waiting, accept_probs, reach, c, z, left = carry
@@ -50,7 +61,7 @@ class Recursive:
       # Where p is 0 nothing can have been drawn.
       accept = jnp.where(p > 0, jnp.minimum(1, residual * norm / jnp.where(p > 0, z * p, 1)), 0)
       next_c = c + z / norm
-      next_z = jnp.sum(jnp.maximum(target_probs - next_c * draft_probs, 0))
+      next_z = jnp.sum(positive_part(target_probs - next_c * draft_probs))
       has_mass = next_z > 0
       return (
         is_waiting.at[i].set(False),
@@ -65,4 +76,4 @@ class Recursive:
     left = None if self.with_replacement else draft_probs
     start = is_valid, jnp.zeros(candidates.shape, dtype), one, zero, one, left
     _, accept_probs, _, c, _, _ = jax.lax.while_loop(is_unfinished, try_next, start)
-    return Outcome(accept_probs, jnp.maximum(target_probs - c * draft_probs, 0))
+    return accept_probs, c

@@ -21,10 +21,12 @@ class Pick:
   Attributes:
     pick_probs: `[n]`, the probability that each candidate is picked; all 0 if there is none, else they sum to 1.
     probs: `[V]`, the law of the picked token, averaged over candidates; 0 everywhere if there is none.
+    candidate_probs: `[n]`, the same at the candidates; 0 where there is none.
   """
 
   pick_probs: jax.Array
   probs: jax.Array
+  candidate_probs: jax.Array
 
 
 class Selection(Protocol):
@@ -41,8 +43,12 @@ class Only:
   """Picks the one candidate there is. For single drafts: with more candidates `Pick.probs` is not the picked one's law."""
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Pick:
-    del target_probs, candidates
-    return Pick(is_valid.astype(draft_probs.dtype), jnp.where(jnp.any(is_valid), draft_probs, 0))
+    del target_probs
+    return Pick(
+      is_valid.astype(draft_probs.dtype),
+      jnp.where(jnp.any(is_valid), draft_probs, 0),
+      jnp.where(is_valid, draft_probs[candidates], 0),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,5 +64,5 @@ class Selected:
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     pick = self.selection(draft_probs, target_probs, candidates, is_valid)
-    accept = jnp.minimum(1, ratio(target_probs[candidates], pick.probs[candidates]))
+    accept = jnp.minimum(1, ratio(target_probs[candidates], pick.candidate_probs))
     return Outcome(pick.pick_probs * accept, positive_part_or(target_probs - pick.probs, target_probs))

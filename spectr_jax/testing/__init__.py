@@ -1,19 +1,28 @@
 """How losslessness is shown, for this library's tests and for verifiers added by its users."""
 
-from spectr_jax.testing.chi_square import ChiSquare, chi_square, sample_counts
+from spectr_jax.testing.chi_square import ChiSquare, chi_square, detectable_bias, sample_counts
 from spectr_jax.testing.controls import CONTROLS
+from spectr_jax.testing.engine import engine_counts, ordinary_law, tiny_transformers
 from spectr_jax.testing.enumeration import enumeration_error, expected_acceptance, joint_law
+from spectr_jax.testing.proof import Check, Proof, prove
 from spectr_jax.testing.tables import ContextTables, constant_tables, random_tables
 
 __all__ = [
   'CONTROLS',
+  'Check',
   'ChiSquare',
   'ContextTables',
+  'Proof',
   'chi_square',
   'constant_tables',
+  'detectable_bias',
+  'engine_counts',
   'enumeration_error',
   'expected_acceptance',
   'joint_law',
+  'ordinary_law',
+  'prove',
   'random_tables',
   'sample_counts',
+  'tiny_transformers',
 ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import scipy.optimize
 import scipy.stats
 
-from spectr_jax.generate import generate
 from spectr_jax.methods import Method
 from spectr_jax.model import Model
+from spectr_jax.testing.engine import engine_counts
 from spectr_jax.tree import TokenTree
 
 
@@ -24,12 +24,55 @@ class ChiSquare:
     num_cells: Cells compared; those expecting fewer than 10 are pooled into one.
     p_value: Chance of a statistic at least as large if the law is right; 0 if something impossible was seen.
     num_samples: Sample size.
+    pooled_mass: Probability of the cells that are pooled.
   """
 
   statistic: float
   num_cells: int
   p_value: float
   num_samples: int
+  pooled_mass: float = 0.0
+
+  def detectable_bias(self, level: float = 1e-3, power: float = 0.95) -> float:
+    """The total variation from which on a sample of this size fails the test, whatever the bias looks like.
+
+    A bias inside the pooled cell cannot be seen, so its mass is added to `detectable_bias` of the cells compared.
+    """
+    return self.pooled_mass + detectable_bias(self.num_cells, self.num_samples, level=level, power=power)
+
+
+def detectable_bias(num_cells: int, num_samples: int, *, level: float = 1e-3, power: float = 0.95) -> float:
+  """The smallest total variation that a chi-square test is sure to detect.
+
+  If samples come from pi + delta instead of pi, the statistic is, for large samples, noncentral chi-square with
+  noncentrality n sum(delta^2 / pi). By Cauchy-Schwarz (sum |delta|)^2 <= sum(delta^2 / pi) sum(pi), so a bias of total
+  variation d = sum |delta| / 2 has noncentrality at least 4 n d^2, with equality where |delta| is proportional to pi.
+  So every bias of total variation d or more is detected with at least the power that 4 n d^2 gives.
+
+  Args:
+    num_cells: Cells compared.
+    num_samples: n.
+    level: The test fails below this p-value.
+    power: Chance to fail, at least.
+
+  Returns:
+    d, not above 1; also 1 if a single cell leaves nothing to compare.
+
+  Raises:
+    ValueError: Level or power is not a probability with level < power, or there are no samples.
+  """
+  if not 0 < level < power < 1 or num_samples < 1:
+    raise ValueError(f'need 0 < level < power < 1 and samples, got {level}, {power} and {num_samples} samples')
+  degrees = num_cells - 1
+  if degrees < 1:
+    return 1.0
+  critical = scipy.stats.chi2.isf(level, degrees)
+
+  def excess(noncentrality):
+    return scipy.stats.ncx2.sf(critical, degrees, noncentrality) - power
+
+  noncentrality = scipy.optimize.brentq(excess, 1e-6, 100 + 10 * critical)
+  return min(1.0, float(np.sqrt(noncentrality / (4 * num_samples))))
 
 
 def chi_square(counts: np.ndarray, law: np.ndarray) -> ChiSquare:
@@ -46,12 +89,14 @@ def chi_square(counts: np.ndarray, law: np.ndarray) -> ChiSquare:
   if counts[expected == 0].any():
     return ChiSquare(np.inf, int(np.count_nonzero(expected)), 0.0, num_samples)
   is_rare = expected < 10
+  pooled_mass = float(expected[is_rare].sum() / num_samples)
   counts = np.append(counts[~is_rare], counts[is_rare].sum())
   expected = np.append(expected[~is_rare], expected[is_rare].sum())
   counts, expected = counts[expected > 0], expected[expected > 0]
   statistic = float(((counts - expected) ** 2 / expected).sum())
   degrees = max(len(counts) - 1, 1)
-  return ChiSquare(statistic, len(counts), float(scipy.stats.chi2.sf(statistic, degrees)), num_samples)
+  p_value = float(scipy.stats.chi2.sf(statistic, degrees))
+  return ChiSquare(statistic, len(counts), p_value, num_samples, pooled_mass)
 
 
 def sample_counts(
@@ -67,7 +112,7 @@ def sample_counts(
   batch_size: int = 131072,
   **sampling,
 ) -> np.ndarray:
-  """Counts of the first tokens that `generate` emits after one prompt.
+  """Counts of the first tokens that `generate` emits after one prompt; `engine_counts` takes several.
 
   Args:
     rng_key: One typed key.
@@ -83,22 +128,19 @@ def sample_counts(
 
   Returns:
     int64 `[V] * num_tokens`.
+
+  Raises:
+    ValueError: Something was emitted that is not a token.
   """
-  counts = np.zeros(target.vocab_size**num_tokens, np.int64)
-  prompts = jnp.broadcast_to(jnp.asarray(prompt, jnp.int32), (batch_size, len(prompt)))
-  lengths = jnp.full(batch_size, len(prompt), jnp.int32)
-  weights = target.vocab_size ** np.arange(num_tokens)[::-1]
-  for batch in range(-(-num_samples // batch_size)):
-    tokens = generate(
-      jax.random.fold_in(rng_key, batch),
-      target,
-      draft,
-      prompts,
-      lengths,
-      method=method,
-      tree=tree,
-      max_new_tokens=num_tokens,
-      **sampling,
-    ).tokens
-    counts += np.bincount(np.asarray(tokens) @ weights, minlength=len(counts))
-  return counts.reshape((target.vocab_size,) * num_tokens)
+  return engine_counts(
+    rng_key,
+    target,
+    draft,
+    [prompt],
+    method=method,
+    tree=tree,
+    num_tokens=num_tokens,
+    num_samples=num_samples,
+    batch_size=batch_size,
+    **sampling,
+  )[0]

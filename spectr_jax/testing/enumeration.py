@@ -1,7 +1,7 @@
 """Losslessness shown exactly: every draft and every decision, over several rounds in a row, in float64.
 
-The functions enumerated are the library's own: `ProposalRule.probability` for what is drafted, `Verifier.law`, built from
-the steps that the sampler takes, for what is kept, and `Verifier.advance` for what is remembered between rounds.
+The functions enumerated are the library's own: `ProposalRule.probability` for what is drafted, `Verifier.law`, built
+from the steps that the sampler takes, for what is kept, and `Verifier.advance` for what is remembered between rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def _all_rounds(draft_table, target_table, prefix, length, state, *, method: Met
 
   Returns:
     `[G, N + 1]`, the tokens down to each node as a number in base V; `[G, N + 1, V]`, the probability of these guesses,
-    of stopping at this node and of emitting this token; the states after it, `[G, N + 1, V, ...]`.
+    of stopping at this node and of emitting this token; the states after it, `[G, N + 1, V, ...]`; scalar, by how much
+    what was given as a law is none.
   """
   vocab_size = draft_table.shape[1]
   lowest = -1 if method.proposal_rule.may_run_out else 0
@@ -61,35 +62,39 @@ def _all_rounds(draft_table, target_table, prefix, length, state, *, method: Met
 
     after = jax.vmap(jax.vmap(advance, (None, 0)), (0, None))(jnp.arange(len(spelled)), jnp.arange(vocab_size))
     # What cannot be drafted weighs nothing, whatever its law is.
-    return spelled, jnp.where(drafted > 0, drafted * law, 0), after
+    is_possible = drafted > 0
+    flaw = jnp.maximum(-jnp.min(law), jnp.abs(jnp.sum(law) - 1))
+    return spelled, jnp.where(is_possible, drafted * law, 0), after, jnp.where(is_possible, flaw, 0)
 
-  return jax.vmap(one)(jnp.asarray(guesses))
+  spelled, weights, after, flaws = jax.vmap(one)(jnp.asarray(guesses))
+  return spelled, weights, after, jnp.max(flaws)
 
 
 @functools.partial(jax.jit, static_argnames=('method', 'tree'))
 def _round_law(draft_table, target_table, prefix, length, state, *, method: Method, tree: TokenTree):
-  """Law of what one round emits: for each depth d, `[V^d, V]`, of d accepted tokens and the next one."""
+  """Law of what one round emits: for each depth d, `[V^d, V]`, of d accepted tokens and the next one; and its flaw."""
   vocab_size = draft_table.shape[1]
-  spelled, weights, _ = _all_rounds(draft_table, target_table, prefix, length, state, method=method, tree=tree)
+  spelled, weights, _, flaw = _all_rounds(draft_table, target_table, prefix, length, state, method=method, tree=tree)
   emitted = []
   for depth in range(tree.max_depth + 1):
     nodes = np.flatnonzero(tree.depths == depth)
     table = jnp.zeros((vocab_size**depth, vocab_size), weights.dtype)
     emitted.append(table.at[spelled[:, nodes]].add(weights[:, nodes]))
-  return emitted
+  return emitted, flaw
 
 
 def _outcomes(draft_table, target_table, prefix, length, state, *, method: Method, tree: TokenTree):
-  """Yields what one round can emit: number of tokens, the tokens as a number in base V, probability, state after it."""
+  """What one round can emit: count, the tokens as a number in base V, probability, state after it; and its flaw."""
   vocab_size = draft_table.shape[1]
   arguments = draft_table, target_table, prefix, length, state
   if not jax.tree.leaves(state):
-    for depth, law in enumerate(_round_law(*arguments, method=method, tree=tree)):
-      law = np.asarray(law).reshape(-1)
-      for emitted in np.flatnonzero(law):
-        yield depth + 1, int(emitted), law[emitted], state
-    return
-  spelled, weights, after = jax.device_get(_all_rounds(*arguments, method=method, tree=tree))
+    laws, flaw = jax.device_get(_round_law(*arguments, method=method, tree=tree))
+    outcomes = []
+    for depth, law in enumerate(laws):
+      law = law.reshape(-1)
+      outcomes += [(depth + 1, int(emitted), law[emitted], state) for emitted in np.flatnonzero(law)]
+    return outcomes, float(flaw)
+  spelled, weights, after, flaw = jax.device_get(_all_rounds(*arguments, method=method, tree=tree))
   emitted = spelled[:, :, None] * vocab_size + np.arange(vocab_size)
   depths = np.broadcast_to(tree.depths[:, None], emitted.shape)
   leaves, structure = jax.tree.flatten(after)
@@ -101,13 +106,16 @@ def _outcomes(draft_table, target_table, prefix, length, state, *, method: Metho
   columns += [np.round(state.reshape(len(weights), -1), 10).T.astype(np.float64) for state in states]
   _, first, group = np.unique(np.vstack(columns), axis=1, return_index=True, return_inverse=True)
   totals = np.bincount(group.reshape(-1), weights)
-  for index, total in zip(first, totals):
-    yield (
+  outcomes = [
+    (
       int(columns[0][index]),
       int(columns[1][index]),
       total,
       jax.tree.unflatten(structure, [state[index] for state in states]),
     )
+    for index, total in zip(first, totals)
+  ]
+  return outcomes, float(flaw)
 
 
 def joint_law(method: Method, tree: TokenTree, tables: ContextTables, num_tokens: int) -> np.ndarray:
@@ -125,11 +133,16 @@ def joint_law(method: Method, tree: TokenTree, tables: ContextTables, num_tokens
   Raises:
     ValueError: The tables are too small.
   """
+  return _joint_law(method, tree, tables, num_tokens)[0]
+
+
+def _joint_law(method: Method, tree: TokenTree, tables: ContextTables, num_tokens: int) -> tuple[np.ndarray, float]:
+  """`joint_law`, and by how much what the verifier gave as its law in some round is none."""
   needed = num_tokens + tree.max_depth - 1
   if tables.max_length < needed:
     raise ValueError(f'tables must cover contexts of {needed} tokens, got {tables.max_length}')
   vocab_size = tables.vocab_size
-  finished = np.zeros(vocab_size**num_tokens)
+  finished, flaws = np.zeros(vocab_size**num_tokens), [0.0]
   with jax.enable_x64(True):
     draft_table, target_table = jnp.asarray(tables.draft_probs), jnp.asarray(tables.target_probs)
     start = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype.kind == 'f' else x, _start(method, tree))
@@ -138,7 +151,8 @@ def joint_law(method: Method, tree: TokenTree, tables: ContextTables, num_tokens
     waiting[0][0, _fingerprint(start)] = 1.0, start
     for length in range(num_tokens):
       for (prefix, _), (probability, state) in waiting[length].items():
-        outcomes = _outcomes(draft_table, target_table, prefix, length, state, method=method, tree=tree)
+        outcomes, flaw = _outcomes(draft_table, target_table, prefix, length, state, method=method, tree=tree)
+        flaws.append(flaw)
         for count, emitted, share, after in outcomes:
           end = length + count
           text = prefix * vocab_size**count + emitted
@@ -148,7 +162,8 @@ def joint_law(method: Method, tree: TokenTree, tables: ContextTables, num_tokens
           key = text, _fingerprint(after)
           so_far, _ = waiting[end].get(key, (0.0, after))
           waiting[end][key] = so_far + probability * share, after
-  return finished.reshape((vocab_size,) * num_tokens)
+  # numpy's maximum, unlike Python's, keeps a NaN.
+  return finished.reshape((vocab_size,) * num_tokens), float(np.max(flaws))
 
 
 def _start(method: Method, tree: TokenTree):
@@ -160,15 +175,21 @@ def _fingerprint(state) -> bytes:
 
 
 def enumeration_error(method: Method, tree: TokenTree, tables: ContextTables, num_tokens: int) -> float:
-  """Largest difference between a method's joint law of the first tokens and the target's."""
-  return float(np.abs(joint_law(method, tree, tables, num_tokens) - tables.joint_target_law(num_tokens)).max())
+  """Largest difference between a method's joint law of the first tokens and the target's.
+
+  What a verifier gives as the law of a round, given the guesses, has to be one: by how much it is negative or misses a
+  sum of 1 counts as a difference as well. Otherwise a chance to accept that exceeds 1 could be made up for, on average
+  over the guesses, by weights that no draw can have.
+  """
+  law, flaw = _joint_law(method, tree, tables, num_tokens)
+  return float(np.maximum(np.abs(law - tables.joint_target_law(num_tokens)).max(), flaw))
 
 
 def expected_acceptance(method: Method, tree: TokenTree, tables: ContextTables) -> np.ndarray:
   """Probability that the first round accepts at least d tokens, exactly; float64 `[L]`."""
   with jax.enable_x64(True):
     start = _start(method, tree)
-    emitted = _round_law(
+    emitted, _ = _round_law(
       jnp.asarray(tables.draft_probs), jnp.asarray(tables.target_probs), 0, 0, start, method=method, tree=tree
     )
     stopped = np.array([float(law.sum()) for law in emitted])

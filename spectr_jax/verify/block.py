@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from spectr_jax.couplings.coupling import ratio
 from spectr_jax.couplings.selection import Pick, Selection
 from spectr_jax.proposal import Independent, Proposal
-from spectr_jax.sampling import draw
+from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify.position import Position, next_position
 from spectr_jax.verify.verifier import Stateless, Verdict
@@ -65,7 +65,7 @@ class Block(Stateless):
     position = next_position(tree, proposal, target_probs, node)
     pick = self.selection(position.draft_probs, position.target_probs, position.tokens, position.is_valid)
     kept = jnp.exp(log_kept)
-    residual = jnp.maximum(kept * position.target_probs - pick.probs, 0)
+    residual = positive_part(kept * position.target_probs - pick.probs)
     mass = jnp.sum(residual)
     total = mass - jnp.expm1(log_kept)
     # P = 1 and no residual: draft and target agree, so accept, and let whatever is emitted be the target's.
@@ -80,42 +80,40 @@ class Block(Stateless):
   def _log_kept_below(self, step: _Step, log_kept, slot):
     """log P after the candidate in `slot` is picked."""
     token = step.position.tokens[slot]
-    log_ratio = jnp.log(ratio(step.position.target_probs[token], step.pick.probs[token]))
+    log_ratio = jnp.log(ratio(step.position.target_probs[token], step.pick.candidate_probs[slot]))
     return jnp.minimum(0, log_kept + log_ratio)
 
   def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
     dtype = target_probs.dtype
+    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (3,), dtype))(keys)
     if tree.num_nodes == 0:
-      return Verdict.at(
-        tree, jnp.zeros((), jnp.int32), draw(jax.random.uniform(keys[0], (3,), dtype)[2], target_probs[0]), state
-      )
+      return Verdict.at(tree, jnp.zeros((), jnp.int32), draw(uniforms[0, 2], target_probs[0]), state)
 
     def is_walking(carry):
       return carry[0] >= 0
 
+    # Where the path is cut, the residual is made once more, after the walk: every depth would carry one, `[V]`.
     def walk(carry):
-      node, depth, log_kept, stop, residual = carry
+      node, depth, log_kept, stop = carry
       step = self._step(tree, proposal, target_probs, node, log_kept)
-      uniforms = jax.random.uniform(keys[depth], (3,), dtype)
       # Depth 0 is kept whenever nothing deeper is; a deeper node that is kept overrules the ones above it.
-      is_kept = (depth == 0) | (uniforms[0] < step.accept)
+      is_kept = (depth == 0) | (uniforms[depth, 0] < step.accept)
+      here = step.position.node, depth, log_kept
       pick_probs = step.pick.pick_probs
-      is_picked = (uniforms[1] * jnp.sum(pick_probs) < jnp.cumsum(pick_probs)) & (pick_probs > 0)
+      is_picked = (uniforms[depth, 1] * jnp.sum(pick_probs) < jnp.cumsum(pick_probs)) & (pick_probs > 0)
       slot = jnp.where(jnp.any(is_picked), jnp.argmax(is_picked), jnp.argmax(pick_probs > 0))
       is_end = ~jnp.any(step.position.is_valid)
       return (
         jnp.where(is_end, -1, step.position.nodes[slot]),
         depth + 1,
         self._log_kept_below(step, log_kept, slot),
-        jnp.where(is_kept, step.position.node, stop),
-        jnp.where(is_kept, step.residual, residual),
+        jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), here, stop),
       )
 
-    zero = jnp.zeros((), jnp.int32)
-    start = zero, zero, jnp.zeros((), dtype), zero, target_probs[0]
-    _, _, _, stop, residual = jax.lax.while_loop(is_walking, walk, start)
-    depth = jnp.asarray(tree.depths)[stop]
-    return Verdict.at(tree, stop, draw(jax.random.uniform(keys[depth], (3,), dtype)[2], residual), state)
+    zero, log_one = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
+    node, depth, log_kept = jax.lax.while_loop(is_walking, walk, (zero, zero, log_one, (zero, zero, log_one)))[3]
+    residual = self._step(tree, proposal, target_probs, node, log_kept).residual
+    return Verdict.at(tree, node, draw(uniforms[depth, 2], residual), state)
 
   def law(self, tree, proposal, target_probs, state):
     del state

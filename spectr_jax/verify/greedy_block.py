@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.proposal import Independent, Proposal
-from spectr_jax.sampling import draw, positive_part_or
+from spectr_jax.sampling import draw, positive_part, positive_part_or
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify.verifier import Verdict
 
@@ -79,7 +79,7 @@ class GreedyBlock:
   def _kept(self, num_drafts: int, draft_probs, target_probs, log_ratio):
     """q (1 - min(1, p / (v q)))^K, `[V]`: what K drafts leave of the target."""
     scale = jnp.exp(jnp.minimum(-log_ratio, 80.0))
-    share = jnp.maximum(target_probs - scale * draft_probs, 0)
+    share = positive_part(target_probs - scale * draft_probs)
     if num_drafts == 1:
       return share
     is_possible = target_probs > 0

@@ -65,8 +65,9 @@ def next_position(
   law_index = jnp.asarray(tree.law_index)
   has_law = is_active & (law_index >= 0)
   parent = jnp.argmax(has_law)
+  node = jnp.where(jnp.any(has_law), parent, node).astype(jnp.int32)
   return Position(
-    node=jnp.where(jnp.any(has_law), parent, node).astype(jnp.int32),
+    node=node,
     draft_probs=proposal.probs[law_index[parent]],
     target_probs=target_probs[node],
     nodes=nodes,

@@ -11,7 +11,7 @@ import numpy as np
 
 from spectr_jax.couplings.coupling import ratio
 from spectr_jax.proposal import Independent, Proposal, WithoutReplacement
-from spectr_jax.sampling import draw
+from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify.verifier import Stateless, Verdict
 
@@ -93,7 +93,7 @@ class Traversal(Stateless):
   def _left_of_target(self, tree: TokenTree, proposal: Proposal, target_probs, values: _Values, node, c):
     """q_u as `[V]` weights that sum to z, for a given c."""
     draft_probs = self._draft_probs(tree, proposal, node)
-    weights = jnp.maximum(target_probs[node] - c * draft_probs, 0)
+    weights = positive_part(target_probs[node] - c * draft_probs)
     if self.with_replacement:
       return weights
     tokens = self._rejected_tokens(tree, proposal, values, node)

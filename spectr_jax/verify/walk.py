@@ -34,9 +34,13 @@ class Walk(Stateless):
   def proposal_rules(self):
     return self.coupling.proposal_rules
 
-  def _step(self, tree: TokenTree, proposal: Proposal, target_probs, node) -> tuple[Position, Outcome]:
-    """The candidates after an accepted node, and what may happen among them; the target's law if there are none."""
+  def _step(self, tree: TokenTree, proposal: Proposal, target_probs, node, is_walking=True) -> tuple[Position, Outcome]:
+    """The candidates after an accepted node, and what may happen among them; the target's law if there are none.
+
+    There are none for a row that walks no more: it has no work then while others do.
+    """
     position = next_position(tree, proposal, target_probs, node, is_pooled=self.is_pooled)
+    position = dataclasses.replace(position, is_valid=position.is_valid & is_walking)
     outcome = self.coupling(position.draft_probs, position.target_probs, position.tokens, position.is_valid)
     is_any = jnp.any(position.is_valid)
     return position, Outcome(
@@ -45,27 +49,30 @@ class Walk(Stateless):
     )
 
   def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
-    dtype = target_probs.dtype
+    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,), target_probs.dtype))(keys)
     if tree.num_nodes == 0:
-      token = draw(jax.random.uniform(keys[0], (2,), dtype)[1], target_probs[0])
+      token = draw(uniforms[0, 1], target_probs[0])
       return Verdict.at(tree, jnp.zeros((), jnp.int32), token, state)
 
     def is_walking(carry):
-      return carry[2] < 0
+      return carry[2]
 
+    # The walk needs acceptances alone. Where it stops the residual is made once, after it: inside the loop every depth
+    # would make one, and under vmap all rows would.
     def walk(carry):
-      node, depth, _ = carry
-      position, outcome = self._step(tree, proposal, target_probs, node)
-      uniforms = jax.random.uniform(keys[depth], (2,), dtype)
+      node, depth, is_walking = carry
+      position, outcome = self._step(tree, proposal, target_probs, node, is_walking)
       # A parallel sum can rise at a zero: without the second condition a slot that holds no candidate could be taken.
-      is_accepted = (uniforms[0] < jnp.cumsum(outcome.accept_probs)) & (outcome.accept_probs > 0)
+      accept_probs = outcome.accept_probs
+      is_accepted = (uniforms[depth, 0] < jnp.cumsum(accept_probs)) & (accept_probs > 0)
       is_any = jnp.any(is_accepted)
-      token = draw(uniforms[1], outcome.residual)
       accepted = position.nodes[jnp.argmax(is_accepted)]
-      return jnp.where(is_any, accepted, position.node), depth + is_any, jnp.where(is_any, -1, token)
+      return jnp.where(is_any, accepted, position.node), depth + is_any, is_any
 
-    start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32)
-    node, _, token = jax.lax.while_loop(is_walking, walk, start)
+    start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.ones((), bool)
+    node, depth, _ = jax.lax.while_loop(is_walking, walk, start)
+    _, outcome = self._step(tree, proposal, target_probs, node)
+    token = draw(uniforms[depth, 1], outcome.residual)
     return Verdict.at(tree, node, token, state)
 
   def law(self, tree, proposal, target_probs, state):

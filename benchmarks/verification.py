@@ -1,0 +1,388 @@
+"""Time and memory of one verification, every method: what is added to a call of the target to decide what is kept.
+
+Command   python -m benchmarks.verification --num_drafts=8 --draft_length=8 --rows=1,8
+Models    none: laws of a language model's shape, drawn at random, a law per context
+Guesses   drawn by the method's own rule; single-draft methods get one draft
+
+Each context's target logits are Gaussian with a standard deviation that is uniform in [3, 6], and the draft's are the
+same plus Gaussian noise of 0.9: at a vocabulary of 32000 they overlap by 1 - TV = .70 on average, with an entropy of 3.6
+nats. Equal prefixes have equal laws, as in decoding. Several proposals are verified in turn, so that walks end at all
+depths, and the numbers are means over them: the median of repeats in which all methods take turns, and their range.
+Besides:
+
+all kept    equal laws, and where the rule allows equal drafts: every position has K candidates and the walk goes to
+            the end
+none kept   laws with no token in common: every candidate is rejected
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import platform
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from absl import flags
+
+import spectr_jax
+from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, get_method
+from spectr_jax.io import command_line
+from spectr_jax.methods import Method
+from spectr_jax.sampling import logits_to_probs
+
+NUM_CONTEXTS = 256
+FILTERS = {'off': {}, 'on': {'top_k': 50, 'top_p': 0.9}}
+CASES = ('random', 'all kept', 'none kept')
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Laws:
+  """Laws of draft and target by context, `[NUM_CONTEXTS, V]` each, and the target's logits that they come from."""
+
+  draft_probs: jax.Array
+  target_probs: jax.Array
+  target_logits: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Guesses:
+  """Proposals for a batch of rows, without the laws.
+
+  Attributes:
+    keys: `[B, L + 1]`, for verification.
+    tokens: int32 `[B, N]`.
+    contexts: int32 `[B, N + 1]`, which law follows each node.
+  """
+
+  keys: jax.Array
+  tokens: jax.Array
+  contexts: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=('vocab_size', 'case', 'top_k', 'top_p'))
+def make_laws(key: jax.Array, *, vocab_size: int, case: str, top_k: int = 0, top_p: float = 1.0) -> Laws:
+  """Laws as the module describes them."""
+  keys = jax.random.split(key, 3)
+  shape = (NUM_CONTEXTS, vocab_size)
+  deviations = jax.random.uniform(keys[0], (NUM_CONTEXTS, 1), minval=3.0, maxval=6.0)
+  target_logits = deviations * jax.random.normal(keys[1], shape)
+  draft_logits = target_logits + 0.9 * jax.random.normal(keys[2], shape)
+  if case == 'all kept':
+    draft_logits = target_logits
+  elif case == 'none kept':
+    is_draft = jnp.arange(vocab_size) % 2 == 0
+    draft_logits = jnp.where(is_draft, draft_logits, -jnp.inf)
+    target_logits = jnp.where(is_draft, -jnp.inf, target_logits)
+  sampling = SamplingParams.make(1, top_k=top_k, top_p=top_p)
+  draft_probs, target_probs = (logits_to_probs(logits[None], sampling)[0] for logits in (draft_logits, target_logits))
+  return Laws(draft_probs, target_probs, target_logits)
+
+
+@functools.partial(jax.jit, static_argnames=('method', 'tree', 'are_drafts_equal'))
+def guess(keys: jax.Array, draft_probs: jax.Array, *, method: Method, tree: TokenTree, are_drafts_equal: bool) -> Guesses:
+  """Proposals: tokens by the method's rule, and the contexts that they lead to.
+
+  Args:
+    keys: `[B]`.
+    draft_probs: `[NUM_CONTEXTS, V]`.
+    method: Its rule draws children.
+    tree: Chains, or empty.
+    are_drafts_equal: Whether all drafts are copies of the first; not for rules whose siblings differ.
+  """
+  num_drafts, rule = int(tree.num_children[0]), method.proposal_rule
+  are_drafts_equal &= not rule.may_run_out
+
+  def follow(contexts, tokens):
+    tokens = jnp.where(are_drafts_equal, tokens[0], tokens)
+    return (contexts * 31 + tokens * 7 + 1) % NUM_CONTEXTS, tokens
+
+  def one(key):
+    keys = jax.random.split(key, 2 * (tree.max_depth + 1) + 1)
+    draft_keys, verify_keys = keys[1 : tree.max_depth + 2], keys[tree.max_depth + 2 :]
+    verify_keys = draft_keys if method.is_seed_exact else verify_keys
+    root = jax.random.randint(keys[0], (1,), 0, NUM_CONTEXTS)
+    if not num_drafts:
+      return Guesses(verify_keys, jnp.zeros(0, jnp.int32), root)
+    first = follow(root, rule(draft_keys[0], draft_probs[root[0]], 1, num_drafts))
+
+    def deeper(contexts, at):
+      key, level = at
+      drawn = jax.vmap(lambda law, child: rule(key, law, child, 1)[0])(draft_probs[contexts], level)
+      after = follow(contexts, drawn)
+      return after[0], after
+
+    levels = jnp.arange(1, tree.num_nodes + 1).reshape(tree.max_depth, num_drafts)
+    _, (contexts, tokens) = jax.lax.scan(deeper, first[0], (draft_keys[1:-1], levels[1:]))
+    return Guesses(
+      verify_keys,
+      jnp.concatenate([first[1], tokens.reshape(-1)]),
+      jnp.concatenate([root, first[0], contexts.reshape(-1)]),
+    )
+
+  return jax.vmap(one)(keys)
+
+
+@functools.partial(jax.jit, static_argnames='tree')
+def look_up(laws: Laws, guesses: Guesses, *, tree: TokenTree) -> tuple[Proposal, jax.Array, jax.Array]:
+  """Proposals with their laws, the target's laws `[B, N + 1, V]`, and its logits."""
+  contexts = guesses.contexts
+  probs = laws.draft_probs[contexts[:, tree.parent_nodes]]
+  return Proposal(guesses.tokens, probs), laws.target_probs[contexts], laws.target_logits[contexts]
+
+
+@dataclasses.dataclass
+class Program:
+  """One method, compiled for a number of rows.
+
+  Attributes:
+    method: The method.
+    tree: Its tree.
+    rows: Rows that are verified together.
+    verify: Verification alone: keys, proposals, target laws and state to a verdict.
+    verify_logits: Verification that starts with `logits_to_probs`.
+    temporaries: Scratch memory of `verify` at its peak, in bytes.
+  """
+
+  method: Method
+  tree: TokenTree
+  rows: int
+  verify: Any
+  verify_logits: Any
+  temporaries: int
+
+  @classmethod
+  def compile(
+    cls, method: Method, *, num_drafts: int, draft_length: int, rows: int, vocab_size: int, filters: dict[str, Any]
+  ) -> Program:
+    """Compiles verification for K drafts of L tokens, one draft where the method takes no more."""
+    tree = tree_for(method, num_drafts, draft_length)
+
+    def verify(keys, proposal, target_probs, state):
+      def one(keys, proposal, target_probs, state):
+        return method.verifier.verify(keys, tree, proposal, target_probs, state)
+
+      return jax.vmap(one)(keys, proposal, target_probs, state)
+
+    def verify_logits(keys, proposal, target_logits, state, sampling):
+      return verify(keys, proposal, logits_to_probs(target_logits, sampling), state)
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (rows, tree.max_depth + 1)))
+    proposal = Proposal(
+      jax.ShapeDtypeStruct((rows, tree.num_nodes), jnp.int32),
+      jax.ShapeDtypeStruct((rows, len(tree.parent_nodes), vocab_size), jnp.float32),
+    )
+    probs = jax.ShapeDtypeStruct((rows, tree.num_nodes + 1, vocab_size), jnp.float32)
+    arguments = keys, proposal, probs, jax.eval_shape(lambda: initial_state(method, tree, rows))
+    alone = jax.jit(verify).lower(*arguments).compile()
+    sampling = SamplingParams.make(rows, **filters)
+    both = jax.jit(verify_logits).lower(*arguments, sampling).compile()
+    return cls(method, tree, rows, alone, both, alone.memory_analysis().temp_size_in_bytes)
+
+
+def tree_for(method: Method, num_drafts: int, draft_length: int) -> TokenTree:
+  """K chains, or the one or none that the method allows."""
+  if method.max_drafts is not None:
+    num_drafts = min(num_drafts, method.max_drafts)
+  return TokenTree.chains(num_drafts, draft_length) if num_drafts else TokenTree()
+
+
+def initial_state(method: Method, tree: TokenTree, rows: int) -> Any:
+  """The verifier's state of the first round, for a batch."""
+  return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), method.verifier.init_state(tree))
+
+
+@dataclasses.dataclass
+class Times:
+  """What was measured of a program, in microseconds; one entry per repeat, the mean over the proposals.
+
+  Attributes:
+    alone: Verification by case.
+    with_logits: Verification and `logits_to_probs`.
+    tokens: Mean number of tokens that a verification emits per row, by case.
+  """
+
+  alone: dict[str, list[float]]
+  with_logits: list[float]
+  tokens: dict[str, float]
+
+
+def measure(
+  programs: list[Program], laws: dict[str, Laws], filters: dict[str, Any], *, repeats: int, num_proposals: int, seed: int
+) -> list[Times]:
+  """Times programs in turn.
+
+  A verification gets the state that the one before it left, as in decoding. Laws are looked up right before, untimed:
+  in decoding they have just been made as well.
+  """
+  guesses = [
+    {case: [_guess(program, laws[case], case, seed + i) for i in range(num_proposals)] for case in laws}
+    for program in programs
+  ]
+  times = [Times({case: [] for case in laws}, [], {}) for _ in programs]
+  for repeat in range(repeats + 1):  # the first warms up
+    for program, own, result in zip(programs, guesses, times):
+      sampling = SamplingParams.make(program.rows, **filters)
+      for case in laws:
+        state = initial_state(program.method, program.tree, program.rows)
+        alone, both, tokens = [], [], []
+        for guessed in own[case]:
+          proposal, target_probs, target_logits = jax.block_until_ready(look_up(laws[case], guessed, tree=program.tree))
+          seconds, verdict = _timed(program.verify, guessed.keys, proposal, target_probs, state)
+          alone.append(seconds)
+          tokens.append(np.mean(verdict.num_accepted) + 1)
+          if case == 'random':
+            both.append(_timed(program.verify_logits, guessed.keys, proposal, target_logits, state, sampling)[0])
+          state = verdict.state
+        result.tokens[case] = float(np.mean(tokens))
+        if repeat:
+          result.alone[case].append(1e6 * float(np.mean(alone)))
+          if case == 'random':
+            result.with_logits.append(1e6 * float(np.mean(both)))
+  return times
+
+
+def _guess(program: Program, laws: Laws, case: str, seed: int) -> Guesses:
+  keys = jax.random.split(jax.random.key(seed), program.rows)
+  return jax.block_until_ready(
+    guess(keys, laws.draft_probs, method=program.method, tree=program.tree, are_drafts_equal=case == 'all kept')
+  )
+
+
+def _timed(function, *arguments):
+  start = time.perf_counter()
+  result = jax.block_until_ready(function(*arguments))
+  return time.perf_counter() - start, result
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+  return {'median': float(np.median(values)), 'low': min(values), 'high': max(values)}
+
+
+def run(
+  methods: list[Method],
+  *,
+  vocab_size: int,
+  num_drafts: int,
+  draft_length: int,
+  rows: list[int],
+  repeats: int,
+  num_proposals: int,
+  seed: int = 0,
+) -> list[dict[str, Any]]:
+  """Measures every method, number of rows and filter; a record each."""
+  records = []
+  for filter_name, filters in FILTERS.items():
+    key = jax.random.key(seed)
+    laws = {case: make_laws(key, vocab_size=vocab_size, case=case, **filters) for case in CASES}
+    overlap = float(jnp.mean(jnp.sum(jnp.minimum(laws['random'].draft_probs, laws['random'].target_probs), axis=-1)))
+    for number in rows:
+      programs = [
+        Program.compile(
+          method,
+          num_drafts=num_drafts,
+          draft_length=draft_length,
+          rows=number,
+          vocab_size=vocab_size,
+          filters=filters,
+        )
+        for method in methods
+      ]
+      times = measure(
+        programs,
+        laws,
+        filters,
+        repeats=repeats,
+        num_proposals=max(num_proposals // number, 2),
+        seed=seed,
+      )
+      for program, own in zip(programs, times):
+        records.append(
+          {
+            'method': program.method.name,
+            'rows': number,
+            'filters': filters,
+            'overlap': overlap,
+            'num_guesses': program.tree.num_nodes,
+            'microseconds': {case: _summary(own.alone[case]) for case in own.alone},
+            'microseconds_with_logits_to_probs': _summary(own.with_logits),
+            'tokens': own.tokens,
+            'temporary_bytes': program.temporaries,
+            'law_bytes': 4 * number * (program.tree.num_nodes + 1) * vocab_size,
+          }
+        )
+      print(_table(records[-len(programs) :], filter_name), flush=True)
+  return records
+
+
+def _table(records: list[dict[str, Any]], filter_name: str) -> str:
+  """Records of one setting as lines of text."""
+  first = records[0]
+  lines = [
+    f'\n{first["rows"]} row(s), top-k and top-p {filter_name}, 1 - TV = {first["overlap"]:.3f}; microseconds, median'
+    ' [low, high] over repeats',
+    f'{"method":<14}{"guesses":>8}{"tokens":>8}{"verification":>24}{"and logits_to_probs":>28}{"all kept":>10}'
+    f'{"none kept":>11}{"temporaries / laws":>24}',
+  ]
+  for record in records:
+    alone, both = record['microseconds'], record['microseconds_with_logits_to_probs']
+    random = alone['random']
+    lines.append(
+      f'{record["method"]:<14}{record["num_guesses"]:>8}{record["tokens"]["random"]:>8.2f}'
+      f'{random["median"]:>9.0f} [{random["low"]:5.0f}, {random["high"]:5.0f}]'
+      f'{both["median"]:>12.0f} [{both["low"]:6.0f}, {both["high"]:6.0f}]'
+      f'{alone["all kept"]["median"]:>10.0f}{alone["none kept"]["median"]:>11.0f}'
+      f'{record["temporary_bytes"] / 2**20:>14.3f} / {record["law_bytes"] / 2**20:.1f} MiB'
+    )
+  return '\n'.join(lines)
+
+
+def environment() -> dict[str, Any]:
+  """Versions and device, as JSON values."""
+  device = jax.devices()[0]
+  return {
+    'versions': {
+      'spectr_jax': spectr_jax.__version__,
+      'python': platform.python_version(),
+      'jax': jax.__version__,
+      'jaxlib': jaxlib.__version__,
+    },
+    'device': {'platform': device.platform, 'kind': device.device_kind, 'num_cpus': os.cpu_count()},
+  }
+
+
+if __name__ == '__main__':
+  _VOCAB_SIZE = flags.DEFINE_integer('vocab_size', 32000, 'Vocabulary.', lower_bound=2)
+  _NUM_DRAFTS = flags.DEFINE_integer('num_drafts', 8, 'K, drafts per row.', lower_bound=1)
+  _DRAFT_LENGTH = flags.DEFINE_integer('draft_length', 8, 'L, tokens per draft.', lower_bound=1)
+  _ROWS = flags.DEFINE_multi_integer('rows', [1, 8], 'Rows verified together; may be given several times.', lower_bound=1)
+  _REPEATS = flags.DEFINE_integer('repeats', 5, 'Repeats, after one that warms up.', lower_bound=1)
+  _NUM_PROPOSALS = flags.DEFINE_integer('num_proposals', 16, 'Proposals verified in turn, over all rows.', lower_bound=1)
+  _METHODS = flags.DEFINE_list('methods', list(METHODS), 'Methods.')
+  _OUTPUT = flags.DEFINE_string('output', None, 'Write the results to this file, as JSON.')
+
+  def main(argv):
+    del argv
+    options = {
+      'vocab_size': _VOCAB_SIZE.value,
+      'num_drafts': _NUM_DRAFTS.value,
+      'draft_length': _DRAFT_LENGTH.value,
+      'rows': _ROWS.value,
+      'repeats': _REPEATS.value,
+      'num_proposals': _NUM_PROPOSALS.value,
+    }
+    records = run([get_method(name) for name in _METHODS.value], **options)
+    if _OUTPUT.value:
+      with open(_OUTPUT.value, 'w') as stream:
+        json.dump({'run': {'flags': options, **environment()}, 'results': records}, stream, indent=2)
+        stream.write('\n')
+
+  command_line.run(main)

@@ -1,0 +1,1 @@
+"""Methods added by users of the library."""

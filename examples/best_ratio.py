@@ -1,0 +1,44 @@
+"""A verifier of one's own: keep the guess that the target likes most, compared with the draft.
+
+Of the n candidates of a position the one with the largest q/p is picked, and the path picked is verified as a block. A
+token x is picked if it is among the candidates and none has a larger ratio. With F and f the draft's mass of tokens
+whose ratio is at most, and below, that of x, the law of the picked token is therefore
+
+    p(x) (F^n - f^n) / (F - f) = p(x) (F^(n-1) + F^(n-2) f + ... + f^(n-1)).
+
+Prove it with `python -m decode.prove --module=examples.best_ratio`, and decode with it by `import examples.best_ratio`
+and `spectr_jax.generate(..., method='best_ratio')`.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from spectr_jax import Method, register
+from spectr_jax.couplings import Pick
+from spectr_jax.couplings.coupling import ratio
+from spectr_jax.proposal import Independent
+from spectr_jax.verify import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class BestRatio:
+  """Picks the candidate with the largest q/p; equally among equals."""
+
+  proposal_rules = (Independent,)
+
+  def __call__(self, draft_probs, target_probs, candidates, is_valid):
+    ratios = ratio(target_probs, draft_probs)
+    best = jnp.max(jnp.where(is_valid, ratios[candidates], -1))
+    is_best = is_valid & (ratios[candidates] == best)
+    order = jnp.argsort(ratios)
+    mass = jnp.pad(jnp.cumsum(draft_probs[order]), (1, 0))
+    below, up_to = (mass[jnp.searchsorted(ratios[order], ratios, side=side)] for side in ('left', 'right'))
+    power, total = jnp.ones_like(mass[1:]), jnp.zeros_like(mass[1:])
+    for exists in is_valid:  # F^(n-1) + F^(n-2) f + ... + f^(n-1), for n as many as there are
+      power, total = jnp.where(exists, power * up_to, power), jnp.where(exists, total * below + power, total)
+    probs = draft_probs * total
+    return Pick(is_best / jnp.maximum(jnp.sum(is_best), 1), probs, jnp.where(is_valid, probs[candidates], 0))
+
+
+register(Method('best_ratio', Block(BestRatio()), Independent(), is_lossless=True, source='examples/best_ratio.py'))

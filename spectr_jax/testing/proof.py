@@ -1,0 +1,384 @@
+"""The proof of a method: all that this library can do to find a bias in it, one's own verifiers included."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.generate import generate
+from spectr_jax.methods import METHODS, Method, get_method, with_gumbel
+from spectr_jax.models import table
+from spectr_jax.testing.chi_square import ChiSquare, chi_square, sample_counts
+from spectr_jax.testing.engine import engine_counts, ordinary_law, tiny_transformers
+from spectr_jax.testing.enumeration import enumeration_error
+from spectr_jax.testing.tables import random_tables
+from spectr_jax.tree import TokenTree
+
+LARGEST_ERROR = 1e-10  # float64 sums of a few thousand terms come to 1e-13
+LEVEL = 1e-3
+POWER = 0.95
+
+# (tree, vocabulary, tokens compared): several rounds each, since a round emits at most L + 1 tokens.
+_ENUMERATED = (
+  (TokenTree.chains(1, 3), 3, 5),
+  (TokenTree.chains(2, 2), 3, 4),
+  (TokenTree.chains(3, 2), 2, 5),
+  (TokenTree((0, 0, 1, 1, 2, 4)), 2, 5),
+)
+_NUM_TABLES = 3
+_SAMPLED = TokenTree.chains(3, 2), TokenTree.chains(1, 3)
+_DEFAULT_SAMPLES, _FEWEST_SAMPLES, _SAMPLES_PER_BATCH = 1_000_000, 50_000, 25_000
+_SECONDS = {'sampling': 120, 'engine': 60}
+
+# A Markov chain: one context where the draft cannot draw what the target may, one the other way round, one where the
+# two agree. No text of five tokens is rare.
+_DRAFT_TABLE = np.array([[0.6, 0.0, 0.4], [0.2, 0.3, 0.5], [0.3, 0.3, 0.4]])
+_TARGET_TABLE = np.array([[0.2, 0.5, 0.3], [0.5, 0.5, 0.0], [0.3, 0.3, 0.4]])
+
+_PROMPTS = (3,), (1, 3, 2, 2, 0), (0, 3, 1)
+_SAMPLING = {'temperature': 0.8, 'top_k': 3, 'top_p': 0.95}
+
+Notify = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+  """One comparison and what came out.
+
+  Attributes:
+    part: `exact`, `sampling` or `engine`.
+    compared: The tree, and the joint law or tokens that were compared.
+    measure: What `value` is: `error`, the largest difference between two joint laws; `differing tokens`; `p-value`.
+    value: What was found.
+    limit: The largest error or number of differing tokens, or the smallest p-value, that passes.
+    num_samples: Rows drawn; 0 where everything that can happen was enumerated.
+    detectable_bias: What a bias must come to at least so that the check fails with probability `POWER`: in total
+      variation, for `error` in the probability of one text, for `differing tokens` in the share of rows that differ.
+  """
+
+  part: str
+  compared: str
+  measure: str
+  value: float
+  limit: float
+  num_samples: int
+  detectable_bias: float
+
+  @property
+  def is_passed(self) -> bool:
+    return bool(self.value >= self.limit if self.measure == 'p-value' else self.value <= self.limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+  """What was found out about a method; print it, and `LEGEND`, which explains the table.
+
+  Attributes:
+    method: The method.
+    checks: The comparisons.
+  """
+
+  method: Method
+  checks: tuple[Check, ...]
+
+  @property
+  def is_passed(self) -> bool:
+    return all(check.is_passed for check in self.checks)
+
+  def __str__(self) -> str:
+    rows = [('part', 'compared', 'result', 'limit', 'rows', 'detects', '')]
+    for check in self.checks:
+      is_count = check.measure == 'differing tokens'
+      rows.append(
+        (
+          check.part,
+          check.compared,
+          f'{check.measure} {check.value:.0f}' if is_count else f'{check.measure} {check.value:.2g}',
+          f'{check.limit:.2g}',
+          f'{check.num_samples:,}' if check.num_samples else 'all',
+          f'{check.detectable_bias:.2g}',
+          'pass' if check.is_passed else 'FAIL',
+        )
+      )
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines.insert(1, '─' * max(map(len, lines)))
+    return '\n'.join([*lines, self.conclusion])
+
+  @property
+  def conclusion(self) -> str:
+    """What it comes to, in a line."""
+    method = self.method
+    if self.is_passed:
+      note = '' if method.is_lossless else '; it is registered as not lossless, but nothing here shows it'
+      return f'{method.name} passed: lossless in all that was compared{note}'
+    failed = [check for check in self.checks if not check.is_passed]
+    parts = ' and '.join(dict.fromkeys(check.part for check in failed))
+    if not method.is_lossless:
+      return f'{method.name} FAILED ({parts}), as registered: not lossless, {method.bias or "for no reason given"}'
+    if all(check.measure == 'error' and check.value < 1e-5 for check in failed):
+      return f'{method.name} FAILED ({parts}) by so little that something in its law may be rounded to float32'
+    return f'{method.name} FAILED ({parts}): not lossless, though registered as lossless'
+
+
+LEGEND = f"""\
+exact     the joint law of the first tokens over several rounds, every draft and every decision enumerated,
+          in float64, for {_NUM_TABLES} pairs of random tables; with keys by position the tokens themselves,
+          which are those of Gumbel-max sampling
+sampling  the joint law of the first tokens of the compiled loop on a Markov chain; a chi-square test
+engine    the same on transformers with cache, tree attention, rollback, {len(_PROMPTS)} ragged prompts,
+          temperature, top-k and top-p, against laws without a cache; the smallest p-value of the prompts
+detects   the smallest bias, in total variation, that fails with probability {POWER:g}, whatever it looks like
+limit     one seed in {1 / LEVEL:,.0f} gives a lossless method a p-value below it; to tell chance from a bias,
+          repeat with another seed and twice the samples\
+"""
+
+
+def _name_of(tree: TokenTree) -> str:
+  if not tree.num_nodes:
+    return 'no drafts'
+  if tree.is_chains:
+    length = tree.max_depth
+    return f'chains {tree.num_nodes // length}x{length}'
+  return f'tree of {tree.num_nodes}'
+
+
+def _allows(method: Method, tree: TokenTree) -> bool:
+  try:
+    return method.tree_for(tree) == tree
+  except ValueError:
+    return False
+
+
+def _trees_for(method: Method, trees) -> list[TokenTree]:
+  """Those of `trees` that the method is defined for; the empty one for a method that drafts nothing.
+
+  Raises:
+    ValueError: There is none.
+  """
+  allowed = [tree for tree in ([TokenTree()] if method.max_drafts == 0 else trees) if _allows(method, tree)]
+  if not allowed:
+    raise ValueError(f'{method.name} allows none of the trees of the proof: {", ".join(map(_name_of, trees))}')
+  return allowed
+
+
+def _where(error: BaseException) -> str:
+  """' (file:line)' of the frame to look at: the deepest outside this library, else the deepest in it; else nothing."""
+  foreign = tuple(sysconfig.get_paths()[name] for name in ('stdlib', 'purelib', 'platlib'))
+  frames = [
+    frame
+    for frame in traceback.extract_tb(error.__traceback__)
+    if not frame.filename.startswith((*foreign, '<')) and frame.filename != __file__
+  ]
+  package = __file__.removesuffix('testing/proof.py')
+  outside = [frame for frame in frames if not frame.filename.startswith(package)]
+  for frame in (outside or frames)[-1:]:
+    return f' ({frame.filename}:{frame.lineno})'
+  return ''
+
+
+def describe_error(error: BaseException) -> str:
+  """An exception in a line: its type, the first line of what it says, and where it comes from."""
+  lines = str(error).strip().splitlines()
+  return f'{type(error).__name__}{": " + lines[0] if lines else ""}{_where(error)}'
+
+
+@contextlib.contextmanager
+def _during(method: Method, part: str) -> Iterator[None]:
+  try:
+    yield
+  except Exception as error:  # a verifier may raise anything
+    raise ValueError(f'{method.name} raised in part {part}: {describe_error(error)}') from error
+
+
+class _Progress:
+  """Counts steps for a callback."""
+
+  def __init__(self, name: str, notify: Notify, total: int):
+    self._name, self._notify, self._total = name, notify, total
+    self._done, self._what = 0, ''
+
+  def begin(self, what: str) -> None:
+    self._what = f'{self._name}: {what}'
+    self._notify(self._what, self._done, self._total)
+
+  def advance(self, steps: int = 1) -> None:
+    self._done += steps
+    self._notify(self._what, self._done, self._total)
+
+
+def _exact(method: Method, seed: int, progress: _Progress) -> list[Check]:
+  """Every draft and every decision over several rounds, in float64."""
+  if method.max_drafts == 0:
+    cases = [(TokenTree(), 3, 4)]
+  else:
+    allowed = _trees_for(method, [tree for tree, _, _ in _ENUMERATED])
+    cases = [case for case in _ENUMERATED if case[0] in allowed]
+  checks = []
+  for tree, vocab_size, num_tokens in cases:
+    progress.begin(f'exact, {_name_of(tree)}')
+    errors = []
+    for index in range(_NUM_TABLES):
+      tables = random_tables(_NUM_TABLES * seed + index, vocab_size, num_tokens + tree.max_depth)
+      errors.append(enumeration_error(method, tree, tables, num_tokens))
+    compared = f'{_name_of(tree)}, {num_tokens} tokens of {vocab_size}'
+    # numpy's maximum, unlike Python's, keeps a NaN.
+    checks.append(Check('exact', compared, 'error', float(np.max(errors)), LARGEST_ERROR, 0, LARGEST_ERROR))
+    progress.advance()
+  return checks
+
+
+def _markov_models():
+  with np.errstate(divide='ignore'):
+    return [table.table_model(jnp.asarray(np.log(laws), jnp.float32)) for laws in (_TARGET_TABLE, _DRAFT_TABLE)]
+
+
+def _token_for_token(method: Method, num_rows: int, seed: int, progress: _Progress) -> list[Check]:
+  """Against Gumbel-max sampling with the same keys."""
+  num_tokens = 8
+  target, draft = _markov_models()
+
+  def tokens_of(method, tree):
+    prompts = jnp.zeros((num_rows, 1), jnp.int32), jnp.ones(num_rows, jnp.int32)
+    sampled = generate(
+      jax.random.key(seed), target, draft, *prompts, method=method, tree=tree, max_new_tokens=num_tokens
+    )
+    return np.asarray(sampled.tokens)
+
+  reference = tokens_of(with_gumbel(METHODS['autoregressive']), TokenTree())
+  checks = []
+  for tree in _trees_for(method, [tree for tree, _, _ in _ENUMERATED]):
+    progress.begin(f'exact, {_name_of(tree)}')
+    differing = int((tokens_of(method, tree) != reference).sum())
+    compared = f'{_name_of(tree)}, {num_tokens} tokens, same keys'
+    # A row differs with probability d: all n agree with probability (1 - d)^n.
+    detected = 1 - (1 - POWER) ** (1 / num_rows)
+    checks.append(Check('exact', compared, 'differing tokens', differing, 0, num_rows, detected))
+    progress.advance()
+  return checks
+
+
+def _draw(part: str, num_samples: int, num_batches: int, is_limited: bool, progress: _Progress, draw_batch):
+  """Sums the counts of batches, of which fewer are drawn than asked for where time is limited and runs out.
+
+  Args:
+    part: The part, which has a limit.
+    num_samples: Rows in all.
+    num_batches: Batches in all.
+    is_limited: Whether time is limited.
+    progress: Told of every batch.
+    draw_batch: From index and size to counts.
+  """
+  size = -(-num_samples // num_batches)
+  fewest = -(-_FEWEST_SAMPLES * num_batches // _DEFAULT_SAMPLES)
+  counts, start = 0, None
+  for batch in range(num_batches):
+    # The first batch is not counted: it compiles.
+    if is_limited and batch >= fewest and time.monotonic() - start > _SECONDS[part]:
+      progress.advance(num_batches - batch)
+      break
+    counts = counts + draw_batch(batch, size)
+    start = time.monotonic() if start is None else start
+    progress.advance()
+  return counts
+
+
+def _to_check(part: str, compared: str, results: list[ChiSquare]) -> Check:
+  # Two parts that may each be wrong by chance share the level, and so do the tests within a part.
+  level = LEVEL / 2 / len(results)
+  worst = min(results, key=lambda result: result.p_value)
+  if min(result.num_cells for result in results) < 2:
+    raise ValueError(f'{compared}: too few samples to compare anything')
+  detected = max(result.detectable_bias(level, POWER) for result in results)
+  return Check(part, compared, 'p-value', worst.p_value, level, sum(r.num_samples for r in results), detected)
+
+
+def prove(
+  method: str | Method, *, num_samples: int | None = None, seed: int = 0, notify: Notify | None = None
+) -> Proof:
+  """Looks for a bias in a method, in three parts.
+
+  1. Exact: the joint law of the first tokens over several rounds, by enumerating every draft and decision in float64
+     with the verifier's own `law` and `advance`, for several trees and for random tables that hold zeros and contexts
+     where draft and target agree. A seed-exact method, whose law given the guesses is not a finite sum, is compared
+     token for token with Gumbel-max sampling under the same keys instead.
+  2. Sampling: the compiled loop, and with it the verifier's `verify`, on a Markov chain; a chi-square test of the joint
+     law of the first L + 2 tokens.
+  3. Engine: the loop on tiny transformers with cache, tree attention, rollback, ragged prompts, temperature, top-k and
+     top-p; chi-square tests against the law of ordinary sampling, computed without a cache.
+
+  The tests share the level `LEVEL`, so that a lossless method fails once in a thousand seeds. `Check.detectable_bias`
+  says what they would have found with probability `POWER`.
+
+  Args:
+    method: A name of `METHODS`, or a `Method`.
+    num_samples: Rows of the second part, rounded up to whole batches; the third draws a twentieth for each of three
+      prompts. None for a million, or as many as fit into two minutes and one for the third part if the method is slow,
+      but at least 50,000.
+    seed: Seed of tables and samples.
+    notify: Called with what is done, and the steps done and in all.
+
+  Raises:
+    ValueError: There is no such method; `num_samples` is not from 10,000 to 10**9, or the seed not from 0 to 2**31 - 1;
+      the method allows none of the trees, or raises, in which case the message says where.
+  """
+  method = get_method(method)
+  if num_samples is not None and not 10_000 <= num_samples <= 10**9:
+    raise ValueError(f'num_samples must be from 10,000 to 10**9, got {num_samples:,}')
+  if not 0 <= seed < 2**31:
+    raise ValueError(f'seed must be from 0 to 2**31 - 1, got {seed}')
+  is_limited = num_samples is None
+  num_samples = _DEFAULT_SAMPLES if is_limited else num_samples
+  num_batches = -(-num_samples // _SAMPLES_PER_BATCH)
+  num_engine_batches = -(-num_batches // 4)
+  num_enumerated = len(_trees_for(method, [tree for tree, _, _ in _ENUMERATED]))
+  progress = _Progress(method.name, notify or (lambda *_: None), num_enumerated + num_batches + num_engine_batches)
+  key = jax.random.key(seed)
+
+  with _during(method, 'exact'):
+    if method.is_seed_exact:
+      checks = _token_for_token(method, min(num_samples, 2**16), seed, progress)
+    else:
+      checks = _exact(method, seed, progress)
+
+  tree = _trees_for(method, _SAMPLED)[0]
+  num_tokens = tree.max_depth + 2
+  common = {'method': method, 'tree': tree, 'num_tokens': num_tokens}
+  compared = f'{_name_of(tree)}, {num_tokens} tokens of'
+
+  progress.begin(f'sampling, {_name_of(tree)}')
+  with _during(method, 'sampling'):
+    target, draft = _markov_models()
+
+    def draw_rows(batch, size):
+      batch_key = jax.random.fold_in(key, batch)
+      return sample_counts(batch_key, target, draft, np.array([0]), num_samples=size, batch_size=size, **common)
+
+    counts = _draw('sampling', num_samples, num_batches, is_limited, progress, draw_rows)
+  law = _TARGET_TABLE[0]
+  for _ in range(num_tokens - 1):
+    law = law[..., None] * _TARGET_TABLE
+  checks.append(_to_check('sampling', f'{compared} {target.vocab_size}', [chi_square(counts, law)]))
+
+  progress.begin(f'engine, {_name_of(tree)}')
+  # On accelerators products of low precision would make the target's law depend on the shape of a call.
+  with _during(method, 'engine'), jax.default_matmul_precision('highest'):
+    target, draft = tiny_transformers(vocab_size=4)
+
+    def draw_prompts(batch, size):
+      batch_key = jax.random.fold_in(key, num_batches + batch)
+      return engine_counts(batch_key, target, draft, _PROMPTS, num_samples=size, batch_size=size, **common, **_SAMPLING)
+
+    counts = _draw('engine', num_samples // 20, num_engine_batches, is_limited, progress, draw_prompts)
+    laws = [ordinary_law(target, prompt, num_tokens, **_SAMPLING) for prompt in _PROMPTS]
+  results = [chi_square(found, law) for found, law in zip(counts, laws)]
+  checks.append(_to_check('engine', f'{compared} {target.vocab_size}', results))
+  return Proof(method, tuple(checks))

@@ -1,0 +1,235 @@
+"""The command that proves: what passes, what fails and where, and what it refuses."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from decode.prove import find_methods
+from spectr_jax import METHODS
+from spectr_jax.testing import prove
+
+_REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+
+
+def run_command(*arguments, cwd=_REPOSITORY):
+  """`python -m decode.prove` with `arguments`; output is captured as text."""
+  env = {**os.environ, 'PYTHONPATH': str(_REPOSITORY), 'JAX_PLATFORMS': 'cpu', 'PYTHONIOENCODING': 'utf-8'}
+  env['JAX_DISABLE_MOST_OPTIMIZATIONS'] = '1'  # compiling takes longer than running here
+  command = [sys.executable, '-m', 'decode.prove', *map(str, arguments)]
+  return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=900)
+
+
+def rows_of(stdout):
+  """The tables' rows, split into cells."""
+  rows = [re.split(r'\s{2,}', line) for line in stdout.splitlines()]
+  return [row for row in rows if row[-1] in ('pass', 'FAIL')]
+
+
+def write_module(path, text):
+  path.write_text(textwrap.dedent(text), encoding='utf-8')
+  return path.stem
+
+
+def test_the_example_is_lossless():
+  ran = run_command('--method=best_ratio', '--module=examples.best_ratio', '--num_samples=20000')
+  assert ran.returncode == 0, ran.stdout + ran.stderr
+  rows = rows_of(ran.stdout)
+  assert [row[0] for row in rows] == ['exact'] * 4 + ['sampling', 'engine']
+  assert [row[1] for row in rows[:4]] == [
+    'chains 1x3, 5 tokens of 3', 'chains 2x2, 4 tokens of 3', 'chains 3x2, 5 tokens of 2', 'tree of 6, 5 tokens of 2',
+  ]  # fmt: skip
+  for row in rows[:4]:
+    assert float(row[2].removeprefix('error ')) < 1e-12
+    assert row[3:6] == ['1e-10', 'all', '1e-10']
+  assert [row[4] for row in rows[4:]] == ['20,000', '3,000']
+  for row, limit, largest in zip(rows[4:], (5e-4, 1e-3 / 6), (0.035, 0.4)):
+    assert float(row[2].removeprefix('p-value ')) > limit == pytest.approx(float(row[3]), rel=0.03)
+    assert 0.005 < float(row[5]) < largest
+  lines = ran.stdout.splitlines()
+  assert 'best_ratio passed: lossless in all that was compared' in lines
+  assert (
+    'detects   the smallest bias, in total variation, that fails with probability 0.95, whatever it looks like' in lines
+  )
+  assert lines[-1] == 'passed: best_ratio'
+  assert [line.partition('] ')[2] for line in ran.stderr.splitlines()] == [
+    'best_ratio: exact, chains 1x3', 'best_ratio: exact, chains 2x2', 'best_ratio: exact, chains 3x2',
+    'best_ratio: exact, tree of 6', 'best_ratio: sampling, chains 3x2', 'best_ratio: engine, chains 3x2',
+  ]  # fmt: skip
+
+
+_BROKEN = """
+  import dataclasses
+
+  import jax.numpy as jnp
+
+  from spectr_jax import Method, register
+  from spectr_jax.couplings import Maximal, Only
+  from spectr_jax.proposal import Independent
+  from spectr_jax.verify import Block, Walk
+
+
+  class WrongResidual(Maximal):
+    def __call__(self, draft_probs, target_probs, candidates, is_valid):
+      outcome = super().__call__(draft_probs, target_probs, candidates, is_valid)
+      return dataclasses.replace(outcome, residual=target_probs)
+
+
+  class OneUniform(Walk):
+    '''Its law is right, but all depths draw with the same key.'''
+
+    def verify(self, keys, tree, proposal, target_probs, state):
+      return super().verify(keys[jnp.zeros(len(keys), jnp.int32)], tree, proposal, target_probs, state)
+
+
+  for name, verifier, is_seed_exact in (
+    ('wrong_residual', Walk(WrongResidual()), False),
+    ('one_uniform', OneUniform(Maximal()), False),
+    ('keyed_by_position', Block(Only()), True),
+  ):
+    register(Method(
+      name, verifier, Independent(), is_lossless=True, source='test', max_drafts=1, is_seed_exact=is_seed_exact
+    ))
+"""
+
+
+def test_what_is_broken_fails_where_it_shows(tmp_path):
+  """A module in the working directory; without a method, all that it registers are proven."""
+  write_module(tmp_path / 'broken.py', _BROKEN)
+  ran = run_command('--module=broken', '--num_samples=30000', cwd=tmp_path)
+  assert ran.returncode == 1
+  assert 'Traceback' not in ran.stderr
+  assert ran.stdout.splitlines()[-1] == 'FAILED: wrong_residual, one_uniform, keyed_by_position'
+  tables = ran.stdout.split('part  ')[1:]
+  wrong_residual, one_uniform, keyed_by_position = ({row[0]: row for row in rows_of(table)} for table in tables)
+  # A fault of the law shows in the law, and in what is drawn.
+  assert (wrong_residual['exact'][-1], wrong_residual['sampling'][-1]) == ('FAIL', 'FAIL')
+  assert float(wrong_residual['exact'][2].removeprefix('error ')) > 1e-2
+  # One of the draws alone does not.
+  assert (one_uniform['exact'][-1], one_uniform['sampling'][-1]) == ('pass', 'FAIL')
+  assert 'one_uniform FAILED (sampling' in ran.stdout
+  assert (keyed_by_position['exact'][-1], keyed_by_position['sampling'][-1]) == ('FAIL', 'FAIL')
+  assert int(keyed_by_position['exact'][2].removeprefix('differing tokens ')) > 10_000
+  assert 'wrong_residual FAILED (exact and sampling' in ran.stdout
+  assert ran.stdout.count('not lossless, though registered as lossless') == 3
+
+
+@pytest.mark.slow
+def test_seed_exact_methods_are_compared_token_for_token():
+  proof = prove('ersd', num_samples=10_000)
+  assert proof.is_passed, proof
+  exact = [check for check in proof.checks if check.part == 'exact']
+  assert [check.compared.split(',')[0] for check in exact] == ['chains 1x3', 'chains 2x2', 'chains 3x2', 'tree of 6']
+  assert {(check.measure, check.value, check.limit, check.num_samples) for check in exact} == {
+    ('differing tokens', 0, 0, 10_000)
+  }
+  # 10,000 rows all agree with probability .05 if a share of .0003 differs.
+  assert exact[0].detectable_bias == pytest.approx(3e-4, rel=0.01)
+
+
+_RAISES = """
+  from spectr_jax import Method, register
+  from spectr_jax.couplings import Maximal
+  from spectr_jax.proposal import Independent
+  from spectr_jax.verify import Walk
+
+
+  class Raises(Walk):
+    def verify(self, keys, tree, proposal, target_probs, state):
+      if target_probs[0, 0] > 0:
+        return None
+
+
+  register(Method('raises', Raises(Maximal()), Independent(), is_lossless=True, source='test', max_drafts=1))
+"""
+
+
+def test_a_verifier_that_raises(tmp_path):
+  write_module(tmp_path / 'raises.py', _RAISES)
+  ran = run_command('--module=raises', '--method=raises', '--num_samples=10000', cwd=tmp_path)
+  assert ran.returncode == 1
+  assert ran.stdout == ''
+  *progress, error = ran.stderr.splitlines()
+  assert len(progress) == 2
+  assert error.startswith('error: raises raised in part sampling: TracerBoolConversionError: ')
+  assert error.endswith(f'({tmp_path / "raises.py"}:10)')
+
+
+def test_bad_flags_end_in_a_line():
+  ran = run_command('--num_samples=many', '--method=spectr')
+  assert ran.returncode == 1
+  assert ran.stderr.startswith('error: flag --num_samples=many')
+  assert len(ran.stderr.splitlines()) == 1
+
+
+_MODULES = {
+  'prove_empty': '',
+  'prove_raises': 'import math\n\nmath.sqrt(-1)\n',
+  'prove_exits': 'import sys\n\nsys.exit("no way")\n',
+  'prove_unfinished': 'def f(:\n',
+  'prove_needs': 'import nothing_of_that_name\n',
+  'prove_taken': """
+    import dataclasses
+    from spectr_jax import METHODS, register
+    register(dataclasses.replace(METHODS['race'], name='spectr'))
+  """,
+  'prove_mismatch': """
+    from spectr_jax import METHODS, Method, register
+    from spectr_jax.proposal import WithoutReplacement
+    register(Method('m', METHODS['spectr'].verifier, WithoutReplacement(), is_lossless=True, source=''))
+  """,
+}
+_ALLOWED = ', '.join(METHODS)
+
+
+@pytest.mark.parametrize(
+  ('names', 'module', 'parts'),
+  [
+    ([], None, ['no method given; allowed: ', _ALLOWED]),
+    ([''], None, ["unknown method ''", _ALLOWED]),
+    (['spectr', 'magic'], None, ["unknown method 'magic'", _ALLOWED]),
+    ([], 'prove_empty', ['prove_empty registers no method', 'spectr_jax.register', _ALLOWED]),
+    (['magic'], 'prove_empty', ["unknown method 'magic'"]),
+    (['spectr'], 'prove_raises', ['cannot import prove_raises: ValueError: ', 'prove_raises.py:3)']),
+    (['spectr'], 'prove_exits', ['cannot import prove_exits: SystemExit: no way', 'prove_exits.py:3)']),
+    (['spectr'], 'prove_unfinished', ['cannot import prove_unfinished: SyntaxError: ', 'prove_unfinished.py, line 1']),
+    (
+      ['spectr'],
+      'prove_needs',
+      ["cannot import prove_needs: ModuleNotFoundError: No module named 'nothing_of_that_name'"],
+    ),
+    (
+      ['spectr'],
+      'prove_taken',
+      ["prove_taken: ValueError: there is another method named 'spectr'", 'prove_taken.py:4)'],
+    ),
+    ([], 'prove_mismatch', ['children are drawn independent, not without_replacement', 'prove_mismatch.py:4)']),
+    (['spectr'], 'prove_missing', ['there is no prove_missing here']),
+    (['spectr'], 'prove_empty.part', ['there is no prove_empty.part here']),
+    (['spectr'], 'prove_empty.py', ['there is no prove_empty.py here']),
+    (['spectr'], './prove_empty.py', ['module must be a name, such as examples.best_ratio for', "'./prove_empty.py'"]),
+    (['spectr'], '.prove_empty', ['module must be a name']),
+  ],
+)
+def test_what_is_refused(tmp_path, monkeypatch, names, module, parts):
+  for name, text in _MODULES.items():
+    write_module(tmp_path / f'{name}.py', text)
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(tmp_path)
+  before = set(METHODS)
+  with pytest.raises(ValueError, match='allowed: |cannot import|there is no|must be a name') as caught:
+    find_methods(names, module)
+  for part in parts:
+    assert part in str(caught.value)
+  assert '\n' not in str(caught.value)
+  assert set(METHODS) == before
+  for name in _MODULES:
+    sys.modules.pop(name, None)
+
+
+def test_methods_are_found_once():
+  assert [method.name for method in find_methods(['spectr', 'block', 'spectr'], None)] == ['spectr', 'block']

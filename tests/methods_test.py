@@ -1,0 +1,182 @@
+"""The registry: what a method says of itself, and combinations that would not keep the law are refused."""
+
+import dataclasses
+
+import pytest
+
+from spectr_jax import METHODS, TokenTree, get_method, with_children, with_epsilon, with_gumbel
+from spectr_jax.couplings import KSeq, Maximal, OverAccept, Recursive
+from spectr_jax.methods import Method
+from spectr_jax.proposal import FirstArrivals, Independent, WithoutReplacement
+from spectr_jax.testing import CONTROLS
+from spectr_jax.verify import Block, GreedyBlock, SeedExact, Traversal, Walk
+
+CHAIN, CHAINS, PREFIX, UNEQUAL = (
+  TokenTree.chains(1, 3),
+  TokenTree.chains(2, 3),
+  TokenTree.prefix((2, 2)),
+  TokenTree((0, 0, 1, 1, 2, 4)),
+)
+RULES = {'independent': Independent(), 'without_replacement': WithoutReplacement(), 'first_arrivals': FirstArrivals()}
+# What each method's children may be; only traversal verification has two versions.
+CHILDREN = {name: {'independent'} for name in METHODS} | {
+  'gsd': {'without_replacement'},
+  'ersd': {'first_arrivals'},
+  'traversal': {'independent', 'without_replacement'},
+}
+
+
+def test_the_methods():
+  assert list(METHODS)[:15] == [  # others may have been registered
+    'autoregressive',
+    'speculative',
+    'spectr',
+    'specinfer',
+    'batch',
+    'gsd',
+    'ersd',
+    'block',
+    'greedy_block',
+    'spectr_gbv',
+    'race',
+    'race_block',
+    'traversal',
+    'decoding_opt',
+    'decoding_uno',
+  ]
+  assert not METHODS.keys() & CONTROLS.keys()
+  # Twice the same would be two names for one thing.
+  assert len({dataclasses.replace(method, name='', source='', bias='') for method in METHODS.values()}) == len(METHODS)
+
+
+@pytest.mark.parametrize('method', METHODS.values(), ids=lambda method: method.name)
+def test_what_a_method_says_of_itself(method):
+  assert METHODS[method.name] is method
+  assert get_method(method.name) is method
+  assert get_method(method) is method
+  assert method.source
+  assert bool(method.bias) == (not method.is_lossless)
+  # The one method for which keys by position are right is the one whose verifier shares its noise with drafting.
+  assert method.is_seed_exact == isinstance(method.verifier, SeedExact)
+  assert hash(method) == hash(dataclasses.replace(method))
+
+
+def test_what_is_not_lossless_is_marked():
+  assert {name for name, method in METHODS.items() if not method.is_lossless} == {
+    'spectr_gbv',
+    'decoding_opt',
+    'decoding_uno',
+  }
+  assert not any(method.is_lossless for method in CONTROLS.values())
+
+
+def test_an_unknown_method_is_refused():
+  with pytest.raises(ValueError, match='unknown method .guessing.; allowed: autoregressive, speculative, spectr'):
+    get_method('guessing')
+
+
+@pytest.mark.parametrize(
+  ('verifier', 'rule', 'allowed'),
+  [
+    (Walk(Maximal()), WithoutReplacement(), 'independent'),
+    (Walk(KSeq()), WithoutReplacement(), 'independent'),
+    (Walk(KSeq()), FirstArrivals(), 'independent'),
+    (Walk(Recursive()), WithoutReplacement(), 'independent'),
+    (Walk(Recursive(with_replacement=False)), Independent(), 'without_replacement'),
+    (Walk(Recursive(with_replacement=False)), FirstArrivals(), 'without_replacement'),
+    (METHODS['race'].verifier, WithoutReplacement(), 'independent'),
+    (METHODS['race_block'].verifier, WithoutReplacement(), 'independent'),
+    (METHODS['block'].verifier, FirstArrivals(), 'independent'),
+    (GreedyBlock(), WithoutReplacement(), 'independent'),
+    (Traversal(), WithoutReplacement(), 'independent'),
+    (Traversal(with_replacement=False), Independent(), 'without_replacement'),
+    (SeedExact(), Independent(), 'first_arrivals'),
+    (SeedExact(), WithoutReplacement(), 'first_arrivals'),
+    (Walk(OverAccept(0.1, has_best_residual=True)), WithoutReplacement(), 'independent'),
+  ],
+)
+def test_children_that_a_verifier_is_not_right_for_are_refused(verifier, rule, allowed):
+  message = f"mine: what it emits has the target's law only if children are drawn {allowed}, not {rule.name}"
+  with pytest.raises(ValueError, match=message):
+    Method('mine', verifier, rule, is_lossless=True, source='none')
+  Method('mine', verifier, RULES[allowed], is_lossless=True, source='none')
+
+
+@pytest.mark.parametrize('name', list(METHODS))
+def test_trees_that_a_theory_does_not_cover_are_refused(name):
+  method = METHODS[name]
+  if name == 'autoregressive':
+    for tree in (None, TokenTree(), CHAIN, CHAINS):
+      assert method.tree_for(tree) == TokenTree()
+    return
+  for tree in (None, TokenTree()):
+    with pytest.raises(ValueError, match=f'{name} needs guesses: give it a tree, such as'):
+      method.tree_for(tree)
+  assert method.tree_for(CHAIN) is CHAIN
+  if name in ('speculative', 'block', 'greedy_block', 'decoding_opt', 'decoding_uno'):
+    for tree in (CHAINS, PREFIX, UNEQUAL, TokenTree.chains(2, 1)):
+      with pytest.raises(ValueError, match=f'{name} verifies a single draft: num_drafts must be 1'):
+        method.tree_for(tree)
+    return
+  assert method.tree_for(CHAINS) is CHAINS
+  for tree in (PREFIX, UNEQUAL):
+    if name == 'spectr_gbv':
+      with pytest.raises(ValueError, match=f'{name} is defined for drafts of equal length .* the tree must be chains'):
+        method.tree_for(tree)
+    else:
+      assert method.tree_for(tree) is tree
+
+
+@pytest.mark.parametrize('name', list(METHODS))
+@pytest.mark.parametrize('children', list(RULES))
+def test_other_children(name, children):
+  if children not in CHILDREN[name]:
+    with pytest.raises(ValueError, match=f'{name}: what it emits .* not {children}'):
+      with_children(METHODS[name], children)
+    return
+  method = with_children(METHODS[name], children)
+  assert method.proposal_rule == RULES[children]
+  assert with_children(method, children) == method
+  assert (method == METHODS[name]) == (METHODS[name].proposal_rule.name == children)
+  if name == 'traversal':
+    assert method.verifier == Traversal(with_replacement=children == 'independent')
+    assert with_children(method, 'independent') == METHODS['traversal']
+
+
+def test_unknown_children_are_refused():
+  message = 'children must be one of independent, without_replacement, first_arrivals, got .sorted.'
+  with pytest.raises(ValueError, match=message):
+    with_children(METHODS['traversal'], 'sorted')
+
+
+def test_epsilon():
+  for name in ('decoding_opt', 'decoding_uno'):
+    method = with_epsilon(METHODS[name], 0.3)
+    assert method.verifier.coupling == OverAccept(0.3, has_best_residual=name == 'decoding_opt')
+    assert with_epsilon(method, METHODS[name].verifier.coupling.epsilon) == METHODS[name]
+    with pytest.raises(ValueError, match='epsilon must be at least 0, got -0.1'):
+      with_epsilon(METHODS[name], -0.1)
+  # Nothing else accepts more than it may, by however much.
+  for name in METHODS.keys() - {'decoding_opt', 'decoding_uno'}:
+    assert with_epsilon(METHODS[name], 0.3) is METHODS[name]
+
+
+def test_gumbel():
+  method = with_gumbel(METHODS['autoregressive'])
+  assert method.is_seed_exact
+  assert method.is_lossless
+  assert method.verifier == METHODS['ersd'].verifier
+  assert method.proposal_rule == METHODS['ersd'].proposal_rule
+  assert method.tree_for(CHAINS) == TokenTree()
+  for name in METHODS.keys() - {'autoregressive'}:
+    with pytest.raises(ValueError, match=f'{name} drafts; Gumbel-max sampling with shared keys is autoregressive'):
+      with_gumbel(METHODS[name])
+
+
+def test_a_control_differs_from_a_method_in_what_is_broken_alone():
+  """Else it would show that something else is caught."""
+  for name, keyed in (('block', 'block_keyed_by_position'), ('race_block', 'race_block_keyed_by_position')):
+    control = CONTROLS[keyed]
+    same = {field: getattr(METHODS[name], field) for field in ('name', 'source', 'is_lossless')}
+    assert dataclasses.replace(control, **same, is_seed_exact=False) == METHODS[name]
+  assert isinstance(CONTROLS['race_block_one_ticket'].verifier, Block)
