@@ -354,7 +354,7 @@ def test_negative_epsilon_is_refused(epsilon):
 
 @pytest.mark.parametrize(('race', 'n'), [*((race, n) for race in RACES for n in (2, 3)), (RACES[0], 1)])
 def test_the_law_of_a_pick(race, n):
-  """`Pick.probs` is the law of what `Pick.pick_probs` picks, over all tuples of candidates; repeats have two tickets."""
+  """`Pick.probs` is the law of what `Pick.pick_probs` picks, over all tuples of candidates; repeats count twice."""
   for p, q in _laws():
     tuples, weights = _candidates(p, 3, Independent)
     pick = _jitted(race)(p, q, tuples, np.broadcast_to(np.arange(3) < n, tuples.shape))
@@ -402,7 +402,7 @@ def _language_laws(seed, count=24, vocab_size=4096):
 
 @pytest.mark.parametrize('num_rounds', [Race.num_rounds, 0])
 def test_races_on_a_large_vocabulary(num_rounds):
-  """In float32: a law to within rounding; at most the optimum, and with fitted weights at least .97 of it on average."""
+  """In float32: a law to within rounding; at most the optimum, with fitted weights at least .97 of it on average."""
   drafts, targets = _language_laws(0)
   overlaps = np.minimum(drafts, targets).sum(1)
   assert overlaps.min() < 0.5 < 0.9 < overlaps.max()

@@ -40,7 +40,7 @@ def _commit(drafter, state, path, num_accepted, next_token, tree):
 
 
 def _keys(seed):
-  return jax.random.split(jax.random.key(seed), 4)
+  return jax.random.split(jax.random.key(seed), (4, 8))  # per row and depth
 
 
 def _prompts(seed):
@@ -128,7 +128,7 @@ def test_laws_are_those_drawn_from(draft, tree):
       law = probs[row, tree.law_index[parent]]
       drawn = tokens[row, first - 1 : first - 1 + count]
       assert (law[drawn] > 0).all()
-      np.testing.assert_array_equal(redraw(keys[row], law, first, count), drawn)
+      np.testing.assert_array_equal(redraw(keys[row, tree.depths[parent]], law, first, count), drawn)
 
 
 def test_rows_and_siblings_have_their_own_noise(draft):

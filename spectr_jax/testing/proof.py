@@ -136,6 +136,7 @@ exact     the joint law of the first tokens over several rounds, every draft and
 sampling  the joint law of the first tokens of the compiled loop on a Markov chain; a chi-square test
 engine    the same on transformers with cache, tree attention, rollback, {len(_PROMPTS)} ragged prompts,
           temperature, top-k and top-p, against laws without a cache; the smallest p-value of the prompts
+rows      those drawn: if num_samples is not given a million, or as many as fit into two minutes
 detects   the smallest bias, in total variation, that fails with probability {POWER:g}, whatever it looks like
 limit     one seed in {1 / LEVEL:,.0f} gives a lossless method a p-value below it; to tell chance from a bias,
           repeat with another seed and twice the samples\
@@ -229,7 +230,7 @@ def _exact(method: Method, seed: int, progress: _Progress) -> list[Check]:
     for index in range(_NUM_TABLES):
       tables = random_tables(_NUM_TABLES * seed + index, vocab_size, num_tokens + tree.max_depth)
       errors.append(enumeration_error(method, tree, tables, num_tokens))
-    compared = f'{_name_of(tree)}, {num_tokens} tokens of {vocab_size}'
+    compared = f'{_name_of(tree)}, {num_tokens} tokens, V={vocab_size}'
     # numpy's maximum, unlike Python's, keeps a NaN.
     checks.append(Check('exact', compared, 'error', float(np.max(errors)), LARGEST_ERROR, 0, LARGEST_ERROR))
     progress.advance()
@@ -258,7 +259,7 @@ def _token_for_token(method: Method, num_rows: int, seed: int, progress: _Progre
   for tree in _trees_for(method, [tree for tree, _, _ in _ENUMERATED]):
     progress.begin(f'exact, {_name_of(tree)}')
     differing = int((tokens_of(method, tree) != reference).sum())
-    compared = f'{_name_of(tree)}, {num_tokens} tokens, same keys'
+    compared = f'{_name_of(tree)}, {num_tokens} tokens, V={target.vocab_size}'
     # A row differs with probability d: all n agree with probability (1 - d)^n.
     detected = 1 - (1 - POWER) ** (1 / num_rows)
     checks.append(Check('exact', compared, 'differing tokens', differing, 0, num_rows, detected))
@@ -352,7 +353,7 @@ def prove(
   tree = _trees_for(method, _SAMPLED)[0]
   num_tokens = tree.max_depth + 2
   common = {'method': method, 'tree': tree, 'num_tokens': num_tokens}
-  compared = f'{_name_of(tree)}, {num_tokens} tokens of'
+  compared = f'{_name_of(tree)}, {num_tokens} tokens, V='
 
   progress.begin(f'sampling, {_name_of(tree)}')
   with _during(method, 'sampling'):
@@ -366,7 +367,7 @@ def prove(
   law = _TARGET_TABLE[0]
   for _ in range(num_tokens - 1):
     law = law[..., None] * _TARGET_TABLE
-  checks.append(_to_check('sampling', f'{compared} {target.vocab_size}', [chi_square(counts, law)]))
+  checks.append(_to_check('sampling', f'{compared}{target.vocab_size}', [chi_square(counts, law)]))
 
   progress.begin(f'engine, {_name_of(tree)}')
   # On accelerators products of low precision would make the target's law depend on the shape of a call.
@@ -380,5 +381,5 @@ def prove(
     counts = _draw('engine', num_samples // 20, num_engine_batches, is_limited, progress, draw_prompts)
     laws = [ordinary_law(target, prompt, num_tokens, **_SAMPLING) for prompt in _PROMPTS]
   results = [chi_square(found, law) for found, law in zip(counts, laws)]
-  checks.append(_to_check('engine', f'{compared} {target.vocab_size}', results))
+  checks.append(_to_check('engine', f'{compared}{target.vocab_size}', results))
   return Proof(method, tuple(checks))

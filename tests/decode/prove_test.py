@@ -41,7 +41,7 @@ def test_the_example_is_lossless():
   rows = rows_of(ran.stdout)
   assert [row[0] for row in rows] == ['exact'] * 4 + ['sampling', 'engine']
   assert [row[1] for row in rows[:4]] == [
-    'chains 1x3, 5 tokens of 3', 'chains 2x2, 4 tokens of 3', 'chains 3x2, 5 tokens of 2', 'tree of 6, 5 tokens of 2',
+    'chains 1x3, 5 tokens, V=3', 'chains 2x2, 4 tokens, V=3', 'chains 3x2, 5 tokens, V=2', 'tree of 6, 5 tokens, V=2',
   ]  # fmt: skip
   for row in rows[:4]:
     assert float(row[2].removeprefix('error ')) < 1e-12
