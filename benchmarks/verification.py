@@ -5,7 +5,7 @@ Models    none: laws of a language model's shape, drawn at random, a law per con
 Guesses   drawn by the method's own rule; single-draft methods get one draft
 
 Each context's target logits are Gaussian with a standard deviation that is uniform in [3, 6], and the draft's are the
-same plus Gaussian noise of 0.9: at a vocabulary of 32000 they overlap by 1 - TV = .70 on average, with an entropy of 3.6
+same plus Gaussian noise of 0.9: at a vocabulary of 32000 they overlap by 1 - TV = .70 on average, with entropy 3.6
 nats. Equal prefixes have equal laws, as in decoding. Several proposals are verified in turn, so that walks end at all
 depths, and the numbers are means over them: the median of repeats in which all methods take turns, and their range.
 Besides:
@@ -88,7 +88,9 @@ def make_laws(key: jax.Array, *, vocab_size: int, case: str, top_k: int = 0, top
 
 
 @functools.partial(jax.jit, static_argnames=('method', 'tree', 'are_drafts_equal'))
-def guess(keys: jax.Array, draft_probs: jax.Array, *, method: Method, tree: TokenTree, are_drafts_equal: bool) -> Guesses:
+def guess(
+  keys: jax.Array, draft_probs: jax.Array, *, method: Method, tree: TokenTree, are_drafts_equal: bool
+) -> Guesses:
   """Proposals: tokens by the method's rule, and the contexts that they lead to.
 
   Args:
@@ -216,7 +218,13 @@ class Times:
 
 
 def measure(
-  programs: list[Program], laws: dict[str, Laws], filters: dict[str, Any], *, repeats: int, num_proposals: int, seed: int
+  programs: list[Program],
+  laws: dict[str, Laws],
+  filters: dict[str, Any],
+  *,
+  repeats: int,
+  num_proposals: int,
+  seed: int,
 ) -> list[Times]:
   """Times programs in turn.
 
@@ -363,9 +371,13 @@ if __name__ == '__main__':
   _VOCAB_SIZE = flags.DEFINE_integer('vocab_size', 32000, 'Vocabulary.', lower_bound=2)
   _NUM_DRAFTS = flags.DEFINE_integer('num_drafts', 8, 'K, drafts per row.', lower_bound=1)
   _DRAFT_LENGTH = flags.DEFINE_integer('draft_length', 8, 'L, tokens per draft.', lower_bound=1)
-  _ROWS = flags.DEFINE_multi_integer('rows', [1, 8], 'Rows verified together; may be given several times.', lower_bound=1)
+  _ROWS = flags.DEFINE_multi_integer(
+    'rows', [1, 8], 'Rows verified together; may be given several times.', lower_bound=1
+  )
   _REPEATS = flags.DEFINE_integer('repeats', 5, 'Repeats, after one that warms up.', lower_bound=1)
-  _NUM_PROPOSALS = flags.DEFINE_integer('num_proposals', 16, 'Proposals verified in turn, over all rows.', lower_bound=1)
+  _NUM_PROPOSALS = flags.DEFINE_integer(
+    'num_proposals', 16, 'Proposals verified in turn, over all rows.', lower_bound=1
+  )
   _METHODS = flags.DEFINE_list('methods', list(METHODS), 'Methods.')
   _OUTPUT = flags.DEFINE_string('output', None, 'Write the results to this file, as JSON.')
 

@@ -19,8 +19,8 @@ class Recursive:
 
   With r = q at first, a candidate X is accepted with probability min(1, r(X)/p(X)); when it is rejected r becomes
   [r - p]+, normalised, or stays if that is 0 everywhere. When all are rejected the token comes from r. This is
-  SpecInfer's multi-step speculative sampling (Miao et al. 2024, Algorithm 2). Without replacement p loses every rejected
-  token and is normalised again (Jeon et al. 2024; "Speculative Decoding via Exponential Races", Algorithm 4).
+  SpecInfer's multi-step speculative sampling (Miao et al. 2024, Algorithm 2). Without replacement p loses every
+  rejected token and is normalised again (Jeon et al. 2024; "Speculative Decoding via Exponential Races", Algorithm 4).
 
   Since [[a]+ - b]+ = [a - b]+ for b >= 0, r is [q - c p]+ / z with two numbers c and z, and no law but p and q is kept.
   A token that was rejected has r = 0 from then on, so removing it from p changes nothing there but p's norm.

@@ -40,7 +40,7 @@ class Selection(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-  """Picks the one candidate there is. For single drafts: with more candidates `Pick.probs` is not the picked one's law."""
+  """Picks the one candidate there is. For single drafts: with more, `Pick.probs` is not the picked one's law."""
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Pick:
     del target_probs

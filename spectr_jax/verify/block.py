@@ -126,9 +126,8 @@ class Block(Stateless):
       step = self._step(tree, proposal, target_probs, node, log_kept[node])
       steps.append(step)
       into.append(jnp.where(step.position.is_valid, step.position.nodes, size))
-      below = jax.vmap(lambda slot, step=step, node=node: self._log_kept_below(step, log_kept[node], slot))(
-        jnp.arange(len(step.position.nodes))
-      )
+      slots = jnp.arange(len(step.position.nodes))
+      below = jax.vmap(self._log_kept_below, (None, None, 0))(step, log_kept[node], slots)
       # Nodes that spell the same have the same value, so it does not matter which of them writes it last.
       log_kept = log_kept.at[into[node]].set(below, mode='drop')
       reach = reach.at[into[node]].add(reach[node] * step.pick.pick_probs, mode='drop')

@@ -58,12 +58,12 @@ class GreedyBlock:
       R_i = sum of v_i q (1 - min(1, p / (v_i q)))^K over the token at i + 1,    a_i = v_i (1 - min(1, 1 / v_i))^K,
       g_i = (1 - (1 - P_i)^K) / P_i,    h_i = (R_i - a_i) / (g_i - v_i + R_i),    h_L = (v_L - a_L) / g_L,
 
-  equations 2 and 3 divided by P_i, each sub-block that no earlier draft has is accepted with probability h, the longest
-  accepted one is kept, and the next token has weights q (1 - min(1, p / (v q)))^K. After a round that stopped at tau < L
-  the laws of the next L - tau - 1 positions are modified in the same way.
+  equations 2 and 3 divided by P_i, each sub-block that no earlier draft has is accepted with probability h, the
+  longest accepted one is kept, and the next token has weights q (1 - min(1, p / (v q)))^K. After a round that stopped at
+  tau < L the laws of the next L - tau - 1 positions are modified in the same way.
 
-  With K = 1 this is greedy block verification and lossless. With more it is not: the derivation treats each sub-block as
-  if the drafts did not compete for it.
+  With K = 1 this is greedy block verification and lossless. With more it is not: the derivation treats each sub-block
+  as if the drafts did not compete for it.
 
   Attributes:
     num_levels_dropped: How many of the newest modifications are forgotten; 0, but for negative controls.

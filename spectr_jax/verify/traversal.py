@@ -60,9 +60,9 @@ class Traversal(Stateless):
 
   Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding". With P = 1 at the root and
   P_v = min(1, P_u q_u(x_v) / p_u(x_v)) below u, a leaf is accepted with probability P. When it is rejected, with
-  S = sum of [P_u q_u - p_u]+ at its parent u, q_u becomes [P_u q_u - p_u]+, normalised, and P_u becomes S / (S + 1 - P_u);
-  drawn without replacement, p_u also loses the token. A node whose children are all gone is a leaf with the P that it has
-  by then. At the root a token comes from what is left of its q.
+  S = sum of [P_u q_u - p_u]+ at its parent u, q_u becomes [P_u q_u - p_u]+, normalised, and P_u becomes
+  S / (S + 1 - P_u); drawn without replacement, p_u also loses the token. A node whose children are all gone is a leaf
+  with the P that it has by then. At the root a token comes from what is left of its q.
 
   Attributes:
     with_replacement: Whether siblings were drawn with replacement; repeated ones are visited one by one.
