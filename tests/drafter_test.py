@@ -1,5 +1,6 @@
 """A model as drafter: whatever was accepted before, its laws are those of a plain forward of the committed text."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.draft import ModelDrafter
-from spectr_jax.proposal import Independent
+from spectr_jax.proposal import FirstArrivals, Independent, WithoutReplacement
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.tree import TokenTree
 
@@ -29,9 +30,9 @@ def _init(drafter, prompts, lengths):
   return drafter.init(prompts, lengths, 32)
 
 
-@functools.partial(jax.jit, static_argnames='tree')
-def _propose(drafter, keys, state, tree, sampling):
-  return drafter.propose(keys, state, tree, sampling, Independent())
+@functools.partial(jax.jit, static_argnames=('tree', 'rule'))
+def _propose(drafter, keys, state, tree, sampling, rule=Independent()):  # noqa: B008 (frozen)
+  return drafter.propose(keys, state, tree, sampling, rule)
 
 
 @functools.partial(jax.jit, static_argnames='tree')
@@ -39,8 +40,8 @@ def _commit(drafter, state, path, num_accepted, next_token, tree):
   return drafter.commit(state, path, num_accepted, None, tree=tree, next_token=next_token)
 
 
-def _keys(seed):
-  return jax.random.split(jax.random.key(seed), (4, 8))  # per row and depth
+def _keys(seed, tree):
+  return jax.random.split(jax.random.key(seed), (4, tree.max_depth + 1))
 
 
 def _prompts(seed):
@@ -81,7 +82,7 @@ def test_laws_are_those_of_the_text(draft, uncached_logits, tree):
   sampling = SamplingParams.make(4, temperature=np.array([1.0, 0.7, 1.5, 1.0]))
   state = _init(drafter, prompts, LENGTHS)
   for turn in range(6):
-    proposal = _propose(drafter, _keys(turn), state, tree, sampling)
+    proposal = _propose(drafter, _keys(turn, tree), state, tree, sampling)
     assert proposal.probs.dtype == jnp.float32
     assert proposal.tokens.dtype == jnp.int32
     _assert_laws(uncached_logits, drafter, tree, texts, proposal, sampling)
@@ -107,15 +108,18 @@ def test_laws_are_those_of_the_text(draft, uncached_logits, tree):
 
 
 @pytest.mark.parametrize('tree', TREES, ids=['chain', 'chains', 'unequal'])
-def test_laws_are_those_drawn_from(draft, tree):
-  """Drawing again from the returned laws, with the same keys, gives the same tokens: after top-k and top-p as well."""
-  drafter, rule = ModelDrafter(draft), Independent()
+@pytest.mark.parametrize('rule', [Independent(), WithoutReplacement(), FirstArrivals()], ids=lambda rule: rule.name)
+def test_laws_are_those_drawn_from(draft, tree, rule):
+  """Drawing again from the returned laws, with the key of the parent's depth, gives the same tokens, also after top-k
+  and top-p; and where a law has fewer tokens than its parent children the others are missing.
+  """
+  drafter = ModelDrafter(draft)
   prompts, _ = _prompts(2)
   sampling = SamplingParams.make(
     4, temperature=np.array([1.0, 0.5, 1.0, 0.0]), top_k=np.array([0, 0, 3, 0]), top_p=np.array([0.6, 1.0, 0.9, 1.0])
   )
-  keys = _keys(9)
-  proposal = _propose(drafter, keys, _init(drafter, prompts, LENGTHS), tree, sampling)
+  keys = _keys(9, tree)
+  proposal = _propose(drafter, keys, _init(drafter, prompts, LENGTHS), tree, sampling, rule)
   tokens, probs = np.asarray(proposal.tokens), np.asarray(proposal.probs)
   assert (probs[0] == 0).any(axis=-1).all()  # top-p has cut something everywhere
   assert ((probs[2] > 0).sum(axis=-1) <= 3).all()
@@ -127,8 +131,26 @@ def test_laws_are_those_drawn_from(draft, tree):
       first, count = int(tree.first_child[parent]), int(tree.num_children[parent])
       law = probs[row, tree.law_index[parent]]
       drawn = tokens[row, first - 1 : first - 1 + count]
-      assert (law[drawn] > 0).all()
+      assert (law[drawn[drawn >= 0]] > 0).all()
+      num_missing = max(count - int((law > 0).sum()), 0) if rule.may_run_out else 0
+      assert (drawn < 0).sum() == num_missing
       np.testing.assert_array_equal(redraw(keys[row, tree.depths[parent]], law, first, count), drawn)
+  if rule.may_run_out and tree is not TREES[0]:
+    assert (tokens[3] < 0).any()
+
+
+def test_nodes_of_a_depth_share_one_race(draft):
+  """First arrivals: nodes of equal depth with equal laws have equal children, those of another depth have others."""
+  tree = TokenTree.prefix((1, 2, 3, 1))
+  flat = dataclasses.replace(draft, params=jax.tree.map(jnp.zeros_like, draft.params))  # the same law everywhere
+  prompts, _ = _prompts(4)
+  for rule in (FirstArrivals(), WithoutReplacement()):
+    state = _init(ModelDrafter(flat), prompts, LENGTHS)
+    tokens = np.asarray(_propose(ModelDrafter(flat), _keys(3, tree), state, tree, SamplingParams.make(4), rule).tokens)
+    children = tokens[:, 3:9].reshape(4, 2, 3)  # of the two nodes at depth 2
+    is_shared = (children[:, 0] == children[:, 1]).all()
+    assert is_shared == (rule == FirstArrivals())
+    assert (tokens[:, 1] != tokens[:, 3]).any()
 
 
 def test_rows_and_siblings_have_their_own_noise(draft):
@@ -137,7 +159,7 @@ def test_rows_and_siblings_have_their_own_noise(draft):
   prompts = np.tile([[3, 1, 4, 1, 5]], (4, 1))
   state = _init(drafter, prompts, np.full(4, 5))
   sampling = SamplingParams.make(4, temperature=3.0)
-  keys = _keys(0)[jnp.array([0, 1, 0, 2])]
+  keys = _keys(0, tree)[jnp.array([0, 1, 0, 2])]
   tokens = np.asarray(_propose(drafter, keys, state, tree, sampling).tokens)
   np.testing.assert_array_equal(tokens[0], tokens[2])
   assert (tokens[0] != tokens[1]).any()
@@ -151,7 +173,7 @@ def test_padding_is_not_read(draft):
   is_padding = np.arange(5) >= LENGTHS[:, None]
   sampling = SamplingParams.make(4)
   plain, padded = (
-    _propose(drafter, _keys(1), _init(drafter, np.where(is_padding, pad, prompts), LENGTHS), tree, sampling)
+    _propose(drafter, _keys(1, tree), _init(drafter, np.where(is_padding, pad, prompts), LENGTHS), tree, sampling)
     for pad in (0, 10**6)
   )
   np.testing.assert_array_equal(plain.tokens, padded.tokens)

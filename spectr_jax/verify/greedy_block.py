@@ -59,8 +59,8 @@ class GreedyBlock:
       g_i = (1 - (1 - P_i)^K) / P_i,    h_i = (R_i - a_i) / (g_i - v_i + R_i),    h_L = (v_L - a_L) / g_L,
 
   equations 2 and 3 divided by P_i, each sub-block that no earlier draft has is accepted with probability h, the
-  longest accepted one is kept, and the next token has weights q (1 - min(1, p / (v q)))^K. After a round that stopped at
-  tau < L the laws of the next L - tau - 1 positions are modified in the same way.
+  longest accepted one is kept, and the next token has weights q (1 - min(1, p / (v q)))^K. After a round that stopped
+  at tau < L the laws of the next L - tau - 1 positions are modified in the same way.
 
   With K = 1 this is greedy block verification and lossless. With more it is not: the derivation treats each sub-block
   as if the drafts did not compete for it.
