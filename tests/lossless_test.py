@@ -129,7 +129,8 @@ def test_acceptance_in_closed_form():
   # .75 + .25 * .25.
   for name, accepted in (('spectr', 0.84759545), ('race', 0.9375), ('race_block', 0.9375), ('specinfer', 0.8125)):
     found = expected_acceptance(METHODS[name], TokenTree.chains(2, 1), tables)
-    np.testing.assert_allclose(found, [accepted], rtol=0, atol=1e-7)
+    # K-SEQ's threshold is searched for to 2^-16 of its range, the others are exact.
+    np.testing.assert_allclose(found, [accepted], rtol=0, atol=1e-4 if name == 'spectr' else 1e-7)
   # One candidate: 1 - TV at each depth.
   np.testing.assert_allclose(
     expected_acceptance(METHODS['speculative'], TokenTree.chains(1, 3), tables), [0.75, 0.75**2, 0.75**3], rtol=1e-12

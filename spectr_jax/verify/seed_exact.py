@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.proposal import FirstArrivals
-from spectr_jax.sampling import arrivals
+from spectr_jax.sampling import arrivals, first_arrival
 from spectr_jax.verify.position import next_position
 from spectr_jax.verify.verifier import Stateless, Verdict
 
@@ -27,7 +27,7 @@ class SeedExact(Stateless):
 
   def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
     if tree.num_nodes == 0:
-      token = jnp.argmin(arrivals(keys[0], target_probs[0])).astype(jnp.int32)
+      token = first_arrival(arrivals(keys[0], target_probs[0]))
       return Verdict.at(tree, jnp.zeros((), jnp.int32), token, state)
 
     def is_walking(carry):
@@ -35,7 +35,7 @@ class SeedExact(Stateless):
 
     def walk(carry):
       node, depth, _ = carry
-      token = jnp.argmin(arrivals(keys[depth], target_probs[node])).astype(jnp.int32)
+      token = first_arrival(arrivals(keys[depth], target_probs[node]))
       # Siblings differ: no other node spells what an accepted one spells.
       position = next_position(tree, proposal, target_probs, node, is_pooled=False)
       is_winner = position.is_valid & (position.tokens == token)
