@@ -54,7 +54,7 @@ def _slow_but(names, versions=tuple(VERSIONS)):
 @pytest.fixture
 def quickly():
   """Programs on tables run for milliseconds: to compile them well would take most of the time of these tests."""
-  before = jax.config.jax_disable_most_optimizations
+  before = jax.config.read('jax_disable_most_optimizations')
   jax.config.update('jax_disable_most_optimizations', True)
   yield
   jax.config.update('jax_disable_most_optimizations', before)

@@ -84,7 +84,8 @@ def test_autoregressive_is_the_unit(grid):
 
 def test_generations_add_up_to_the_results(grid):
   assert len(grid.generations) == 8 * 3
-  fields = ['id', 'prompt', 'method', 'num_drafts', 'draft_length', 'tree', 'seed', 'tokens', 'text', 'target_calls']
+  fields = ['id', 'prompt', 'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'temperature', 'seed']
+  fields += ['tokens', 'text', 'target_calls']
   for place, result in enumerate(grid.results):
     lines = grid.generations[3 * place : 3 * place + 3]
     assert [list(line) for line in lines] == [fields] * 3
