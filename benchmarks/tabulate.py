@@ -1,57 +1,179 @@
-"""Tables in Markdown from results of `decode.main --output`: `python -m benchmarks.tabulate FILE...`.
+"""Tables in Markdown from runs of `decode.main`: block efficiency by method and tree, methods against each other.
 
-Block efficiency by method and tree, one table per temperature, all seeds of a setting together. The interval is the
-mean of the seeds' own, over the square root of their number: it covers prompts and seeds as if seeds were new prompts.
+Command   python -m benchmarks.tabulate --files=FILE,... [--output=SUMMARY.json]
+Files     what `decode.main --generations` wrote, or a summary that this program wrote
+
+Continuations of one prompt under several seeds are one unit of the sample. Intervals of 95% are over prompts. Ratios
+to `--baseline` are paired: every prompt and seed is decoded by both methods.
 """
 
+from __future__ import annotations
+
 import collections
+import dataclasses
+import itertools
 import json
-import math
-import sys
 
-Row = collections.namedtuple('Row', 'value half num_seeds num_prompts shape')
+import numpy as np
+from absl import flags
 
-
-def _shape(result: dict) -> str:
-  if result['tree'] == 'chains':
-    return f'{result["num_drafts"]} x {result["draft_length"]}'
-  return result['tree']
+from decode import metrics
+from spectr_jax.io import command_line
 
 
-def read(paths: list[str]) -> dict[float, dict[tuple[str, str], Row]]:
-  """Rows by temperature, then by method and shape."""
-  groups = collections.defaultdict(list)
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """What was run. `shape` is 'K x L' for chains, else the tree."""
+
+  temperature: float
+  method: str
+  is_lossless: bool
+  shape: str
+
+  @property
+  def is_chains(self) -> bool:
+    return ' x ' in self.shape
+
+
+@dataclasses.dataclass
+class Counts:
+  """Tokens and target calls by prompt, all seeds together, and which pairs of prompt and seed they are from."""
+
+  tokens: dict = dataclasses.field(default_factory=collections.Counter)
+  target_calls: dict = dataclasses.field(default_factory=collections.Counter)
+  runs: set = dataclasses.field(default_factory=set)
+
+  @property
+  def seeds(self) -> list[int]:
+    return sorted({seed for _, seed in self.runs})
+
+  def arrays(self, prompts=None) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and target calls, `[P]` each, of these prompts, by default of all."""
+    prompts = self.tokens if prompts is None else prompts
+    return tuple(np.array([counts[prompt] for prompt in prompts]) for counts in (self.tokens, self.target_calls))
+
+
+def read(paths: list[str]) -> dict[Setting, Counts]:
+  """What the files hold, by setting.
+
+  Raises:
+    ValueError: A setting has the same prompt and seed twice, or a file is none of ours.
+  """
+  found = collections.defaultdict(Counts)
   for path in paths:
     with open(path, encoding='utf-8') as file:
-      for result in json.load(file)['results']:
-        groups[result['temperature'], result['method'], _shape(result)].append(result)
-  tables = collections.defaultdict(dict)
-  for (temperature, method, shape), results in groups.items():
-    tokens, calls = (sum(result[name] for result in results) for name in ('tokens', 'target_calls'))
-    intervals = [result['block_efficiency_ci95'] for result in results]
-    half = sum(high - low for low, high in intervals) / (2 * len(intervals)) / math.sqrt(len(intervals))
-    tables[temperature][method, shape] = Row(tokens / calls, half, len(results), results[0]['num_prompts'], shape)
-  return tables
+      try:
+        if path.endswith('.json'):
+          _add_summary(json.load(file), found)
+        else:
+          _add_generations(file, found)
+      except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f'{path}: neither generations of decode.main nor a summary: {error!r}') from error
+  return dict(found)
 
 
-def main(paths: list[str]) -> None:
-  for temperature, rows in sorted(read(paths).items(), reverse=True):
-    shapes = list(dict.fromkeys(shape for _, shape in rows if ' x ' in shape))
-    shapes.sort(key=lambda shape: tuple(map(int, shape.split(' x '))))
-    methods = list(dict.fromkeys(method for method, shape in rows if ' x ' in shape))
-    print(f'\nTemperature {temperature:g}, K x L:\n')
-    print('| method |' + ''.join(f' {shape} |' for shape in shapes))
-    print('|---|' + '---|' * len(shapes))
-    for method in methods:
-      cells = [rows.get((method, shape)) for shape in shapes]
-      texts = ('' if row is None else f' {row.value:.2f} ± {row.half:.2f}' for row in cells)
-      print(f'| `{method}` |' + ''.join(text + ' |' for text in texts))
-    others = [(method, shape, row) for (method, shape), row in rows.items() if ' x ' not in shape and shape != 'none']
-    if others:
-      print('\n| method | tree | tokens per target call |\n|---|---|---|')
-      for method, shape, row in others:
-        print(f'| `{method}` | `{shape}` | {row.value:.2f} ± {row.half:.2f} |')
+def _add_generations(lines, found) -> None:
+  for line in map(json.loads, lines):
+    is_chains = line['tree'] == 'chains'
+    shape = f'{line["num_drafts"]} x {line["draft_length"]}' if is_chains else line['tree']
+    setting = Setting(line['temperature'], line['method'], line['is_lossless'], shape)
+    counts, run = found[setting], (line['id'], line['seed'])
+    if run in counts.runs:
+      raise ValueError(f'{setting} has prompt {run[0]!r} with seed {run[1]} twice')
+    counts.runs.add(run)
+    counts.tokens[line['id']] += len(line['tokens'])
+    counts.target_calls[line['id']] += line['target_calls']
+
+
+def _add_summary(records, found) -> None:
+  for record in records:
+    setting = Setting(record['temperature'], record['method'], record['is_lossless'], record['shape'])
+    if setting in found:
+      raise ValueError(f'{setting} is in two files')
+    by_prompt = (dict(zip(record['prompts'], record[name])) for name in ('tokens', 'target_calls'))
+    runs = set(itertools.product(record['prompts'], record['seeds']))
+    found[setting] = Counts(*map(collections.Counter, by_prompt), runs)
+
+
+def summarize(found: dict[Setting, Counts]) -> str:
+  """JSON, a setting per line: enough to make every table again."""
+  lines = []
+  for setting, counts in found.items():
+    tokens, calls = counts.arrays()
+    record = dataclasses.asdict(setting) | {
+      'seeds': counts.seeds,
+      'block_efficiency': metrics.ratio(tokens, calls),
+      'block_efficiency_ci95': metrics.ratio_interval(tokens, calls),
+      'prompts': list(counts.tokens),
+      'tokens': tokens.tolist(),
+      'target_calls': calls.tolist(),
+    }
+    lines.append(json.dumps(record))
+  return '[\n' + ',\n'.join(lines) + '\n]\n'
+
+
+def _value(counts: Counts) -> str:
+  low, high = metrics.ratio_interval(*counts.arrays())
+  return f'{metrics.ratio(*counts.arrays()):.2f} ± {(high - low) / 2:.2f}'
+
+
+def _factor(counts: Counts, baseline: Counts | None) -> str:
+  if baseline is None or baseline is counts or counts.seeds != baseline.seeds:
+    return ''
+  shared = [prompt for prompt in counts.tokens if prompt in baseline.tokens]
+  factor, low, high = metrics.compare(counts.arrays(shared), baseline.arrays(shared))
+  return f'{factor:.3f} ({low:.3f} to {high:.3f})'
+
+
+def _budget(setting: Setting) -> str:
+  """`optimal:64 = prefix:2,2,1` is of the budget `optimal:64`; any other tree is its own."""
+  return setting.shape.split(' = ')[0]
+
+
+def tables(found: dict[Setting, Counts], baseline: str) -> list[str]:
+  """Lines of Markdown: per temperature a table of chains, and per shape methods against the baseline."""
+  lines = []
+  for temperature in sorted({setting.temperature for setting in found}, reverse=True):
+    own = {setting: counts for setting, counts in found.items() if setting.temperature == temperature}
+    shapes = sorted({s.shape for s in own if s.is_chains}, key=lambda shape: tuple(map(int, shape.split(' x '))))
+    methods = list(dict.fromkeys(s.method for s in own if s.is_chains))
+    cells = {(s.method, s.shape): counts for s, counts in own.items()}
+    if shapes:
+      lines += [f'\nTemperature {temperature:g}, K x L:\n', '| method |' + ''.join(f' {s} |' for s in shapes)]
+      lines.append('|---|' + '---|' * len(shapes))
+      for method in methods:
+        row = (cells.get((method, shape)) for shape in shapes)
+        lines.append(f'| `{method}` |' + ''.join(f' {_value(counts)} |' if counts else ' |' for counts in row))
+    for group in dict.fromkeys(map(_budget, own)):
+      members = {setting: counts for setting, counts in own.items() if _budget(setting) == group}
+      against = next((counts for setting, counts in members.items() if setting.method == baseline), None)
+      if len(members) < 2 or (against is None and ' x ' in group):
+        continue
+      members = sorted(members.items(), key=lambda item: -metrics.ratio(*item[1].arrays()))
+      lines += [
+        f'\nTemperature {temperature:g}, `{group}`:\n',
+        f'| method | tree | tokens per call | to `{baseline}` |',
+      ]
+      lines.append('|---|---|---|---|')
+      for setting, counts in members:
+        tree = setting.shape.split(' = ')[-1]
+        lines.append(f'| `{setting.method}` | {tree} | {_value(counts)} | {_factor(counts, against)} |')
+  return lines
 
 
 if __name__ == '__main__':
-  main(sys.argv[1:])
+  _FILES = flags.DEFINE_list('files', [], 'Files to read.')
+  _BASELINE = flags.DEFINE_string('baseline', 'spectr', 'Method that others are compared with.')
+  _OUTPUT = flags.DEFINE_string('output', None, 'Write counts by prompt to this file, as JSON.')
+
+  def main(argv):
+    del argv
+    found = read(_FILES.value)
+    if not found:
+      raise ValueError('no files given, or nothing in them')
+    if _OUTPUT.value:
+      with open(_OUTPUT.value, 'w', encoding='utf-8') as file:
+        file.write(summarize(found))
+    print('\n'.join(tables(found, _BASELINE.value)))
+
+  command_line.run(main)

@@ -44,6 +44,28 @@ def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> tuple[fl
   return middle - half, middle + half
 
 
+def compare(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, float]:
+  """How many times larger one ratio is than another on the same prompts, and its 95% interval.
+
+  What prompts have in common cancels, so the interval is narrower than those of the two ratios suggest. It is that of
+  the logarithm, whose error to first order is the sum over prompts of each prompt's share of the four sums.
+
+  Args:
+    first: Numerators and denominators, `[P]` each, of at least two prompts.
+    second: The same of what it is compared with.
+
+  Returns:
+    The factor, and the low and high end of its interval.
+  """
+  shares = [numbers / np.sum(numbers) for numbers in (*first, *second)]
+  influence = shares[0] - shares[1] - shares[2] + shares[3]
+  num_prompts = len(influence)
+  error = math.sqrt(num_prompts / (num_prompts - 1) * float(np.sum(influence**2)))
+  half = float(special.stdtrit(num_prompts - 1, 0.975)) * error
+  factor = ratio(*first) / ratio(*second)
+  return factor, factor * math.exp(-half), factor * math.exp(half)
+
+
 def acceptance_by_position(accepted_by_depth: np.ndarray, calls: np.ndarray) -> list[float]:
   """The share of rounds that kept at least d + 1 drafted tokens, at index d.
 

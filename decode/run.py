@@ -228,10 +228,10 @@ def _measure_node_costs(
   return {size: float(np.median(found)) / one for size, found in times.items()}
 
 
-def _choose_trees(options: DecodeOptions, settings, prompts, batches, generate, notify):
+def _choose_trees(options: DecodeOptions, given, settings, prompts, batches, generate, notify):
   """The settings with `optimal` trees chosen, and the rates by method that they were chosen from.
 
-  Rates that no file gives are measured on the prompts, with a seed that is not among the options' own.
+  Rates that are not `given` by a file are measured on the prompts, with a seed that is not among the options' own.
   """
   budgets = {}
   for setting in settings:
@@ -240,7 +240,6 @@ def _choose_trees(options: DecodeOptions, settings, prompts, batches, generate, 
       budgets[method] = max(budgets.get(method, 0), setting.spec.numbers[0])
   if not budgets:
     return settings, {}
-  given = {} if options.acceptance is None else read_acceptance(options.acceptance)
   acceptance: dict[str, Acceptance] = {}
   keys = row_keys((options.seeds[-1] + 1) % 2**32, prompts)
   for method, budget in budgets.items():
@@ -250,7 +249,7 @@ def _choose_trees(options: DecodeOptions, settings, prompts, batches, generate, 
       found = [generate(Setting(method, tree=tree), keys, rows, statistics=True).statistics for rows in batches]
       return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(prompts)], *found)
 
-    if options.acceptance is None:
+    if given is None:
       acceptance[method.name] = measure_acceptance(method, budget, measure)
     elif method.name in given:
       acceptance[method.name] = given[method.name]
@@ -283,6 +282,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
   """
   notify = notify or (lambda what, done, total: None)
   settings = expand(options)
+  given = None if options.acceptance is None else read_acceptance(options.acceptance)
   prompts = options.read_prompts()
   target, draft, tokenizer, models = _load_models(options)
   used = [model for model in (target, draft) if model is not None and model.max_length is not None]
@@ -315,7 +315,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
       statistics=statistics,
     )
 
-  settings, acceptance = _choose_trees(options, settings, prompts, batches, generate, notify)
+  settings, acceptance = _choose_trees(options, given, settings, prompts, batches, generate, notify)
   done, total = 0, len(settings) * options.num_seeds * len(batches)
   measurements = []
   for setting in settings:

@@ -15,6 +15,22 @@ CONFIG = transformer.TransformerConfig(
 )
 
 
+@pytest.fixture(autouse=True, scope='module')
+def _forget_programs():
+  """Every compiled program maps memory, and Linux allows a process 65,530 maps: a whole run in one would crash."""
+  yield
+  jax.clear_caches()
+
+
+@pytest.fixture
+def quickly():
+  """For programs that run for milliseconds: to compile them well would take most of a test's time."""
+  before = jax.config.read('jax_disable_most_optimizations')
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', before)
+
+
 @pytest.fixture
 def highest():
   """Full float32 products, for tests of equality."""

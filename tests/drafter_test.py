@@ -107,7 +107,14 @@ def test_laws_are_those_of_the_text(draft, uncached_logits, tree):
       assert not has_previous or tail[0] == text[-2]
 
 
-@pytest.mark.parametrize('tree', TREES, ids=['chain', 'chains', 'unequal'])
+@pytest.mark.parametrize(
+  'tree',
+  [
+    pytest.param(TREES[0], id='chain'),
+    pytest.param(TREES[1], id='chains', marks=pytest.mark.slow),
+    pytest.param(TREES[2], id='unequal'),
+  ],
+)
 @pytest.mark.parametrize('rule', [Independent(), WithoutReplacement(), FirstArrivals()], ids=lambda rule: rule.name)
 def test_laws_are_those_drawn_from(draft, tree, rule):
   """Drawing again from the returned laws, with the key of the parent's depth, gives the same tokens, also after top-k

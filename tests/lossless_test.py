@@ -48,7 +48,8 @@ _BROKEN = {name: method for name, method in CONTROLS.items() if not method.is_se
 _BROKEN |= {name: method for name, method in METHODS.items() if not method.is_lossless}
 
 
-def _cases(methods, settings):
+def _cases(methods, settings, *, only=None):
+  """All that a method's theory allows; where `only` names some methods, those of the others are slow tests."""
   for name, method in methods.items():
     for tree, vocab_size, num_tokens in settings:
       try:
@@ -59,7 +60,8 @@ def _cases(methods, settings):
       if method.proposal_rule.may_run_out and (vocab_size + 1) ** tree.num_nodes > 20000:
         continue  # a child may also be missing, which makes one token more
       shape = f'{name}-N{tree.num_nodes}-L{tree.max_depth}-V{vocab_size}-T{num_tokens}'
-      yield pytest.param(method, tree, vocab_size, num_tokens, id=shape)
+      marks = () if only is None or name in only else pytest.mark.slow
+      yield pytest.param(method, tree, vocab_size, num_tokens, id=shape, marks=marks)
 
 
 def _error(method, tree, vocab_size, num_tokens, seeds):
@@ -80,7 +82,11 @@ def _coarse(method):
   return dataclasses.replace(method, verifier=verifier)
 
 
-@pytest.mark.parametrize(('method', 'tree', 'vocab_size', 'num_tokens'), list(_cases(_WITH_LAW, _SMALL)))
+# One method of each kind by default.
+_KINDS = 'speculative', 'block', 'greedy_block', 'spectr', 'gsd', 'race_block', 'traversal_without_replacement'
+
+
+@pytest.mark.parametrize(('method', 'tree', 'vocab_size', 'num_tokens'), list(_cases(_WITH_LAW, _SMALL, only=_KINDS)))
 def test_exact(method, tree, vocab_size, num_tokens):
   assert method.is_lossless
   method = _coarse(method)
@@ -109,7 +115,7 @@ def _visible(cases):
       yield case
 
 
-@pytest.mark.parametrize(('method', 'tree', 'vocab_size', 'num_tokens'), list(_visible(_cases(_BROKEN, _SMALL))))
+@pytest.mark.parametrize(('method', 'tree', 'vocab_size', 'num_tokens'), list(_visible(_cases(_BROKEN, _SMALL[:3]))))
 def test_exact_catches_what_is_broken(method, tree, vocab_size, num_tokens):
   assert not method.is_lossless
   method = _coarse(method)
@@ -203,25 +209,22 @@ _SAMPLED = [
 
 
 def _id(x):
-  return x if isinstance(x, str) else f'N{x.num_nodes}L{x.max_depth}'
+  return f'N{x.num_nodes}L{x.max_depth}' if isinstance(x, TokenTree) else str(x)
 
 
 def test_every_lossless_method_is_sampled():
   assert {name for name, _ in _SAMPLED} == set(_LOSSLESS)
 
 
-# A million rows of these take longest, or are near relatives of others.
-_SAMPLED_SLOWLY = 'specinfer', 'batch', 'race', 'traversal', 'gsd'
-
-
-def _marked(cases, names):
+def _only(names, cases):
+  """The first case of each of `names` by default, all others among the slow tests."""
+  firsts = [next(case for case in cases if case[0] == name) for name in names]
   return [
-    pytest.param(name, tree, id=f'{name}-{_id(tree)}', marks=pytest.mark.slow if name in names else ())
-    for name, tree in cases
+    pytest.param(*case, id='-'.join(map(_id, case)), marks=() if case in firsts else pytest.mark.slow) for case in cases
   ]
 
 
-@pytest.mark.parametrize(('name', 'tree'), _marked(_SAMPLED, _SAMPLED_SLOWLY))
+@pytest.mark.parametrize(('name', 'tree'), _only(('speculative', 'spectr', 'block', 'greedy_block', 'ersd'), _SAMPLED))
 def test_joint_law_by_sampling(name, tree):
   result = chi_square(*_chain_counts(_coarse(_LOSSLESS[name]), tree, 1_000_000))
   assert result.num_samples >= 1_000_000
@@ -235,21 +238,22 @@ def test_joint_law_of_races_by_sampling(name, tree):
   assert result.p_value > 1e-3, result
 
 
+_CAUGHT_BY_SAMPLING = [
+  ('spectr_residual_left_out', TokenTree.chains(3, 2)),
+  ('spectr_gamma_too_small', TokenTree.chains(3, 2)),
+  ('spectr_law_before_top_p', TokenTree.chains(3, 2)),
+  ('greedy_block_level_too_few', TokenTree.chains(1, 3)),
+  ('block_keyed_by_position', TokenTree.chains(1, 3)),
+  ('race_one_ticket', TokenTree.chains(3, 1)),
+  ('spectr_gbv', TokenTree.chains(3, 2)),
+]
+
+
 @pytest.mark.parametrize(
-  ('name', 'tree'),
-  [
-    ('spectr_residual_left_out', TokenTree.chains(3, 2)),
-    ('spectr_gamma_too_small', TokenTree.chains(3, 2)),
-    ('spectr_law_before_top_p', TokenTree.chains(3, 2)),
-    ('greedy_block_level_too_few', TokenTree.chains(1, 3)),
-    ('block_keyed_by_position', TokenTree.chains(1, 3)),
-    ('race_one_ticket', TokenTree.chains(3, 1)),
-    ('spectr_gbv', TokenTree.chains(3, 2)),
-  ],
-  ids=_id,
+  ('name', 'tree'), _only(('spectr_residual_left_out', 'block_keyed_by_position'), _CAUGHT_BY_SAMPLING)
 )
 def test_sampling_catches_what_is_broken(name, tree):
-  method = (CONTROLS | METHODS)[name]
+  method = _coarse((CONTROLS | METHODS)[name])
   result = chi_square(*_chain_counts(method, tree, 250_000))
   assert result.p_value < 1e-9, result
 
@@ -261,7 +265,6 @@ def test_sampling_catches_a_race_keyed_by_position():
 
 
 _VOCAB = 7
-_ENGINE_BY_DEFAULT = 'greedy_block', 'race_block', 'traversal_without_replacement'
 _PROMPTS = [[3], [1, 4, 2, 6, 0], [5, 5, 1]]
 _SAMPLING = {'temperature': 0.8, 'top_k': 6, 'top_p': 0.9}
 
@@ -290,7 +293,7 @@ def _joint_law(model, prompt, num_tokens):
   return law
 
 
-@pytest.mark.parametrize(('name', 'tree'), _marked(_SAMPLED[1:], set(_LOSSLESS) - set(_ENGINE_BY_DEFAULT)))
+@pytest.mark.parametrize(('name', 'tree'), _only(('traversal_without_replacement',), _SAMPLED[1:]))
 def test_engine_against_ordinary_sampling(name, tree):
   """Cache, tree attention, rollback, a ragged batch, temperature, top-k and top-p on transformers."""
   target, draft = _tiny_transformer(0, 32), _tiny_transformer(1, 16)
@@ -319,8 +322,10 @@ def test_engine_against_ordinary_sampling(name, tree):
     assert result.p_value > 1e-3, (prompt, result)
 
 
-@pytest.mark.parametrize('tree', [TokenTree.chains(1, 3), TokenTree.chains(3, 2), _IRREGULAR], ids=_id)
-@pytest.mark.parametrize('draft_seed', [1, 2])
+@pytest.mark.parametrize(
+  ('draft_seed', 'tree'),
+  _only((1,), list(itertools.product([1, 2], [_IRREGULAR, TokenTree.chains(3, 2), TokenTree.chains(1, 3)]))),
+)
 def test_ersd_is_gumbel_max_sampling_token_for_token(tree, draft_seed):
   """Whatever the draft and the tree; in float32 a tie of two arrivals could differ, and none does here."""
   target, draft = _tiny_transformer(0, 32), _tiny_transformer(draft_seed, 16)

@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 from scipy import optimize, sparse
 
-from spectr_jax.couplings.kseq import any_accepted, overlap, solve_gamma
+from spectr_jax.couplings import KSeq, Race, Recursive, Selected
 from spectr_jax.proposal import Independent
-from spectr_jax.theory import TransportCoupling, optimal_acceptance, optimal_transport
+from spectr_jax.theory import (
+  TransportCoupling,
+  kseq_acceptance,
+  optimal_acceptance,
+  optimal_transport,
+  race_acceptance,
+  recursive_acceptance,
+)
 
 BERNOULLI = np.array([0.75, 0.25]), np.array([0.5, 0.5])
 # Sums of a few products of float64.
@@ -204,20 +211,47 @@ def test_optimal_acceptance_refuses(shapes, num_drafts, message):
     optimal_acceptance(*(np.ones(shape) / 3 for shape in shapes), num_drafts)
 
 
+ACCEPTANCE = {
+  'kseq': (kseq_acceptance, KSeq()),
+  'recursive': (recursive_acceptance, Recursive()),
+  'race': (race_acceptance, Selected(Race())),
+}
+
+
+@jax.jit(static_argnames='coupling')
+def _accepted(p, q, tuples, *, coupling):
+  outcomes = jax.vmap(lambda candidates: coupling(p, q, candidates, jnp.ones(candidates.shape, bool)))(tuples)
+  return jnp.sum(jnp.prod(p[tuples], axis=1) * jnp.sum(outcomes.accept_probs, axis=1))
+
+
+@pytest.mark.parametrize('name', ACCEPTANCE)
+def test_acceptance_is_that_of_the_coupling(name):
+  """What the laws alone give, against the couplings' outcomes summed over all tuples of candidates."""
+  function, coupling = ACCEPTANCE[name]
+  for vocab_size, n in ((2, 1), (2, 4), (3, 3), (4, 2)):
+    p, q = map(np.stack, zip(*_laws(vocab_size, num_random=2)))
+    tuples = _tuples(vocab_size, n)
+    expected = [_accepted(*laws, tuples, coupling=coupling) for laws in zip(p, q)]
+    _assert_close(function(p, q, n), expected, EXACT)
+
+
+@pytest.mark.parametrize('name', ACCEPTANCE)
+def test_acceptance_refuses(name):
+  function, _ = ACCEPTANCE[name]
+  with pytest.raises(ValueError, match=r'\(3,\) and \(4,\)'):
+    function(np.ones(3) / 3, np.ones(4) / 4, 1)
+  with pytest.raises(ValueError, match='at least 1, got 0'):
+    function(np.ones(3) / 3, np.ones(3) / 3, 0)
+
+
 def test_kseq_accepts_at_least_its_share_of_the_optimum():
   """(1 - 1/e) alpha* <= K-SEQ <= alpha* (SpecTr, Theorem 2), at its own threshold."""
-
-  @jax.jit
-  @jax.vmap
-  def kseq(p, q, n):
-    return any_accepted(overlap(p, q, solve_gamma(p, q, n, num_rounds=60)), n)
-
   is_less = []
   for vocab_size in (2, 4, 30):
     p, q = map(np.stack, zip(*_laws(vocab_size, num_random=20)))
     for n in (1, 2, 3, 8):
-      numbers = np.full(len(p), n)
-      accepted, optimum = np.asarray(kseq(p, q, numbers)), np.asarray(_optimum(p, q, numbers))
+      accepted = np.asarray(kseq_acceptance(p, q, n, coupling=KSeq(num_rounds=60)))
+      optimum = np.asarray(_optimum(p, q, np.full(len(p), n)))
       assert (accepted <= optimum + EXACT).all()
       assert (accepted >= (1 - 1 / np.e) * optimum - EXACT).all()
       is_less.append(accepted < optimum - 1e-3)

@@ -96,6 +96,11 @@ _DRAWS = [
   ('decoding_opt', CHAIN, [2, 0, 1], {}),
   ('decoding_uno', CHAIN, [2, 0, 1], {}),
 ]
+# Of several cases the first by default.
+_DRAWS = [
+  pytest.param(*case, marks=() if case[0] not in [name for name, *_ in _DRAWS[:place]] else pytest.mark.slow)
+  for place, case in enumerate(_DRAWS)
+]
 # Two rounds ago a draft of three was cut after its first token, and now one after its root.
 _HELD_BACK = Modifications(np.array([1.5, 0.8], np.float32), np.array([1, 2], np.int32))
 
@@ -134,7 +139,7 @@ def _float32(tree):
 
 def test_draws_of_every_method_are_tested():
   # What a race with shared noise emits is tested token for token instead.
-  assert {name for name, *_ in _DRAWS} | {'ersd'} == set(ALL)
+  assert {case.values[0] for case in _DRAWS} | {'ersd'} == set(ALL)
 
 
 @pytest.mark.parametrize(('name', 'tree', 'tokens', 'laws'), _DRAWS)
@@ -421,7 +426,12 @@ def _compiled(name, batch_size):
   return tree, jax.jit(_verification(method, tree)).lower(*_arguments(method, tree, 4096, batch_size)).compile()
 
 
-@pytest.mark.parametrize('name', list(ALL))
+_COMPILED = ['speculative', 'spectr', 'gsd', 'ersd', 'greedy_block', 'race_block', 'traversal']
+
+
+@pytest.mark.parametrize(
+  'name', [name if name in _COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
+)
 def test_no_second_copy_of_the_laws(name):
   """All that is made on the way takes less memory than the target's laws, which are there anyway."""
   batch_size = 4

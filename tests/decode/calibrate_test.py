@@ -80,14 +80,15 @@ def test_files_without_rates_are_refused(tmp_path, content):
     read_acceptance(path)
 
 
+@pytest.mark.usefixtures('quickly')
 def test_measured_rates_choose_trees_and_can_be_used_again(pair, tmp_path):
   prompts = tmp_path / 'prompts.txt'
   prompts.write_text('the quick brown fox\n' * 12)
-  common = {**pair, 'method': ('race', 'gsd'), 'tree': ('optimal:5',), 'prompts': str(prompts)}
+  common = {**pair, 'method': ('specinfer', 'gsd'), 'tree': ('optimal:3',), 'prompts': str(prompts)}
   common |= {'batch_size': 12, 'max_new_tokens': 40, 'temperature': 3.0}
   run = run_decode(DecodeOptions(**common))
-  assert [setting.tree.num_nodes <= 5 for setting in run.settings] == [True, True]
-  assert set(run.acceptance) == {'race', 'gsd'}
+  assert [setting.tree.num_nodes <= 3 for setting in run.settings] == [True, True]
+  assert set(run.acceptance) == {'specinfer', 'gsd'}
   path = tmp_path / 'rates.json'
   path.write_text(json.dumps({'acceptance': run.acceptance}))
   again = run_decode(DecodeOptions(**common, acceptance=str(path)))

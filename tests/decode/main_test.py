@@ -114,7 +114,11 @@ def test_progress_is_plain_lines(grid):
 
 @pytest.mark.parametrize(
   'other',
-  [{'batch_size': 3}, {'batch_size': 1, 'num_prompts': 2}, {'seed': 6, 'batch_size': 2}],
+  [
+    {'seed': 6, 'batch_size': 2},
+    pytest.param({'batch_size': 3}, marks=pytest.mark.slow),
+    pytest.param({'batch_size': 1, 'num_prompts': 2}, marks=pytest.mark.slow),
+  ],
 )
 def test_tokens_do_not_depend_on_batch_or_grid(grid, pair, prompt_file, other):
   options = {'method': ('spectr',), 'num_drafts': (2,), 'seed': 5}

@@ -36,6 +36,28 @@ def test_interval_agrees_with_the_bootstrap():
   np.testing.assert_allclose([low, high], np.quantile(ratios, [0.025, 0.975]), atol=0.1 * (high - low))
 
 
+def test_comparison_agrees_with_the_bootstrap_and_is_paired():
+  rng = np.random.default_rng(1)
+  calls = rng.integers(10, 30, 200)
+  easy = rng.uniform(0.2, 0.8, 200)  # what a prompt is like shows in both
+  first = calls + rng.binomial(3 * calls, easy), calls
+  second = calls + rng.binomial(2 * calls, easy), calls
+  factor, low, high = metrics.compare(first, second)
+  assert factor == metrics.ratio(*first) / metrics.ratio(*second)
+  picks = rng.integers(0, 200, (4000, 200))
+  sums = [x[picks].sum(1) for x in (*first, *second)]
+  quantiles = np.quantile(sums[0] / sums[1] / (sums[2] / sums[3]), [0.025, 0.975])
+  np.testing.assert_allclose([low, high], quantiles, atol=0.1 * (high - low))
+  other = metrics.compare(first, tuple(x[rng.permutation(200)] for x in second))
+  assert other[0] == factor
+  assert other[2] - other[1] > 1.3 * (high - low)
+
+
+def test_comparison_with_itself_is_one():
+  counts = np.array([5, 9, 7]), np.array([4, 4, 5])
+  assert metrics.compare(counts, counts) == (1, 1, 1)
+
+
 def test_a_single_prompt_has_no_interval():
   assert metrics.ratio_interval(np.array([5]), np.array([2])) is None
 

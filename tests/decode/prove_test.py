@@ -97,6 +97,7 @@ _BROKEN = """
 """
 
 
+@pytest.mark.slow
 def test_what_is_broken_fails_where_it_shows(tmp_path):
   """A module in the working directory; without a method, all that it registers are proven."""
   write_module(tmp_path / 'broken.py', _BROKEN)

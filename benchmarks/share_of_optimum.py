@@ -1,0 +1,172 @@
+"""How much of the optimal acceptance each rule for i.i.d. candidates reaches, on laws of a pair of models.
+
+Command   python -m benchmarks.share_of_optimum --num_drafts=2,4,8 --temperature=1,0.5
+Models    the pretrained pair, or --target and --draft
+Laws      of both models at every position of the target's own continuations of the shipped prompts, sampled at the
+          same temperature: the positions at which a method that keeps the target's law draws candidates
+
+Acceptance follows exactly from the laws (`spectr_jax.theory`), no candidate is drawn. A share is the mean acceptance
+over the mean of the optimum, with its 95% interval over prompts; `worst` is the smallest share at any one position.
+"""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+import spectr_jax
+from benchmarks.verification import environment
+from decode import metrics
+from decode.options import DecodeOptions
+from decode.prompts import encode_prompts
+from decode.run import row_keys
+from spectr_jax import Model, SamplingParams, theory
+from spectr_jax.io import command_line
+from spectr_jax.sampling import logits_to_probs
+
+RULES = {
+  'optimum': theory.optimal_acceptance,
+  'race': theory.race_acceptance,
+  'K-SEQ': theory.kseq_acceptance,
+  'recursive': theory.recursive_acceptance,
+}
+
+
+@jax.jit(static_argnames='num_new')
+def laws_after(model: Model, prompts, lengths, tokens, temperature, *, num_new: int) -> jax.Array:
+  """A model's laws `[B, num_new, V]` of the tokens that follow each prompt, given those before.
+
+  Args:
+    model: The model.
+    prompts: int32 `[B, P]`, right-padded.
+    lengths: int32 `[B]`.
+    tokens: int32 `[B, num_new]`.
+    temperature: Scalar.
+    num_new: Tokens after the prompt.
+  """
+  batch_size, longest = prompts.shape
+  cache = model.init_cache_fn(batch_size, longest)
+  # The prompt's last token is the first of the call, whose laws are wanted.
+  cache = model.prefill(prompts, lengths - 1, cache)
+  last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)
+  called = jnp.concatenate([last, tokens[:, :-1]], axis=1)
+  positions = lengths[:, None] - 1 + jnp.arange(num_new)
+  causal = jnp.tril(jnp.ones((num_new, num_new), bool))
+  logits = model.apply(called, positions, causal, cache).logits
+  return logits_to_probs(logits, SamplingParams.make(batch_size, temperature=temperature))
+
+
+def measure(
+  options: DecodeOptions, *, temperatures: list[float], num_drafts: list[int], batch_size: int = 8
+) -> list[dict]:
+  """A record per temperature, number of candidates and rule."""
+  target, tokenizer = spectr_jax.load_model(options.target)
+  draft, _ = spectr_jax.load_model(options.draft)
+  prompts = options.read_prompts()
+  num_new = options.max_new_tokens
+  tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=num_new, max_length=target.max_length)
+  keys = row_keys(options.seed, prompts)
+  acceptance = jax.jit(lambda p, q, n: {name: rule(p, q, n) for name, rule in RULES.items()}, static_argnums=2)
+  records = []
+  for temperature in temperatures:
+    found = {(n, name): [] for n in num_drafts for name in RULES}
+    overlaps, is_there = [], []
+    for start in range(0, len(prompts), batch_size):
+      rows = slice(start, start + batch_size)
+      generation = spectr_jax.generate(
+        keys[rows],
+        target,
+        None,
+        tokens[rows],
+        lengths[rows],
+        method='autoregressive',
+        max_new_tokens=num_new,
+        temperature=temperature,
+        eos_id=tokenizer.eos_id,
+      )
+      ends = np.asarray(generation.lengths)
+      written = jnp.maximum(generation.tokens, 0)
+      p, q = (
+        laws_after(model, tokens[rows], lengths[rows], written, temperature, num_new=num_new)
+        for model in (draft, target)
+      )
+      is_there.append(np.arange(num_new) < ends[:, None])
+      overlaps.append(np.asarray(jnp.sum(jnp.minimum(p, q), axis=-1)))
+      for n in num_drafts:
+        for name, values in acceptance(p, q, n).items():
+          found[n, name].append(np.asarray(values, np.float64))
+    there = np.concatenate(is_there)
+    overlap = float(np.concatenate(overlaps)[there].mean())
+    for n in num_drafts:
+      optimum = np.concatenate(found[n, 'optimum'])
+      for name in RULES:
+        values = np.concatenate(found[n, name])
+        sums = (values * there).sum(1), (optimum * there).sum(1)
+        records.append(
+          {
+            'temperature': temperature,
+            'num_drafts': n,
+            'rule': name,
+            'num_prompts': len(prompts),
+            'num_positions': int(there.sum()),
+            'overlap': overlap,
+            'acceptance': float(values[there].mean()),
+            'share': metrics.ratio(*sums),
+            'share_ci95': metrics.ratio_interval(*sums),
+            'worst_share': float((values / optimum)[there].min()),
+          }
+        )
+  return records
+
+
+def _table(records: list[dict]) -> str:
+  first = records[0]
+  lines = [
+    f'{first["num_prompts"]} prompts, {first["num_positions"]} positions at the first temperature',
+    f'{"temperature":>12}{"1 - TV":>8}{"n":>4}  {"rule":<11}{"acceptance":>11}{"share of optimum":>24}{"worst":>8}',
+  ]
+  for record in records:
+    half = '' if record['share_ci95'] is None else f' +- {(record["share_ci95"][1] - record["share_ci95"][0]) / 2:.4f}'
+    lines.append(
+      f'{record["temperature"]:>12g}{record["overlap"]:>8.3f}{record["num_drafts"]:>4}  {record["rule"]:<11}'
+      f'{record["acceptance"]:>11.4f}{record["share"]:>14.4f}{half:<10}{record["worst_share"]:>8.3f}'
+    )
+  return '\n'.join(lines)
+
+
+if __name__ == '__main__':
+  _TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'Directory of the target model.')
+  _DRAFT = flags.DEFINE_string('draft', DecodeOptions.draft, 'Directory of the draft model.')
+  _NUM_DRAFTS = flags.DEFINE_list('num_drafts', ['2', '3', '4', '6', '8'], 'n, numbers of candidates.')
+  _TEMPERATURE = flags.DEFINE_list('temperature', ['1', '0.5'], 'Temperatures.')
+  _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 96, 'Shipped prompts to continue.', lower_bound=1)
+  _MAX_NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', 32, 'Positions per prompt.', lower_bound=1)
+  _SEED = flags.DEFINE_integer('seed', 0, 'Seed of the continuations.', lower_bound=0)
+  _OUTPUT = flags.DEFINE_string('output', None, 'Write the results to this file, as JSON.')
+
+  def main(argv):
+    del argv
+    options = DecodeOptions(
+      target=_TARGET.value,
+      draft=_DRAFT.value,
+      num_prompts=_NUM_PROMPTS.value,
+      max_new_tokens=_MAX_NEW_TOKENS.value,
+      seed=_SEED.value,
+    )
+    grid = {
+      'temperatures': [float(x) for x in _TEMPERATURE.value],
+      'num_drafts': [int(x) for x in _NUM_DRAFTS.value],
+    }
+    records = measure(options, **grid)
+    print(_table(records))
+    if _OUTPUT.value:
+      flags_given = grid | {'num_prompts': options.num_prompts, 'max_new_tokens': options.max_new_tokens}
+      with open(_OUTPUT.value, 'w') as stream:
+        json.dump({'run': {'flags': flags_given, **environment()}, 'results': records}, stream, indent=2)
+        stream.write('\n')
+
+  command_line.run(main)

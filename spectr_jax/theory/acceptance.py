@@ -1,0 +1,111 @@
+"""How often each rule accepts one token from n independent candidates, exactly, on any vocabulary."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.couplings.kseq import KSeq, any_accepted, overlap
+from spectr_jax.couplings.race import Race
+
+_KSEQ, _RACE = KSeq(), Race()
+
+
+def _of_laws(function):
+  """`function(p, q, num_drafts)` on `[V]` as one on `[..., V]` that checks its arguments."""
+
+  @functools.wraps(function)
+  def on_leading_axes(draft_probs, target_probs, num_drafts, **options):
+    draft_probs, target_probs = jnp.asarray(draft_probs), jnp.asarray(target_probs)
+    if draft_probs.shape != target_probs.shape or draft_probs.ndim == 0:
+      raise ValueError(
+        f'draft_probs and target_probs must have the same shape [..., V], got {draft_probs.shape} and'
+        f' {target_probs.shape}'
+      )
+    if num_drafts < 1:
+      raise ValueError(f'num_drafts must be at least 1, got {num_drafts}')
+
+    def one(p, q):
+      return function(p, q, num_drafts, **options)
+
+    return jnp.vectorize(one, signature='(v),(v)->()')(draft_probs, target_probs)
+
+  return on_leading_axes
+
+
+@_of_laws
+def kseq_acceptance(
+  draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int, *, coupling: KSeq = _KSEQ
+) -> jax.Array:
+  """1 - (1 - beta)^n at the threshold that `coupling` uses (SpecTr, Sun et al. 2023, Algorithm 2).
+
+  Args:
+    draft_probs: `[..., V]`, the laws p.
+    target_probs: `[..., V]`, the laws q.
+    num_drafts: n.
+    coupling: The coupling.
+
+  Returns:
+    `[...]`.
+
+  Raises:
+    ValueError: The laws differ in shape or have no axis, or n is below 1.
+  """
+  num_candidates = jnp.asarray(num_drafts)
+  gamma = coupling.gamma(draft_probs, target_probs, num_candidates)
+  return any_accepted(overlap(draft_probs, target_probs, gamma), num_candidates)
+
+
+@_of_laws
+def recursive_acceptance(draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int) -> jax.Array:
+  """Recursive rejection with replacement (SpecInfer, Miao et al. 2024, Algorithm 2).
+
+  What is left of the target after each rejection does not depend on which tokens were rejected, so that the candidates
+  are accepted with a probability that follows from the laws alone.
+
+  Args:
+    draft_probs: `[..., V]`, the laws p.
+    target_probs: `[..., V]`, the laws q.
+    num_drafts: n.
+
+  Returns:
+    `[...]`.
+
+  Raises:
+    ValueError: The laws differ in shape or have no axis, or n is below 1.
+  """
+
+  def try_next(_, carry):
+    rejected, residual = carry
+    left = jnp.maximum(residual - draft_probs, 0)
+    mass = jnp.sum(left)
+    rejected *= 1 - jnp.sum(jnp.minimum(draft_probs, residual))
+    return rejected, jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1), residual)
+
+  one = jnp.ones((), draft_probs.dtype)
+  return 1 - jax.lax.fori_loop(0, num_drafts, try_next, (one, target_probs))[0]
+
+
+@_of_laws
+def race_acceptance(
+  draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int, *, selection: Race = _RACE
+) -> jax.Array:
+  """1 - TV(pt, q), pt being the law of the candidate that wins the race, with which q is coupled maximally.
+
+  Args:
+    draft_probs: `[..., V]`, the laws p.
+    target_probs: `[..., V]`, the laws q.
+    num_drafts: n.
+    selection: The race.
+
+  Returns:
+    `[...]`.
+
+  Raises:
+    ValueError: The laws differ in shape or have no axis, or n is below 1.
+  """
+  candidates = jnp.zeros(num_drafts, jnp.int32)  # which tokens they are does not matter to the law
+  winner = selection(draft_probs, target_probs, candidates, jnp.ones(num_drafts, bool)).probs
+  return jnp.sum(jnp.minimum(winner, target_probs))
