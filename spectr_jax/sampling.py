@@ -51,12 +51,16 @@ class SamplingParams:
     return cls(**values)
 
 
+# From so many rows on a processor filters them one by one.
+_MANY_ROWS = 64
+
+
 def _largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | None) -> jax.Array:
   """The largest t such that the tokens with probability at least t measure `goal` or more; 0 where none do.
 
   Args:
     probs: `[..., V]`, not negative.
-    goal: `[...]`.
+    goal: `[...]`, or what broadcasts to it.
     weights: `[..., V]`, what a token measures; None counts tokens.
 
   Returns:
@@ -64,35 +68,47 @@ def _largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | N
   """
   # Floats that are not negative order like their bits; thresholds are bits, and compared as floats.
   bits_dtype = {4: jnp.int32, 8: jnp.int64}[probs.dtype.itemsize]
-  goal = goal[..., None]
+  goal = jnp.broadcast_to(goal, probs.shape[:-1])
 
-  def measure(threshold):
-    kept = probs >= jax.lax.bitcast_convert_type(threshold, probs.dtype)
-    count = jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32)
-    mass = count if weights is None else jnp.sum(jnp.where(kept, weights, 0), axis=-1, keepdims=True)
-    return mass >= goal, count
+  def search(probs, goal, weights):
+    goal = goal[..., None]
 
-  def unsettled(carry):
-    low, high, low_count, high_count = carry
-    # Settled: the next float, or at most one token between the two.
-    return jnp.any((high - low > 1) & (low_count - high_count > 1))
+    def measure(threshold):
+      kept = probs >= jax.lax.bitcast_convert_type(threshold, probs.dtype)
+      count = jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32)
+      mass = count if weights is None else jnp.sum(jnp.where(kept, weights, 0), axis=-1, keepdims=True)
+      return mass >= goal, count
 
-  def halve(carry):
-    low, high, low_count, high_count = carry
-    middle = low + (high - low) // 2
-    is_enough, count = measure(middle)
-    return (
-      jnp.where(is_enough, middle, low),
-      jnp.where(is_enough, high, middle),
-      jnp.where(is_enough, count, low_count),
-      jnp.where(is_enough, high_count, count),
-    )
+    def unsettled(carry):
+      low, high, low_count, high_count = carry
+      # Settled: the next float, or at most one token between the two.
+      return jnp.any((high - low > 1) & (low_count - high_count > 1))
 
-  high = jax.lax.bitcast_convert_type(jnp.max(probs, axis=-1, keepdims=True), bits_dtype) + 1
-  low = jnp.zeros_like(high)
-  everything = jnp.full(low.shape, probs.shape[-1], jnp.int32)
-  low, *_ = jax.lax.while_loop(unsettled, halve, (low, high, everything, jnp.zeros_like(everything)))
-  return jax.lax.bitcast_convert_type(low, probs.dtype)
+    def halve(carry):
+      low, high, low_count, high_count = carry
+      middle = low + (high - low) // 2
+      is_enough, count = measure(middle)
+      return (
+        jnp.where(is_enough, middle, low),
+        jnp.where(is_enough, high, middle),
+        jnp.where(is_enough, count, low_count),
+        jnp.where(is_enough, high_count, count),
+      )
+
+    high = jax.lax.bitcast_convert_type(jnp.max(probs, axis=-1, keepdims=True), bits_dtype) + 1
+    low = jnp.zeros_like(high)
+    everything = jnp.full(low.shape, probs.shape[-1], jnp.int32)
+    low, *_ = jax.lax.while_loop(unsettled, halve, (low, high, everything, jnp.zeros_like(everything)))
+    return jax.lax.bitcast_convert_type(low, probs.dtype)
+
+  def row_by_row():
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[goal.ndim :]), (probs, goal, weights))
+    return jax.lax.map(lambda row: search(*row), rows).reshape(*goal.shape, 1)
+
+  if goal.size < _MANY_ROWS:
+    return search(probs, goal, weights)
+  # Many rows do not fit into a processor's cache together, and one by one none waits for the others.
+  return jax.lax.platform_dependent(cpu=row_by_row, default=lambda: search(probs, goal, weights))
 
 
 def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:

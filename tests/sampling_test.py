@@ -91,6 +91,16 @@ def test_rows_have_their_own_parameters():
     np.testing.assert_array_equal(alone[0], found[row])
 
 
+def test_many_rows_get_what_few_get():
+  logits = jnp.asarray(np.random.default_rng(3).normal(scale=3, size=(20, 5, 300)), jnp.float32)
+  top_k, top_p = np.arange(20) * 7, np.linspace(0.05, 1, 20)
+  together = _to_probs(logits, SamplingParams.make(20, top_k=top_k, top_p=top_p))  # 100 filters
+  for row in range(20):
+    alone = _to_probs(logits[row : row + 1], SamplingParams.make(1, top_k=top_k[row], top_p=top_p[row]))
+    np.testing.assert_array_equal(together[row] > 0, alone[0] > 0)
+    np.testing.assert_allclose(together[row], alone[0], rtol=1e-6)
+
+
 def test_nodes_of_a_row_share_its_parameters():
   logits = jnp.asarray(_logits(2, ties=False), jnp.float32).reshape(2, 3, 300)
   found = _to_probs(logits, SamplingParams.make(2, temperature=np.array([0.5, 1]), top_p=np.array([0.9, 0.4])))

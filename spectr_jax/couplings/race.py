@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.couplings.kseq import any_accepted
 from spectr_jax.couplings.on_demand import where_needed
 from spectr_jax.couplings.selection import Pick
 
@@ -65,6 +66,9 @@ def _goal(masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.
   tightest = jnp.argmax(excess)
   reserved = jnp.where(place <= tightest, jax.lax.cummax(excess), jax.lax.cummax(excess, reverse=True))
   law = masses[:, 1] + jnp.diff(reserved, prepend=jnp.zeros((), excess.dtype))
+  # No class is picked more often than it occurs. Rounding of the sums can ask for more of a class that is very rare,
+  # and its weight would grow until all others are cut off.
+  law = jnp.clip(law, 0, any_accepted(masses[:, 0], num_candidates))
   is_excess = excess[tightest] > 0
   return law, ~is_excess | (place > tightest), jnp.where(is_excess, below[tightest], 0)
 
