@@ -1,0 +1,63 @@
+"""Tables from generations: counts by prompt, and the summary that gives the same tables."""
+
+import json
+
+import pytest
+
+from benchmarks import tabulate
+
+
+def _line(method, prompt, seed, num_tokens, calls, **changes):
+  line = {
+    'id': prompt, 'method': method, 'is_lossless': method != 'biased', 'num_drafts': 2, 'draft_length': 4,
+    'tree': 'chains', 'temperature': 1.0, 'seed': seed, 'tokens': [0] * num_tokens, 'target_calls': calls,
+  }  # fmt: skip
+  return json.dumps(line | changes)
+
+
+@pytest.fixture
+def generations(tmp_path):
+  path = tmp_path / 'text.jsonl'
+  lines = [_line('spectr', prompt, seed, 6 + prompt, 3) for prompt in (0, 1) for seed in (0, 1)]
+  lines += [_line('race', prompt, seed, 12 + 2 * prompt, 3) for prompt in (0, 1) for seed in (0, 1)]
+  lines += [_line('race', prompt, 0, 9, 3, tree='optimal:8 = prefix:2,1') for prompt in (0, 1)]
+  path.write_text('\n'.join(lines) + '\n')
+  return path
+
+
+def test_seeds_of_a_prompt_are_added(generations):
+  found = tabulate.read([str(generations)])
+  counts = found[tabulate.Setting(1.0, 'race', True, '2 x 4')]
+  assert [x.tolist() for x in counts.arrays()] == [[24, 28], [6, 6]]
+  assert counts.seeds == [0, 1]
+
+
+def test_tables_compare_with_the_baseline(generations):
+  text = '\n'.join(tabulate.tables(tabulate.read([str(generations)]), 'spectr'))
+  assert '| method | 2 x 4 |' in text
+  assert '| `race` | 2 x 4 | 4.33 ± ' in text
+  assert ' | 2.000 (2.000 to 2.000) |' in text  # prompts differ, the ratio does not
+  assert 'optimal:8' not in text  # nothing to compare with
+
+
+def test_a_summary_gives_the_same_tables(generations, tmp_path):
+  found = tabulate.read([str(generations)])
+  path = tmp_path / 'summary.json'
+  path.write_text(tabulate.summarize(found))
+  assert tabulate.tables(tabulate.read([str(path)]), 'spectr') == tabulate.tables(found, 'spectr')
+
+
+def test_nothing_counts_twice(generations, tmp_path):
+  with pytest.raises(ValueError, match='prompt 0 with seed 0 twice'):
+    tabulate.read([str(generations)] * 2)
+  path = tmp_path / 'summary.json'
+  path.write_text(tabulate.summarize(tabulate.read([str(generations)])))
+  with pytest.raises(ValueError, match='in two files'):
+    tabulate.read([str(path)] * 2)
+
+
+def test_other_files_are_refused(tmp_path):
+  path = tmp_path / 'other.jsonl'
+  path.write_text('{"a": 1}\n')
+  with pytest.raises(ValueError, match='other.jsonl: neither generations'):
+    tabulate.read([str(path)])
