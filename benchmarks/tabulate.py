@@ -18,6 +18,7 @@ import numpy as np
 from absl import flags
 
 from decode import metrics
+from spectr_jax import METHODS
 from spectr_jax.io import command_line
 
 
@@ -72,11 +73,18 @@ def read(paths: list[str]) -> dict[Setting, Counts]:
   return dict(found)
 
 
+def _version(line: dict) -> str:
+  """The method, with what is not its own: how children are drawn, and over-acceptance."""
+  name, children, epsilon = line['method'], line['children'], line['epsilon']
+  is_own = name not in METHODS or children == METHODS[name].proposal_rule.name
+  return name + ('' if is_own else f', {children}') + ('' if epsilon is None else f', epsilon {epsilon:g}')
+
+
 def _add_generations(lines, found) -> None:
   for line in map(json.loads, lines):
     is_chains = line['tree'] == 'chains'
     shape = f'{line["num_drafts"]} x {line["draft_length"]}' if is_chains else line['tree']
-    setting = Setting(line['temperature'], line['method'], line['is_lossless'], shape)
+    setting = Setting(line['temperature'], _version(line), line['is_lossless'], shape)
     counts, run = found[setting], (line['id'], line['seed'])
     if run in counts.runs:
       raise ValueError(f'{setting} has prompt {run[0]!r} with seed {run[1]} twice')
@@ -113,14 +121,17 @@ def summarize(found: dict[Setting, Counts]) -> str:
 
 
 def _value(counts: Counts) -> str:
-  low, high = metrics.ratio_interval(*counts.arrays())
-  return f'{metrics.ratio(*counts.arrays()):.2f} ± {(high - low) / 2:.2f}'
+  interval = metrics.ratio_interval(*counts.arrays())
+  half = '' if interval is None else f' ± {(interval[1] - interval[0]) / 2:.2f}'
+  return f'{metrics.ratio(*counts.arrays()):.2f}{half}'
 
 
 def _factor(counts: Counts, baseline: Counts | None) -> str:
   if baseline is None or baseline is counts or counts.seeds != baseline.seeds:
     return ''
   shared = [prompt for prompt in counts.tokens if prompt in baseline.tokens]
+  if len(shared) < 2:
+    return ''
   factor, low, high = metrics.compare(counts.arrays(shared), baseline.arrays(shared))
   return f'{factor:.3f} ({low:.3f} to {high:.3f})'
 

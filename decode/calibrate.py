@@ -11,7 +11,7 @@ import numpy as np
 from etils import epath
 
 from decode.settings import Setting
-from spectr_jax import Method, Statistics, TokenTree, optimal_factors
+from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
 from spectr_jax.proposal import Independent
 
 # Fewer visits than this say too little about a rate; such a rate counts as not measured.
@@ -25,6 +25,12 @@ Acceptance = list[list[float | None]]
 def has_independent_children(method: Method) -> bool:
   """Whether its best tree is a prefix tree; otherwise siblings differ, and each has a rate of its own."""
   return isinstance(method.proposal_rule, Independent)
+
+
+def rates_name(method: Method) -> str:
+  """What its rates are called in files: they are of the method and of how its children are drawn."""
+  rule = method.proposal_rule.name
+  return method.name if rule == METHODS[method.name].proposal_rule.name else f'{method.name}, {rule}'
 
 
 def calibration_trees(method: Method, budget: int) -> dict[int, TokenTree]:
@@ -100,7 +106,10 @@ def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
     tree, shape = TokenTree.prefix(factors), f'prefix:{",".join(map(str, factors))}'
   else:
     measured = rates[~np.isnan(rates).any(axis=1)]
-    tree = TokenTree.optimal(measured, budget, max_depth=_MAX_DEPTH)
+    try:
+      tree = TokenTree.optimal(measured, budget, max_depth=_MAX_DEPTH)
+    except ValueError as error:
+      raise ValueError(f'{setting}: {error}') from error
     by_depth = np.bincount(tree.depths)[1:]
     shape = f'{",".join(map(str, by_depth))} nodes by depth'
   setting.method.tree_for(tree)

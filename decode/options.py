@@ -15,6 +15,12 @@ PRETRAINED = ROOT / 'pretrained'
 _DTYPES = ('', 'float32', 'bfloat16')
 
 
+def has_epsilon(name: str) -> bool:
+  """Whether the method over-accepts by an amount that can be chosen."""
+  method = get_method(name)
+  return with_epsilon(method, 0.5) != with_epsilon(method, 0.25)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
   """What to run; every field is a flag of `decode.main`.
@@ -70,6 +76,9 @@ class DecodeOptions:
       raise ValueError(f'no method given; allowed: {", ".join(METHODS)}')
     if self.epsilon is not None and not (math.isfinite(self.epsilon) and self.epsilon >= 0):
       raise ValueError(f'epsilon must be finite and at least 0, got {self.epsilon}')
+    if self.epsilon is not None and not any(map(has_epsilon, self.method)):
+      allowed = ', '.join(filter(has_epsilon, METHODS))
+      raise ValueError(f'epsilon is for {allowed}, one of which must be among the methods')
     if self.gumbel and not any(get_method(name).max_drafts == 0 for name in self.method):
       raise ValueError('gumbel is for autoregressive decoding, which must be among the methods')
     _ = self.methods

@@ -135,6 +135,7 @@ def _result(summary: Summary, run: DecodeRun, seed: int) -> dict:
     'tree': setting.tree_name,
     'num_nodes': setting.tree.num_nodes,
     'children': setting.method.proposal_rule.name,
+    'epsilon': run.options.epsilon,
     'temperature': run.options.temperature,
     'seed': seed,
     'num_prompts': len(run.prompts),
@@ -155,7 +156,8 @@ def to_json(run: DecodeRun) -> str:
 
   `block_efficiency_ci95` is null for a single prompt, `speedup` where autoregressive decoding was not run;
   `acceptance_by_position[d]` is the share of rounds that kept at least d + 1 drafted tokens; `share_of_optimum` is null
-  unless asked for. `acceptance` holds the rates that `optimal` trees were chosen from, by method.
+  unless asked for; `epsilon` where methods have their own. `acceptance` holds the rates that `optimal` trees
+  were chosen from, by method.
   """
   results = [_result(run.summarize(found.setting, (found.seed,)), run, found.seed) for found in run.measurements]
   return (
@@ -179,6 +181,8 @@ def to_jsonl(run: DecodeRun) -> str:
             'num_drafts': found.setting.num_drafts,
             'draft_length': found.setting.draft_length,
             'tree': found.setting.tree_name,
+            'children': found.setting.method.proposal_rule.name,
+            'epsilon': run.options.epsilon,
             'temperature': run.options.temperature,
             'seed': found.seed,
             'tokens': tokens,

@@ -18,7 +18,14 @@ import numpy as np
 
 import spectr_jax
 from decode import metrics
-from decode.calibrate import Acceptance, choose_tree, has_independent_children, measure_acceptance, read_acceptance
+from decode.calibrate import (
+  Acceptance,
+  choose_tree,
+  has_independent_children,
+  measure_acceptance,
+  rates_name,
+  read_acceptance,
+)
 from decode.options import ROOT, DecodeOptions
 from decode.prompts import Prompt, encode_prompts
 from decode.settings import Setting, expand
@@ -249,14 +256,15 @@ def _choose_trees(options: DecodeOptions, given, settings, prompts, batches, gen
       found = [generate(Setting(method, tree=tree), keys, rows, statistics=True).statistics for rows in batches]
       return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(prompts)], *found)
 
+    name = rates_name(method)
     if given is None:
-      acceptance[method.name] = measure_acceptance(method, budget, measure)
-    elif method.name in given:
-      acceptance[method.name] = given[method.name]
+      acceptance[name] = measure_acceptance(method, budget, measure)
+    elif name in given:
+      acceptance[name] = given[name]
     else:
-      raise ValueError(f'{options.acceptance} has no acceptance of {method.name}; it has {", ".join(given)}')
+      raise ValueError(f'{options.acceptance} has no acceptance of {name}; it has {"; ".join(given)}')
   chosen = [
-    choose_tree(setting, acceptance[setting.method.name])
+    choose_tree(setting, acceptance[rates_name(setting.method)])
     if setting.spec is not None and setting.spec.name == 'optimal'
     else setting
     for setting in settings

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from spectr_jax.couplings import KSeq, Maximal, Only, OverAccept, Race, Recursive, Selected
 from spectr_jax.proposal import FirstArrivals, Independent, ProposalRule, WithoutReplacement
 from spectr_jax.tree import TokenTree
@@ -45,10 +47,8 @@ class Method:
     allowed = self.verifier.proposal_rules
     if not isinstance(self.proposal_rule, allowed):
       names = ' or '.join(rule.name for rule in allowed)
-      raise ValueError(
-        f"{self.name}: what it emits has the target's law only if children are drawn {names}, not"
-        f' {self.proposal_rule.name}'
-      )
+      promise = "has the target's law" if self.is_lossless else 'is defined'
+      raise ValueError(f'{self.name} {promise} only if children are drawn {names}, not {self.proposal_rule.name}')
 
   def tree_for(self, tree: TokenTree | None) -> TokenTree:
     """The tree the method works on: `tree`, or an empty one for a method that drafts nothing, whatever it is given.
@@ -61,7 +61,12 @@ class Method:
     if tree is None or not tree.num_nodes:
       raise ValueError(f'{self.name} needs guesses: give it a tree, such as TokenTree.chains(1, 4)')
     if self.max_drafts == 1 and not tree.is_chain:
-      raise ValueError(f'{self.name} verifies a single draft: num_drafts must be 1')
+      raise ValueError(f'{self.name} verifies a single draft: the tree must be a chain (num_drafts 1)')
+    if self.max_drafts is not None and (widest := int(np.bincount(tree.depths)[1:].max())) > self.max_drafts:
+      raise ValueError(
+        f'{self.name} verifies at most {self.max_drafts} candidates of a position, but the tree has {widest} nodes at'
+        ' one depth'
+      )
     if self.needs_chains and not tree.is_chains:
       raise ValueError(f'{self.name} is defined for drafts of equal length that share nothing: the tree must be chains')
     return tree
@@ -239,6 +244,8 @@ def with_children(method: Method, children: str) -> Method:
 def with_epsilon(method: Method, epsilon: float) -> Method:
   """`method` with another amount of over-acceptance; methods that accept no more than they may stay as they are.
 
+  With none, and the best law after a rejection, what is left is speculative decoding, which is lossless.
+
   Raises:
     ValueError: `epsilon` is negative.
   """
@@ -246,7 +253,8 @@ def with_epsilon(method: Method, epsilon: float) -> Method:
   if not (isinstance(verifier, Walk) and isinstance(verifier.coupling, OverAccept)):
     return method
   coupling = dataclasses.replace(verifier.coupling, epsilon=epsilon)
-  return dataclasses.replace(method, verifier=dataclasses.replace(verifier, coupling=coupling))
+  method = dataclasses.replace(method, verifier=dataclasses.replace(verifier, coupling=coupling))
+  return dataclasses.replace(method, is_lossless=True, bias='') if coupling.is_lossless else method
 
 
 def with_gumbel(method: Method) -> Method:

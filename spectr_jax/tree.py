@@ -145,11 +145,12 @@ class TokenTree:
 
   @classmethod
   def optimal(cls, acceptance, num_nodes: int, max_depth: int | None = None) -> TokenTree:
-    """The tree of N nodes with the most accepted tokens in expectation, where the order of siblings matters.
+    """The tree of at most N nodes with the most accepted tokens in expectation, where the order of siblings matters.
 
     A node is accepted with the product of the probabilities along its path, and the tree holds the N nodes for which
-    it is largest. Of equally likely nodes the shallower one comes first, then the one with fewer siblings before it,
-    then the one whose parent came first. Takes O(N log N) steps; the tree is that of a Tunstall code.
+    it is largest, fewer only if no others can be accepted at all. Of equally likely nodes the shallower one comes
+    first, then the one with fewer siblings before it, then the one whose parent came first. Takes O(N log N) steps; the
+    tree is that of a Tunstall code.
 
     Source: "Speculative Decoding via Exponential Races", Algorithm 3.
 
@@ -163,7 +164,7 @@ class TokenTree:
 
     Raises:
       ValueError: `acceptance` has another shape, values outside [0, 1] or a row with a sum above 1; `num_nodes` or
-        `max_depth` is below 1; or fewer than N nodes can be accepted at all.
+        `max_depth` is below 1; or no node can be accepted at all.
     """
     num_nodes = _positive('num_nodes', num_nodes)
     max_depth = num_nodes if max_depth is None else _positive('max_depth', max_depth)
@@ -197,10 +198,8 @@ class TokenTree:
       # Only these two become possible, and neither can come before the node itself.
       offer(parent, child + 1)
       offer(len(parents), 0)
-    if len(parents) < num_nodes:
-      raise ValueError(
-        f'no tree of {num_nodes} nodes: only {len(parents)} nodes, at most {max_depth} deep, have a positive acceptance'
-      )
+    if not parents:
+      raise ValueError('nothing is ever accepted, so no tree is better than none')
     return cls.from_parents(parents)
 
   @property

@@ -591,7 +591,7 @@ def test_state_is_donated_and_models_are_not(target, draft):
   ('change', 'message'),
   [
     ({'method': 'guessing'}, 'unknown method .guessing.; allowed: autoregressive, speculative, spectr'),
-    ({'tree': TokenTree.chains(2, 3)}, 'single draft: num_drafts must be 1'),
+    ({'tree': TokenTree.chains(2, 3)}, 'single draft: the tree must be a chain'),
     ({'tree': TokenTree()}, 'speculative needs guesses: give it a tree'),
     ({'tree': None}, 'speculative needs guesses: give it a tree'),
     ({'draft': None}, 'needs a draft model'),

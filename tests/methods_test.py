@@ -96,7 +96,7 @@ def test_an_unknown_method_is_refused():
   ],
 )
 def test_children_that_a_verifier_is_not_right_for_are_refused(verifier, rule, allowed):
-  message = f"mine: what it emits has the target's law only if children are drawn {allowed}, not {rule.name}"
+  message = f"mine has the target's law only if children are drawn {allowed}, not {rule.name}"
   with pytest.raises(ValueError, match=message):
     Method('mine', verifier, rule, is_lossless=True, source='none')
   Method('mine', verifier, RULES[allowed], is_lossless=True, source='none')
@@ -115,7 +115,7 @@ def test_trees_that_a_theory_does_not_cover_are_refused(name):
   assert method.tree_for(CHAIN) is CHAIN
   if name in ('speculative', 'block', 'greedy_block', 'decoding_opt', 'decoding_uno'):
     for tree in (CHAINS, PREFIX, UNEQUAL, TokenTree.chains(2, 1)):
-      with pytest.raises(ValueError, match=f'{name} verifies a single draft: num_drafts must be 1'):
+      with pytest.raises(ValueError, match=f'{name} verifies a single draft: the tree must be a chain'):
         method.tree_for(tree)
     return
   assert method.tree_for(CHAINS) is CHAINS
@@ -131,7 +131,7 @@ def test_trees_that_a_theory_does_not_cover_are_refused(name):
 @pytest.mark.parametrize('children', list(RULES))
 def test_other_children(name, children):
   if children not in CHILDREN[name]:
-    with pytest.raises(ValueError, match=f'{name}: what it emits .* not {children}'):
+    with pytest.raises(ValueError, match=f'{name} .* only if children are drawn .* not {children}'):
       with_children(METHODS[name], children)
     return
   method = with_children(METHODS[name], children)
@@ -147,6 +147,21 @@ def test_unknown_children_are_refused():
   message = 'children must be one of independent, without_replacement, first_arrivals, got .sorted.'
   with pytest.raises(ValueError, match=message):
     with_children(METHODS['traversal'], 'sorted')
+
+
+def test_no_epsilon_is_lossless_with_the_best_residual_alone():
+  opt, uno = (with_epsilon(METHODS[name], 0.0) for name in ('decoding_opt', 'decoding_uno'))
+  assert (opt.is_lossless, opt.bias) == (True, '')
+  assert not uno.is_lossless
+  assert uno.bias
+
+
+def test_a_number_of_candidates_may_be_limited():
+  method = Method('mine', Walk(KSeq()), Independent(), is_lossless=True, source='none', max_drafts=2)
+  assert method.tree_for(TokenTree.chains(2, 3)) == TokenTree.chains(2, 3)
+  for tree in (TokenTree.chains(3, 2), TokenTree.prefix((2, 2))):  # four nodes below two equal tokens are one pool
+    with pytest.raises(ValueError, match=r'at most 2 candidates of a position, but the tree has [34] nodes'):
+      method.tree_for(tree)
 
 
 def test_epsilon():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from spectr_jax.sampling import SamplingParams, draw, logits_to_probs, positive_part_or
+from spectr_jax.sampling import SamplingParams, arrivals, draw, first_arrival, logits_to_probs, positive_part_or
 
 LARGEST_UNIFORM = np.float32(1 - 2.0**-24)
 
@@ -258,6 +258,14 @@ def test_draws_follow_the_law():
   # The test can fail: every second token 10% too likely, the others too rare.
   shifted = law * np.where(np.arange(1000) % 2, 1.1, 0.9)
   assert _p_value(shifted / shifted.sum(), law) < 1e-6
+
+
+def test_rare_tokens_win_races_as_rarely_as_they_should():
+  """Of 32768 tokens all but one have 1e-4 of the mass together: 0.8 of 8192 draws."""
+  probs = jnp.full(32768, 1e-4 / 32767, jnp.float32).at[0].set(1 - 1e-4)
+  keys = jax.random.split(jax.random.key(4), (64, 128))
+  winners = jax.jit(lambda keys: jax.lax.map(jax.vmap(lambda key: first_arrival(arrivals(key, probs))), keys))(keys)
+  assert int(jnp.sum(winners > 0)) <= 6  # a Poisson number exceeds 6 once in 3e5 seeds
 
 
 def test_positive_part_falls_back_only_without_mass():

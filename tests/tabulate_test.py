@@ -10,7 +10,8 @@ from benchmarks import tabulate
 def _line(method, prompt, seed, num_tokens, calls, **changes):
   line = {
     'id': prompt, 'method': method, 'is_lossless': method != 'biased', 'num_drafts': 2, 'draft_length': 4,
-    'tree': 'chains', 'temperature': 1.0, 'seed': seed, 'tokens': [0] * num_tokens, 'target_calls': calls,
+    'tree': 'chains', 'children': 'independent', 'epsilon': None, 'temperature': 1.0, 'seed': seed,
+    'tokens': [0] * num_tokens, 'target_calls': calls,
   }  # fmt: skip
   return json.dumps(line | changes)
 
@@ -54,6 +55,21 @@ def test_nothing_counts_twice(generations, tmp_path):
   path.write_text(tabulate.summarize(tabulate.read([str(generations)])))
   with pytest.raises(ValueError, match='in two files'):
     tabulate.read([str(path)] * 2)
+
+
+def test_versions_of_a_method_are_told_apart(tmp_path):
+  path = tmp_path / 'text.jsonl'
+  lines = [_line('traversal', 0, 0, 6, 3), _line('traversal', 0, 0, 9, 3, children='without_replacement')]
+  lines += [_line('decoding_opt', 0, 0, 6, 3), _line('decoding_opt', 0, 0, 9, 3, epsilon=0.5)]
+  path.write_text('\n'.join(lines))
+  methods = [setting.method for setting in tabulate.read([str(path)])]
+  assert methods == ['traversal', 'traversal, without_replacement', 'decoding_opt', 'decoding_opt, epsilon 0.5']
+
+
+def test_a_single_prompt_has_no_interval(tmp_path):
+  path = tmp_path / 'text.jsonl'
+  path.write_text('\n'.join(_line(method, 0, 0, 6, 3) for method in ('spectr', 'race')))
+  assert '| `race` | 2 x 4 | 2.00 |  |' in tabulate.tables(tabulate.read([str(path)]), 'spectr')
 
 
 def test_other_files_are_refused(tmp_path):

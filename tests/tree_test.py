@@ -382,14 +382,25 @@ def test_depth_limit():
     ([0.5], (0,), 'num_nodes must be at least 1, got 0'),
     ([0.5], (2.0,), r'num_nodes must be an integer, got 2\.0'),
     ([0.5], (2, 0), 'max_depth must be at least 1, got 0'),
-    ([0.0, 0.0], (1,), 'no tree of 1 nodes: only 0'),
-    ([[0.5, 0.5], [0.0, 0.0]], (3,), 'no tree of 3 nodes: only 2'),
-    ([0.5, 0.2], (7, 2), 'no tree of 7 nodes: only 6 nodes, at most 2 deep'),
+    ([0.0, 0.0], (1,), 'nothing is ever accepted'),
+    ([[0.0, 0.0], [0.5, 0.5]], (3,), 'nothing is ever accepted'),
   ],
 )
 def test_optimal_refuses(acceptance, arguments, message):
   with pytest.raises(ValueError, match=message):
     TokenTree.optimal(acceptance, *arguments)
+
+
+@pytest.mark.parametrize(
+  ('acceptance', 'arguments', 'parents'),
+  [
+    ([[0.5, 0.5], [0.0, 0.0]], (3,), (0, 0)),
+    ([0.5, 0.2], (7, 2), (0, 0, 1, 1, 2, 2)),
+    ([1.0, 0.0], (64, 3), (0, 1, 2)),
+  ],
+)
+def test_optimal_leaves_out_what_is_never_accepted(acceptance, arguments, parents):
+  assert sorted(TokenTree.optimal(acceptance, *arguments).depths) == sorted(TokenTree.from_parents(parents).depths)
 
 
 def test_sums_may_be_rounded():

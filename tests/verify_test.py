@@ -173,6 +173,22 @@ def test_draws_follow_the_law(name, tree, tokens, laws):
     assert result.p_value > 1e-3, result
 
 
+@pytest.mark.parametrize('name', ['block', 'greedy_block', 'race_block', 'traversal'])
+def test_a_path_may_be_less_likely_than_any_float32(name):
+  """Fourteen tokens that the target likes a thousand times less than the draft, then as many that it likes more."""
+  tree = TokenTree.chains(1, 28)
+  unlikely, likely = [0.9, 0.1 - 9e-4, 9e-4], [9e-4, 0.1 - 9e-4, 0.9]
+  first = np.arange(28)[:, None] < 14
+  proposal = Proposal(np.zeros(28, np.int32), np.where(first, unlikely, likely))
+  target_probs = np.concatenate([np.where(first, likely, unlikely), [[0.2, 0.3, 0.5]]])
+  verifier = ALL[name].verifier
+  law = np.asarray(_law(*_float32((proposal, target_probs)), verifier.init_state(tree), verifier=verifier, tree=tree))
+  with jax.enable_x64(True):
+    exact = np.asarray(_law(proposal, target_probs, verifier.init_state(tree), verifier=verifier, tree=tree))
+  assert exact[-1].sum() > 0.9  # what was lost on the way down is made up for: all is kept
+  np.testing.assert_allclose(law, exact, rtol=1e-3, atol=1e-6)
+
+
 def test_draws_that_do_not_follow_the_law_are_noticed():
   """The test can tell: verifiers that all keep the target's law differ in what they accept, given the guesses."""
   proposal, target_probs = _float32(_guesses(13, UNEQUAL, 5, _DUPLICATES, agreement=0.5))

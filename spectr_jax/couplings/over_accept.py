@@ -35,6 +35,10 @@ class OverAccept:
     if not self.epsilon >= 0:
       raise ValueError(f'epsilon must be at least 0, got {self.epsilon}')
 
+  @property
+  def is_lossless(self) -> bool:
+    return self.epsilon == 0 and self.has_best_residual
+
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     accept = jnp.minimum(1, ratio(target_probs[candidates] + self.epsilon, draft_probs[candidates]))
     residual = positive_part_or(target_probs - draft_probs, target_probs) if self.has_best_residual else target_probs

@@ -165,6 +165,8 @@ class GreedyBlock:
         gain = v * jnp.sum(self._kept(num_drafts, draft_probs, law, context.log_ratio)) - excess
         total = gain + ((covered - v) + excess)
         inside = jnp.where(total > 0, gain / jnp.where(total > 0, total, 1), 1)
+        if num_drafts == 1:  # exact where v >= 1, but a quotient of rounding errors if p <= v q nearly everywhere
+          inside = jnp.where(log_v >= 0, 1, inside)
         return context, jnp.clip(jnp.where(is_last, (v - excess) / covered, inside), 0, 1)
 
       is_last = jnp.arange(draft_length) == draft_length - 1

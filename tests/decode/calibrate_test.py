@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from decode.calibrate import calibration_trees, choose_tree, measure_acceptance, read_acceptance
+from decode.calibrate import calibration_trees, choose_tree, measure_acceptance, rates_name, read_acceptance
 from decode.options import DecodeOptions
 from decode.run import run_decode
 from decode.settings import Setting, TreeSpec
-from spectr_jax import METHODS, Statistics, TokenTree
+from spectr_jax import METHODS, Statistics, TokenTree, with_children
 
 
 def _statistics(tree, accepted, *, visits=1000):
@@ -62,9 +62,23 @@ def test_the_best_shapes():
   assert chosen.draft_length == 3
 
 
+def test_a_tree_has_no_nodes_that_are_never_accepted():
+  # As at temperature 0: the first child or none.
+  chosen = choose_tree(Setting(METHODS['gsd'], TreeSpec('optimal', (64,))), [[0.6, 0.0], [0.5, 0.0]])
+  assert chosen.tree.is_chain
+  assert chosen.tree.max_depth == 24
+
+
+def test_rates_are_of_a_way_to_draw_children():
+  assert rates_name(METHODS['traversal']) == 'traversal'
+  assert rates_name(with_children(METHODS['traversal'], 'without_replacement')) == 'traversal, without_replacement'
+
+
 def test_useless_drafts_have_no_tree():
   with pytest.raises(ValueError, match='nothing is ever accepted'):
     choose_tree(Setting(METHODS['race'], TreeSpec('optimal', (6,))), [[0.0, 0.0]])
+  with pytest.raises(ValueError, match='gsd optimal:6: nothing is ever accepted'):
+    choose_tree(Setting(METHODS['gsd'], TreeSpec('optimal', (6,))), [[0.0, 0.0]])
   with pytest.raises(ValueError, match='too few positions'):
     choose_tree(Setting(METHODS['gsd'], TreeSpec('optimal', (6,))), [[None, None]])
 

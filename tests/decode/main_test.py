@@ -18,9 +18,9 @@ from spectr_jax import METHODS
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 _RESULT_FIELDS = [
-  'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'num_nodes', 'children', 'temperature', 'seed',
-  'num_prompts', 'tokens', 'target_calls', 'block_efficiency', 'block_efficiency_ci95', 'acceptance_by_position',
-  'tokens_per_second', 'speedup', 'share_of_optimum', 'share_of_optimum_ci95',
+  'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'num_nodes', 'children', 'epsilon', 'temperature',
+  'seed', 'num_prompts', 'tokens', 'target_calls', 'block_efficiency', 'block_efficiency_ci95',
+  'acceptance_by_position', 'tokens_per_second', 'speedup', 'share_of_optimum', 'share_of_optimum_ci95',
 ]  # fmt: skip
 
 
@@ -84,8 +84,8 @@ def test_autoregressive_is_the_unit(grid):
 
 def test_generations_add_up_to_the_results(grid):
   assert len(grid.generations) == 8 * 3
-  fields = ['id', 'prompt', 'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'temperature', 'seed']
-  fields += ['tokens', 'text', 'target_calls']
+  fields = ['id', 'prompt', 'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'children', 'epsilon']
+  fields += ['temperature', 'seed', 'tokens', 'text', 'target_calls']
   for place, result in enumerate(grid.results):
     lines = grid.generations[3 * place : 3 * place + 3]
     assert [list(line) for line in lines] == [fields] * 3

@@ -11,7 +11,7 @@ import pytest
 
 from decode.prove import find_methods
 from spectr_jax import METHODS
-from spectr_jax.testing import prove
+from spectr_jax.testing import CONTROLS, prove
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
@@ -117,6 +117,15 @@ def test_what_is_broken_fails_where_it_shows(tmp_path):
   assert int(keyed_by_position['exact'][2].removeprefix('differing tokens ')) > 10_000
   assert 'wrong_residual FAILED (exact and sampling' in ran.stdout
   assert ran.stdout.count('not lossless, though registered as lossless') == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', [*CONTROLS, *(name for name in METHODS if not METHODS[name].is_lossless)])
+def test_what_is_known_to_be_biased_fails(name):
+  method = (CONTROLS | METHODS)[name]
+  proof = prove(method, num_samples=50_000)
+  assert not proof.is_passed, proof
+  assert f'{name} FAILED' in proof.conclusion
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Files written whole, and what people read."""
 
+import dataclasses
 import io
 
 import numpy as np
@@ -118,3 +119,21 @@ def test_bytes_of_a_character_stay_together(tokenizer):
 
 def test_text_cannot_steer_the_terminal():
   assert report._printable('a\x1b[31m\x9b\nb') == 'a\ufffd[31m\ufffd\nb'
+
+
+def test_what_is_not_lossless_is_said_and_why(run):
+  assert report.explain_bias(run) == []
+  options = dataclasses.replace(run.options, method=('spectr_gbv', 'decoding_opt'))
+  settings = expand(options)
+  measurements = [dataclasses.replace(run.measurements[1], setting=setting) for setting in settings]
+  biased = dataclasses.replace(run, options=options, settings=settings, measurements=measurements)
+  lines = report.explain_bias(biased)
+  assert [line.split()[0] for line in lines] == ['spectr_gbv', 'decoding_opt']
+  assert 'as if drafts did not compete' in lines[0]
+  printed = _printed(biased)
+  assert all(line in printed for line in lines)
+  rows = [line for line in printed.splitlines() if line.startswith(('spectr_gbv ', 'decoding_opt '))]
+  assert [row.split()[1] for row in rows[:2]] == ['no', 'no']
+  # Without over-acceptance it is speculative decoding.
+  exact = dataclasses.replace(options, method=('decoding_opt',), epsilon=0.0)
+  assert [setting.method.is_lossless for setting in expand(exact)] == [True]

@@ -1,9 +1,13 @@
 """The grid and what is run for it."""
 
+import io
+
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
+from decode import report
 from decode.options import DecodeOptions
 from decode.prompts import Prompt
 from decode.run import row_keys, run_decode
@@ -67,3 +71,33 @@ def test_progress_reaches_its_total(pair, prompt_file):
   assert [found.tokens.shape for found in run.measurements] == [(3, 6), (3, 6)]
   assert not np.array_equal(run.measurements[0].tokens, run.measurements[1].tokens)
   assert 'draft' not in run.info['models']
+
+
+@pytest.mark.usefixtures('quickly')
+def test_the_share_of_the_optimum_is_reported(pair, prompt_file):
+  options = DecodeOptions(
+    **pair, method=('spectr', 'gsd'), num_drafts=(2,), draft_length=(2,), prompts=str(prompt_file), batch_size=3,
+    max_new_tokens=12, share_of_optimum=True,
+  )  # fmt: skip
+  run = run_decode(options)
+  spectr, gsd = map(run.summarize, run.settings)
+  # Of few tokens: what is accepted may by chance exceed what would be on average.
+  assert 0.5 < spectr.share_of_optimum < 1.5
+  assert spectr.share_interval[0] < spectr.share_of_optimum < spectr.share_interval[1]
+  assert gsd.share_of_optimum is gsd.share_interval is None
+  console = Console(file=io.StringIO(), width=200)
+  console.print(report.make_table(run))
+  printed = console.file.getvalue()
+  assert 'share of' in printed
+  assert f'{spectr.share_of_optimum:.2f} ±' in printed
+
+
+@pytest.mark.usefixtures('quickly')
+def test_seed_exact_decoding_gives_the_text_of_its_reference(pair, prompt_file):
+  options = DecodeOptions(
+    **pair, method=('autoregressive', 'ersd'), gumbel=True, num_drafts=(2,), draft_length=(2,),
+    prompts=str(prompt_file), batch_size=3, max_new_tokens=8,
+  )  # fmt: skip
+  reference, found = run_decode(options).measurements
+  np.testing.assert_array_equal(found.tokens, reference.tokens)
+  assert found.calls.sum() < reference.calls.sum()

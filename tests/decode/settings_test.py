@@ -52,6 +52,7 @@ def test_bad_specifications_are_refused(text):
     ({'method': ('spectr',), 'children': 'triplets'}, "children must be one of .* got 'triplets'"),
     ({'method': ('race',), 'children': 'without_replacement'}, 'drawn independent, not without_replacement'),
     ({'method': ('decoding_opt',), 'epsilon': -1.0}, 'epsilon must be finite and at least 0'),
+    ({'method': ('spectr',), 'epsilon': 0.1}, 'epsilon is for decoding_opt, decoding_uno'),
     ({'method': ('spectr',), 'gumbel': True}, 'gumbel is for autoregressive'),
   ],
 )
