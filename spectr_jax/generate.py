@@ -419,7 +419,7 @@ def generate(
 
   Args:
     rng_key: One typed key, from which row i takes `fold_in(rng_key, i)`, or a key array `[B]`. With a key array a row's
-      tokens depend on its key and prompt alone, not on its batch or padding.
+      tokens depend on its key and prompt alone, up to rounding not on its batch or padding.
     target: The model whose law comes out.
     draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
     prompts: Integers `[B, P]`, right-padded; what stands behind a prompt is not read.
