@@ -138,7 +138,7 @@ def test_result_is_consistent(tables, method):
 
 
 @pytest.mark.usefixtures('quickly')
-@pytest.mark.parametrize('method', list(VERSIONS))
+@pytest.mark.parametrize('method', _slow_but(KINDS))
 def test_only_what_the_target_allows_comes_out(tables, method):
   """Every pair of neighbours has positive probability, the seam between prompt and continuation included."""
   pairs = set()
@@ -301,6 +301,7 @@ def test_a_row_alone(tables, method):
   _assert_rows_alone(tables, method, shapes=[((row,), 6) for row in range(4)], seed=1)
 
 
+@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', _slow_but(['autoregressive', 'greedy_block', 'race_block']))
 def test_transformer_rows_do_not_depend_on_their_batch(target, draft, method):
   """In float32 a row's sums may be ordered by the shape of its batch; a token changes only if a uniform is that close

@@ -86,6 +86,7 @@ def _coarse(method):
 _KINDS = 'speculative', 'block', 'greedy_block', 'spectr', 'gsd', 'race_block', 'traversal_without_replacement'
 
 
+@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(('method', 'tree', 'vocab_size', 'num_tokens'), list(_cases(_WITH_LAW, _SMALL, only=_KINDS)))
 def test_exact(method, tree, vocab_size, num_tokens):
   assert method.is_lossless
@@ -119,6 +120,7 @@ def _visible(cases):
 _BROKEN_CASES = list(_visible(_cases(_BROKEN, [*_SMALL[:3], (TokenTree.chains(3, 1), 3, 2)])))
 
 
+@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(('method', 'tree', 'vocab_size', 'num_tokens'), _BROKEN_CASES)
 def test_exact_catches_what_is_broken(method, tree, vocab_size, num_tokens):
   assert not method.is_lossless
@@ -301,7 +303,7 @@ def _joint_law(model, prompt, num_tokens):
 def test_engine_against_ordinary_sampling(name, tree):
   """Cache, tree attention, rollback, a ragged batch, temperature, top-k and top-p on transformers."""
   target, draft = _tiny_transformer(0, 32), _tiny_transformer(1, 16)
-  num_tokens, rows = 4, 25_000
+  num_tokens, rows = 4, 10_000
   prompts = np.zeros((len(_PROMPTS), 6), np.int32)
   for row, prompt in enumerate(_PROMPTS):
     prompts[row, : len(prompt)] = prompt

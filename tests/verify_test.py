@@ -173,7 +173,10 @@ def test_draws_follow_the_law(name, tree, tokens, laws):
     assert result.p_value > 1e-3, result
 
 
-@pytest.mark.parametrize('name', ['block', 'greedy_block', 'race_block', 'traversal'])
+@pytest.mark.parametrize(
+  'name',
+  ['block', 'greedy_block', *(pytest.param(name, marks=pytest.mark.slow) for name in ('race_block', 'traversal'))],
+)
 def test_a_path_may_be_less_likely_than_any_float32(name):
   """Fourteen tokens that the target likes a thousand times less than the draft, then as many that it likes more."""
   tree = TokenTree.chains(1, 28)
