@@ -521,7 +521,8 @@ def test_statistics_are_consistent(tables, method):
   """On a tree of unequal depth, until rows have ended: rounds that come after a row's end count nothing."""
   tree = TokenTree((0, 0, 1, 1, 2, 4)) if VERSIONS[method].max_drafts is None else TREES[method]
   tree = TREES[method] if VERSIONS[method].needs_chains else tree
-  result = _generate(tables, method, _keys(2), tree=tree, max_new_tokens=40, statistics=True)
+  keys, prompts, lengths = jax.random.split(jax.random.key(2), 8), np.tile(PROMPTS, (2, 1)), np.tile(LENGTHS, 2)
+  result = _generate(tables, method, keys, prompts, lengths, tree=tree, max_new_tokens=40, statistics=True)
   if not tree.num_nodes:
     assert result.statistics is None
     return
