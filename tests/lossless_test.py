@@ -98,7 +98,13 @@ def test_exact(method, tree, vocab_size, num_tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize(('method', 'tree', 'vocab_size', 'num_tokens'), list(_cases(_WITH_LAW, _LARGE)))
 def test_exact_large(method, tree, vocab_size, num_tokens):
-  assert _error(method, tree, vocab_size, num_tokens, seeds=2) <= 1e-10
+  assert _error(_coarse(method), tree, vocab_size, num_tokens, seeds=2) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['race', 'race_block'])
+def test_exact_with_all_classes(name):
+  assert _error(METHODS[name], TokenTree.chains(2, 2), 3, 4, seeds=1) <= 1e-10
 
 
 # A threshold or a competing draft shows with two candidates; tickets with three, one of which is twice the same.
