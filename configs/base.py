@@ -6,10 +6,11 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
 
-  # Text: a source of train/text_sources.py, the share of documents held out, and the tokenizer's file.
+  # Text: a source of train/text_sources.py with what it needs, and the tokenizer's file.
   config.source = 'stdlib'
-  config.files = ''
-  config.held_out_percent = 1.0
+  config.files = ''  # of source "files": paths or globs, separated by commas
+  config.held_out_percent = 1.0  # of sources without a held-out part of their own
+  config.data_dir = ''  # of source "lm1b"; ~/tensorflow_datasets if empty
   config.tokenizer = 'runs/tokenizer.json'
   config.vocab_size = 4096
   config.cache_dir = ''  # encoded text is kept here; WORKDIR/data if empty

@@ -1,7 +1,8 @@
 """Where training text comes from: each source yields documents in a fixed order and knows its own hash.
 
-`stdlib` reads what every Python installation has and downloads nothing; `files` reads plain text. Documents are split
-into training and held-out text by their content, so the split does not move when a source grows or is reordered.
+`stdlib` reads what every Python installation has and downloads nothing; `files` reads plain text; their documents are
+split into training and held-out text by content, so the split does not move when a source grows or is reordered. `lm1b`
+has a held-out part of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import pathlib
 import platform
 import sysconfig
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Literal, Protocol
 
 from etils import epath
 
+from train.lm1b import Lm1b
 
-class TextSource(Protocol):
+Part = Literal['train', 'held_out']
+
+
+class Collection(Protocol):
   """Documents with a name."""
 
   name: str
@@ -32,6 +37,18 @@ class TextSource(Protocol):
 
   def describe(self) -> dict[str, str]:
     """What a training log should record about the origin."""
+
+
+class TextSource(Protocol):
+  """Documents with a name, in two parts."""
+
+  name: str
+
+  def documents(self, part: Part) -> Iterator[str]:
+    """The documents of a part, in the same order each time."""
+
+  def describe(self) -> dict[str, str]:
+    """What a training log should record about the origin; text that differs is described differently."""
 
 
 def _read_text(path: epath.Path) -> str:
@@ -137,10 +154,45 @@ class Stdlib:
     return {'stdlib/documents': digest.hexdigest(), 'stdlib/python': platform.python_version()}
 
 
-# `lm1b` joins here.
+def is_held_out(document: str, percent: float) -> bool:
+  """Whether a document belongs to the held-out `percent`, by the hash of its content."""
+  digest = hashlib.sha256(document.encode()).digest()
+  return int.from_bytes(digest[:4], 'big') < percent / 100 * 2**32
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitByContent:
+  """A collection of which a share is held out.
+
+  Attributes:
+    collection: The documents.
+    held_out_percent: The share.
+  """
+
+  collection: Collection
+  held_out_percent: float
+
+  @property
+  def name(self) -> str:
+    return self.collection.name
+
+  def documents(self, part: Part) -> Iterator[str]:
+    for document in self.collection.documents():
+      if is_held_out(document, self.held_out_percent) == (part == 'held_out'):
+        yield document
+
+  def describe(self) -> dict[str, str]:
+    return self.collection.describe() | {'held_out': f'{self.held_out_percent:g}% of documents, by content'}
+
+
+def _files(config) -> TextSource:
+  return SplitByContent(Files(tuple(filter(None, config.files.split(',')))), config.held_out_percent)
+
+
 _SOURCES = {
-  'stdlib': lambda config: Stdlib(),
-  'files': lambda config: Files(tuple(filter(None, config.files.split(',')))),
+  'stdlib': lambda config: SplitByContent(Stdlib(), config.held_out_percent),
+  'files': _files,
+  'lm1b': lambda config: Lm1b(config.data_dir),
 }
 
 
@@ -153,9 +205,3 @@ def make_source(config) -> TextSource:
   if config.source not in _SOURCES:
     raise ValueError(f'unknown source {config.source!r}; allowed: {", ".join(sorted(_SOURCES))}')
   return _SOURCES[config.source](config)
-
-
-def is_held_out(document: str, percent: float) -> bool:
-  """Whether a document belongs to the held-out `percent`, by the hash of its content."""
-  digest = hashlib.sha256(document.encode()).digest()
-  return int.from_bytes(digest[:4], 'big') < percent / 100 * 2**32

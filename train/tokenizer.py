@@ -6,7 +6,7 @@ from ml_collections import config_flags
 
 from spectr_jax.io.tokenizer import Tokenizer
 from train import config_flag
-from train.text_sources import is_held_out, make_source
+from train.text_sources import make_source
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment; its source, vocab_size and split are used.')
 _OUTPUT = flags.DEFINE_string('output', None, 'File to write; config.tokenizer if not given.')
@@ -19,8 +19,7 @@ def main(argv):
   if output.exists():
     raise ValueError(f'{output} exists and is not overwritten')
   source = make_source(config)
-  training_text = (text for text in source.documents() if not is_held_out(text, config.held_out_percent))
-  tokenizer = Tokenizer.train(training_text, config.vocab_size)
+  tokenizer = Tokenizer.train(source.documents('train'), config.vocab_size)
   output.parent.mkdir(parents=True, exist_ok=True)
   tokenizer.save(output)
   print(f'{output}: {tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint}, from {source.name}')

@@ -192,9 +192,7 @@ def train(config, workdir: epath.PathLike) -> dict[str, float]:
       f'{config.tokenizer} has {tokenizer.vocab_size} tokens but config.vocab_size is {config.vocab_size}'
     )
   source = make_source(config)
-  text, held_out, origin = load_packed(
-    source, tokenizer, config.held_out_percent, epath.Path(config.cache_dir or workdir / 'data')
-  )
+  text, held_out, origin = load_packed(source, tokenizer, epath.Path(config.cache_dir or workdir / 'data'))
   for part, packed in (('training', text), ('held-out', held_out)):
     packed.check(config.seq_len, part)
   optimizer = make_optimizer(config)

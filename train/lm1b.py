@@ -1,0 +1,224 @@
+"""The One Billion Word Benchmark (Chelba et al. 2013), a sentence per document: prepared once, then read at random.
+
+TensorFlow Datasets prepares and reads it here without TensorFlow, in the format `array_record`. What it prepares is, byte
+for byte, what its own builder of that format prepares. The extracted archive can be read as well, without any of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import io
+import tarfile
+from collections.abc import Callable, Iterator
+
+from etils import epath
+
+HOMEPAGE = 'https://www.statmt.org/lm-benchmark/'
+FOLDER = '1-billion-word-language-modeling-benchmark-r13output'
+ARCHIVE = f'{FOLDER}.tar.gz'
+SHA256 = '01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e'
+VERSION = '1.1.0'
+
+# Folder and beginning of the files' names, by part and split.
+_FILES = {
+  'train': ('training-monolingual.tokenized.shuffled', 'news.en-'),
+  'held_out': ('heldout-monolingual.tokenized.shuffled', 'news.en.heldout-'),
+}
+_SPLITS = {'train': 'train', 'held_out': 'test'}
+_READ_AT_ONCE = 4096
+
+
+def _require(*modules: str):
+  """TensorFlow Datasets, after checking that what it needs here is installed."""
+  import importlib.util
+
+  missing = [name for name in ('tensorflow_datasets', 'importlib_resources', 'array_record', *modules)
+             if importlib.util.find_spec(name) is None]  # fmt: skip
+  if missing:
+    raise ValueError(f"source lm1b needs {', '.join(missing)}: install this project's extra, pip install -e '.[lm1b]'")
+  import tensorflow_datasets
+
+  return tensorflow_datasets
+
+
+def _lines(stream) -> Iterator[str]:
+  """Sentences of a binary stream; any of the three line ends separates them, as where the benchmark is prepared."""
+  for line in io.TextIOWrapper(stream, encoding='utf-8'):
+    yield line.strip()
+
+
+@dataclasses.dataclass(frozen=True)
+class Lm1b:
+  """The benchmark in a directory; a `train.text_sources.TextSource`.
+
+  Attributes:
+    data_dir: Where `lm1b/1.1.0` lies, prepared by `python -m train.prepare_data` or by TensorFlow Datasets in the format
+      array_record; or where the extracted archive lies. `~/tensorflow_datasets` if empty.
+  """
+
+  data_dir: str = ''
+  name: str = 'lm1b'
+
+  @property
+  def _root(self) -> epath.Path:
+    return epath.Path(self.data_dir or '~/tensorflow_datasets').expanduser()
+
+  @functools.cached_property
+  def _prepared(self):
+    """The prepared data set, or None if there is none.
+
+    Raises:
+      ValueError: It cannot be read.
+    """
+    path = self._root / 'lm1b' / VERSION
+    if not (path / 'dataset_info.json').exists():
+      return None
+    builder = _require().builder_from_directory(path)
+    file_format = builder.info.file_format.value
+    if file_format != 'array_record':
+      raise ValueError(
+        f'{path} is prepared as {file_format}, which takes TensorFlow to read: prepare it as array_record'
+        ' (python -m train.prepare_data, with another --data_dir)'
+      )
+    return builder
+
+  @functools.cached_property
+  def _extracted(self) -> dict[str, list[epath.Path]] | None:
+    """The files of each part of the extracted archive, or None if it is not there."""
+    for root in (self._root, self._root / FOLDER):
+      found = {
+        part: sorted(path for path in (root / folder).glob(f'{prefix}*') if path.is_file())
+        for part, (folder, prefix) in _FILES.items()
+      }
+      if all(found.values()):
+        return found
+    return None
+
+  def _check(self) -> None:
+    if self._prepared is None and self._extracted is None:
+      raise ValueError(
+        f'no LM1B in {self._root}. Set config.data_dir to (1) a directory with lm1b/{VERSION}, prepared by TensorFlow'
+        f' Datasets as array_record; or (2) download {ARCHIVE} from {HOMEPAGE} and run python -m train.prepare_data'
+        f' --manual_dir=DIR_OF_THE_ARCHIVE --data_dir=DIR; or (3) extract the archive and set it to where {FOLDER} lies'
+      )
+
+  def documents(self, part: str) -> Iterator[str]:
+    self._check()
+    if self._prepared is None:
+      for path in self._extracted[part]:
+        with path.open('rb') as stream:
+          try:
+            yield from _lines(stream)
+          except UnicodeDecodeError as error:
+            raise ValueError(f'cannot read {path} as text: {error}') from error
+      return
+    data = self._prepared.as_data_source(_SPLITS[part])
+    for start in range(0, len(data), _READ_AT_ONCE):
+      for example in data.__getitems__(range(start, min(start + _READ_AT_ONCE, len(data)))):
+        yield example['text'].decode()
+
+  def describe(self) -> dict[str, str]:
+    """Names and sizes of the files, which order the text; their content, gigabytes, is not hashed."""
+    self._check()
+    if self._prepared is None:
+      files = [path for paths in self._extracted.values() for path in paths]
+      described = [f'{path.name} {path.stat().length}' for path in files]
+      form = 'extracted'
+    else:
+      splits = self._prepared.info.splits
+      described = [f'{name} {splits[name].num_bytes} {splits[name].shard_lengths}' for name in _SPLITS.values()]
+      form = f'array_record {VERSION}'
+    return {'lm1b/form': form, 'lm1b/files': hashlib.sha256('\n'.join(described).encode()).hexdigest()}
+
+
+def check_archive(path: epath.PathLike, sha256: str, notify: Callable[[int, int], None] = lambda done, total: None):
+  """Compares an archive with its checksum.
+
+  Args:
+    path: The archive.
+    sha256: What its SHA-256 must be.
+    notify: Called with the bytes read so far and all bytes.
+
+  Raises:
+    ValueError: There is no such file, or it is another.
+  """
+  path = epath.Path(path)
+  if not path.is_file():
+    raise ValueError(f'no archive at {path}: download {ARCHIVE} from {HOMEPAGE}')
+  digest, done, total = hashlib.sha256(), 0, path.stat().length
+  with path.open('rb') as stream:
+    while block := stream.read(1 << 22):
+      digest.update(block)
+      done += len(block)
+      notify(done, total)
+  if digest.hexdigest() != sha256:
+    raise ValueError(f'{path} has SHA-256 {digest.hexdigest()}, not {sha256}: it is damaged or another file')
+
+
+def _sentences(archive: epath.Path, part: str) -> Iterator[tuple[str, dict[str, str]]]:
+  """Key and example of every sentence of a part, in the archive's order."""
+  folder, prefix = _FILES[part]
+  with archive.open('rb') as raw, tarfile.open(fileobj=raw, mode='r|gz') as members:
+    for member in members:
+      *_, parent, name = ('', '', *member.name.split('/'))
+      if member.isfile() and parent == folder and name.startswith(prefix):
+        for index, line in enumerate(_lines(members.extractfile(member))):
+          yield f'{name}_{index}', {'text': line}
+
+
+@functools.cache
+def _builder_class():
+  tfds = _require()
+
+  with tfds.core.registered.skip_registering():
+
+    class Lm1b(tfds.core.GeneratorBasedBuilder):
+      """LM1B from its archive, without TensorFlow."""
+
+      VERSION = tfds.core.Version(VERSION)
+      MANUAL_DOWNLOAD_INSTRUCTIONS = f'{ARCHIVE} from {HOMEPAGE}'
+
+      def _info(self):
+        return tfds.core.DatasetInfo(
+          builder=self,
+          features=tfds.features.FeaturesDict({'text': tfds.features.Text()}),
+          supervised_keys=('text', 'text'),
+          homepage='http://www.statmt.org/lm-benchmark/',
+        )
+
+      def _split_generators(self, dl_manager):
+        archive = epath.Path(dl_manager.manual_dir) / ARCHIVE
+        return {split: self._generate_examples(archive, part) for part, split in _SPLITS.items()}
+
+      def _generate_examples(self, archive, part):
+        return _sentences(archive, part)
+
+  return Lm1b
+
+
+def prepare(manual_dir: epath.PathLike, data_dir: epath.PathLike) -> epath.Path:
+  """Prepares `data_dir/lm1b/1.1.0` from the archive in `manual_dir`; takes minutes for the real one.
+
+  Args:
+    manual_dir: Holds the archive, checked before with `check_archive`.
+    data_dir: Where to write. What is not finished leaves nothing that looks finished.
+
+  Returns:
+    Where the data set lies.
+
+  Raises:
+    ValueError: It is there already, or the archive cannot be read.
+  """
+  tfds = _require()
+  builder = _builder_class()(data_dir=epath.Path(data_dir).expanduser(), file_format='array_record')
+  path = epath.Path(builder.data_path)
+  if path.exists():
+    raise ValueError(f'{path} exists and is not overwritten')
+  options = tfds.download.DownloadConfig(manual_dir=epath.Path(manual_dir).expanduser(), try_download_gcs=False)
+  try:
+    builder.download_and_prepare(download_config=options)
+  except (tarfile.TarError, EOFError, OSError, UnicodeDecodeError) as error:
+    raise ValueError(f'cannot prepare {path} from {epath.Path(manual_dir) / ARCHIVE}: {error}') from error
+  return path

@@ -1,0 +1,26 @@
+"""Prepares LM1B: `python -m train.prepare_data --manual_dir=DIR_OF_THE_ARCHIVE [--data_dir=DIR]`."""
+
+from absl import flags
+from etils import epath
+from rich import progress
+
+from spectr_jax.io import command_line
+from train import lm1b
+
+_MANUAL_DIR = flags.DEFINE_string('manual_dir', None, f'Directory that holds {lm1b.ARCHIVE}.', required=True)
+_DATA_DIR = flags.DEFINE_string('data_dir', '~/tensorflow_datasets', 'Where lm1b is written to.')
+_SHA256 = flags.DEFINE_string('sha256', lm1b.SHA256, "The archive's checksum.")
+
+
+def main(argv):
+  del argv
+  archive = epath.Path(_MANUAL_DIR.value).expanduser() / lm1b.ARCHIVE
+  with progress.Progress(*progress.Progress.get_default_columns(), transient=True) as bar:
+    task = bar.add_task('checking the archive')
+    lm1b.check_archive(archive, _SHA256.value, lambda done, total: bar.update(task, completed=done, total=total))
+  path = lm1b.prepare(_MANUAL_DIR.value, _DATA_DIR.value)
+  print(f'{path}: train with --config.source=lm1b --config.data_dir={_DATA_DIR.value}')
+
+
+if __name__ == '__main__':
+  command_line.run(main)
