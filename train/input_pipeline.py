@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
-import zipfile
+import os
+import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from etils import epath
 
 from spectr_jax.io.tokenizer import Tokenizer
-from train.text_sources import TextSource, is_held_out
+from train.text_sources import TextSource
 
 _DOCUMENTS_PER_CHUNK = 512
+_TOKENS_PER_CHECK = 1 << 24
+_PARTS = 'train', 'held_out'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,57 +56,88 @@ class PackedText:
     return self.tokens[indices[:, None] * seq_len + np.arange(seq_len + 1)].astype(np.int32)
 
 
-def encode_documents(tokenizer: Tokenizer, documents: Iterator[str]) -> PackedText:
-  """Encodes and packs `documents`."""
+def _encode(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple[np.ndarray, int]]:
+  """Packed tokens of some documents at a time, and the bytes of their text."""
   dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-  pieces, num_bytes, chunk = [], 0, []
-
-  def flush():
-    for ids in tokenizer.encode_batch(chunk):
-      pieces.append(np.array([tokenizer.bos_id, *ids, tokenizer.eos_id], dtype))
-    chunk.clear()
-
-  for document in documents:
-    num_bytes += len(document.encode())
-    chunk.append(document)
-    if len(chunk) == _DOCUMENTS_PER_CHUNK:
-      flush()
-  flush()
-  return PackedText(np.concatenate(pieces) if pieces else np.zeros(0, dtype), num_bytes)
+  documents = iter(documents)
+  while chunk := list(itertools.islice(documents, _DOCUMENTS_PER_CHUNK)):
+    rows = [[tokenizer.bos_id, *ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(chunk)]
+    yield np.array(list(itertools.chain(*rows)), dtype), sum(len(document.encode()) for document in chunk)
 
 
-def load_packed(source: TextSource, tokenizer: Tokenizer, held_out_percent: float, cache_dir: epath.Path):
-  """Training and held-out text of a source, encoded once and kept under `cache_dir`.
+def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> PackedText:
+  """Encodes and packs `documents`, in memory."""
+  pieces = list(_encode(tokenizer, documents))
+  tokens = [tokens for tokens, _ in pieces] or [np.zeros(0, np.uint16)]
+  return PackedText(np.concatenate(tokens), sum(size for _, size in pieces))
+
+
+def _write(directory: epath.Path, part: str, pieces: Iterator[tuple[np.ndarray, int]]) -> dict:
+  """Writes a part's tokens as they come, and says what it wrote."""
+  num_bytes, num_tokens, checksum, dtype = 0, 0, 0, 'uint16'
+  with (directory / f'{part}.bin').open('wb') as stream:
+    for tokens, size in pieces:
+      content, dtype = tokens.tobytes(), tokens.dtype.name
+      stream.write(content)
+      checksum = zlib.crc32(content, checksum)
+      num_bytes, num_tokens = num_bytes + size, num_tokens + len(tokens)
+  return {'dtype': dtype, 'num_tokens': num_tokens, 'num_bytes': num_bytes, 'crc32': checksum}
+
+
+def _read(directory: epath.Path, part: str, written: dict) -> PackedText:
+  """A part, mapped into memory if it is a local file.
+
+  Raises:
+    ValueError: It is not what was written.
+  """
+  path, dtype = directory / f'{part}.bin', np.dtype(written['dtype'])
+  if path.stat().length != written['num_tokens'] * dtype.itemsize:
+    raise ValueError(f'{path.name} has {path.stat().length} bytes')
+  if '://' in str(path) or not written['num_tokens']:
+    tokens = np.frombuffer(path.read_bytes(), dtype)
+  else:
+    tokens = np.memmap(os.fspath(path), dtype, mode='r')
+  checksum = 0
+  for start in range(0, len(tokens), _TOKENS_PER_CHECK):
+    checksum = zlib.crc32(tokens[start : start + _TOKENS_PER_CHECK], checksum)
+  if checksum != written['crc32']:
+    raise ValueError(f'{path.name} has another checksum')
+  return PackedText(tokens, written['num_bytes'])
+
+
+def load_packed(source: TextSource, tokenizer: Tokenizer, cache_dir: epath.Path):
+  """Training and held-out text of a source, encoded once and kept under `cache_dir`, never whole in memory.
 
   Returns:
     Training text, held-out text, and the source's description.
+
+  Raises:
+    ValueError: What is kept there is damaged.
   """
   origin = source.describe()
-  identity = json.dumps([origin, tokenizer.fingerprint, held_out_percent])
-  path = cache_dir / f'packed_{hashlib.sha256(identity.encode()).hexdigest()[:16]}.npz'
+  identity = json.dumps([origin, tokenizer.fingerprint])
+  path = cache_dir / f'packed_{hashlib.sha256(identity.encode()).hexdigest()[:16]}'
   if not path.exists():
-    documents = list(source.documents())
-    held_out = [is_held_out(document, held_out_percent) for document in documents]
-    parts = [
-      encode_documents(tokenizer, (d for d, is_out in zip(documents, held_out, strict=True) if is_out == wanted))
-      for wanted in (False, True)
-    ]
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix('.unfinished')
-    with unfinished.open('wb') as stream:
-      np.savez(
-        stream,
-        train=parts[0].tokens,
-        held_out=parts[1].tokens,
-        num_bytes=np.array([parts[0].num_bytes, parts[1].num_bytes]),
-      )
-    unfinished.replace(path)
+    # Several processes may prepare the same text: each its own, and the first to finish names it.
+    unfinished = cache_dir / f'{path.name}.unfinished-{uuid.uuid4().hex[:8]}'
+    unfinished.mkdir(parents=True)
+    try:
+      written = {part: _write(unfinished, part, _encode(tokenizer, source.documents(part))) for part in _PARTS}
+      (unfinished / 'index.json').write_text(json.dumps(written))
+      try:
+        unfinished.rename(path)
+      except OSError:
+        if not path.exists():
+          raise
+    finally:
+      if unfinished.exists():
+        unfinished.rmtree()
   try:
-    with path.open('rb') as stream, np.load(stream) as data:
-      num_bytes = data['num_bytes'].tolist()
-      return PackedText(data['train'], num_bytes[0]), PackedText(data['held_out'], num_bytes[1]), origin
-  except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError) as error:
+    index = json.loads((path / 'index.json').read_text())
+    train, held_out = (_read(path, part, index[part]) for part in _PARTS)
+  except (OSError, KeyError, TypeError, ValueError) as error:
     raise ValueError(f'{path} is damaged ({error}): delete it, and the text is encoded again') from error
+  return train, held_out, origin
 
 
 def batch_at(text: PackedText, step: int, *, batch_size: int, seq_len: int, seed: int) -> np.ndarray:

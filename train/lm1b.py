@@ -1,7 +1,7 @@
 """The One Billion Word Benchmark (Chelba et al. 2013), a sentence per document: prepared once, then read at random.
 
-TensorFlow Datasets prepares and reads it here without TensorFlow, in the format `array_record`. What it prepares is, byte
-for byte, what its own builder of that format prepares. The extracted archive can be read as well, without any of it.
+TensorFlow Datasets prepares and reads it here without TensorFlow, in the format `array_record`. The extracted archive
+can be read as well, without any of it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Lm1b:
   """The benchmark in a directory; a `train.text_sources.TextSource`.
 
   Attributes:
-    data_dir: Where `lm1b/1.1.0` lies, prepared by `python -m train.prepare_data` or by TensorFlow Datasets in the format
-      array_record; or where the extracted archive lies. `~/tensorflow_datasets` if empty.
+    data_dir: Where `lm1b/1.1.0` lies, prepared as array_record by `python -m train.prepare_data` or by TensorFlow
+      Datasets; or where the extracted archive lies. `~/tensorflow_datasets` if empty.
   """
 
   data_dir: str = ''
@@ -160,7 +160,7 @@ def check_archive(path: epath.PathLike, sha256: str, notify: Callable[[int, int]
 def _sentences(archive: epath.Path, part: str) -> Iterator[tuple[str, dict[str, str]]]:
   """Key and example of every sentence of a part, in the archive's order."""
   folder, prefix = _FILES[part]
-  with archive.open('rb') as raw, tarfile.open(fileobj=raw, mode='r|gz') as members:
+  with archive.open('rb') as raw, tarfile.open(fileobj=raw, mode='r:gz') as members:
     for member in members:
       *_, parent, name = ('', '', *member.name.split('/'))
       if member.isfile() and parent == folder and name.startswith(prefix):
@@ -172,7 +172,7 @@ def _sentences(archive: epath.Path, part: str) -> Iterator[tuple[str, dict[str, 
 def _builder_class():
   tfds = _require()
 
-  with tfds.core.registered.skip_registering():
+  with tfds.core.registered.skip_registration():
 
     class Lm1b(tfds.core.GeneratorBasedBuilder):
       """LM1B from its archive, without TensorFlow."""

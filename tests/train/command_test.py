@@ -65,7 +65,7 @@ def test_bad_configurations_against_files(tmp_path, corpus, tokenizer_path):
   base = ('train.main', '--config=configs/base.py', f'--workdir={tmp_path}/run', f'--config.tokenizer={tokenizer_path}')
   assert 'has 300 tokens but config.vocab_size is 4096' in refused(*base)
   fitting = (*base, '--config.vocab_size=300')
-  assert "unknown source 'web'; allowed: files, stdlib" in refused(*fitting, '--config.source=web')
+  assert "unknown source 'web'; allowed: files, lm1b, stdlib" in refused(*fitting, '--config.source=web')
   assert "no file matches 'nothing.txt'" in refused(*fitting, '--config.source=files', '--config.files=nothing.txt')
 
 

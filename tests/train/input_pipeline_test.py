@@ -1,11 +1,12 @@
 import collections
+import itertools
 
 import numpy as np
 import pytest
 from etils import epath
 
 from train.input_pipeline import PackedText, batch_at, encode_documents, load_packed
-from train.text_sources import Files, is_held_out
+from train.text_sources import Files, SplitByContent, is_held_out
 
 
 def test_documents_are_packed_between_bos_and_eos(tokenizer):
@@ -31,39 +32,59 @@ def test_rows_overlap_by_one_token():
   np.testing.assert_array_equal(text.rows(np.array([0, 3]), 5), [range(6), range(15, 21)])
 
 
+def _source(*paths, percent=10.0):
+  return SplitByContent(Files(tuple(map(str, paths))), percent)
+
+
 def test_loading_splits_by_content_and_reads_its_cache(tmp_path, corpus, documents, tokenizer):
-  source, cache = Files((str(corpus),)), epath.Path(tmp_path)
-  train, held_out, origin = load_packed(source, tokenizer, 10.0, cache)
+  cache = epath.Path(tmp_path)
+  train, held_out, origin = load_packed(_source(corpus), tokenizer, cache)
   wanted = [encode_documents(tokenizer, (d for d in documents if is_held_out(d, 10) == is_out)) for is_out in (0, 1)]
   for part, want in zip((train, held_out), wanted):
     np.testing.assert_array_equal(part.tokens, want.tokens)
     assert part.num_bytes == want.num_bytes
-  assert list(origin) == ['files/corpus.txt']
+  assert isinstance(train.tokens, np.memmap)
+  assert list(origin) == ['files/corpus.txt', 'held_out']
   (path,) = cache.iterdir()
   before = path.stat().mtime
-  again, _, _ = load_packed(source, tokenizer, 10.0, cache)
+  again, _, _ = load_packed(_source(corpus), tokenizer, cache)
   np.testing.assert_array_equal(again.tokens, train.tokens)
   assert path.stat().mtime == before
-  load_packed(source, tokenizer, 20.0, cache)
+  load_packed(_source(corpus, percent=20.0), tokenizer, cache)
   assert len(list(cache.iterdir())) == 2
 
 
 def test_a_damaged_cache_is_named(tmp_path, corpus, tokenizer):
-  source, cache = Files((str(corpus),)), epath.Path(tmp_path)
-  load_packed(source, tokenizer, 10.0, cache)
+  cache = epath.Path(tmp_path)
+  load_packed(_source(corpus), tokenizer, cache)
   (path,) = cache.iterdir()
-  content = path.read_bytes()
-  for damaged in (content[: len(content) // 2], b'', content[:200] + bytes(200) + content[400:]):
-    path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=f'{path.name} is damaged'):
-      load_packed(source, tokenizer, 10.0, cache)
+  for name in ('train.bin', 'held_out.bin', 'index.json'):
+    content = (path / name).read_bytes()
+    for damaged in (content[: len(content) // 2], b'', content[:20] + bytes(20) + content[40:]):
+      (path / name).write_bytes(damaged)
+      with pytest.raises(ValueError, match=f'{path.name} is damaged'):
+        load_packed(_source(corpus), tokenizer, cache)
+    (path / name).write_bytes(content)
+  load_packed(_source(corpus), tokenizer, cache)
+
+
+def test_an_interrupted_encoding_leaves_nothing(tmp_path, corpus, tokenizer):
+  class Interrupted(SplitByContent):
+    def documents(self, part):
+      yield from itertools.islice(super().documents(part), 3)
+      raise KeyboardInterrupt
+
+  cache = epath.Path(tmp_path / 'cache')
+  with pytest.raises(KeyboardInterrupt):
+    load_packed(Interrupted(Files((str(corpus),)), 10.0), tokenizer, cache)
+  assert not list(cache.iterdir())
 
 
 def test_the_order_of_files_is_part_of_the_cache(tmp_path, tokenizer):
   for name in 'ab':
     (tmp_path / f'{name}.txt').write_text('\n\n'.join(f'{name} {i}' for i in range(50)))
-  paths, cache = [str(tmp_path / f'{name}.txt') for name in 'ab'], epath.Path(tmp_path / 'cache')
-  first, second = (load_packed(Files(tuple(order)), tokenizer, 1.0, cache)[0] for order in (paths, paths[::-1]))
+  paths, cache = [tmp_path / f'{name}.txt' for name in 'ab'], epath.Path(tmp_path / 'cache')
+  first, second = (load_packed(_source(*order, percent=1.0), tokenizer, cache)[0] for order in (paths, paths[::-1]))
   assert len(first.tokens) == len(second.tokens)
   assert (first.tokens != second.tokens).any()
 

@@ -54,9 +54,10 @@ def test_missing_files_are_named(tmp_path, pattern):
 
 
 def test_no_files_and_unknown_sources_are_refused():
+  source = make_source(ml_collections.ConfigDict({'source': 'files', 'files': '', 'held_out_percent': 1.0}))
   with pytest.raises(ValueError, match=r'needs config\.files'):
-    list(make_source(ml_collections.ConfigDict({'source': 'files', 'files': ''})).documents())
-  with pytest.raises(ValueError, match="unknown source 'web'; allowed: files, stdlib"):
+    list(source.documents('train'))
+  with pytest.raises(ValueError, match="unknown source 'web'; allowed: files, lm1b, stdlib"):
     make_source(ml_collections.ConfigDict({'source': 'web', 'files': ''}))
 
 
