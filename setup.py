@@ -46,7 +46,7 @@ setuptools.setup(
   extras_require={
     'test': ['pytest>=8.0', 'pytest-xdist>=3.6', 'ruff>=0.9'],
     'plots': ['matplotlib>=3.9'],
-    'lm1b': ['array_record>=0.5', 'grain>=0.2', 'importlib_resources>=6.0', 'tensorflow-datasets>=4.9.7'],
+    'lm1b': ['array_record>=0.5', 'importlib_resources>=6.0', 'tensorflow-datasets>=4.9.7'],
     'docs': ['mkdocs>=1.6'],
     'browser': ['playwright>=1.45'],
     'tpu': ['jax[tpu]'],

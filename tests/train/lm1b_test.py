@@ -1,9 +1,12 @@
 """LM1B from an archive made here: prepared without TensorFlow, read back, and everything that can be missing."""
 
 import hashlib
+import importlib.util
 import io
+import json
 import pathlib
 import random
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,8 +16,12 @@ import pytest
 from train import lm1b
 
 ROOT = pathlib.Path(__file__).parents[2]
-pytest.importorskip('array_record', reason="needs the extra lm1b: pip install -e '.[lm1b]'")
-pytest.importorskip('tensorflow_datasets', reason="needs the extra lm1b: pip install -e '.[lm1b]'")
+pytestmark = pytest.mark.skipif(
+  any(
+    importlib.util.find_spec(name) is None for name in ('array_record', 'importlib_resources', 'tensorflow_datasets')
+  ),
+  reason='needs the extra lm1b',
+)
 
 
 @pytest.fixture(scope='module')
@@ -147,9 +154,6 @@ def test_a_damaged_archive_leaves_nothing_that_looks_finished(tmp_path, archive)
 
 
 def test_another_format_is_refused(tmp_path, prepared):
-  import json
-  import shutil
-
   shutil.copytree(prepared, tmp_path / 'data')
   path = tmp_path / 'data/lm1b/1.1.0/dataset_info.json'
   path.write_text(json.dumps(json.loads(path.read_text()) | {'fileFormat': 'tfrecord'}))
