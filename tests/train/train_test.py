@@ -146,7 +146,7 @@ def test_a_run_ends_with_a_model_and_its_metrics(straight):
   spec = json.loads((workdir / 'model' / 'model.json').read_text())
   assert spec['info']['steps'] == 12
   assert spec['info']['held_out'] == final
-  assert list(spec['info']['text']) == ['files/corpus.txt']
+  assert list(spec['info']['text']) == ['files/corpus.txt', 'held_out']
 
 
 def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path, monkeypatch, config, straight):
@@ -297,7 +297,7 @@ def test_the_schedule_warms_up_and_decays(config):
     ('held_out_percent', 1e-3, 'held-out text of 0 tokens is shorter than one row'),
     ('vocab_size', 4096, 'has 300 tokens but config.vocab_size is 4096'),
     ('tokenizer', 'nothing.json', 'no tokenizer at nothing.json'),
-    ('source', 'web', "unknown source 'web'; allowed: files, stdlib"),
+    ('source', 'web', "unknown source 'web'; allowed: files, lm1b, stdlib"),
     ('files', 'nothing.txt', "no file matches 'nothing.txt'"),
   ],
 )
