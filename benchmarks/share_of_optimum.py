@@ -158,8 +158,8 @@ if __name__ == '__main__':
       seed=_SEED.value,
     )
     grid = {
-      'temperatures': [float(x) for x in _TEMPERATURE.value],
-      'num_drafts': [int(x) for x in _NUM_DRAFTS.value],
+      'temperatures': list(command_line.parse_numbers('temperature', _TEMPERATURE.value, float, least=0)),
+      'num_drafts': list(command_line.parse_numbers('num_drafts', _NUM_DRAFTS.value)),
     }
     records = measure(options, **grid)
     print(_table(records))

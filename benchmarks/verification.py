@@ -371,9 +371,7 @@ if __name__ == '__main__':
   _VOCAB_SIZE = flags.DEFINE_integer('vocab_size', 32000, 'Vocabulary.', lower_bound=2)
   _NUM_DRAFTS = flags.DEFINE_integer('num_drafts', 8, 'K, drafts per row.', lower_bound=1)
   _DRAFT_LENGTH = flags.DEFINE_integer('draft_length', 8, 'L, tokens per draft.', lower_bound=1)
-  _ROWS = flags.DEFINE_multi_integer(
-    'rows', [1, 8], 'Rows verified together; may be given several times.', lower_bound=1
-  )
+  _ROWS = flags.DEFINE_list('rows', ['1', '8'], 'Rows verified together.')
   _REPEATS = flags.DEFINE_integer('repeats', 5, 'Repeats, after one that warms up.', lower_bound=1)
   _NUM_PROPOSALS = flags.DEFINE_integer(
     'num_proposals', 16, 'Proposals verified in turn, over all rows.', lower_bound=1
@@ -387,7 +385,7 @@ if __name__ == '__main__':
       'vocab_size': _VOCAB_SIZE.value,
       'num_drafts': _NUM_DRAFTS.value,
       'draft_length': _DRAFT_LENGTH.value,
-      'rows': _ROWS.value,
+      'rows': list(command_line.parse_numbers('rows', _ROWS.value)),
       'repeats': _REPEATS.value,
       'num_proposals': _NUM_PROPOSALS.value,
     }

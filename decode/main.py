@@ -74,12 +74,7 @@ def _value(flag):
   values = tuple(entry.strip() for entry in value)
   if flag.name in ('method', 'tree'):
     return values
-  try:
-    return tuple(map(int, values))
-  except ValueError:
-    raise ValueError(
-      f'{flag.name} must be whole numbers of at least 1, separated by commas; got {",".join(values)!r}'
-    ) from None
+  return command_line.parse_numbers(flag.name, values)
 
 
 def main(argv):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spectr_jax.io.command_line import parse_name_and_ints
+from spectr_jax.io.command_line import parse_name_and_ints, parse_numbers
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,20 @@ def test_anything_else_is_refused_in_one_line(text):
     parse_name_and_ints(text)
   assert str(caught.value).endswith(repr(text))
   assert '\n' not in str(caught.value)
+
+
+def test_numbers():
+  assert parse_numbers('num_drafts', ['2', ' 8']) == (2, 8)
+  assert parse_numbers('temperature', ['0', '0.5'], float, least=0) == (0.0, 0.5)
+
+
+@pytest.mark.parametrize('texts', [[], [''], ['x'], ['2', '0'], ['1.5'], ['-1']])
+def test_anything_else_than_numbers_is_refused(texts):
+  with pytest.raises(ValueError, match='^num_drafts must be whole numbers of at least 1, separated by commas; got '):
+    parse_numbers('num_drafts', texts)
+
+
+@pytest.mark.parametrize('text', ['nan', 'inf', '-0.1'])
+def test_numbers_are_finite(text):
+  with pytest.raises(ValueError, match='temperature must be numbers of at least 0'):
+    parse_numbers('temperature', [text], float, least=0)

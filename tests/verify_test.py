@@ -314,6 +314,24 @@ def test_greedy_block_verification_in_closed_form():
     np.testing.assert_allclose(_law64(name, CHAIN, rows), expected, rtol=0, atol=EXACT, err_msg=name)
 
 
+def test_greedy_block_keeps_whatever_is_likelier_under_the_target():
+  """h is 1 for v >= 1; as a quotient of float32 sums that nearly vanish it would now and then be anything."""
+  tree, vocab_size, rows = TokenTree.chains(1, 2), 4096, []
+  for seed in range(40):
+    rng = np.random.default_rng(seed)
+    targets = rng.dirichlet(np.ones(vocab_size), 3)
+    drafts = targets[:2] * np.exp(0.05 * rng.normal(size=(2, vocab_size)))
+    first = np.argmax(targets[0] / drafts[0])
+    drafts /= drafts.sum(axis=1, keepdims=True)
+    second = np.argmin(drafts[1])
+    targets[1, second] = 0  # the second guess is never kept, so that what is left at the root is 1 - h of the first
+    tokens = np.array([first, second], np.int32)
+    rows.append((Proposal(tokens, np.float32(drafts)), np.float32(targets)))
+  laws = _laws(*jax.tree.map(jnp.asarray, _stack(rows)), verifier=ALL['greedy_block'].verifier, tree=tree)
+  np.testing.assert_array_equal(laws[:, 0], 0)
+  np.testing.assert_allclose(np.sum(laws, axis=(1, 2)), 1, rtol=0, atol=1e-5)
+
+
 def test_token_by_token_in_closed_form():
   """Each token kept with min(1, q/p), given those before it; the next from [q - p]+. All token-level methods agree."""
   rows = _many_guesses(CHAIN)

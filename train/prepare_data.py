@@ -2,7 +2,7 @@
 
 from absl import flags
 from etils import epath
-from rich import progress
+from rich import console, progress
 
 from spectr_jax.io import command_line
 from train import lm1b
@@ -15,7 +15,8 @@ _SHA256 = flags.DEFINE_string('sha256', lm1b.SHA256, "The archive's checksum.")
 def main(argv):
   del argv
   archive = epath.Path(_MANUAL_DIR.value).expanduser() / lm1b.ARCHIVE
-  with progress.Progress(*progress.Progress.get_default_columns(), transient=True) as bar:
+  stderr = console.Console(stderr=True)
+  with progress.Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
     task = bar.add_task('checking the archive')
     lm1b.check_archive(archive, _SHA256.value, lambda done, total: bar.update(task, completed=done, total=total))
   path = lm1b.prepare(_MANUAL_DIR.value, _DATA_DIR.value)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from absl import app, flags, logging
 
@@ -35,12 +36,38 @@ def run(main: Callable[[list[str]], None]) -> None:
       _fail(f'unexpected argument {argv[1]!r}; options are given as --name=value')
     try:
       main(argv)
-    except (ValueError, OSError, ImportError) as error:  # a remote path may need a package that is not there
+    except OSError as error:
+      _fail(f'{error.filename}: {error.strerror}' if error.filename and error.strerror else str(error))
+    except (ValueError, ImportError) as error:  # a remote path may need a package that is not there
       _fail(str(error))
     except KeyboardInterrupt:
       _fail('interrupted', 130)
 
   app.run(guarded, flags_parser=_parse_flags)
+
+
+def parse_numbers(name: str, texts: Iterable[str], kind: Callable[[str], float] = int, *, least: float = 1) -> tuple:
+  """The values of an option that is a list of numbers.
+
+  Args:
+    name: The option.
+    texts: What stands between its commas.
+    kind: int or float.
+    least: What none may be below.
+
+  Raises:
+    ValueError: Something else stands there.
+  """
+  texts = list(texts)
+  try:
+    numbers = tuple(map(kind, texts))
+    is_right = all(least <= number < math.inf for number in numbers) and numbers
+  except ValueError:
+    is_right = False
+  if not is_right:
+    what = 'whole numbers' if kind is int else 'numbers'
+    raise ValueError(f'{name} must be {what} of at least {least}, separated by commas; got {",".join(texts)!r}')
+  return numbers
 
 
 def parse_name_and_ints(text: str) -> tuple[str, tuple[int, ...]]:

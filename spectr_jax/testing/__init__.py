@@ -1,8 +1,8 @@
 """How losslessness is shown, for this library's tests and for verifiers added by its users."""
 
-from spectr_jax.testing.chi_square import ChiSquare, chi_square, detectable_bias, sample_counts
+from spectr_jax.testing.chi_square import ChiSquare, chi_square, detectable_bias
 from spectr_jax.testing.controls import CONTROLS
-from spectr_jax.testing.engine import engine_counts, ordinary_law, tiny_transformers
+from spectr_jax.testing.engine import engine_counts, ordinary_law, sample_counts, tiny_transformers
 from spectr_jax.testing.enumeration import enumeration_error, expected_acceptance, joint_law
 from spectr_jax.testing.proof import Check, Proof, prove
 from spectr_jax.testing.tables import ContextTables, constant_tables, random_tables

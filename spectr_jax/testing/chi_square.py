@@ -1,18 +1,12 @@
-"""Losslessness shown by sampling: the engine's tokens against a known joint law."""
+"""Counts against a known law: Pearson's test, and the smallest bias that it is sure to detect."""
 
 from __future__ import annotations
 
 import dataclasses
 
-import jax
 import numpy as np
 import scipy.optimize
 import scipy.stats
-
-from spectr_jax.methods import Method
-from spectr_jax.model import Model
-from spectr_jax.testing.engine import engine_counts
-from spectr_jax.tree import TokenTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,50 +91,3 @@ def chi_square(counts: np.ndarray, law: np.ndarray) -> ChiSquare:
   degrees = max(len(counts) - 1, 1)
   p_value = float(scipy.stats.chi2.sf(statistic, degrees))
   return ChiSquare(statistic, len(counts), p_value, num_samples, pooled_mass)
-
-
-def sample_counts(
-  rng_key: jax.Array,
-  target: Model,
-  draft: Model | None,
-  prompt: np.ndarray,
-  *,
-  method: str | Method,
-  tree: TokenTree,
-  num_tokens: int,
-  num_samples: int,
-  batch_size: int = 131072,
-  **sampling,
-) -> np.ndarray:
-  """Counts of the first tokens that `generate` emits after one prompt; `engine_counts` takes several.
-
-  Args:
-    rng_key: One typed key.
-    target: The target.
-    draft: The draft.
-    prompt: int `[P]`.
-    method: The method.
-    tree: The tree.
-    num_tokens: T.
-    num_samples: Rows to draw, rounded up to whole batches.
-    batch_size: Rows at a time.
-    **sampling: `temperature`, `top_k`, `top_p`.
-
-  Returns:
-    int64 `[V] * num_tokens`.
-
-  Raises:
-    ValueError: Something was emitted that is not a token.
-  """
-  return engine_counts(
-    rng_key,
-    target,
-    draft,
-    [prompt],
-    method=method,
-    tree=tree,
-    num_tokens=num_tokens,
-    num_samples=num_samples,
-    batch_size=batch_size,
-    **sampling,
-  )[0]

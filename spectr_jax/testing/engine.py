@@ -137,3 +137,10 @@ def engine_counts(
     for index in range(num_prompts):
       counts[index] += np.bincount(tokens[index::num_prompts] @ weights, minlength=counts.shape[1])
   return counts.reshape((num_prompts,) + (vocab_size,) * num_tokens)
+
+
+def sample_counts(
+  rng_key: jax.Array, target: Model, draft: Model | None, prompt: Sequence[int], **options
+) -> np.ndarray:
+  """`engine_counts` of one prompt, `[P]`; int64 `[V] * num_tokens`."""
+  return engine_counts(rng_key, target, draft, [prompt], **options)[0]

@@ -16,8 +16,8 @@ import numpy as np
 from spectr_jax.generate import generate
 from spectr_jax.methods import METHODS, Method, get_method, with_gumbel
 from spectr_jax.models import table
-from spectr_jax.testing.chi_square import ChiSquare, chi_square, sample_counts
-from spectr_jax.testing.engine import engine_counts, ordinary_law, tiny_transformers
+from spectr_jax.testing.chi_square import ChiSquare, chi_square
+from spectr_jax.testing.engine import engine_counts, ordinary_law, sample_counts, tiny_transformers
 from spectr_jax.testing.enumeration import enumeration_error
 from spectr_jax.testing.tables import random_tables
 from spectr_jax.tree import TokenTree
