@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-import os
 import time
 
 import jax
@@ -23,12 +21,11 @@ from spectr_jax.io import command_line
 from spectr_jax.methods import Method, get_method
 from spectr_jax.model import Model
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
+from spectr_jax.topology import chip_of, describe_topology
 from spectr_jax.tree import TokenTree
 
 TARGET = TransformerConfig(32000, embed_dim=768, num_layers=10, num_heads=12, mlp_dim=3072, max_length=1024)
 DRAFT = TransformerConfig(32000, embed_dim=144, num_layers=6, num_heads=4, mlp_dim=576, max_length=1024)
-# High-bandwidth memory of a TPU v5e chip.
-CHIP_BYTES = 16 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,30 +54,6 @@ class Report:
   def total(self) -> int:
     """Device memory the program needs."""
     return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
-
-
-def is_compiler_installed() -> bool:
-  """Whether the extra `tpu` is."""
-  return importlib.util.find_spec('libtpu') is not None
-
-
-def tpu_device(topology: str = 'v5e:2x2') -> jax.Device:
-  """One chip of a described slice, to compile for.
-
-  Raises:
-    ValueError: The compiler is missing or does not know the topology.
-  """
-  if not is_compiler_installed():
-    raise ValueError("no TPU compiler: the extra tpu is not installed (pip install -e '.[tpu]')")
-  from jax.experimental import topologies
-
-  # The compiler would look for the machine's own TPUs and ask the cloud about them.
-  for name, value in (('SKIP_MDS_QUERY', '1'), ('WORKER_HOSTNAMES', 'localhost'), ('ACCELERATOR_TYPE', 'v5litepod-4')):
-    os.environ.setdefault(f'TPU_{name}', value)
-  try:
-    return topologies.get_topology_desc(platform='tpu', topology_name=topology).devices[0]
-  except Exception as error:  # the plug-in raises many types
-    raise ValueError(f'no TPU topology {topology!r}: {error}') from error
 
 
 def abstract_model(config: TransformerConfig) -> Model:
@@ -153,12 +126,12 @@ def compile_rounds(
   return compiled, report
 
 
-def describe(report: Report) -> str:
-  """The report as lines of text."""
+def describe(report: Report, capacity: int) -> str:
+  """The report as lines of text, for a chip with so many bytes of memory."""
   sizes = ('arguments', 'outputs', 'aliased', 'temporaries', 'code', 'total')
   lines = [f'{name:<12} {getattr(report, name) / 2**20:10.1f} MiB' for name in sizes]
   lines += [
-    f'{"free":<12} {(CHIP_BYTES - report.total) / 2**20:10.1f} MiB of {CHIP_BYTES / 2**30:.0f} GiB',
+    f'{"free":<12} {(capacity - report.total) / 2**20:10.1f} MiB of {capacity / 2**30:.0f} GiB',
     f'{"FLOPs":<12} {report.flops / 1e9:10.2f} G, each loop body counted once: a lower bound of one round',
     f'{"compile":<12} {report.compile_seconds:10.1f} s',
   ]
@@ -180,8 +153,9 @@ if __name__ == '__main__':
     jax.config.update('jax_platforms', 'cpu')  # constants need a device; a TPU that is there stays free
     method = get_method(_METHOD.value)
     tree = TokenTree() if method.max_drafts == 0 else TokenTree.chains(_NUM_DRAFTS.value, _DRAFT_LENGTH.value)
+    chip = describe_topology(_TOPOLOGY.value)[0]
     compiled, report = compile_rounds(
-      tpu_device(_TOPOLOGY.value),
+      chip,
       method,
       tree,
       batch_size=_BATCH_SIZE.value,
@@ -189,7 +163,7 @@ if __name__ == '__main__':
       dtype=_DTYPE.value,
     )
     print(f'{method.name}, {tree.num_nodes} guesses, batch {_BATCH_SIZE.value}, {_TOPOLOGY.value}')
-    print(describe(report))
+    print(describe(report, chip_of(chip).memory))
     if _HLO.value:
       with open(_HLO.value, 'w') as stream:
         stream.write(compiled.as_text())

@@ -18,6 +18,17 @@ def get_config() -> ml_collections.ConfigDict:
   # Network: spectr_jax.models.transformer.TransformerConfig. dtype is that of activations and matmuls in training.
   config.model = ml_collections.ConfigDict(dict(embed_dim=96, num_layers=2, num_heads=3, mlp_dim=384, dtype='float32'))
 
+  # Distillation: the model whose laws a draft learns, a directory such as WORKDIR/model, and their share of the loss.
+  config.distill_from = ''
+  config.distill_weight = 1.0
+
+  # Devices: sizes of the mesh, -1 for all that are left. Rows are divided over `data`, and so are the parameters, which
+  # `model` divides once more. A batch is worked off in `num_microbatches` parts; `remat` computes blocks again for the
+  # gradient instead of keeping what is inside them.
+  config.mesh = 'data:-1,model:1'
+  config.num_microbatches = 1
+  config.remat = False
+
   # Optimisation: AdamW, linear warm-up, cosine down to a tenth.
   config.seed = 0
   config.seq_len = 512

@@ -315,7 +315,7 @@ def _joint_law(model, prompt, num_tokens):
   return law
 
 
-@pytest.mark.parametrize(('name', 'tree'), _only(('traversal_without_replacement',), _SAMPLED[1:]))
+@pytest.mark.parametrize(('name', 'tree'), _only(('spectr',), _SAMPLED[1:]))
 def test_engine_against_ordinary_sampling(name, tree):
   """Cache, tree attention, rollback, a ragged batch, temperature, top-k and top-p on transformers."""
   target, draft = _tiny_transformer(0, 32), _tiny_transformer(1, 16)

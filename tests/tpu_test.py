@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks import tpu_memory
+from spectr_jax import topology
 from spectr_jax.tree import TokenTree
 
 pytestmark = pytest.mark.tpu
@@ -12,19 +13,19 @@ pytestmark = pytest.mark.tpu
 
 @pytest.fixture(scope='module')
 def chip():
-  if not tpu_memory.is_compiler_installed():
-    pytest.skip('extra tpu is not installed')
-  return tpu_memory.tpu_device('v5e:2x2')
+  if not topology.is_compiler_installed():
+    pytest.skip('needs the extra tpu')
+  return topology.describe_topology('v5e:2x2')[0]
 
 
 def test_the_pair_of_the_paper_fits_one_chip(chip):
   _, report = tpu_memory.compile_rounds(chip, 'spectr', TokenTree.chains(8, 8), batch_size=8, max_length=256)
-  print('\nspectr, K = 8, L = 8, batch 8, v5e\n' + tpu_memory.describe(report))
+  print('\nspectr, K = 8, L = 8, batch 8, v5e\n' + tpu_memory.describe(report, topology.chip_of(chip).memory))
   weights = 2 * (tpu_memory.TARGET.num_params + tpu_memory.DRAFT.num_params)
   assert weights < report.arguments < 2 * weights
   # All of the state that comes out stands where it went in.
   assert report.aliased == pytest.approx(report.outputs, rel=0.01)
-  assert report.total < tpu_memory.CHIP_BYTES
+  assert report.total < topology.chip_of(chip).memory
   # Well below the 16 GiB: a copy of the caches per draft, or of the laws per node, would show.
   assert report.temporaries < 2**30
 
@@ -41,5 +42,5 @@ def test_single_draft_methods_compile(chip, method, tree):
     batch_size=2,
     max_length=64,
   )
-  print(f'\n{method}, small\n' + tpu_memory.describe(report))
+  print(f'\n{method}, small\n' + tpu_memory.describe(report, topology.chip_of(chip).memory))
   assert 0 < report.total < 2**26

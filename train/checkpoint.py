@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 
 
 @contextlib.contextmanager
@@ -33,40 +35,84 @@ def _quiet_reads() -> Iterator[None]:
 
 
 class Checkpoints:
-  """Orbax checkpoints of a train state under `WORKDIR/checkpoints`, the newest `keep` kept."""
+  """Orbax checkpoints of a train state under `WORKDIR/checkpoints`, the newest `keep` kept.
+
+  They are written in the background; one that could not be written is an error of the next call.
+  """
 
   def __init__(self, workdir: epath.Path, keep: int):
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
+    self._aside = workdir / 'damaged_checkpoints'
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
     self._manager = ocp.CheckpointManager((workdir / 'checkpoints').resolve(), options=options)
 
   def save(self, state: dict[str, Any]) -> None:
-    """Writes `state` under its own step, unless that step is saved already."""
+    """Starts to write `state` under its own step, unless that step is saved already.
+
+    Raises:
+      ValueError: This checkpoint or the one before could not be written.
+    """
     step = int(state['step'])
     if step != self._manager.latest_step():
-      self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
-      self._manager.wait_until_finished()
+      with self._writing():
+        self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
-  def restore(self, like: dict[str, Any]) -> dict[str, Any] | None:
+  def restore(self, like: dict[str, Any], *, allow_fallback: bool = False) -> dict[str, Any] | None:
     """The newest state, or None where nothing was saved.
 
     Args:
-      like: A state of the same structure; arrays or `ShapeDtypeStruct`s.
+      like: A state of the same structure; arrays or `ShapeDtypeStruct`s, whose shardings the result has. They need not
+        be those of the run that saved it.
+      allow_fallback: Whether to take an older one where the newest cannot be read. What cannot be read is moved to
+        `WORKDIR/damaged_checkpoints`.
 
     Raises:
       ValueError: The checkpoint is damaged or of another configuration.
     """
-    step = self._manager.latest_step()
-    if step is None:
-      return None
+    steps = sorted(self._manager.all_steps(), reverse=True)
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    for place, step in enumerate(steps):
+      try:
+        with _quiet_reads():
+          state = self._manager.restore(step, args=ocp.args.StandardRestore(like))
+      except Exception as error:  # Orbax and TensorStore raise many types
+        reason = ' '.join(str(error).split('[tensorstore_spec')[0].split())[:200]
+        older = steps[place + 1 :]
+        problem = f'checkpoint {self._manager.directory / str(step)} is damaged or of another configuration ({reason})'
+        if not older or not allow_fallback:
+          remedy = f'; with --allow_fallback, training continues from step {older[0]}' if older else ''
+          raise ValueError(problem + remedy) from error
+        print(f'{problem}; continuing from step {older[0]}', file=sys.stderr)
+        continue
+      self._move_aside(steps[:place])
+      return state
+    return None
+
+  def _move_aside(self, steps: list[int]) -> None:
+    if steps and jax.process_index() == 0:
+      self._aside.mkdir(parents=True, exist_ok=True)
+      for step in steps:
+        target = next(path for i in itertools.count() if not (path := self._aside / f'{step}-{i}').exists())
+        (self._manager.directory / str(step)).rename(target)
+    if steps:
+      multihost_utils.sync_global_devices('damaged checkpoints are moved')
+      self._manager.reload()
+
+  @contextlib.contextmanager
+  def _writing(self) -> Iterator[None]:
     try:
-      with _quiet_reads():
-        return self._manager.restore(step, args=ocp.args.StandardRestore(like))
-    except Exception as error:  # Orbax and TensorStore raise many types
-      reason = ' '.join(str(error).split('[tensorstore_spec')[0].split())[:200]
-    path, others = self._manager.directory / str(step), [other for other in self._manager.all_steps() if other != step]
-    remedy = f'; without that directory, training continues from step {max(others)}' if others else ''
-    raise ValueError(f'checkpoint {path} is damaged or of another configuration ({reason}){remedy}')
+      yield
+    except Exception as error:  # whatever storage raises
+      raise ValueError(
+        f'a checkpoint under {self._manager.directory} could not be written ({" ".join(str(error).split())[:200]});'
+        f' the last good one is of step {self._manager.latest_step()}'
+      ) from error
 
   def close(self) -> None:
-    self._manager.close()
+    """Waits for what is being written.
+
+    Raises:
+      ValueError: It could not be.
+    """
+    with self._writing():
+      self._manager.wait_until_finished()
+      self._manager.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -11,8 +12,10 @@ import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 
+import jax
 import numpy as np
 from etils import epath
+from jax.sharding import NamedSharding
 
 from spectr_jax.io.tokenizer import Tokenizer
 from train.text_sources import TextSource
@@ -52,8 +55,8 @@ class PackedText:
       raise ValueError(f'{part} text of {len(self.tokens)} tokens is shorter than one row of {seq_len} and its target')
 
   def rows(self, indices: np.ndarray, seq_len: int) -> np.ndarray:
-    """int32 `[len(indices), seq_len + 1]`: inputs and, shifted by one, targets."""
-    return self.tokens[indices[:, None] * seq_len + np.arange(seq_len + 1)].astype(np.int32)
+    """int32 `[*indices.shape, seq_len + 1]`: inputs and, shifted by one, targets."""
+    return self.tokens[indices[..., None] * seq_len + np.arange(seq_len + 1)].astype(np.int32)
 
 
 def _encode(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple[np.ndarray, int]]:
@@ -140,8 +143,39 @@ def load_packed(source: TextSource, tokenizer: Tokenizer, cache_dir: epath.Path)
   return train, held_out, origin
 
 
-def batch_at(text: PackedText, step: int, *, batch_size: int, seq_len: int, seed: int) -> np.ndarray:
-  """The batch of a step: rows in an order drawn anew for each epoch from `seed`.
+@functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch
+def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+  return np.random.Generator(np.random.Philox([seed, epoch])).permutation(num_rows)
+
+
+def batch_rows(num_rows: int, step: int, *, batch_size: int, seed: int) -> np.ndarray:
+  """Which rows make the batch of a step, int64 `[batch_size]`: all of them in an order drawn anew for each epoch.
+
+  Args:
+    num_rows: Rows there are, at least one.
+    step: The step, from 0.
+    batch_size: Rows in a batch.
+    seed: Seed of the order.
+  """
+  places = np.arange(step * batch_size, (step + 1) * batch_size)
+  rows = np.empty(batch_size, np.int64)
+  for epoch in np.unique(places // num_rows):
+    here = places // num_rows == epoch
+    rows[here] = _order(num_rows, seed, int(epoch))[places[here] % num_rows]
+  return rows
+
+
+def batch_at(
+  text: PackedText,
+  step: int,
+  *,
+  batch_size: int,
+  seq_len: int,
+  seed: int,
+  num_microbatches: int,
+  sharding: NamedSharding,
+) -> jax.Array:
+  """The batch of a step, divided as `sharding` says; every process reads its own rows only.
 
   Args:
     text: Packed text with at least one row.
@@ -149,19 +183,17 @@ def batch_at(text: PackedText, step: int, *, batch_size: int, seq_len: int, seed
     batch_size: Rows in a batch.
     seq_len: Tokens in a row.
     seed: Seed of the order.
+    num_microbatches: A, in how many parts gradients are added up; divides `batch_size`.
+    sharding: Of the result.
 
   Returns:
-    int32 `[batch_size, seq_len + 1]`.
+    int32 `[A, batch_size / A, seq_len + 1]`.
 
   Raises:
     ValueError: The text is shorter than one row.
   """
   text.check(seq_len, 'training')
-  num_rows = text.num_rows(seq_len)
-  places = np.arange(step * batch_size, (step + 1) * batch_size)
-  rows = np.empty(batch_size, np.int64)
-  for epoch in np.unique(places // num_rows):
-    order = np.random.Generator(np.random.Philox([seed, epoch])).permutation(num_rows)
-    here = places // num_rows == epoch
-    rows[here] = order[places[here] % num_rows]
-  return text.rows(rows, seq_len)
+  rows = batch_rows(text.num_rows(seq_len), step, batch_size=batch_size, seed=seed).reshape(num_microbatches, -1)
+  return jax.make_array_from_callback(
+    (*rows.shape, seq_len + 1), sharding, lambda index: text.rows(rows[index[:2]], seq_len)
+  )

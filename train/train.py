@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import math
+import signal
 import time
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from etils import epath
-from rich import progress
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich import console, progress
 
-from spectr_jax.io.model_files import save_model
+from spectr_jax.io.command_line import parse_sizes
+from spectr_jax.io.model_files import load_model, save_model
 from spectr_jax.io.tokenizer import Tokenizer
-from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params, transformer_model
+from spectr_jax.models.transformer import TransformerConfig, config_of, transformer_model
+from spectr_jax.sharding import DATA, make_mesh, shardings
 from train.checkpoint import Checkpoints
 from train.input_pipeline import PackedText, batch_at, load_packed
 from train.metrics import MetricWriter
+from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step, overlaps, token_losses
 from train.text_sources import make_source
 
 # Field, what it must be, and the test of it; numbers that are NaN fail each test.
 _RULES = (
   *((name, 'at least 1', lambda x: x >= 1) for name in (
-    'seq_len', 'batch_size', 'num_steps', 'log_every', 'eval_every', 'eval_batches', 'checkpoint_every',
-    'keep_checkpoints',
+    'seq_len', 'batch_size', 'num_microbatches', 'num_steps', 'log_every', 'eval_every', 'eval_batches',
+    'checkpoint_every', 'keep_checkpoints',
   )),
   *((name, 'finite and at least 0', lambda x: 0 <= x < math.inf) for name in ('warmup_steps', 'weight_decay')),
   *((name, 'finite and above 0', lambda x: 0 < x < math.inf) for name in ('learning_rate', 'max_grad_norm')),
   ('adam_b2', 'at least 0 and below 1', lambda x: 0 <= x < 1),
   ('held_out_percent', 'above 0 and below 100', lambda x: 0 < x < 100),
+  ('distill_weight', 'above 0 and at most 1', lambda x: 0 < x <= 1),
 )  # fmt: skip
 
 
@@ -47,62 +56,63 @@ def check_config(config) -> TransformerConfig:
     raise ValueError(
       f'config.warmup_steps must be below config.num_steps, got {config.warmup_steps} and {config.num_steps}'
     )
+  if config.batch_size % config.num_microbatches:
+    raise ValueError(
+      f'config.batch_size {config.batch_size} must be a multiple of config.num_microbatches {config.num_microbatches}'
+    )
   try:
     return TransformerConfig(config.vocab_size, max_length=config.seq_len, **config.model)
   except (TypeError, ValueError) as error:
     raise ValueError(f'config.model: {error}') from error
 
 
-def make_optimizer(config) -> optax.GradientTransformation:
-  """AdamW with linear warm-up, cosine decay to a tenth and gradient clipping; only matrices are decayed."""
-  schedule = optax.warmup_cosine_decay_schedule(
-    0.0, config.learning_rate, config.warmup_steps, config.num_steps, end_value=config.learning_rate / 10
-  )
-  return optax.chain(
-    optax.clip_by_global_norm(config.max_grad_norm),
-    optax.adamw(
-      schedule,
-      b2=config.adam_b2,
-      weight_decay=config.weight_decay,
-      mask=lambda params: jax.tree.map(lambda x: x.ndim == 2, params),
-    ),
-  )
+def make_config_mesh(config, devices=None) -> Mesh:
+  """The mesh that `config.mesh` describes, after checking that microbatches can be divided over it.
 
-
-def token_losses(params, rows, model_config: TransformerConfig, bos_id: int):
-  """Negative log-likelihood of each target token, in nats.
-
-  Args:
-    params: Parameters of the transformer.
-    rows: int32 `[B, T + 1]`, packed documents; attention stays within a document.
-    model_config: Sizes of the transformer.
-    bos_id: The token that begins a document; it is never a target.
-
-  Returns:
-    Losses `[B, T]`, 0 where there is no target, and weights `[B, T]`, 1 where there is one.
+  Raises:
+    ValueError: There is no such mesh, or a microbatch cannot be divided.
   """
-  inputs, targets = rows[:, :-1], rows[:, 1:]
-  positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-  document = jnp.cumsum(inputs == bos_id, axis=1)
-  mask = (document[:, :, None] == document[:, None, :]) & (positions[:, :, None] >= positions[:, None, :])
-  logits, _, _ = Transformer(model_config).apply({'params': params}, inputs, positions, mask)
-  weights = (targets != bos_id).astype(jnp.float32)
-  return optax.softmax_cross_entropy_with_integer_labels(logits, targets) * weights, weights
+  mesh = make_mesh(parse_sizes(config.mesh), devices)
+  rows = config.batch_size // config.num_microbatches
+  if rows % mesh.shape[DATA]:
+    raise ValueError(f'a microbatch of {rows} rows cannot be divided over {DATA}:{mesh.shape[DATA]}')
+  return mesh
 
 
-@functools.partial(jax.jit, static_argnames=('model_config', 'bos_id'))
-def _sum_losses(params, rows, *, model_config, bos_id):
-  losses, weights = token_losses(params, rows, model_config, bos_id)
-  return losses.sum(), weights.sum()
+@functools.partial(jax.jit, static_argnames=('measure', 'model_config', 'bos_id', 'mesh'))
+def _sums(params, rows, teacher, *, measure, model_config, bos_id, mesh):
+  values, weights = measure(params, rows, model_config, bos_id, mesh=mesh, teacher=teacher)
+  return values.sum(), weights.sum()
 
 
 def evaluate(
-  params, text: PackedText, model_config, bos_id, *, seq_len, batch_size, max_batches=None
+  params,
+  text: PackedText,
+  model_config: TransformerConfig,
+  bos_id: int,
+  *,
+  seq_len: int,
+  batch_size: int,
+  max_batches: int | None = None,
+  mesh: Mesh | None = None,
+  teacher: Teacher | None = None,
 ) -> dict[str, float]:
   """Loss of `text` in rows of `seq_len`, evenly spaced where `max_batches` does not cover it.
 
+  Args:
+    params: Parameters of the transformer, on the mesh if there is one.
+    text: The text.
+    model_config: Sizes of the transformer.
+    bos_id: The token that begins a document.
+    seq_len: Tokens in a row.
+    batch_size: Rows in a batch.
+    max_batches: Batches at most, None for the whole text.
+    mesh: What batches are divided over.
+    teacher: A model to compare with.
+
   Returns:
-    `loss` in nats per token, `perplexity` per token, and `bits_per_byte` of the UTF-8 text.
+    `loss` in nats per token, `perplexity` per token, `bits_per_byte` of the UTF-8 text; with a teacher also `overlap`,
+    the mean of 1 - TV of both laws.
 
   Raises:
     ValueError: The text is shorter than one row.
@@ -111,38 +121,24 @@ def evaluate(
   num_rows = text.num_rows(seq_len)
   wanted = num_rows if max_batches is None else min(num_rows, max_batches * batch_size)
   chosen = np.linspace(0, num_rows - 1, wanted).astype(np.int64)
-  total = count = 0.0
+  measures = {'loss': (token_losses, None)} | ({} if teacher is None else {'overlap': (overlaps, teacher)})
+  totals = {name: np.zeros(2) for name in measures}
   for start in range(0, wanted, batch_size):
     rows = text.rows(chosen[start : start + batch_size], seq_len)
     absent = batch_size - len(rows)
     # Targets that are all bos weigh nothing: padding of the last batch.
     rows = np.pad(rows, ((0, absent), (0, 0)), constant_values=bos_id)
-    losses, weights = _sum_losses(params, rows, model_config=model_config, bos_id=bos_id)
-    total, count = total + float(losses), count + float(weights)
-  loss = total / count
+    if mesh is not None:
+      rows = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec(DATA)), rows.__getitem__)
+    for name, (measure, other) in measures.items():
+      sums = _sums(params, rows, other, measure=measure, model_config=model_config, bos_id=bos_id, mesh=mesh)
+      totals[name] += [float(x) for x in sums]
+  means = {name: float(total / count) for name, (total, count) in totals.items()}
   bytes_per_token = text.num_bytes / np.count_nonzero(text.tokens != bos_id)
-  return {
-    'loss': loss,
-    'perplexity': math.exp(min(loss, 50.0)),
-    'bits_per_byte': loss / math.log(2) / bytes_per_token,
+  return means | {
+    'perplexity': math.exp(min(means['loss'], 50.0)),
+    'bits_per_byte': means['loss'] / math.log(2) / bytes_per_token,
   }
-
-
-def make_train_step(optimizer, model_config, bos_id):
-  """The jitted update `(state, rows) -> (state, loss)`; the state is donated."""
-
-  def mean_loss(params, rows):
-    losses, weights = token_losses(params, rows, model_config, bos_id)
-    return losses.sum() / weights.sum()
-
-  @functools.partial(jax.jit, donate_argnums=0)
-  def train_step(state, rows):
-    loss, grads = jax.value_and_grad(mean_loss)(state['params'], rows)
-    updates, opt_state = optimizer.update(grads, state['opt_state'], state['params'])
-    params = optax.apply_updates(state['params'], updates)
-    return {'params': params, 'opt_state': opt_state, 'step': state['step'] + 1}, loss
-
-  return train_step
 
 
 def _check_finite(first_step: int, losses: list[float]) -> None:
@@ -157,6 +153,11 @@ def _is_finite(tree) -> jax.Array:
   return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
+def is_primary() -> bool:
+  """Whether this process is the one that prints and writes what all have in common."""
+  return jax.process_index() == 0
+
+
 def _progress_bar(num_steps: int, step: int):
   bar = progress.Progress(
     progress.TextColumn('{task.description}'),
@@ -164,22 +165,85 @@ def _progress_bar(num_steps: int, step: int):
     progress.MofNCompleteColumn(),
     progress.TimeRemainingColumn(),
     progress.TextColumn('loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s'),
+    console=console.Console(quiet=not is_primary()),
   )
   return bar, bar.add_task('training', total=num_steps, completed=step, loss=math.nan, speed=0.0)
 
 
-def train(config, workdir: epath.PathLike) -> dict[str, float]:
+@contextlib.contextmanager
+def _termination() -> Iterator[Callable[[int], bool]]:
+  """A function of the step that says whether to stop after it, since SIGTERM has come; all processes agree.
+
+  Several processes learn of it through `jax.distributed`, which has taken the signal over.
+  """
+  if jax.process_count() > 1:
+    yield multihost_utils.reached_preemption_sync_point
+    return
+  has_come = []
+  try:
+    before = signal.signal(signal.SIGTERM, lambda *_: has_come.append(True))
+  except ValueError:  # not the main thread, which alone may handle signals
+    yield lambda step: False
+    return
+  try:
+    yield lambda step: bool(has_come)
+  finally:
+    signal.signal(signal.SIGTERM, before)
+
+
+def load_teacher(config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher | None:
+  """The model that `config.distill_from` names, on the mesh; None if it names none.
+
+  Raises:
+    ValueError: There is no such model, or it has another tokenizer or reads shorter texts.
+  """
+  if not config.distill_from:
+    return None
+  model, other = load_model(config.distill_from)
+  if other.fingerprint != tokenizer.fingerprint:
+    raise ValueError(f'{config.distill_from} has another tokenizer than {config.tokenizer}')
+  teacher_config = config_of(model)
+  if teacher_config.max_length < config.seq_len:
+    raise ValueError(
+      f'{config.distill_from} was trained at {teacher_config.max_length} tokens, config.seq_len is {config.seq_len}'
+    )
+  return Teacher(place(model.params, shardings(mesh, model.params)), teacher_config, config.distill_weight)
+
+
+def place(arrays, sharding):
+  """Arrays that every process has, divided over a mesh."""
+  return jax.tree.map(
+    lambda x, s: jax.make_array_from_callback(x.shape, s, np.asarray(x).__getitem__), arrays, sharding
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """How a run ended.
+
+  Attributes:
+    step: Steps done, of `config.num_steps`.
+    held_out: The final held-out metrics, or None if the run was told to stop before its end.
+  """
+
+  step: int
+  held_out: dict[str, float] | None
+
+
+def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> Outcome:
   """Trains to `config.num_steps`, continuing from the newest checkpoint under `workdir` if there is one.
 
-  A run that is interrupted and continued ends with the parameters of one that was not. The trained model is written to
-  `WORKDIR/model`.
+  A run that is interrupted and continued ends with the parameters of one that was not, on the same mesh; on another
+  mesh it continues as well, with sums in another order. SIGTERM saves a checkpoint and ends the run. The trained model
+  is written to `WORKDIR/model`. With several processes (`jax.distributed`) each calls this.
 
   Args:
     config: As `configs/base.py` describes.
     workdir: Directory for checkpoints, metrics, encoded text and the model.
+    allow_fallback: Whether to continue from an older checkpoint where the newest is damaged.
 
   Returns:
-    The final held-out metrics.
+    How it ended.
 
   Raises:
     ValueError: The configuration, its files or a checkpoint is unusable, or the loss is not finite.
@@ -191,36 +255,50 @@ def train(config, workdir: epath.PathLike) -> dict[str, float]:
     raise ValueError(
       f'{config.tokenizer} has {tokenizer.vocab_size} tokens but config.vocab_size is {config.vocab_size}'
     )
+  mesh = make_config_mesh(config)
+  optimizer = make_optimizer(config)
+  make_state = functools.partial(init_state, config.seed, optimizer, model_config)
+  state_sharding = shardings(mesh, jax.eval_shape(make_state))
   source = make_source(config)
   text, held_out, origin = load_packed(source, tokenizer, epath.Path(config.cache_dir or workdir / 'data'))
   for part, packed in (('training', text), ('held-out', held_out)):
     packed.check(config.seq_len, part)
-  optimizer = make_optimizer(config)
-  params = init_params(jax.random.key(config.seed), model_config)
-  state = {'params': params, 'opt_state': optimizer.init(params), 'step': jnp.zeros((), jnp.int32)}
+  teacher = load_teacher(config, tokenizer, mesh)
   workdir.mkdir(parents=True, exist_ok=True)
   checkpoints = Checkpoints(workdir, config.keep_checkpoints)
-  state = checkpoints.restore(state) or state
-  step = int(state['step'])
-  print(
-    f'{model_config.num_params:,} parameters; {len(text.tokens):,} training tokens from {source.name}; at step {step}'
+  like = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(make_state), state_sharding
   )
-  writer = MetricWriter(workdir, step)
-  train_step = make_train_step(optimizer, model_config, tokenizer.bos_id)
+  state = checkpoints.restore(like, allow_fallback=allow_fallback)
+  if state is None:
+    state = jax.jit(make_state, out_shardings=state_sharding)()
+  step = int(state['step'])
+  if is_primary():
+    shape = ' x '.join(f'{name} {size}' for name, size in mesh.shape.items())
+    print(
+      f'{model_config.num_params:,} parameters on {mesh.size} devices ({shape}); {len(text.tokens):,} training tokens'
+      f' from {source.name}; at step {step}'
+    )
+  writer = MetricWriter(workdir, step) if is_primary() else None
+  train_step = make_train_step(optimizer, model_config, tokenizer.bos_id, mesh, remat=config.remat)
   run_eval = functools.partial(
     evaluate, text=held_out, model_config=model_config, bos_id=tokenizer.bos_id, seq_len=config.seq_len,
-    batch_size=config.batch_size,
+    batch_size=config.batch_size, mesh=mesh, teacher=teacher,
+  )  # fmt: skip
+  next_batch = functools.partial(
+    batch_at, text, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
+    num_microbatches=config.num_microbatches, sharding=batch_sharding(mesh),
   )  # fmt: skip
   bar, task = _progress_bar(config.num_steps, step)
-  losses, since = [], time.perf_counter()
-  with bar:
-    while step < config.num_steps:
-      rows = batch_at(text, step, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed)
-      state, loss = train_step(state, rows)
+  losses, since, stop_now = [], time.perf_counter(), False
+  with bar, _termination() as is_told_to_stop, contextlib.closing(checkpoints):
+    while step < config.num_steps and not stop_now:
+      state, loss = train_step(state, next_batch(step), teacher)
       losses.append(loss)
       step += 1
       is_last = step == config.num_steps
-      save_now = is_last or step % config.checkpoint_every == 0
+      stop_now = is_told_to_stop(step)
+      save_now = is_last or stop_now or step % config.checkpoint_every == 0
       eval_now = is_last or step % config.eval_every == 0
       if save_now or eval_now or step % config.log_every == 0:
         losses = [float(loss) for loss in losses]
@@ -229,22 +307,31 @@ def train(config, workdir: epath.PathLike) -> dict[str, float]:
         if (save_now or eval_now) and not _is_finite(state):
           raise ValueError(f'parameters are not finite after step {step}: stopped; the last checkpoint is from before')
         now = time.perf_counter()
-        speed = len(losses) * config.batch_size * config.seq_len / (now - since)
-        writer.write(step, {'train_loss': float(np.mean(losses)), 'tokens_per_second': speed})
-        bar.update(task, completed=step, loss=float(np.mean(losses)), speed=speed)
+        metrics = {
+          'train_loss': float(np.mean(losses)),
+          'tokens_per_second': len(losses) * config.batch_size * config.seq_len / (now - since),
+        }
+        bar.update(task, completed=step, loss=metrics['train_loss'], speed=metrics['tokens_per_second'])
         if eval_now:
           found = run_eval(state['params'], max_batches=config.eval_batches)
-          writer.write(step, {f'held_out_{name}': value for name, value in found.items()})
+          metrics |= {f'held_out_{name}': value for name, value in found.items()}
           bar.console.print(f'step {step}: held-out ' + ', '.join(f'{k} {v:.3f}' for k, v in found.items()))
+        if writer:
+          writer.write(step, metrics)
         if save_now:
           checkpoints.save(state)
         losses, since = [], time.perf_counter()
+  if step < config.num_steps:
+    if writer:
+      writer.close()
+    return Outcome(step, None)
   final = run_eval(state['params'])
-  writer.write(step, {f'final_{name}': value for name, value in final.items()})
-  writer.close()
-  checkpoints.close()
-  model = transformer_model(state['params'], model_config)
-  save_model(
-    workdir / 'model', model, tokenizer, info={'text': origin, 'steps': step, 'held_out': final}, overwrite=True
-  )
-  return final
+  params = multihost_utils.process_allgather(state['params'], tiled=True)
+  if is_primary():
+    writer.write(step, {f'final_{name}': value for name, value in final.items()})
+    writer.close()
+    model = transformer_model(params, model_config)
+    save_model(
+      workdir / 'model', model, tokenizer, info={'text': origin, 'steps': step, 'held_out': final}, overwrite=True
+    )
+  return Outcome(step, final)

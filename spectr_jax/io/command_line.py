@@ -88,3 +88,18 @@ def parse_name_and_ints(text: str) -> tuple[str, tuple[int, ...]]:
     raise ValueError(f'expected name or name:integers, such as chains:8,4, got {text!r}')
   name, integers = match.groups()
   return name, tuple(int(integer) for integer in integers.split(',')) if integers else ()
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+  """Parses the value of an option that gives names a number each: `data:8,model:2`.
+
+  Raises:
+    ValueError: `text` has another form, or a name twice.
+  """
+  sizes = {}
+  for part in text.split(','):
+    name, numbers = parse_name_and_ints(part)
+    if len(numbers) != 1 or name in sizes:
+      raise ValueError(f'expected names with one number each, such as data:8,model:2, got {text!r}')
+    sizes[name] = numbers[0]
+  return sizes

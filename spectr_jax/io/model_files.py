@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -31,6 +32,15 @@ def _file_hashes(directory: epath.Path) -> dict[str, str]:
       else:
         hashes[str(path.relative_to(directory))] = hashlib.sha256(path.read_bytes()).hexdigest()
   return dict(sorted(hashes.items()))
+
+
+def _checkpointer() -> ocp.StandardCheckpointer:
+  """Of this process alone: of several that train together one writes a model, and each may read another."""
+  process = jax.process_index()
+  alone = ocp.options.MultiprocessingOptions(
+    primary_host=process, active_processes={process}, barrier_sync_key_prefix=f'process_{process}'
+  )
+  return ocp.StandardCheckpointer(multiprocessing_options=alone)
 
 
 def save_model(
@@ -65,8 +75,10 @@ def save_model(
   if unfinished.exists():
     unfinished.rmtree()
   unfinished.mkdir(parents=True)
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save((unfinished / 'params').resolve(), jax.tree.map(lambda x: x.astype(param_dtype), model.params))
+  with _checkpointer() as checkpointer:
+    # NumPy arrays belong to a process; JAX's would have to be known to all.
+    params = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(param_dtype)), model.params)
+    checkpointer.save((unfinished / 'params').resolve(), params)
   tokenizer.save(unfinished / 'tokenizer.json')
   spec = {
     'format': _FORMAT,
@@ -117,11 +129,10 @@ def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model
   tokenizer = Tokenizer.load(path / 'tokenizer.json')
   if tokenizer.fingerprint != fingerprint or tokenizer.vocab_size != config.vocab_size:
     raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({fingerprint})')
-  sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   like = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, param_dtype, sharding=sharding),
+    lambda x: np.empty(x.shape, param_dtype),
     jax.eval_shape(functools.partial(transformer.init_params, config=config), jax.random.key(0)),
   )
-  with contextlib.closing(ocp.StandardCheckpointer()) as checkpointer:
+  with contextlib.closing(_checkpointer()) as checkpointer:
     params = checkpointer.restore((path / 'params').resolve(), like)
   return transformer.transformer_model(params, config), tokenizer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -177,22 +178,26 @@ class Transformer(nn.Module):
   """Tokens to float32 logits `[B, N, V]`, final features `[B, N, embed_dim]` and the updated cache."""
 
   config: TransformerConfig
+  remat: bool = False  # whether a gradient computes blocks again instead of keeping what is inside them
+  constrain_fn: Callable[[jax.Array], jax.Array] = lambda x: x  # says where activations `[B, ...]` live
 
   @nn.compact
   def __call__(self, tokens, positions, mask, cache: KVCache | None = None):
     cfg = self.config
     dtype = jnp.dtype(cfg.dtype)
+    block = nn.remat(Block) if self.remat else Block
     # Logits of unit variance at the start; the way in is scaled up to match.
     init = nn.initializers.normal(cfg.embed_dim**-0.5)
     embedding = self.param('embedding', init, (cfg.vocab_size, cfg.embed_dim))
-    x = (jnp.take(embedding, tokens, axis=0) * cfg.embed_dim**0.5).astype(dtype)
+    x = self.constrain_fn((jnp.take(embedding, tokens, axis=0) * cfg.embed_dim**0.5).astype(dtype))
     mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
     pending = []
     for layer in range(cfg.num_layers):
-      x, keys, values = Block(cfg, layer, name=f'layer_{layer}')(x, positions, mask, cache)
+      x, keys, values = block(cfg, layer, name=f'layer_{layer}')(x, positions, mask, cache)
+      x = self.constrain_fn(x)
       pending.append((keys, values))
     features = RMSNorm(name='final_norm')(x)
-    logits = matmul_nt(features, embedding.astype(dtype))
+    logits = self.constrain_fn(matmul_nt(features, embedding.astype(dtype)))
     if cache is not None:
       keys, values = zip(*pending, strict=True)
       num_pending = cache.num_pending + tokens.shape[1]

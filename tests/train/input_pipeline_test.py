@@ -1,12 +1,15 @@
 import collections
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from etils import epath
 
-from train.input_pipeline import PackedText, batch_at, encode_documents, load_packed
+from train.input_pipeline import PackedText, batch_at, batch_rows, encode_documents, load_packed
 from train.text_sources import Files, SplitByContent, is_held_out
+
+_ON_ONE_DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
 def test_documents_are_packed_between_bos_and_eos(tokenizer):
@@ -90,22 +93,28 @@ def test_the_order_of_files_is_part_of_the_cache(tmp_path, tokenizer):
 
 
 def test_a_batch_is_a_function_of_seed_and_step_and_an_epoch_has_each_row_once():
-  text = PackedText(np.arange(1 + 5 * 11, dtype=np.uint16), 0)  # 11 rows, batches of 4: epochs end within batches
-  sizes = dict(batch_size=4, seq_len=5)
-  rows = np.concatenate([batch_at(text, step, seed=0, **sizes)[:, 0] // 5 for step in range(11)])
+  sizes = dict(num_rows=11, batch_size=4)  # epochs end within batches
+  rows = np.concatenate([batch_rows(step=step, seed=0, **sizes) for step in range(11)])
   epochs = rows.reshape(4, 11)
   assert all(sorted(epoch) == list(range(11)) for epoch in epochs)
   assert len({tuple(epoch) for epoch in epochs}) == 4
-  again = [batch_at(text, step, seed=0, **sizes)[:, 0] // 5 for step in reversed(range(11))]
+  again = [batch_rows(step=step, seed=0, **sizes) for step in reversed(range(11))]
   np.testing.assert_array_equal(np.concatenate(again[::-1]), rows)
-  other = np.concatenate([batch_at(text, step, seed=1, **sizes)[:, 0] // 5 for step in range(11)])
+  other = np.concatenate([batch_rows(step=step, seed=1, **sizes) for step in range(11)])
   assert collections.Counter(other) == collections.Counter(rows)
   assert (other != rows).any()
+
+
+def test_a_batch_is_cut_into_microbatches():
+  text = PackedText(np.arange(1 + 5 * 11, dtype=np.uint16), 0)
+  batch = batch_at(text, 1, batch_size=4, seq_len=5, seed=3, num_microbatches=2, sharding=_ON_ONE_DEVICE)
+  rows = batch_rows(11, 1, batch_size=4, seed=3)
+  np.testing.assert_array_equal(batch, text.rows(rows, 5).reshape(2, 2, 6))
 
 
 def test_text_of_less_than_a_row_is_refused():
   text = PackedText(np.arange(5, dtype=np.uint16), 0)
   with pytest.raises(ValueError, match='training text of 5 tokens is shorter than one row of 5'):
-    batch_at(text, 0, batch_size=1, seq_len=5, seed=0)
+    batch_at(text, 0, batch_size=1, seq_len=5, seed=0, num_microbatches=1, sharding=_ON_ONE_DEVICE)
   with pytest.raises(ValueError, match='held-out text of 0 tokens'):
     PackedText(np.zeros(0, np.uint16), 0).check(5, 'held-out')

@@ -16,7 +16,8 @@ from spectr_jax.models.transformer import Transformer, TransformerConfig, init_p
 from train import checkpoint as checkpoint_module
 from train import train as train_module
 from train.input_pipeline import PackedText, encode_documents
-from train.train import check_config, evaluate, make_optimizer, make_train_step, token_losses
+from train.step import make_optimizer, make_train_step, token_losses
+from train.train import check_config, evaluate
 
 SIZES = dict(embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
 
@@ -119,7 +120,7 @@ def saved_state(workdir):
 def straight(tmp_path_factory, make_config):
   """A run from start to end: its directory and what it returned."""
   workdir = tmp_path_factory.mktemp('straight')
-  return workdir, train_module.train(make_config(), workdir)
+  return workdir, train_module.train(make_config(), workdir).held_out
 
 
 def assert_same_run(workdir, straight):
@@ -160,7 +161,7 @@ def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path, monkeypatch, co
     stream.write('{"step": 8, "train_loss": 1.0}\n{"step": 9, "tra')
   (moved / 'checkpoints' / '9.orbax-checkpoint-tmp-1' / 'default').mkdir(parents=True)
   final = train_module.train(config, moved)
-  assert final == straight[1]
+  assert final == train_module.Outcome(12, straight[1])
   assert_same_run(moved, straight[0])
   # Nothing is left to do for a run that has ended.
   assert train_module.train(config, moved) == final
@@ -185,12 +186,12 @@ def test_an_interruption_while_saving_loses_only_that_checkpoint(tmp_path, monke
 
 
 def test_a_loss_that_is_not_finite_stops_and_leaves_no_such_checkpoint(tmp_path, monkeypatch, config):
-  def poisoned(*args):
-    step_fn = make_train_step(*args)
+  def poisoned(*args, **options):
+    step_fn = make_train_step(*args, **options)
 
-    def step(state, rows):
+    def step(state, rows, teacher):
       at = int(state['step'])
-      state, loss = step_fn(state, rows)
+      state, loss = step_fn(state, rows, teacher)
       return state, jnp.where(at == 7, jnp.nan, loss)
 
     return step
@@ -205,11 +206,11 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_no_such_checkpoint(tmp_path,
 
 
 def test_a_step_that_breaks_the_parameters_is_not_saved(tmp_path, monkeypatch, config):
-  def poisoned(*args):
-    step_fn = make_train_step(*args)
+  def poisoned(*args, **options):
+    step_fn = make_train_step(*args, **options)
 
-    def step(state, rows):
-      state, loss = step_fn(state, rows)
+    def step(state, rows, teacher):
+      state, loss = step_fn(state, rows, teacher)
       broken = jnp.where(state['step'] == 6, jnp.inf, 1.0)
       return {**state, 'params': jax.tree.map(lambda x: x * broken, state['params'])}, loss
 
@@ -244,7 +245,9 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, capfd, config, straigh
   shutil.copytree(straight[0], tmp_path, dirs_exist_ok=True)
   newest = tmp_path / 'checkpoints' / '12'
   damage(newest)
-  with pytest.raises(ValueError, match=r'checkpoint .*/12 is damaged .*; without .* continues from step 9') as info:
+  with pytest.raises(
+    ValueError, match=r'/12 is damaged .*; with --allow_fallback, training continues from step 9'
+  ) as info:
     train_module.train(config, tmp_path)
   message = str(info.value)
   assert '\n' not in message

@@ -1,0 +1,265 @@
+"""Training divided over devices and processes: the same run as on one device, and what survives of it."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax import load_model
+from spectr_jax.sharding import make_mesh, shardings
+from train import plan, step, train
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def settings(corpus, tokenizer_path, **fields):
+  """Arguments of `train.main`: 12 steps of a network whose dimensions 8 devices can divide."""
+  values = {
+    'source': 'files', 'files': corpus, 'held_out_percent': 10.0, 'tokenizer': tokenizer_path, 'vocab_size': 304,
+    'seq_len': 24, 'batch_size': 8, 'num_steps': 12, 'warmup_steps': 2, 'learning_rate': 1e-2, 'log_every': 1,
+    'eval_every': 6, 'eval_batches': 2, 'checkpoint_every': 3, 'keep_checkpoints': 2, 'model.embed_dim': 32,
+    'model.num_layers': 1, 'model.num_heads': 4, 'model.mlp_dim': 64,
+  } | fields  # fmt: skip
+  return ['--config=configs/base.py', *(f'--config.{name}={value}' for name, value in values.items())]
+
+
+def start(*arguments, num_devices=1):
+  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'--xla_force_host_platform_device_count={num_devices}'}
+  return subprocess.Popen(
+    [sys.executable, '-m', 'train.main', *map(str, arguments)],
+    cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+  )  # fmt: skip
+
+
+def finish(process, timeout=120):
+  out, err = process.communicate(timeout=timeout)
+  assert process.returncode == 0, err
+  return out
+
+
+def losses(workdir):
+  lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
+  return np.array([line['train_loss'] for line in lines if 'train_loss' in line])
+
+
+def params(workdir):
+  return load_model(workdir / 'model')[0].params
+
+
+def assert_near(workdir, other):
+  """The same run up to the order of sums, which Adam's first steps enlarge."""
+  np.testing.assert_allclose(losses(workdir), losses(other), rtol=2e-4)
+  assert len(losses(workdir)) == 12
+
+
+@pytest.fixture(scope='module')
+def wide_tokenizer(tmp_path_factory, documents):
+  from spectr_jax.io.tokenizer import Tokenizer
+
+  path = tmp_path_factory.mktemp('wide') / 'tokenizer.json'
+  Tokenizer.train(documents, 304).save(path)
+  return path
+
+
+@pytest.fixture(scope='module')
+def base(corpus, wide_tokenizer):
+  return lambda **fields: settings(corpus, wide_tokenizer, **fields)
+
+
+@pytest.fixture(scope='module')
+def on_one_device(tmp_path_factory, base):
+  workdir = tmp_path_factory.mktemp('one')
+  finish(start(*base(), f'--workdir={workdir}'))
+  return workdir
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'mesh': 'data:8'},
+    {'mesh': 'data:2,model:4'},
+    {'mesh': 'data:-1,model:2', 'num_microbatches': 2, 'remat': True},
+  ],
+  ids=['data', 'data and model', 'microbatches and remat'],
+)
+def test_eight_devices_train_like_one(tmp_path, base, on_one_device, fields):
+  out = finish(start(*base(**fields), f'--workdir={tmp_path}', num_devices=8))
+  assert 'on 8 devices' in out
+  assert_near(tmp_path, on_one_device)
+  for name, leaf in jax.tree_util.tree_leaves_with_path(params(tmp_path)):
+    assert np.isfinite(leaf).all(), name
+
+
+def test_a_checkpoint_continues_on_another_mesh(tmp_path, base, on_one_device):
+  finish(start(*base(mesh='data:4,model:2', num_steps=9), f'--workdir={tmp_path}', num_devices=8))
+  out = finish(start(*base(), f'--workdir={tmp_path}'))
+  assert 'at step 9' in out
+  # The schedule of the first run ended sooner: the loss went on falling.
+  assert losses(tmp_path)[-1] < losses(tmp_path)[0]
+  assert len(losses(tmp_path)) == 12
+
+
+def test_sigterm_saves_and_ends_and_the_run_continues_exactly(tmp_path, base, on_one_device):
+  process = start(*base(num_steps=12, checkpoint_every=1000), f'--workdir={tmp_path}')
+  metrics = tmp_path / 'metrics.jsonl'
+  while not (metrics.exists() and metrics.read_text()):
+    assert process.poll() is None, process.communicate()
+    time.sleep(0.01)
+  process.send_signal(signal.SIGTERM)
+  out = finish(process)
+  if 'terminated' in out:
+    (saved,) = (int(path.name) for path in (tmp_path / 'checkpoints').iterdir() if path.name.isdigit())
+    assert f'terminated: saved at step {saved}' in out
+    assert not (tmp_path / 'model').exists()
+    assert f'at step {saved}' in finish(start(*base(checkpoint_every=1000), f'--workdir={tmp_path}'))
+  np.testing.assert_array_equal(losses(tmp_path), losses(on_one_device))
+  jax.tree.map(np.testing.assert_array_equal, params(tmp_path), params(on_one_device))
+
+
+def free_port():
+  with socket.socket() as found:
+    found.bind(('localhost', 0))
+    return found.getsockname()[1]
+
+
+def start_two(*arguments):
+  address = f'localhost:{free_port()}'
+  together = (f'--coordinator_address={address}', '--num_processes=2')
+  return [start(*arguments, *together, f'--process_id={i}', num_devices=2) for i in range(2)]
+
+
+def test_two_processes_survive_being_killed(tmp_path, base):
+  """Killed without warning in the middle, and started again: the end is that of a run that was left alone."""
+  alone, killed = tmp_path / 'alone', tmp_path / 'killed'
+  fields = {'mesh': 'data:2,model:2', 'num_steps': 30, 'checkpoint_every': 5}
+  outputs = [finish(process) for process in start_two(*base(**fields), f'--workdir={alone}')]
+  assert 'on 4 devices' in outputs[0]
+  # Process 0 speaks for all; the library that connects them prints as well.
+  assert all(line.startswith('[Gloo]') for line in outputs[1].splitlines())
+  processes = start_two(*base(**fields), f'--workdir={killed}')
+  while not (killed / 'checkpoints' / '5').exists():
+    assert all(process.poll() is None for process in processes), [process.communicate() for process in processes]
+    time.sleep(0.01)
+  for process in processes:
+    process.send_signal(signal.SIGKILL)
+  for process in processes:
+    process.communicate()
+  assert not (killed / 'model').exists()
+  outputs = [finish(process) for process in start_two(*base(**fields), f'--workdir={killed}')]
+  assert 'at step 0' not in outputs[0]
+  np.testing.assert_array_equal(losses(killed), losses(alone))
+  jax.tree.map(np.testing.assert_array_equal, params(killed), params(alone))
+
+
+def test_microbatches_give_the_gradient_of_the_whole_batch(config):
+  """In float64 up to rounding, though the parts hold different numbers of targets."""
+  with jax.enable_x64(True):
+    config.model.dtype = 'float64'
+    model_config, optimizer = train.check_config(config), step.make_optimizer(config)
+    mesh = make_mesh({})
+    rows = np.random.default_rng(0).integers(3, config.vocab_size, (4, 25))
+    rows[0, 5::3] = 1  # many documents, few targets
+    results = []
+    for shape in ((1, 4), (2, 2), (4, 1)):
+      state = step.init_state(0, optimizer, model_config)
+      state = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, state)
+      run = step.make_train_step(optimizer, model_config, 1, mesh)
+      for _ in range(3):
+        state, loss = run(state, jnp.asarray(rows.reshape(*shape, 25), jnp.int32), None)
+      results.append((state['params'], loss))
+  for other in results[1:]:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9), other, results[0])
+
+
+def test_the_plan_counts_what_devices_hold(config):
+  mesh = make_mesh({'data': 1})
+  model_config = train.check_config(config)
+  entries = plan.state_entries(config, model_config, mesh)
+  held = {entry.path: entry for entry in entries}
+  assert sum(entry.bytes for entry in entries if entry.path.startswith('params/')) == 4 * model_config.num_params
+  assert held['params/embedding'].axes == ('model', 'data')
+  assert 'params/embedding' in plan.describe(config, model_config, mesh).replace('embedding', 'params/embedding')
+
+
+def test_operations_are_those_the_compiler_counts(config):
+  """The closed form against XLA's count of one forward pass; what is no matrix product is 10% here."""
+  config.model.update(embed_dim=64, num_heads=2, mlp_dim=256, num_layers=3)
+  config.seq_len = 128
+  model_config = train.check_config(config)
+  weights = jax.eval_shape(lambda: step.init_state(0, step.make_optimizer(config), model_config))['params']
+  inputs = jax.ShapeDtypeStruct((4, 128), jnp.int32)
+  forward = jax.jit(lambda weights, inputs: step.packed_logits(weights, inputs, model_config, 1))
+  counted = forward.lower(weights, inputs).compile().cost_analysis()['flops']
+  expected = plan.forward_flops(model_config, 4, 128)
+  assert expected < counted < 1.15 * expected
+
+
+def test_the_dry_run_prints_the_plan_and_trains_nothing(tmp_path, base):
+  out = finish(start(*base(mesh='data:4,model:2'), '--dry_run', f'--workdir={tmp_path}/run', num_devices=8))
+  assert 'mesh data 4 x model 2: 8 devices' in out
+  assert 'layer_0/qkv/kernel' in out
+  assert 'per device' in out
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'mesh': 'data:3'}, 'mesh data:3 needs 3 devices, and there are 8'),
+    ({'mesh': 'data:-1,model:3'}, 'needs a multiple of 3 devices'),
+    ({'mesh': 'rows:8'}, 'a mesh is like data:8,model:2'),
+    ({'mesh': 'data'}, 'names with one number each'),
+    ({'mesh': 'data:-1,model:-1'}, 'only one axis'),
+    ({'batch_size': 4}, 'a microbatch of 4 rows cannot be divided over data:8'),
+    ({'num_microbatches': 3}, 'must be a multiple of config.num_microbatches 3'),
+    ({'mesh': 'model:8'}, r'params/embedding \(300, 32\) cannot be divided over model:8'),
+    ({'distill_weight': 0.0}, 'config.distill_weight must be above 0 and at most 1'),
+  ],
+)
+def test_what_cannot_be_divided_is_refused(make_config, fields, message):
+  config = make_config()
+  config.batch_size = 8
+  config.mesh = 'data:-1,model:1'
+  with config.unlocked():
+    for name, value in fields.items():
+      place = config.model if name.startswith('model.') else config
+      place[name.removeprefix('model.')] = value
+  config.model.update(embed_dim=32, num_heads=4)
+  devices = np.array([jax.devices()[0]] * 8).tolist()
+
+  def divide():
+    model_config = train.check_config(config)
+    plan.state_entries(config, model_config, train.make_config_mesh(config, devices))
+
+  with pytest.raises(ValueError, match=message):
+    divide()
+
+
+def test_rules_name_every_parameter():
+  with pytest.raises(ValueError, match='no rule says how extra'):
+    shardings(make_mesh({}), {'extra': jnp.zeros(3)})
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    (['--process_id=1'], 'missing: coordinator_address, num_processes'),
+    (['--coordinator_address=localhost:1', '--num_processes=2', '--process_id=2'], 'process_id must be below'),
+  ],
+)
+def test_processes_that_cannot_come_together(tmp_path, base, arguments, message):
+  process = start(*base(), f'--workdir={tmp_path}/run', *arguments)
+  _, err = process.communicate(timeout=100)
+  assert process.returncode == 1
+  assert err.startswith('error: ')
+  assert message in err
+  assert len(err.splitlines()) == 1

@@ -1,0 +1,188 @@
+"""Compiles the train step ahead of time for a TPU topology, without a TPU, and says whether it fits and what it costs.
+
+Command   python -m train.aot --config=configs/lm1b.py:97m --topology=v5e:4x4 --mesh=data:8,model:2
+Needs     the extra `tpu`, for the compiler
+
+Bytes are the compiler's for one device. It counts the body of a loop once, so its figures for operations and time
+come from a second compilation with microbatches written out (layers always are); FLOPs are compared with a closed
+form. Times are the compiler's estimates: no TPU was asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from jax.sharding import Mesh
+from ml_collections import config_flags
+
+from spectr_jax.sharding import shardings
+from spectr_jax.topology import Chip, chip_of, describe_topology
+from train import config_flag, plan
+from train.step import batch_sharding, init_state, make_optimizer, make_train_step
+from train.train import check_config, make_config_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What the compiler says about a train step; bytes and operations are per device.
+
+  Attributes:
+    devices: Devices of the mesh.
+    arguments: Bytes of state and batch.
+    temporaries: Bytes of scratch memory at its peak.
+    outputs: Bytes that come out and do not stand where something went in.
+    code: Bytes of the program.
+    chip: What is published about the device.
+    flops: Floating-point operations of a step.
+    closed_form_flops: Those of the matrix products by the closed form, divided by the devices.
+    cycles: The compiler's estimate of a device's work, transfers between devices left out.
+    tokens: Tokens of a step, on all devices.
+    collectives: How many operations of each kind move data between devices.
+    compile_seconds: Time to compile once.
+  """
+
+  devices: int
+  arguments: int
+  temporaries: int
+  outputs: int
+  code: int
+  chip: Chip
+  flops: float
+  closed_form_flops: float
+  cycles: int
+  tokens: int
+  collectives: dict[str, int]
+  compile_seconds: float
+
+  @property
+  def seconds(self) -> float:
+    """Estimated time of a step, transfers between devices left out."""
+    return self.cycles / self.chip.clock
+
+  @property
+  def utilisation(self) -> float:
+    """Model FLOP utilisation at that estimate."""
+    return self.closed_form_flops / self.seconds / self.chip.peak_flops
+
+  @property
+  def total(self) -> int:
+    """Bytes a device needs."""
+    return self.arguments + self.temporaries + self.outputs + self.code
+
+
+def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stages.Compiled, float]:
+  """The compiled train step of a configuration on a mesh, which may be a description, and the seconds it took.
+
+  Raises:
+    ValueError: The configuration is no good, or the step needs more memory than the devices have.
+  """
+  model_config, optimizer = check_config(config), make_optimizer(config)
+  step = make_train_step(optimizer, model_config, 1, mesh, remat=config.remat, unroll=unroll)
+  state = jax.eval_shape(lambda: init_state(0, optimizer, model_config))
+  state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings(mesh, state))
+  rows = jax.ShapeDtypeStruct(
+    (config.num_microbatches, config.batch_size // config.num_microbatches, config.seq_len + 1),
+    jnp.int32,
+    sharding=batch_sharding(mesh),
+  )
+  start = time.perf_counter()
+  lowered = step.lower(state, rows, None)
+  try:
+    compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    if 'RESOURCE_EXHAUSTED' not in str(error):
+      raise
+    reason = str(error).split('RESOURCE_EXHAUSTED: ')[1].splitlines()[0]
+    raise ValueError(f'does not fit ({reason}): more microbatches, remat or a larger mesh need less') from error
+  return compiled, time.perf_counter() - start
+
+
+def _collectives(program: str) -> dict[str, int]:
+  kinds = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
+  return {kind: n for kind in kinds if (n := program.count(f' {kind}(') + program.count(f' {kind}-start('))}
+
+
+def _estimated_cycles(program: str) -> int:
+  """The sum over the operations of the main computation; loops would be counted once."""
+  return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', program[program.index('ENTRY ') :])))
+
+
+def analyse(config, mesh: Mesh) -> Report:
+  """Compiles twice, as it is trained and with microbatches written out, and reads what the compiler says."""
+  compiled, seconds = compile_step(config, mesh)
+  memory = compiled.memory_analysis()
+  unrolled = compiled if config.num_microbatches == 1 else compile_step(config, mesh, unroll=True)[0]
+  program = unrolled.as_text()
+  model_config = check_config(config)
+  flops = plan.train_flops(model_config, config.batch_size, config.seq_len, remat=config.remat)
+  return Report(
+    devices=mesh.size,
+    arguments=memory.argument_size_in_bytes,
+    temporaries=memory.temp_size_in_bytes,
+    outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    code=memory.generated_code_size_in_bytes,
+    chip=chip_of(mesh.devices.flat[0]),
+    flops=unrolled.cost_analysis()['flops'],
+    closed_form_flops=flops / mesh.size,
+    cycles=_estimated_cycles(program),
+    tokens=config.batch_size * config.seq_len,
+    collectives=_collectives(program),
+    compile_seconds=seconds,
+  )
+
+
+def describe(report: Report) -> str:
+  """The report as lines of text."""
+  lines = [
+    f'{name:<12} {getattr(report, name) / 2**20:12,.1f} MiB per device'
+    for name in ('arguments', 'temporaries', 'outputs', 'code', 'total')
+  ]
+  lines += [
+    f'{"free":<12} {(report.chip.memory - report.total) / 2**20:12,.1f} MiB of {report.chip.memory / 2**30:.0f} GiB',
+    f'{"FLOPs":<12} {report.flops:12.4g} per device and step, {report.flops / report.closed_form_flops:.3f} of the'
+    ' closed form',
+    f'{"collectives":<12} ' + (', '.join(f'{n} {kind}' for kind, n in report.collectives.items()) or 'none'),
+    f'{"estimate":<12} {1e3 * report.seconds:12.1f} ms per step, {report.tokens / report.seconds:,.0f} tokens/s,'
+    f' {report.utilisation:.0%} of the peak: by the cycles that the compiler expects, without transfers',
+    f'{"compile":<12} {report.compile_seconds:12.1f} s',
+  ]
+  return '\n'.join(lines)
+
+
+if __name__ == '__main__':
+  _CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment, a file of configs/.', lock_config=True)
+  _TOPOLOGY = flags.DEFINE_string('topology', 'v5e:4x4', 'Slice to compile for.')
+  _MESH = flags.DEFINE_string('mesh', None, "Sizes of the mesh, such as data:8,model:2; default: the config's.")
+  _OUTPUT = flags.DEFINE_string('output', None, 'Write the report to this file, as JSON.')
+
+  def main(argv):
+    del argv
+    jax.config.update('jax_platforms', 'cpu')  # constants need a device; a TPU that is there stays free
+    config = _CONFIG.value
+    if _MESH.value:
+      with config.unlocked():
+        config.mesh = _MESH.value
+    model_config, devices = check_config(config), describe_topology(_TOPOLOGY.value)
+    mesh = make_config_mesh(config, devices)
+    print(f'{_TOPOLOGY.value}\n{plan.describe(config, model_config, mesh)}\n', flush=True)
+    report = analyse(config, mesh)
+    print(describe(report))
+    if _OUTPUT.value:
+      with open(_OUTPUT.value, 'w') as stream:
+        json.dump(
+          {'topology': _TOPOLOGY.value, 'mesh': config.mesh, 'seconds': report.seconds, **dataclasses.asdict(report)},
+          stream,
+          indent=2,
+        )
+        stream.write('\n')
+    if report.total > report.chip.memory:
+      raise ValueError(f'does not fit: {report.total / 2**30:.1f} GiB of {report.chip.memory / 2**30:.0f}')
+
+  flags.mark_flag_as_required('config')
+  config_flag.run(main)

@@ -1,0 +1,81 @@
+"""What a training needs of its devices, from shapes alone: mesh, shardings, bytes, operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import Mesh
+
+from spectr_jax.models.transformer import TransformerConfig
+from spectr_jax.sharding import path_of, shardings
+from train.step import init_state, make_optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """An array of the train state."""
+
+  path: str
+  shape: tuple[int, ...]
+  axes: tuple[str | None, ...]
+  bytes: int
+  device_bytes: int
+
+
+def state_entries(config, model_config: TransformerConfig, mesh: Mesh) -> list[Entry]:
+  """Every array of the train state, and what of it a device holds."""
+  state = jax.eval_shape(lambda: init_state(0, make_optimizer(config), model_config))
+  places = jax.tree.leaves(shardings(mesh, state))
+  entries = []
+  for (keys, array), place in zip(jax.tree_util.tree_flatten_with_path(state)[0], places, strict=True):
+    device_shape = place.shard_shape(array.shape)
+    sizes = (math.prod(shape) * array.dtype.itemsize for shape in (array.shape, device_shape))
+    entries.append(Entry(path_of(keys), array.shape, tuple(place.spec), *sizes))
+  return entries
+
+
+def forward_flops(config: TransformerConfig, num_rows: int, seq_len: int) -> float:
+  """Floating-point operations of the matrix products of one forward pass, attention scores over the whole row."""
+  tokens = num_rows * seq_len
+  per_layer = 2 * (4 * config.embed_dim**2 + 2 * config.embed_dim * config.mlp_dim) + 4 * seq_len * config.embed_dim
+  return tokens * (config.num_layers * per_layer + 2 * config.vocab_size * config.embed_dim)
+
+
+def train_flops(config: TransformerConfig, num_rows: int, seq_len: int, *, remat: bool = False) -> float:
+  """Those of a training step: backward twice as many as forward, and with `remat` the blocks' forward once more."""
+  forward = forward_flops(config, num_rows, seq_len)
+  head = 2 * num_rows * seq_len * config.vocab_size * config.embed_dim
+  return 3 * forward + (forward - head if remat else 0)
+
+
+def describe(config, model_config: TransformerConfig, mesh: Mesh) -> str:
+  """Lines of text: the mesh, the table of parameters, and bytes per device of the whole train state."""
+  entries = state_entries(config, model_config, mesh)
+  params = [entry for entry in entries if entry.path.startswith('params/')]
+  rows = config.batch_size // config.num_microbatches
+  lines = [
+    'mesh ' + ' x '.join(f'{name} {size}' for name, size in mesh.shape.items())
+    + f': {mesh.size} devices, {mesh.devices.flat[0].device_kind}',
+    f'batch {config.batch_size} rows of {config.seq_len} tokens, {config.num_microbatches} microbatches of {rows},'
+    f' {rows // mesh.shape["data"]} rows per device at a time',
+    '',
+    f'{"parameter":<32}{"shape":>16}{"divided over":>20}{"KiB per device":>16}',
+  ]  # fmt: skip
+  for entry in params:
+    axes = ', '.join(axis or '-' for axis in entry.axes) or 'whole'
+    lines.append(
+      f'{entry.path.removeprefix("params/"):<32}{" x ".join(map(str, entry.shape)):>16}{axes:>20}'
+      f'{entry.device_bytes / 2**10:>16.1f}'
+    )
+  total, per_device = (sum(getattr(entry, name) for entry in entries) for name in ('bytes', 'device_bytes'))
+  tokens = config.batch_size * config.seq_len
+  lines += [
+    '',
+    f'{model_config.num_params:,} parameters; parameters and optimizer {total / 2**20:,.1f} MiB,'
+    f' {per_device / 2**20:,.1f} MiB per device',
+    f'{tokens:,} tokens and {train_flops(model_config, config.batch_size, config.seq_len, remat=config.remat):.4g}'
+    f' FLOPs per step; {tokens * config.num_steps:,} tokens in {config.num_steps:,} steps',
+  ]
+  return '\n'.join(lines)

@@ -1,0 +1,47 @@
+"""Several processes that train one model: how they find each other."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+
+import jax
+from absl import flags
+
+_ADDRESS = flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0, of several that train together.')
+_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes train together.', lower_bound=1)
+_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0.', lower_bound=0)
+
+
+def _has_tpu() -> bool:
+  """Whether this machine has TPU chips that JAX would use, found without starting them."""
+  is_wanted = os.environ.get('JAX_PLATFORMS', 'tpu').split(',')[0] in ('', 'tpu')
+  has_chips = bool(glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*'))
+  return is_wanted and has_chips and importlib.util.find_spec('libtpu') is not None
+
+
+def initialize() -> None:
+  """Joins the other processes, which the flags name or a TPU pod knows; does nothing where there are none.
+
+  Must be called before anything else asks JAX for devices.
+
+  Raises:
+    ValueError: Not all that is needed is given, or the processes do not come together.
+  """
+  given = {
+    'coordinator_address': _ADDRESS.value, 'num_processes': _NUM_PROCESSES.value, 'process_id': _PROCESS_ID.value,
+  }  # fmt: skip
+  missing = [name for name, value in given.items() if value is None]
+  if len(missing) == len(given):
+    if not _has_tpu():
+      return
+    given = {}
+  elif missing:
+    raise ValueError(f'of several processes each needs all of {", ".join(given)}; missing: {", ".join(missing)}')
+  elif not given['process_id'] < given['num_processes']:
+    raise ValueError(f'process_id must be below num_processes, got {given["process_id"]} of {given["num_processes"]}')
+  try:
+    jax.distributed.initialize(**given)
+  except Exception as error:  # depends on the cluster
+    raise ValueError(f'the processes did not come together: {error}') from error
