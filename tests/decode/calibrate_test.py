@@ -94,6 +94,7 @@ def test_files_without_rates_are_refused(tmp_path, content):
     read_acceptance(path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('quickly')
 def test_measured_rates_choose_trees_and_can_be_used_again(pair, tmp_path):
   prompts = tmp_path / 'prompts.txt'

@@ -35,6 +35,7 @@ def write_module(path, text):
   return path.stem
 
 
+@pytest.mark.slow
 def test_the_example_is_lossless():
   ran = run_command('--method=best_ratio', '--module=examples.best_ratio', '--num_samples=20000')
   assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -85,11 +85,10 @@ def on_one_device(tmp_path_factory, base):
 @pytest.mark.parametrize(
   'fields',
   [
-    {'mesh': 'data:8'},
-    {'mesh': 'data:2,model:4'},
-    {'mesh': 'data:-1,model:2', 'num_microbatches': 2, 'remat': True},
+    pytest.param({'mesh': 'data:8'}, id='data', marks=pytest.mark.slow),
+    pytest.param({'mesh': 'data:2,model:4'}, id='data and model', marks=pytest.mark.slow),
+    pytest.param({'mesh': 'data:-1,model:2', 'num_microbatches': 2, 'remat': True}, id='microbatches and remat'),
   ],
-  ids=['data', 'data and model', 'microbatches and remat'],
 )
 def test_eight_devices_train_like_one(tmp_path, base, on_one_device, fields):
   out = finish(start(*base(**fields), f'--workdir={tmp_path}', num_devices=8))
@@ -99,6 +98,7 @@ def test_eight_devices_train_like_one(tmp_path, base, on_one_device, fields):
     assert np.isfinite(leaf).all(), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_on_another_mesh(tmp_path, base, on_one_device):
   finish(start(*base(mesh='data:4,model:2', num_steps=9), f'--workdir={tmp_path}', num_devices=8))
   out = finish(start(*base(), f'--workdir={tmp_path}'))
