@@ -49,10 +49,12 @@ def describe_topology(name: str) -> list[jax.Device]:
     raise ValueError("no TPU compiler: the extra tpu is not installed (pip install -e '.[tpu]')")
   from jax.experimental import topologies
 
-  # The compiler would look for the machine's own TPUs and ask the cloud about them.
-  for variable, value in (('SKIP_MDS_QUERY', '1'), ('WORKER_HOSTNAMES', 'localhost')):
-    os.environ.setdefault(f'TPU_{variable}', value)
-  os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
+  # The compiler would look for the machine's own TPUs, ask the cloud about them, and let only one process have them.
+  for variable, value in (
+    ('TPU_SKIP_MDS_QUERY', '1'), ('TPU_WORKER_HOSTNAMES', 'localhost'), ('TPU_ACCELERATOR_TYPE', 'v5litepod-4'),
+    ('ALLOW_MULTIPLE_LIBTPU_LOAD', '1'),
+  ):  # fmt: skip
+    os.environ.setdefault(variable, value)
   try:
     return list(topologies.get_topology_desc(platform='tpu', topology_name=name).devices)
   except Exception as error:  # the plug-in raises many types

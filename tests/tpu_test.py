@@ -1,12 +1,15 @@
-"""The decoding loop compiles for a TPU ahead of time and fits its memory; run with the extra `tpu`, `pytest -m tpu`."""
+"""Decoding and training compile for TPUs ahead of time and fit their memory; with the extra `tpu`, `pytest -m tpu`."""
 
 import dataclasses
 
 import pytest
 
 from benchmarks import tpu_memory
+from configs import lm1b
 from spectr_jax import topology
 from spectr_jax.tree import TokenTree
+from train import aot, plan
+from train.train import check_config, make_config_mesh
 
 pytestmark = pytest.mark.tpu
 
@@ -44,3 +47,34 @@ def test_single_draft_methods_compile(chip, method, tree):
   )
   print(f'\n{method}, small\n' + tpu_memory.describe(report, topology.chip_of(chip).memory))
   assert 0 < report.total < 2**26
+
+
+@pytest.fixture(scope='module')
+def train_config():
+  config = lm1b.get_config('6m')
+  config.model.num_layers = 2
+  config.update(vocab_size=8192, batch_size=64, num_microbatches=2, mesh='data:8,model:2')
+  return config
+
+
+def test_the_train_step_compiles_for_a_slice(chip, train_config):
+  mesh = make_config_mesh(train_config, topology.describe_topology('v5e:4x4'))
+  report = aot.analyse(train_config, mesh)
+  print('\n' + aot.describe(report))
+  state = sum(entry.device_bytes for entry in plan.state_entries(train_config, check_config(train_config), mesh))
+  assert state < report.arguments < 1.1 * state + 2**20  # small arrays are padded
+  # Matrix products, and a little for everything else; a loop counted once would leave much of them out.
+  assert 1 < report.flops / report.closed_form_flops < 1.1
+  # Four rows per device at a time: were all rows of a microbatch on every device, eight times as much.
+  logits = 4 * 4 * 512 * 8192 / 2
+  assert report.temporaries < 2 * logits
+  assert 0 < report.seconds < 1
+  assert report.collectives['all-gather'] > 0
+
+
+def test_a_train_step_that_does_not_fit_is_refused(chip, train_config):
+  config = train_config.copy_and_resolve_references()
+  config.update(batch_size=2**18, num_microbatches=1)
+  mesh = make_config_mesh(config, topology.describe_topology('v5e:4x4'))
+  with pytest.raises(ValueError, match='does not fit .*more microbatches'):
+    aot.compile_step(config, mesh)

@@ -4,8 +4,8 @@ Command   python -m train.aot --config=configs/lm1b.py:97m --topology=v5e:4x4 --
 Needs     the extra `tpu`, for the compiler
 
 Bytes are the compiler's for one device. It counts the body of a loop once, so its figures for operations and time
-come from a second compilation with microbatches written out (layers always are); FLOPs are compared with a closed
-form. Times are the compiler's estimates: no TPU was asked.
+come from a second compilation, without loops; FLOPs are compared with a closed form. Times are the cycles that the
+compiler expects of every operation, transfers between devices left out: estimates, no TPU was asked.
 """
 
 from __future__ import annotations
@@ -76,8 +76,14 @@ class Report:
     return self.arguments + self.temporaries + self.outputs + self.code
 
 
+# Products of divided arrays are not cut into loops that send one part while they work on another.
+_NO_LOOPS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
+
+
 def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stages.Compiled, float]:
   """The compiled train step of a configuration on a mesh, which may be a description, and the seconds it took.
+
+  With `unroll` it has no loops, for counts of operations; this is not what is trained.
 
   Raises:
     ValueError: The configuration is no good, or the step needs more memory than the devices have.
@@ -94,7 +100,7 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
   start = time.perf_counter()
   lowered = step.lower(state, rows, None)
   try:
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=_NO_LOOPS if unroll else None)
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
@@ -114,10 +120,10 @@ def _estimated_cycles(program: str) -> int:
 
 
 def analyse(config, mesh: Mesh) -> Report:
-  """Compiles twice, as it is trained and with microbatches written out, and reads what the compiler says."""
+  """Compiles twice, as it is trained and without loops, and reads what the compiler says."""
   compiled, seconds = compile_step(config, mesh)
   memory = compiled.memory_analysis()
-  unrolled = compiled if config.num_microbatches == 1 else compile_step(config, mesh, unroll=True)[0]
+  unrolled = compile_step(config, mesh, unroll=True)[0]
   program = unrolled.as_text()
   model_config = check_config(config)
   flops = plan.train_flops(model_config, config.batch_size, config.seq_len, remat=config.remat)
