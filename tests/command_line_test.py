@@ -2,7 +2,7 @@
 
 import pytest
 
-from spectr_jax.io.command_line import parse_name_and_ints, parse_numbers
+from spectr_jax.io.command_line import parse_name_and_ints, parse_numbers, parse_sizes
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,14 @@ def test_anything_else_than_numbers_is_refused(texts):
 def test_numbers_are_finite(text):
   with pytest.raises(ValueError, match='temperature must be numbers of at least 0'):
     parse_numbers('temperature', [text], float, least=0)
+
+
+def test_sizes():
+  assert parse_sizes('data:8,model:2') == {'data': 8, 'model': 2}
+  assert parse_sizes('data:-1') == {'data': -1}
+
+
+@pytest.mark.parametrize('text', ['', 'data', 'data:', 'data:8,8', 'data:8,data:2', 'data:8;model:2'])
+def test_no_sizes(text):
+  with pytest.raises(ValueError, match='expected name'):
+    parse_sizes(text)

@@ -16,10 +16,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+# What fails in a thread of Orbax is logged there, with its traceback, and raised here: once is enough.
+logging.getLogger('absl').addFilter(lambda record: record.levelno < logging.ERROR or 'orbax' not in record.pathname)
+
 
 @contextlib.contextmanager
-def _quiet_reads() -> Iterator[None]:
-  """Silences reads that are under way when another has failed: that failure is raised and says what is wrong."""
+def _quietly() -> Iterator[None]:
+  """Silences reads and writes that are under way when another has failed: that failure is raised and says why."""
   hooks, log = (sys.unraisablehook, sys.excepthook), logging.getLogger('asyncio')
   sys.unraisablehook = sys.excepthook = lambda *_: None
   log.disabled = True
@@ -72,7 +75,7 @@ class Checkpoints:
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     for place, step in enumerate(steps):
       try:
-        with _quiet_reads():
+        with _quietly():
           state = self._manager.restore(step, args=ocp.args.StandardRestore(like))
       except Exception as error:  # Orbax and TensorStore raise many types
         reason = ' '.join(str(error).split('[tensorstore_spec')[0].split())[:200]
@@ -100,7 +103,8 @@ class Checkpoints:
   @contextlib.contextmanager
   def _writing(self) -> Iterator[None]:
     try:
-      yield
+      with _quietly():
+        yield
     except Exception as error:  # whatever storage raises
       raise ValueError(
         f'a checkpoint under {self._manager.directory} could not be written ({" ".join(str(error).split())[:200]});'

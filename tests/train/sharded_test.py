@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -32,11 +34,11 @@ def settings(corpus, tokenizer_path, **fields):
   return ['--config=configs/base.py', *(f'--config.{name}={value}' for name, value in values.items())]
 
 
-def start(*arguments, num_devices=1):
+def start(*arguments, num_devices=1, **options):
   env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'--xla_force_host_platform_device_count={num_devices}'}
   return subprocess.Popen(
     [sys.executable, '-m', 'train.main', *map(str, arguments)],
-    cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
   )  # fmt: skip
 
 
@@ -123,6 +125,18 @@ def test_sigterm_saves_and_ends_and_the_run_continues_exactly(tmp_path, base, on
     assert f'at step {saved}' in finish(start(*base(checkpoint_every=1000), f'--workdir={tmp_path}'))
   np.testing.assert_array_equal(losses(tmp_path), losses(on_one_device))
   jax.tree.map(np.testing.assert_array_equal, params(tmp_path), params(on_one_device))
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, base, on_one_device):
+  arguments = (*base(cache_dir=on_one_device / 'data'), f'--workdir={tmp_path}')
+  finish(start(*arguments, '--config.num_steps=6'))
+  # No file may grow beyond what metrics need.
+  limited = start(*arguments, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)))
+  _, err = limited.communicate(timeout=120)
+  assert limited.returncode == 1
+  assert len(err.splitlines()) == 1, err
+  assert re.search(r'error: a checkpoint under .* could not be written \(.*\); the last good one is of step 6', err)
+  assert 'at step 6' in finish(start(*arguments))
 
 
 def free_port():

@@ -3,6 +3,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 import shutil
 
 import jax
@@ -253,9 +254,13 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, capfd, config, straigh
   assert '\n' not in message
   assert len(message) < 600
   assert 'Traceback' not in capfd.readouterr().err
-  shutil.rmtree(newest)
-  train_module.train(config, tmp_path)
+  # Nothing was changed. On request the one before serves, and the damaged one is kept for whoever wants to look at it.
+  assert newest.is_dir()
+  outcome = train_module.train(config, tmp_path, allow_fallback=True)
+  assert outcome == train_module.Outcome(12, straight[1])
   assert_same_run(tmp_path, straight[0])
+  assert (tmp_path / 'damaged_checkpoints' / '12-0').is_dir()
+  assert re.search(r'/12 is damaged .*; continuing from step 9', capfd.readouterr().err)
 
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')  # reads still under way
@@ -264,6 +269,16 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path, config, straight):
   config.model.mlp_dim = 64
   with pytest.raises(ValueError, match='of another configuration'):
     train_module.train(config, tmp_path)
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')  # reads still under way
+def test_without_any_good_checkpoint_nothing_is_moved(tmp_path, config, straight):
+  shutil.copytree(straight[0], tmp_path, dirs_exist_ok=True)
+  for step in ('9', '12'):
+    damage_data(tmp_path / 'checkpoints' / step)
+  with pytest.raises(ValueError, match='/9 is damaged'):
+    train_module.train(config, tmp_path, allow_fallback=True)
+  assert sorted(path.name for path in (tmp_path / 'checkpoints').iterdir() if path.name.isdigit()) == ['12', '9']
 
 
 def test_the_schedule_warms_up_and_decays(config):
