@@ -37,6 +37,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.learning_rate = 1e-3
   config.warmup_steps = 100
   config.weight_decay = 0.1
+  config.dropout = 0.0
   config.adam_b2 = 0.98
   config.max_grad_norm = 1.0
 
@@ -46,4 +47,6 @@ def get_config() -> ml_collections.ConfigDict:
   config.eval_batches = 50
   config.checkpoint_every = 500
   config.keep_checkpoints = 2
+  # Evaluations without a better held-out loss after which to stop, keeping the best model; 0 for none.
+  config.patience = 0
   return config

@@ -89,7 +89,7 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
     ValueError: The configuration is no good, or the step needs more memory than the devices have.
   """
   model_config, optimizer = check_config(config), make_optimizer(config)
-  step = make_train_step(optimizer, model_config, 1, mesh, remat=config.remat, unroll=unroll)
+  step = make_train_step(optimizer, model_config, 1, mesh, remat=config.remat, dropout=config.dropout, unroll=unroll)
   state = jax.eval_shape(lambda: init_state(0, optimizer, model_config))
   state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings(mesh, state))
   rows = jax.ShapeDtypeStruct(

@@ -46,7 +46,10 @@ class Checkpoints:
   def __init__(self, workdir: epath.Path, keep: int):
     self._aside = workdir / 'damaged_checkpoints'
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-    self._manager = ocp.CheckpointManager((workdir / 'checkpoints').resolve(), options=options)
+    # The handler is named: otherwise what kind of thing is kept would be guessed from the newest one, whole or not.
+    self._manager = ocp.CheckpointManager(
+      (workdir / 'checkpoints').resolve(), item_handlers=ocp.StandardCheckpointHandler(), options=options
+    )
 
   def save(self, state: dict[str, Any]) -> None:
     """Starts to write `state` under its own step, unless that step is saved already.

@@ -6,9 +6,9 @@ from etils import epath
 from spectr_jax.io import command_line
 from spectr_jax.io.model_files import load_model
 from spectr_jax.models.transformer import config_of
+from train.held_out import evaluate
 from train.input_pipeline import encode_documents
 from train.text_sources import Files
-from train.train import evaluate
 
 
 def evaluate_files(

@@ -56,19 +56,22 @@ def packed_logits(
   *,
   remat: bool = False,
   mesh: Mesh | None = None,
+  dropout: float = 0.0,
+  dropout_key: jax.Array | None = None,
 ) -> jax.Array:
   """Logits `[B, T, V]` after every token of packed documents `[B, T]`; attention stays within a document.
 
   With `remat` each block is computed again for its gradient, instead of keeping what is inside it. Rows are divided
-  over the mesh, if there is one.
+  over the mesh, if there is one. What blocks add is left out with probability `dropout`, if there is a key.
   """
   positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
   document = jnp.cumsum(inputs == bos_id, axis=1)
   mask = (document[:, :, None] == document[:, None, :]) & (positions[:, :, None] >= positions[:, None, :])
-  network = Transformer(model_config, remat)
+  network = Transformer(model_config, remat, dropout=0.0 if dropout_key is None else dropout)
   if mesh is not None:
-    network = Transformer(model_config, remat, functools.partial(divide_rows, mesh))
-  return network.apply({'params': params}, inputs, positions, mask)[0]
+    network = network.clone(constrain_fn=functools.partial(divide_rows, mesh))
+  rngs = None if dropout_key is None else {'dropout': dropout_key}
+  return network.apply({'params': params}, inputs, positions, mask, rngs=rngs)[0]
 
 
 def token_losses(
@@ -77,9 +80,8 @@ def token_losses(
   model_config: TransformerConfig,
   bos_id: int,
   *,
-  remat: bool = False,
-  mesh: Mesh | None = None,
   teacher: Teacher | None = None,
+  **options,
 ):
   """Loss of each target token, in nats: its negative log-likelihood.
 
@@ -91,19 +93,19 @@ def token_losses(
     rows: int32 `[B, T + 1]`, packed documents; attention stays within a document.
     model_config: Sizes of the transformer.
     bos_id: The token that begins a document; it is never a target.
-    remat: See `packed_logits`.
-    mesh: See `packed_logits`.
     teacher: The teacher, or None.
+    **options: `remat`, `mesh`, `dropout` and `dropout_key`, see `packed_logits`.
 
   Returns:
     Losses `[B, T]`, 0 where there is no target, and weights `[B, T]`, 1 where there is one.
   """
   inputs, targets = rows[:, :-1], rows[:, 1:]
-  logits = packed_logits(params, inputs, model_config, bos_id, remat=remat, mesh=mesh)
+  logits = packed_logits(params, inputs, model_config, bos_id, **options)
   weights = (targets != bos_id).astype(jnp.float32)
   losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
   if teacher is not None:
-    laws = jax.nn.log_softmax(packed_logits(teacher.params, inputs, teacher.config, bos_id, mesh=mesh))
+    laws = packed_logits(teacher.params, inputs, teacher.config, bos_id, mesh=options.get('mesh'))
+    laws = jax.nn.log_softmax(laws)
     divergence = optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), laws)
     losses = teacher.weight * divergence + (1 - teacher.weight) * losses
   return losses * weights, weights
@@ -122,9 +124,15 @@ def overlaps(params, rows, model_config: TransformerConfig, bos_id: int, *, mesh
 
 
 def init_state(seed: int, optimizer: optax.GradientTransformation, model_config: TransformerConfig) -> dict[str, Any]:
-  """Parameters, what the optimizer keeps, and the step."""
+  """Parameters, what the optimizer keeps, the step, and the best held-out loss so far with its step."""
   params = init_params(jax.random.key(seed), model_config)
-  return {'params': params, 'opt_state': optimizer.init(params), 'step': jnp.zeros((), jnp.int32)}
+  return {
+    'params': params,
+    'opt_state': optimizer.init(params),
+    'step': jnp.zeros((), jnp.int32),
+    'best_loss': jnp.asarray(jnp.finfo(jnp.float32).max),  # not inf, which would be a sign of trouble
+    'best_step': jnp.zeros((), jnp.int32),
+  }
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -139,6 +147,8 @@ def make_train_step(
   mesh: Mesh,
   *,
   remat: bool = False,
+  dropout: float = 0.0,
+  seed: int = 0,
   unroll: bool = False,
 ) -> Callable:
   """The jitted update `(state, rows, teacher or None) -> (state, loss)`; the state is donated.
@@ -152,12 +162,17 @@ def make_train_step(
     bos_id: The token that begins a document.
     mesh: Where state and rows are.
     remat: See `packed_logits`.
+    dropout: See `packed_logits`.
+    seed: What is left out is a function of this, the step and the microbatch.
     unroll: Whether microbatches are written out one after another, for a compiler's count of operations.
   """
   state_sharding = shardings(mesh, jax.eval_shape(lambda: init_state(0, optimizer, model_config)))
 
-  def sum_of_losses(params, rows, teacher):
-    losses, weights = token_losses(params, rows, model_config, bos_id, remat=remat, mesh=mesh, teacher=teacher)
+  def sum_of_losses(params, rows, dropout_key, teacher):
+    losses, weights = token_losses(
+      params, rows, model_config, bos_id, teacher=teacher, remat=remat, mesh=mesh, dropout=dropout,
+      dropout_key=dropout_key if dropout else None,
+    )  # fmt: skip
     return losses.sum(), weights.sum()
 
   @functools.partial(
@@ -169,15 +184,22 @@ def make_train_step(
   def train_step(state, rows, teacher):
     params = state['params']
 
-    def add_microbatch(carry, rows):
-      (loss, weight), grads = jax.value_and_grad(sum_of_losses, has_aux=True)(params, rows, teacher)
+    step_key = jax.random.fold_in(jax.random.key(seed), state['step'])
+
+    def add_microbatch(carry, microbatch):
+      number, rows = microbatch
+      key = jax.random.fold_in(step_key, number)
+      (loss, weight), grads = jax.value_and_grad(sum_of_losses, has_aux=True)(params, rows, key, teacher)
       return jax.tree.map(jnp.add, carry, (loss, weight, grads)), None
 
+    microbatches = jnp.arange(rows.shape[0]), rows
     nothing = jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-    (loss, weight, grads), _ = jax.lax.scan(add_microbatch, nothing, rows, unroll=rows.shape[0] if unroll else 1)
+    (loss, weight, grads), _ = jax.lax.scan(
+      add_microbatch, nothing, microbatches, unroll=rows.shape[0] if unroll else 1
+    )
     grads = jax.tree.map(lambda x: x / weight, grads)
     updates, opt_state = optimizer.update(grads, state['opt_state'], params)
     params = optax.apply_updates(params, updates)
-    return {'params': params, 'opt_state': opt_state, 'step': state['step'] + 1}, loss / weight
+    return {**state, 'params': params, 'opt_state': opt_state, 'step': state['step'] + 1}, loss / weight
 
   return train_step

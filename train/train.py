@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from rich import console, progress
 
 from spectr_jax.io.command_line import parse_sizes
@@ -24,9 +24,10 @@ from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import TransformerConfig, config_of, transformer_model
 from spectr_jax.sharding import DATA, make_mesh, shardings
 from train.checkpoint import Checkpoints
-from train.input_pipeline import PackedText, batch_at, load_packed
+from train.held_out import evaluate
+from train.input_pipeline import batch_at, load_packed
 from train.metrics import MetricWriter
-from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step, overlaps, token_losses
+from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step
 from train.text_sources import make_source
 
 # Field, what it must be, and the test of it; numbers that are NaN fail each test.
@@ -35,9 +36,11 @@ _RULES = (
     'seq_len', 'batch_size', 'num_microbatches', 'num_steps', 'log_every', 'eval_every', 'eval_batches',
     'checkpoint_every', 'keep_checkpoints',
   )),
-  *((name, 'finite and at least 0', lambda x: 0 <= x < math.inf) for name in ('warmup_steps', 'weight_decay')),
+  *((name, 'finite and at least 0', lambda x: 0 <= x < math.inf) for name in (
+    'warmup_steps', 'weight_decay', 'patience',
+  )),
   *((name, 'finite and above 0', lambda x: 0 < x < math.inf) for name in ('learning_rate', 'max_grad_norm')),
-  ('adam_b2', 'at least 0 and below 1', lambda x: 0 <= x < 1),
+  *((name, 'at least 0 and below 1', lambda x: 0 <= x < 1) for name in ('adam_b2', 'dropout')),
   ('held_out_percent', 'above 0 and below 100', lambda x: 0 < x < 100),
   ('distill_weight', 'above 0 and at most 1', lambda x: 0 < x <= 1),
 )  # fmt: skip
@@ -77,68 +80,6 @@ def make_config_mesh(config, devices=None) -> Mesh:
   if rows % mesh.shape[DATA]:
     raise ValueError(f'a microbatch of {rows} rows cannot be divided over {DATA}:{mesh.shape[DATA]}')
   return mesh
-
-
-@functools.partial(jax.jit, static_argnames=('measure', 'model_config', 'bos_id', 'mesh'))
-def _sums(params, rows, teacher, *, measure, model_config, bos_id, mesh):
-  values, weights = measure(params, rows, model_config, bos_id, mesh=mesh, teacher=teacher)
-  return values.sum(), weights.sum()
-
-
-def evaluate(
-  params,
-  text: PackedText,
-  model_config: TransformerConfig,
-  bos_id: int,
-  *,
-  seq_len: int,
-  batch_size: int,
-  max_batches: int | None = None,
-  mesh: Mesh | None = None,
-  teacher: Teacher | None = None,
-) -> dict[str, float]:
-  """Loss of `text` in rows of `seq_len`, evenly spaced where `max_batches` does not cover it.
-
-  Args:
-    params: Parameters of the transformer, on the mesh if there is one.
-    text: The text.
-    model_config: Sizes of the transformer.
-    bos_id: The token that begins a document.
-    seq_len: Tokens in a row.
-    batch_size: Rows in a batch.
-    max_batches: Batches at most, None for the whole text.
-    mesh: What batches are divided over.
-    teacher: A model to compare with.
-
-  Returns:
-    `loss` in nats per token, `perplexity` per token, `bits_per_byte` of the UTF-8 text; with a teacher also `overlap`,
-    the mean of 1 - TV of both laws.
-
-  Raises:
-    ValueError: The text is shorter than one row.
-  """
-  text.check(seq_len, 'held-out')
-  num_rows = text.num_rows(seq_len)
-  wanted = num_rows if max_batches is None else min(num_rows, max_batches * batch_size)
-  chosen = np.linspace(0, num_rows - 1, wanted).astype(np.int64)
-  measures = {'loss': (token_losses, None)} | ({} if teacher is None else {'overlap': (overlaps, teacher)})
-  totals = {name: np.zeros(2) for name in measures}
-  for start in range(0, wanted, batch_size):
-    rows = text.rows(chosen[start : start + batch_size], seq_len)
-    absent = batch_size - len(rows)
-    # Targets that are all bos weigh nothing: padding of the last batch.
-    rows = np.pad(rows, ((0, absent), (0, 0)), constant_values=bos_id)
-    if mesh is not None:
-      rows = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec(DATA)), rows.__getitem__)
-    for name, (measure, other) in measures.items():
-      sums = _sums(params, rows, other, measure=measure, model_config=model_config, bos_id=bos_id, mesh=mesh)
-      totals[name] += [float(x) for x in sums]
-  means = {name: float(total / count) for name, (total, count) in totals.items()}
-  bytes_per_token = text.num_bytes / np.count_nonzero(text.tokens != bos_id)
-  return means | {
-    'perplexity': math.exp(min(means['loss'], 50.0)),
-    'bits_per_byte': means['loss'] / math.log(2) / bytes_per_token,
-  }
 
 
 def _check_finite(first_step: int, losses: list[float]) -> None:
@@ -222,7 +163,7 @@ class Outcome:
   """How a run ended.
 
   Attributes:
-    step: Steps done, of `config.num_steps`.
+    step: Steps done; those of the best model, where `config.patience` looks for it.
     held_out: The final held-out metrics, or None if the run was told to stop before its end.
   """
 
@@ -235,7 +176,8 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
 
   A run that is interrupted and continued ends with the parameters of one that was not, on the same mesh; on another
   mesh it continues as well, with sums in another order. SIGTERM saves a checkpoint and ends the run. The trained model
-  is written to `WORKDIR/model`. With several processes (`jax.distributed`) each calls this.
+  is written to `WORKDIR/model`; with `config.patience` it is the best of those evaluated, and is there from the first
+  evaluation on. With several processes (`jax.distributed`) each calls this.
 
   Args:
     config: As `configs/base.py` describes.
@@ -280,7 +222,9 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
       f' from {source.name}; at step {step}'
     )
   writer = MetricWriter(workdir, step) if is_primary() else None
-  train_step = make_train_step(optimizer, model_config, tokenizer.bos_id, mesh, remat=config.remat)
+  train_step = make_train_step(
+    optimizer, model_config, tokenizer.bos_id, mesh, remat=config.remat, dropout=config.dropout, seed=config.seed
+  )
   run_eval = functools.partial(
     evaluate, text=held_out, model_config=model_config, bos_id=tokenizer.bos_id, seq_len=config.seq_len,
     batch_size=config.batch_size, mesh=mesh, teacher=teacher,
@@ -289,10 +233,22 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
     batch_at, text, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
     num_microbatches=config.num_microbatches, sharding=batch_sharding(mesh),
   )  # fmt: skip
+
+  def keep_model(params, step, found):
+    params = multihost_utils.process_allgather(params, tiled=True)
+    if is_primary():
+      info = {'text': origin, 'steps': step, 'held_out': found}
+      save_model(workdir / 'model', transformer_model(params, model_config), tokenizer, info=info, overwrite=True)
+    multihost_utils.sync_global_devices('the model is written')
+
+  def is_over():
+    is_patient = not config.patience or step - int(state['best_step']) < config.patience * config.eval_every
+    return step >= config.num_steps or not is_patient
+
   bar, task = _progress_bar(config.num_steps, step)
   losses, since, stop_now = [], time.perf_counter(), False
   with bar, _termination() as is_told_to_stop, contextlib.closing(checkpoints):
-    while step < config.num_steps and not stop_now:
+    while not is_over() and not stop_now:
       state, loss = train_step(state, next_batch(step), teacher)
       losses.append(loss)
       step += 1
@@ -316,22 +272,24 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
           found = run_eval(state['params'], max_batches=config.eval_batches)
           metrics |= {f'held_out_{name}': value for name, value in found.items()}
           bar.console.print(f'step {step}: held-out ' + ', '.join(f'{k} {v:.3f}' for k, v in found.items()))
+          if config.patience and found['loss'] < float(state['best_loss']):
+            best = {'best_loss': np.float32(found['loss']), 'best_step': np.int32(step)}
+            state |= place(best, {name: state_sharding[name] for name in best})
+            keep_model(state['params'], step, found)
         if writer:
           writer.write(step, metrics)
-        if save_now:
+        if save_now or is_over():
           checkpoints.save(state)
         losses, since = [], time.perf_counter()
-  if step < config.num_steps:
-    if writer:
-      writer.close()
-    return Outcome(step, None)
-  final = run_eval(state['params'])
-  params = multihost_utils.process_allgather(state['params'], tiled=True)
-  if is_primary():
-    writer.write(step, {f'final_{name}': value for name, value in final.items()})
+  final = None
+  if is_over():
+    params = state['params']
+    if config.patience:
+      params, step = place(load_model(workdir / 'model')[0].params, state_sharding['params']), int(state['best_step'])
+    final = run_eval(params)
+    keep_model(params, step, final)
+  if writer:
+    if final:
+      writer.write(step, {f'final_{name}': value for name, value in final.items()})
     writer.close()
-    model = transformer_model(params, model_config)
-    save_model(
-      workdir / 'model', model, tokenizer, info={'text': origin, 'steps': step, 'held_out': final}, overwrite=True
-    )
   return Outcome(step, final)

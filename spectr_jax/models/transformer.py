@@ -152,10 +152,12 @@ class Block(nn.Module):
 
   config: TransformerConfig
   layer: int
+  dropout: float = 0.0
 
   @nn.compact
   def __call__(self, x, positions, mask, cache: KVCache | None):
     cfg = self.config
+    drop = nn.Dropout(self.dropout, deterministic=not self.dropout)
     dtype = jnp.dtype(cfg.dtype)
     residual_scale = 1.0 / (2 * cfg.num_layers)
     normed = RMSNorm(name='attention_norm')(x)
@@ -168,9 +170,9 @@ class Block(nn.Module):
       keys, values = cache.append(self.layer, keys, values, capacity=mask.shape[-1])
       prefix = cache.keys[self.layer], cache.values[self.layer], cache.lengths
     mixed = attend(query, keys, values, mask, prefix).reshape(x.shape)
-    x = x + Linear(cfg.embed_dim, dtype, residual_scale, name='attention_out')(mixed)
+    x = x + drop(Linear(cfg.embed_dim, dtype, residual_scale, name='attention_out')(mixed))
     hidden = Linear(cfg.mlp_dim, dtype, name='mlp_in')(RMSNorm(name='mlp_norm')(x))
-    x = x + Linear(cfg.embed_dim, dtype, residual_scale, name='mlp_out')(nn.gelu(hidden))
+    x = x + drop(Linear(cfg.embed_dim, dtype, residual_scale, name='mlp_out')(nn.gelu(hidden)))
     return x, keys, values
 
 
@@ -180,6 +182,7 @@ class Transformer(nn.Module):
   config: TransformerConfig
   remat: bool = False  # whether a gradient computes blocks again instead of keeping what is inside them
   constrain_fn: Callable[[jax.Array], jax.Array] = lambda x: x  # says where activations `[B, ...]` live
+  dropout: float = 0.0  # share of what blocks add that is left out, in training; needs the rng `dropout`
 
   @nn.compact
   def __call__(self, tokens, positions, mask, cache: KVCache | None = None):
@@ -193,7 +196,7 @@ class Transformer(nn.Module):
     mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
     pending = []
     for layer in range(cfg.num_layers):
-      x, keys, values = block(cfg, layer, name=f'layer_{layer}')(x, positions, mask, cache)
+      x, keys, values = block(cfg, layer, self.dropout, name=f'layer_{layer}')(x, positions, mask, cache)
       x = self.constrain_fn(x)
       pending.append((keys, values))
     features = RMSNorm(name='final_norm')(x)

@@ -13,8 +13,9 @@ from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import config_of
 from train import config_flag
 from train.evaluate import evaluate_files
+from train.held_out import evaluate
 from train.input_pipeline import encode_documents
-from train.train import evaluate, train
+from train.train import train
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -16,9 +16,10 @@ from spectr_jax import load_model
 from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params
 from train import checkpoint as checkpoint_module
 from train import train as train_module
+from train.held_out import evaluate
 from train.input_pipeline import PackedText, encode_documents
-from train.step import make_optimizer, make_train_step, token_losses
-from train.train import check_config, evaluate
+from train.step import make_optimizer, make_train_step, packed_logits, token_losses
+from train.train import check_config
 
 SIZES = dict(embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
 
@@ -345,3 +346,57 @@ def test_the_pairs_configurations_are_sound(file, most):
   with pytest.raises(ValueError, match="got 'large'"):
     file.get_config('large')
   assert 'Command' in pathlib.Path(file.__file__).read_text()[:600]
+
+
+def test_patience_keeps_the_best_model_and_stops(tmp_path, monkeypatch, config):
+  """Held-out losses as given: the second evaluation is the best, and two worse ones end the run."""
+  config.update(num_steps=60, eval_every=4, checkpoint_every=3, patience=2, log_every=4)
+  fake = {4: 5.0, 8: 4.0, 12: 4.5, 16: 4.25, 20: 1.0}
+  seen = {}
+
+  def evaluated(params, **options):
+    found = evaluate(params, **options)
+    if options.get('max_batches') is None:
+      return found
+    step = len(seen) * 4 + 4
+    seen[step] = jax.tree.map(np.asarray, params)
+    return {**found, 'loss': fake[step]}
+
+  monkeypatch.setattr(train_module, 'evaluate', evaluated)
+  outcome = train_module.train(config, tmp_path)
+  assert outcome.step == 8
+  assert sorted(seen) == [4, 8, 12, 16]
+  assert saved_state(tmp_path)[1][-1] == 16
+  spec = json.loads((tmp_path / 'model' / 'model.json').read_text())
+  assert spec['info']['steps'] == 8
+  assert spec['info']['held_out'] == outcome.held_out
+  saved = load_model(tmp_path / 'model')[0].params
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype(jnp.bfloat16)), saved, seen[8])
+  # What has ended stays so.
+  assert train_module.train(config, tmp_path) == outcome
+  assert sorted(seen) == [4, 8, 12, 16]
+
+
+def test_dropout_is_a_function_of_seed_and_step(tmp_path, monkeypatch, config, straight):
+  config.dropout = 0.2
+  final = train_module.train(config, tmp_path / 'straight')
+  assert final.held_out != straight[1]
+  with replaced(monkeypatch, train_module, 'batch_at', interrupt_at(7)), pytest.raises(KeyboardInterrupt):
+    train_module.train(config, tmp_path / 'run')
+  assert train_module.train(config, tmp_path / 'run') == final
+  assert_same_run(tmp_path / 'run', tmp_path / 'straight')
+
+
+def test_dropout_leaves_out_what_blocks_add(network, tokenizer):
+  params, network = network
+  rows = jnp.asarray(np.random.default_rng(0).integers(3, tokenizer.vocab_size, (2, 12)))
+  logits = functools.partial(packed_logits, params, rows, network, tokenizer.bos_id)
+  np.testing.assert_array_equal(logits(dropout=0.5), logits())  # not without a key
+  one, other = (logits(dropout=0.5, dropout_key=jax.random.key(seed)) for seed in (0, 1))
+  assert (np.abs(one - other).max(axis=-1) > 1e-3).all()
+  # Without anything from the blocks, only the token itself is left.
+  everything = logits(dropout=1.0, dropout_key=jax.random.key(0))
+  embedding = params['embedding']
+  x = embedding[rows] * embedding.shape[1] ** 0.5
+  x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 1e-6)
+  np.testing.assert_allclose(everything, x @ embedding.T, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,77 @@
+"""How good a model is on text that it was not trained on."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spectr_jax.models.transformer import TransformerConfig
+from spectr_jax.sharding import DATA
+from train.input_pipeline import PackedText
+from train.step import Teacher, overlaps, token_losses
+
+
+@functools.partial(jax.jit, static_argnames=('measure', 'model_config', 'bos_id', 'mesh'))
+def _sums(params, rows, teacher, *, measure, model_config, bos_id, mesh):
+  values, weights = measure(params, rows, model_config, bos_id, mesh=mesh, teacher=teacher)
+  return values.sum(), weights.sum()
+
+
+def evaluate(
+  params,
+  text: PackedText,
+  model_config: TransformerConfig,
+  bos_id: int,
+  *,
+  seq_len: int,
+  batch_size: int,
+  max_batches: int | None = None,
+  mesh: Mesh | None = None,
+  teacher: Teacher | None = None,
+) -> dict[str, float]:
+  """Loss of `text` in rows of `seq_len`, evenly spaced where `max_batches` does not cover it.
+
+  Args:
+    params: Parameters of the transformer, on the mesh if there is one.
+    text: The text.
+    model_config: Sizes of the transformer.
+    bos_id: The token that begins a document.
+    seq_len: Tokens in a row.
+    batch_size: Rows in a batch.
+    max_batches: Batches at most, None for the whole text.
+    mesh: What batches are divided over.
+    teacher: A model to compare with.
+
+  Returns:
+    `loss` in nats per token, `perplexity` per token, `bits_per_byte` of the UTF-8 text; with a teacher also `overlap`,
+    the mean of 1 - TV of both laws.
+
+  Raises:
+    ValueError: The text is shorter than one row.
+  """
+  text.check(seq_len, 'held-out')
+  num_rows = text.num_rows(seq_len)
+  wanted = num_rows if max_batches is None else min(num_rows, max_batches * batch_size)
+  chosen = np.linspace(0, num_rows - 1, wanted).astype(np.int64)
+  measures = {'loss': (token_losses, None)} | ({} if teacher is None else {'overlap': (overlaps, teacher)})
+  totals = {name: np.zeros(2) for name in measures}
+  for start in range(0, wanted, batch_size):
+    rows = text.rows(chosen[start : start + batch_size], seq_len)
+    absent = batch_size - len(rows)
+    # Targets that are all bos weigh nothing: padding of the last batch.
+    rows = np.pad(rows, ((0, absent), (0, 0)), constant_values=bos_id)
+    if mesh is not None:
+      rows = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec(DATA)), rows.__getitem__)
+    for name, (measure, other) in measures.items():
+      sums = _sums(params, rows, other, measure=measure, model_config=model_config, bos_id=bos_id, mesh=mesh)
+      totals[name] += [float(x) for x in sums]
+  means = {name: float(total / count) for name, (total, count) in totals.items()}
+  bytes_per_token = text.num_bytes / np.count_nonzero(text.tokens != bos_id)
+  return means | {
+    'perplexity': math.exp(min(means['loss'], 50.0)),
+    'bits_per_byte': means['loss'] / math.log(2) / bytes_per_token,
+  }
