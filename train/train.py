@@ -23,6 +23,7 @@ from spectr_jax.io.model_files import load_model, save_model
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import TransformerConfig, config_of, transformer_model
 from spectr_jax.sharding import DATA, make_mesh, shardings
+from train import plan
 from train.checkpoint import Checkpoints
 from train.held_out import evaluate
 from train.input_pipeline import batch_at, load_packed
@@ -245,6 +246,8 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
     is_patient = not config.patience or step - int(state['best_step']) < config.patience * config.eval_every
     return step >= config.num_steps or not is_patient
 
+  # What the model needs: over the device's peak this is model FLOP utilisation.
+  flops = plan.train_flops(model_config, config.batch_size, config.seq_len)
   bar, task = _progress_bar(config.num_steps, step)
   losses, since, stop_now = [], time.perf_counter(), False
   with bar, _termination() as is_told_to_stop, contextlib.closing(checkpoints):
@@ -262,10 +265,11 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
         # The loss is of the parameters before the step: it can be finite where the step's result is not.
         if (save_now or eval_now) and not _is_finite(state):
           raise ValueError(f'parameters are not finite after step {step}: stopped; the last checkpoint is from before')
-        now = time.perf_counter()
+        steps_per_second = len(losses) / (time.perf_counter() - since)
         metrics = {
           'train_loss': float(np.mean(losses)),
-          'tokens_per_second': len(losses) * config.batch_size * config.seq_len / (now - since),
+          'tokens_per_second': steps_per_second * config.batch_size * config.seq_len,
+          'teraflops_per_device': steps_per_second * flops / mesh.size / 1e12,
         }
         bar.update(task, completed=step, loss=metrics['train_loss'], speed=metrics['tokens_per_second'])
         if eval_now:

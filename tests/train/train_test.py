@@ -88,9 +88,10 @@ def test_evaluation_equals_a_direct_computation(network, tokenizer, documents):
 
 
 def lines_of(workdir):
-  """Metrics without the times."""
+  """Metrics without what depends on the clock."""
   lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
-  return [{name: value for name, value in line.items() if name != 'tokens_per_second'} for line in lines]
+  timed = 'tokens_per_second', 'teraflops_per_device'
+  return [{name: value for name, value in line.items() if name not in timed} for line in lines]
 
 
 @contextlib.contextmanager
@@ -145,6 +146,10 @@ def test_a_run_ends_with_a_model_and_its_metrics(straight):
   assert lines[-1] == {'step': 12, **{f'final_{name}': value for name, value in final.items()}}
   losses = [line['train_loss'] for line in lines if 'train_loss' in line]
   assert losses[-1] < losses[0] - 0.2
+  timed = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()][0]
+  # Forward and back: six operations per token and each of the 6896 parameters, and attention.
+  per_token = timed['teraflops_per_device'] * 1e12 / timed['tokens_per_second']
+  assert 6 < per_token / 6896 < 7
   assert any('tfevents' in path.name for path in workdir.iterdir())
   spec = json.loads((workdir / 'model' / 'model.json').read_text())
   assert spec['info']['steps'] == 12
