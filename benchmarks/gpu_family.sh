@@ -27,7 +27,7 @@ in_time() {
   ((left > 0)) || { echo 'out of time: run again'; exit 3; }
   timeout --signal=TERM --kill-after=60 "$left" "$@" || {
     local code=$?
-    ((code == 124 || code == 137)) && { echo 'out of time: run again'; exit 3; }
+    ((SECONDS >= limit)) && { echo 'out of time: run again'; exit 3; }
     exit "$code"
   }
 }

@@ -7,7 +7,7 @@ Commands  python -m train.tokenizer --config=configs/lm1b.py:97m --config.data_d
           python -m train.aot --config=configs/lm1b.py:97m --topology=v5e:4x4
 Data      DIR holds the extracted archive, or what python -m train.prepare_data makes of it
 Hardware  TPU v5e 4x4 or larger; one chip for the drafts
-Runtime   not measured; docs/tpu.md has the compiler's estimate per step
+Runtime   not measured; docs/training.md has the compiler's estimate per step
 Result    not measured: the data was not at hand. 60,000 steps of 131,072 tokens are about eight passes
 """
 

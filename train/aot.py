@@ -24,7 +24,7 @@ from ml_collections import config_flags
 from spectr_jax.sharding import shardings
 from spectr_jax.topology import Chip, chip_of, describe_topology
 from train import config_flag, plan
-from train.step import batch_sharding, init_state, make_optimizer, make_train_step
+from train.step import batch_sharding, init_state, make_optimizer, make_train_step, out_of_memory
 from train.train import check_config, make_config_mesh
 
 
@@ -88,6 +88,8 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
   Raises:
     ValueError: The configuration is no good, or the step needs more memory than the devices have.
   """
+  if config.distill_from:
+    raise ValueError('a teacher cannot be compiled for yet: leave distill_from empty, and allow for its forward pass')
   model_config, optimizer = check_config(config), make_optimizer(config)
   step = make_train_step(optimizer, model_config, 1, mesh, remat=config.remat, dropout=config.dropout, unroll=unroll)
   state = jax.eval_shape(lambda: init_state(0, optimizer, model_config))
@@ -102,10 +104,7 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
   try:
     compiled = lowered.compile(compiler_options=_NO_LOOPS if unroll else None)
   except jax.errors.JaxRuntimeError as error:
-    if 'RESOURCE_EXHAUSTED' not in str(error):
-      raise
-    reason = str(error).split('RESOURCE_EXHAUSTED: ')[1].splitlines()[0]
-    raise ValueError(f'does not fit ({reason}): more microbatches, remat or a larger mesh need less') from error
+    raise out_of_memory(error) or error from error
   return compiled, time.perf_counter() - start
 
 

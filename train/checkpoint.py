@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
 # What fails in a thread of Orbax is logged there, with its traceback, and raised here: once is enough.
 logging.getLogger('absl').addFilter(lambda record: record.levelno < logging.ERROR or 'orbax' not in record.pathname)
@@ -45,7 +44,10 @@ class Checkpoints:
 
   def __init__(self, workdir: epath.Path, keep: int):
     self._aside = workdir / 'damaged_checkpoints'
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+    # Directories are made behind a barrier: what tells processes of one made in the background counts the saves of
+    # each, and models are saved by one process alone.
+    behind_barrier = ocp.AsyncOptions(create_directories_asynchronously=False)
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, async_options=behind_barrier)
     # The handler is named: otherwise what kind of thing is kept would be guessed from the newest one, whole or not.
     self._manager = ocp.CheckpointManager(
       (workdir / 'checkpoints').resolve(), item_handlers=ocp.StandardCheckpointHandler(), options=options
@@ -69,11 +71,16 @@ class Checkpoints:
       like: A state of the same structure; arrays or `ShapeDtypeStruct`s, whose shardings the result has. They need not
         be those of the run that saved it.
       allow_fallback: Whether to take an older one where the newest cannot be read. What cannot be read is moved to
-        `WORKDIR/damaged_checkpoints`.
+        `WORKDIR/damaged_checkpoints`. One of several processes cannot do so: what it cannot read, others may have read.
 
     Raises:
       ValueError: The checkpoint is damaged or of another configuration.
     """
+    if allow_fallback and jax.process_count() > 1:
+      raise ValueError(
+        'of several processes none can fall back by itself: move the damaged checkpoint out of'
+        f' {self._manager.directory}'
+      )
     steps = sorted(self._manager.all_steps(), reverse=True)
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     for place, step in enumerate(steps):
@@ -94,13 +101,11 @@ class Checkpoints:
     return None
 
   def _move_aside(self, steps: list[int]) -> None:
-    if steps and jax.process_index() == 0:
+    for step in steps:
       self._aside.mkdir(parents=True, exist_ok=True)
-      for step in steps:
-        target = next(path for i in itertools.count() if not (path := self._aside / f'{step}-{i}').exists())
-        (self._manager.directory / str(step)).rename(target)
+      target = next(path for i in itertools.count() if not (path := self._aside / f'{step}-{i}').exists())
+      (self._manager.directory / str(step)).rename(target)
     if steps:
-      multihost_utils.sync_global_devices('damaged checkpoints are moved')
       self._manager.reload()
 
   @contextlib.contextmanager

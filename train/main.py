@@ -4,10 +4,16 @@ With several processes each runs this command: those of a TPU pod find each othe
 `--coordinator_address`, `--num_processes` and `--process_id`.
 """
 
+import os
+import sys
+
+import jax
 from absl import flags
 from ml_collections import config_flags
 
+from spectr_jax.io import command_line
 from train import config_flag, plan, processes
+from train.step import out_of_memory
 from train.train import check_config, is_primary, make_config_mesh, train
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment, a file of configs/.', lock_config=True)
@@ -19,6 +25,18 @@ _DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print mesh, shardings and bytes 
 def main(argv):
   del argv
   processes.initialize()
+  try:
+    run()
+  except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+    known = out_of_memory(error) if isinstance(error, jax.errors.JaxRuntimeError) else error
+    if known is None or jax.process_count() == 1:
+      raise known or error from error
+    # The others wait for this one: an orderly end would wait for them.
+    print('error: ' + ' '.join(command_line.message_of(known).split()), file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def run():
   if _DRY_RUN.value:
     if is_primary():
       print(plan.describe(_CONFIG.value, check_config(_CONFIG.value), make_config_mesh(_CONFIG.value)))

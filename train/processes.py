@@ -41,7 +41,10 @@ def initialize() -> None:
     raise ValueError(f'of several processes each needs all of {", ".join(given)}; missing: {", ".join(missing)}')
   elif not given['process_id'] < given['num_processes']:
     raise ValueError(f'process_id must be below num_processes, got {given["process_id"]} of {given["num_processes"]}')
+  # SIGTERM is train.train's business.
+  jax.config.update('jax_enable_preemption_service', False)
   try:
     jax.distributed.initialize(**given)
   except Exception as error:  # depends on the cluster
-    raise ValueError(f'the processes did not come together: {error}') from error
+    flag_names = ', '.join(f'--{name}' for name in ('coordinator_address', 'num_processes', 'process_id'))
+    raise ValueError(f'the processes did not come together, see {flag_names}: {error}') from error

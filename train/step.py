@@ -16,6 +16,14 @@ from spectr_jax.models.transformer import Transformer, TransformerConfig, init_p
 from spectr_jax.sharding import DATA, divide_rows, replicated, shardings
 
 
+def out_of_memory(error: jax.errors.JaxRuntimeError) -> ValueError | None:
+  """What to tell the user about an error that says that devices have too little memory; None for any other."""
+  if 'RESOURCE_EXHAUSTED' not in str(error):
+    return None
+  reason = str(error).split('RESOURCE_EXHAUSTED: ')[-1].splitlines()[0][:200]
+  return ValueError(f'does not fit ({reason}): more microbatches, remat or a larger mesh need less')
+
+
 def make_optimizer(config) -> optax.GradientTransformation:
   """AdamW with linear warm-up, cosine decay to a tenth and gradient clipping; only matrices are decayed."""
   schedule = optax.warmup_cosine_decay_schedule(

@@ -38,7 +38,7 @@ _RULES = (
     'checkpoint_every', 'keep_checkpoints',
   )),
   *((name, 'finite and at least 0', lambda x: 0 <= x < math.inf) for name in (
-    'warmup_steps', 'weight_decay', 'patience',
+    'seed', 'warmup_steps', 'weight_decay', 'patience',
   )),
   *((name, 'finite and above 0', lambda x: 0 < x < math.inf) for name in ('learning_rate', 'max_grad_norm')),
   *((name, 'at least 0 and below 1', lambda x: 0 <= x < 1) for name in ('adam_b2', 'dropout')),
@@ -113,22 +113,25 @@ def _progress_bar(num_steps: int, step: int):
 
 
 @contextlib.contextmanager
-def _termination() -> Iterator[Callable[[int], bool]]:
-  """A function of the step that says whether to stop after it, since SIGTERM has come; all processes agree.
+def _termination(every: int) -> Iterator[Callable[[int], bool]]:
+  """A function of the step that says whether to stop after it, since SIGTERM has come.
 
-  Several processes learn of it through `jax.distributed`, which has taken the signal over.
+  Several processes have to agree, which they do at every so many steps.
   """
-  if jax.process_count() > 1:
-    yield multihost_utils.reached_preemption_sync_point
-    return
   has_come = []
   try:
     before = signal.signal(signal.SIGTERM, lambda *_: has_come.append(True))
   except ValueError:  # not the main thread, which alone may handle signals
     yield lambda step: False
     return
+
+  def is_told_to_stop(step):
+    if jax.process_count() == 1:
+      return bool(has_come)
+    return step % every == 0 and bool(np.any(multihost_utils.process_allgather(np.array(bool(has_come)))))
+
   try:
-    yield lambda step: bool(has_come)
+    yield is_told_to_stop
   finally:
     signal.signal(signal.SIGTERM, before)
 
@@ -228,7 +231,7 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
   )
   run_eval = functools.partial(
     evaluate, text=held_out, model_config=model_config, bos_id=tokenizer.bos_id, seq_len=config.seq_len,
-    batch_size=config.batch_size, mesh=mesh, teacher=teacher,
+    batch_size=config.batch_size // config.num_microbatches, mesh=mesh, teacher=teacher,
   )  # fmt: skip
   next_batch = functools.partial(
     batch_at, text, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
@@ -243,14 +246,16 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
     multihost_utils.sync_global_devices('the model is written')
 
   def is_over():
-    is_patient = not config.patience or step - int(state['best_step']) < config.patience * config.eval_every
-    return step >= config.num_steps or not is_patient
+    has_best = config.patience and best_step
+    return step >= config.num_steps or (has_best and step - best_step >= config.patience * config.eval_every)
 
   # What the model needs: over the device's peak this is model FLOP utilisation.
   flops = plan.train_flops(model_config, config.batch_size, config.seq_len)
   bar, task = _progress_bar(config.num_steps, step)
-  losses, since, stop_now = [], time.perf_counter(), False
-  with bar, _termination() as is_told_to_stop, contextlib.closing(checkpoints):
+  losses, since, stop_now, final = [], time.perf_counter(), False, None
+  # Known here as well, so that no step has to wait for the one before.
+  best_loss, best_step = float(state['best_loss']), int(state['best_step'])
+  with _termination(config.log_every) as is_told_to_stop, bar, contextlib.closing(checkpoints):
     while not is_over() and not stop_now:
       state, loss = train_step(state, next_batch(step), teacher)
       losses.append(loss)
@@ -273,11 +278,12 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
         }
         bar.update(task, completed=step, loss=metrics['train_loss'], speed=metrics['tokens_per_second'])
         if eval_now:
-          found = run_eval(state['params'], max_batches=config.eval_batches)
+          found = run_eval(state['params'], max_batches=config.eval_batches * config.num_microbatches)
           metrics |= {f'held_out_{name}': value for name, value in found.items()}
           bar.console.print(f'step {step}: held-out ' + ', '.join(f'{k} {v:.3f}' for k, v in found.items()))
-          if config.patience and found['loss'] < float(state['best_loss']):
+          if config.patience and found['loss'] < best_loss:
             best = {'best_loss': np.float32(found['loss']), 'best_step': np.int32(step)}
+            best_loss, best_step = float(best['best_loss']), step
             state |= place(best, {name: state_sharding[name] for name in best})
             keep_model(state['params'], step, found)
         if writer:
@@ -285,13 +291,13 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
         if save_now or is_over():
           checkpoints.save(state)
         losses, since = [], time.perf_counter()
-  final = None
-  if is_over():
-    params = state['params']
-    if config.patience:
-      params, step = place(load_model(workdir / 'model')[0].params, state_sharding['params']), int(state['best_step'])
-    final = run_eval(params)
-    keep_model(params, step, final)
+    # Still where SIGTERM cannot interrupt: this is the end anyway.
+    if is_over():
+      params = state['params']
+      if config.patience and best_step:
+        params, step = place(load_model(workdir / 'model')[0].params, state_sharding['params']), best_step
+      final = run_eval(params)
+      keep_model(params, step, final)
   if writer:
     if final:
       writer.write(step, {f'final_{name}': value for name, value in final.items()})

@@ -12,6 +12,13 @@ from absl import app, flags, logging
 _NAME_AND_INTS = re.compile(r'\s*([a-z][\w-]*)\s*(?::(\s*[+-]?\d+\s*(?:,\s*[+-]?\d+\s*)*))?', re.ASCII | re.IGNORECASE)
 
 
+def message_of(error: Exception) -> str:
+  """What to tell the user about an error."""
+  if isinstance(error, OSError) and error.filename and error.strerror:
+    return f'{error.filename}: {error.strerror}'
+  return str(error)
+
+
 def _fail(message: str, code: int = 1) -> None:
   print('error: ' + ' '.join(message.split()), file=sys.stderr)
   sys.exit(code)
@@ -36,10 +43,8 @@ def run(main: Callable[[list[str]], None]) -> None:
       _fail(f'unexpected argument {argv[1]!r}; options are given as --name=value')
     try:
       main(argv)
-    except OSError as error:
-      _fail(f'{error.filename}: {error.strerror}' if error.filename and error.strerror else str(error))
-    except (ValueError, ImportError) as error:  # a remote path may need a package that is not there
-      _fail(str(error))
+    except (ValueError, OSError, ImportError) as error:  # a remote path may need a package that is not there
+      _fail(message_of(error))
     except KeyboardInterrupt:
       _fail('interrupted', 130)
 

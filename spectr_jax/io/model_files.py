@@ -35,7 +35,7 @@ def _file_hashes(directory: epath.Path) -> dict[str, str]:
 
 
 def _checkpointer() -> ocp.StandardCheckpointer:
-  """Of this process alone: of several that train together one writes a model, and each may read another."""
+  """Of this process alone: of several that train together the first writes a model, and each may read one."""
   process = jax.process_index()
   alone = ocp.options.MultiprocessingOptions(
     primary_host=process, active_processes={process}, barrier_sync_key_prefix=f'process_{process}'
@@ -91,9 +91,15 @@ def save_model(
     'sha256': _file_hashes(unfinished),
   }
   (unfinished / 'model.json').write_text(json.dumps(spec, indent=2) + '\n')
+  # The old one goes when the new one is there.
+  replaced = path.parent / f'{path.name}.replaced'
+  if replaced.exists():
+    replaced.rmtree()
   if path.exists():
-    path.rmtree()
+    path.rename(replaced)
   unfinished.rename(path)
+  if replaced.exists():
+    replaced.rmtree()
 
 
 def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model, Tokenizer]:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -60,7 +61,7 @@ def params(workdir):
 def assert_near(workdir, other):
   """The same run up to the order of sums, which Adam's first steps enlarge."""
   np.testing.assert_allclose(losses(workdir), losses(other), rtol=2e-4)
-  assert len(losses(workdir)) == 12
+  assert len(losses(workdir)) == len(losses(other)) == 12
 
 
 @pytest.fixture(scope='module')
@@ -102,29 +103,40 @@ def test_eight_devices_train_like_one(tmp_path, base, on_one_device, fields):
 
 @pytest.mark.slow
 def test_a_checkpoint_continues_on_another_mesh(tmp_path, base, on_one_device):
-  finish(start(*base(mesh='data:4,model:2', num_steps=9), f'--workdir={tmp_path}', num_devices=8))
-  out = finish(start(*base(), f'--workdir={tmp_path}'))
-  assert 'at step 9' in out
-  # The schedule of the first run ended sooner: the loss went on falling.
-  assert losses(tmp_path)[-1] < losses(tmp_path)[0]
-  assert len(losses(tmp_path)) == 12
+  finish(start(*base(mesh='data:4,model:2'), f'--workdir={tmp_path}', num_devices=8))
+  shutil.rmtree(tmp_path / 'checkpoints' / '12')
+  assert 'at step 9' in finish(start(*base(), f'--workdir={tmp_path}'))
+  assert_near(tmp_path, on_one_device)
 
 
-def test_sigterm_saves_and_ends_and_the_run_continues_exactly(tmp_path, base, on_one_device):
-  process = start(*base(num_steps=12, checkpoint_every=1000), f'--workdir={tmp_path}')
-  metrics = tmp_path / 'metrics.jsonl'
+def terminate_early(processes, workdir):
+  """Sends SIGTERM once training is under way, and returns what the first process printed."""
+  metrics = workdir / 'metrics.jsonl'
   while not (metrics.exists() and metrics.read_text()):
-    assert process.poll() is None, process.communicate()
+    assert all(process.poll() is None for process in processes), [process.communicate() for process in processes]
     time.sleep(0.01)
-  process.send_signal(signal.SIGTERM)
-  out = finish(process)
-  if 'terminated' in out:
-    (saved,) = (int(path.name) for path in (tmp_path / 'checkpoints').iterdir() if path.name.isdigit())
-    assert f'terminated: saved at step {saved}' in out
-    assert not (tmp_path / 'model').exists()
-    assert f'at step {saved}' in finish(start(*base(checkpoint_every=1000), f'--workdir={tmp_path}'))
-  np.testing.assert_array_equal(losses(tmp_path), losses(on_one_device))
-  jax.tree.map(np.testing.assert_array_equal, params(tmp_path), params(on_one_device))
+  for process in processes:
+    process.send_signal(signal.SIGTERM)
+  return [finish(process) for process in processes][0]
+
+
+def assert_saved_where_it_stopped(workdir, out, num_steps):
+  (saved,) = (int(path.name) for path in (workdir / 'checkpoints').iterdir() if path.name.isdigit())
+  assert f'terminated: saved at step {saved}' in out
+  assert 0 < saved < num_steps
+  assert not (workdir / 'model').exists()
+  return saved
+
+
+def test_sigterm_saves_and_ends_and_the_run_continues_exactly(tmp_path, base):
+  arguments = base(num_steps=300, checkpoint_every=1000, eval_every=1000)
+  finish(start(*arguments, f'--workdir={tmp_path}/straight'))
+  workdir = tmp_path / 'run'
+  out = terminate_early([start(*arguments, f'--workdir={workdir}')], workdir)
+  saved = assert_saved_where_it_stopped(workdir, out, 300)
+  assert f'at step {saved}' in finish(start(*arguments, f'--workdir={workdir}'))
+  np.testing.assert_array_equal(losses(workdir), losses(tmp_path / 'straight'))
+  jax.tree.map(np.testing.assert_array_equal, params(workdir), params(tmp_path / 'straight'))
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, base, on_one_device):
@@ -151,10 +163,24 @@ def start_two(*arguments):
   return [start(*arguments, *together, f'--process_id={i}', num_devices=2) for i in range(2)]
 
 
-def test_two_processes_survive_being_killed(tmp_path, base):
-  """Killed without warning in the middle, and started again: the end is that of a run that was left alone."""
+@pytest.mark.slow
+def test_sigterm_stops_two_processes_at_one_step(tmp_path, base):
+  arguments = base(mesh='data:4', num_steps=2000, checkpoint_every=10000, eval_every=10000, log_every=3)
+  out = terminate_early(start_two(*arguments, f'--workdir={tmp_path}'), tmp_path)
+  saved = assert_saved_where_it_stopped(tmp_path, out, 2000)
+  assert saved % 3 == 0
+
+
+def test_two_processes_survive_being_killed(tmp_path, base, on_one_device):
+  """Killed without warning in the middle, and started again: the end is that of a run that was left alone.
+
+  With a teacher, and with the best model so far written by one of them in between.
+  """
   alone, killed = tmp_path / 'alone', tmp_path / 'killed'
-  fields = {'mesh': 'data:2,model:2', 'num_steps': 30, 'checkpoint_every': 5}
+  fields = {
+    'mesh': 'data:2,model:2', 'num_steps': 30, 'checkpoint_every': 5, 'eval_every': 4, 'patience': 50,
+    'distill_from': on_one_device / 'model',
+  }  # fmt: skip
   outputs = [finish(process) for process in start_two(*base(**fields), f'--workdir={alone}')]
   assert 'on 4 devices' in outputs[0]
   # Process 0 speaks for all; the library that connects them prints as well.
@@ -167,7 +193,6 @@ def test_two_processes_survive_being_killed(tmp_path, base):
     process.send_signal(signal.SIGKILL)
   for process in processes:
     process.communicate()
-  assert not (killed / 'model').exists()
   outputs = [finish(process) for process in start_two(*base(**fields), f'--workdir={killed}')]
   assert 'at step 0' not in outputs[0]
   np.testing.assert_array_equal(losses(killed), losses(alone))
@@ -195,13 +220,21 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(config):
 
 
 def test_the_plan_counts_what_devices_hold(config):
-  mesh = make_mesh({'data': 1})
+  config.update(vocab_size=304, mesh='data:4,model:2', batch_size=8)
+  config.model.update(embed_dim=20, num_heads=2, mlp_dim=64)
   model_config = train.check_config(config)
-  entries = plan.state_entries(config, model_config, mesh)
+  entries = plan.state_entries(config, model_config, train.make_config_mesh(config, [jax.devices()[0]] * 8))
   held = {entry.path: entry for entry in entries}
   assert sum(entry.bytes for entry in entries if entry.path.startswith('params/')) == 4 * model_config.num_params
-  assert held['params/embedding'].axes == ('model', 'data')
-  assert 'params/embedding' in plan.describe(config, model_config, mesh).replace('embedding', 'params/embedding')
+  for copy in ('params', 'opt_state/1/0/mu', 'opt_state/1/0/nu'):
+    assert held[f'{copy}/embedding'].axes == ('model', 'data')
+    assert held[f'{copy}/embedding'].device_bytes == 4 * 304 * 20 / 8
+    assert held[f'{copy}/layer_0/mlp_out/kernel'].axes == ('data', 'model')
+    assert held[f'{copy}/final_norm/gain'].device_bytes == 4 * 20
+  # A width that data:8 does not divide stays whole.
+  config.mesh = 'data:8'
+  entries = plan.state_entries(config, model_config, train.make_config_mesh(config, [jax.devices()[0]] * 8))
+  assert {entry.path: entry.device_bytes for entry in entries}['params/embedding'] == 4 * 304 * 20
 
 
 def test_operations_are_those_the_compiler_counts(config):
@@ -258,7 +291,7 @@ def test_what_cannot_be_divided_is_refused(make_config, fields, message):
     divide()
 
 
-def test_rules_name_every_parameter():
+def test_a_parameter_that_no_rule_names_is_refused():
   with pytest.raises(ValueError, match='no rule says how extra'):
     shardings(make_mesh({}), {'extra': jnp.zeros(3)})
 
