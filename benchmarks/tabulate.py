@@ -13,6 +13,8 @@ import collections
 import dataclasses
 import itertools
 import json
+import math
+import re
 
 import numpy as np
 from absl import flags
@@ -141,12 +143,17 @@ def _budget(setting: Setting) -> str:
   return setting.shape.split(' = ')[0]
 
 
+def _natural(text: str) -> list:
+  """Sorts `2 x 8` before `16 x 1`, and either before `optimal:8`."""
+  return [(int(part), '') if part.isdigit() else (math.inf, part) for part in re.findall(r'\d+|\D+', text)]
+
+
 def tables(found: dict[Setting, Counts], baseline: str) -> list[str]:
   """Lines of Markdown: per temperature a table of chains, and per shape methods against the baseline."""
   lines = []
   for temperature in sorted({setting.temperature for setting in found}, reverse=True):
     own = {setting: counts for setting, counts in found.items() if setting.temperature == temperature}
-    shapes = sorted({s.shape for s in own if s.is_chains}, key=lambda shape: tuple(map(int, shape.split(' x '))))
+    shapes = sorted({s.shape for s in own if s.is_chains}, key=_natural)
     methods = list(dict.fromkeys(s.method for s in own if s.is_chains))
     cells = {(s.method, s.shape): counts for s, counts in own.items()}
     if shapes:
@@ -155,7 +162,7 @@ def tables(found: dict[Setting, Counts], baseline: str) -> list[str]:
       for method in methods:
         row = (cells.get((method, shape)) for shape in shapes)
         lines.append(f'| `{method}` |' + ''.join(f' {_value(counts)} |' if counts else ' |' for counts in row))
-    for group in dict.fromkeys(map(_budget, own)):
+    for group in sorted(set(map(_budget, own)), key=_natural):
       members = {setting: counts for setting, counts in own.items() if _budget(setting) == group}
       against = next((counts for setting, counts in members.items() if setting.method == baseline), None)
       if len(members) < 2 or (against is None and ' x ' in group):

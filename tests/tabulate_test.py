@@ -77,3 +77,8 @@ def test_other_files_are_refused(tmp_path):
   path.write_text('{"a": 1}\n')
   with pytest.raises(ValueError, match='other.jsonl: neither generations'):
     tabulate.read([str(path)])
+
+
+def test_shapes_are_in_the_order_of_their_numbers():
+  shapes = ['2 x 8', '16 x 1', 'optimal:8', 'optimal:16', 'prefix:2,2']
+  assert sorted(reversed(shapes), key=tabulate._natural) == shapes
