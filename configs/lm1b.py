@@ -4,7 +4,7 @@ Commands  python -m train.tokenizer --config=configs/lm1b.py:97m --config.data_d
           python -m train.main --config=configs/lm1b.py:97m --config.data_dir=DIR --workdir=runs/lm1b_97m
           python -m train.main --config=configs/lm1b.py:6m --config.data_dir=DIR --workdir=runs/lm1b_6m \
             --config.distill_from=runs/lm1b_97m/model
-          python -m train.aot --config=configs/lm1b.py:97m --topology=v5e:4x4
+          python -m train.aot --config=configs/lm1b.py:97m --topology=v5e:4x4 --mesh=data:16
 Data      DIR holds the extracted archive, or what python -m train.prepare_data makes of it
 Hardware  TPU v5e 4x4 or larger; one chip for the drafts
 Runtime   not measured; docs/training.md has the compiler's estimate per step

@@ -24,9 +24,9 @@ class Chip:
   clock: float
 
 
-# By what JAX calls the kind; from Google Cloud's documentation of TPU versions.
+# By what JAX calls the kind; from Google Cloud's documentation of TPU versions. Not v4, whose chips are described as two
+# devices and are one on a machine.
 _CHIPS = {
-  'TPU v4': Chip(32 * 2**30, 275e12, 1.05e9),
   'TPU v5 lite': Chip(16 * 2**30, 197e12, 1.5e9),
   'TPU v5': Chip(95 * 2**30, 459e12, 1.75e9),
   'TPU v5p': Chip(95 * 2**30, 459e12, 1.75e9),
