@@ -24,8 +24,8 @@ class Chip:
   clock: float
 
 
-# By what JAX calls the kind; from Google Cloud's documentation of TPU versions. Not v4, whose chips are described as two
-# devices and are one on a machine.
+# By what JAX calls the kind; from Google Cloud's documentation of TPU versions. Not v4: its chips are described as two
+# devices, and are one on a machine.
 _CHIPS = {
   'TPU v5 lite': Chip(16 * 2**30, 197e12, 1.5e9),
   'TPU v5': Chip(95 * 2**30, 459e12, 1.75e9),
