@@ -174,7 +174,9 @@ def test_a_perfect_draft_is_accepted_to_the_end(cycle):
 
 
 @pytest.mark.usefixtures('quickly')
-@pytest.mark.parametrize('method', [name for name in VERSIONS if TREES[name].num_nodes and name != 'spectr_gbv'])
+@pytest.mark.parametrize(
+  'method', _slow_but(KINDS, [name for name in VERSIONS if TREES[name].num_nodes and name != 'spectr_gbv'])
+)
 def test_a_perfect_random_draft_is_accepted_to_the_end(tables, method):
   """... by all but SpecTr-GBV as published."""
   perfect = dataclasses.replace(tables[1], params=tables[0].params)
@@ -388,10 +390,7 @@ def test_greedy_is_the_argmax_of_the_text(target, uncached_logits):
 
 _SAME_WITH_ONE_DRAFT = [
   ('spectr', 'speculative'),
-  ('specinfer', 'speculative'),
-  ('batch', 'speculative'),
-  ('gsd', 'speculative'),
-  ('race', 'speculative'),
+  *(pytest.param(name, 'speculative', marks=pytest.mark.slow) for name in ('specinfer', 'batch', 'gsd', 'race')),
   ('race_block', 'block'),
   ('spectr_gbv', 'greedy_block'),
 ]

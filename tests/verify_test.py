@@ -96,11 +96,10 @@ _DRAWS = [
   ('decoding_opt', CHAIN, [2, 0, 1], {}),
   ('decoding_uno', CHAIN, [2, 0, 1], {}),
 ]
-# Of several cases the first by default.
-_DRAWS = [
-  pytest.param(*case, marks=() if case[0] not in [name for name, *_ in _DRAWS[:place]] else pytest.mark.slow)
-  for place, case in enumerate(_DRAWS)
-]
+# By default one of each kind, the others among the slow tests.
+_KINDS = 'speculative', 'spectr', 'gsd', 'greedy_block', 'race_block', 'traversal'
+_FIRST = [next(case for case in _DRAWS if case[0] == name) for name in _KINDS]
+_DRAWS = [pytest.param(*case, marks=() if case in _FIRST else pytest.mark.slow) for case in _DRAWS]
 # Two rounds ago a draft of three was cut after its first token, and now one after its root.
 _HELD_BACK = Modifications(np.array([1.5, 0.8], np.float32), np.array([1, 2], np.int32))
 

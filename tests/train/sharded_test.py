@@ -139,6 +139,7 @@ def test_sigterm_saves_and_ends_and_the_run_continues_exactly(tmp_path, base):
   jax.tree.map(np.testing.assert_array_equal, params(workdir), params(tmp_path / 'straight'))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, base, on_one_device):
   arguments = (*base(cache_dir=on_one_device / 'data'), f'--workdir={tmp_path}')
   finish(start(*arguments, '--config.num_steps=6'))
@@ -171,6 +172,7 @@ def test_sigterm_stops_two_processes_at_one_step(tmp_path, base):
   assert saved % 3 == 0
 
 
+@pytest.mark.slow
 def test_two_processes_survive_being_killed(tmp_path, base, on_one_device):
   """Killed without warning in the middle, and started again: the end is that of a run that was left alone.
 
