@@ -24,7 +24,7 @@ def _quietly() -> Iterator[None]:
   """Silences reads and writes that are under way when another has failed: that failure is raised and says why."""
   hooks, log = (sys.unraisablehook, sys.excepthook), logging.getLogger('asyncio')
   sys.unraisablehook = sys.excepthook = lambda *_: None
-  log.disabled = True
+  was_disabled, log.disabled = log.disabled, True
   try:
     yield
   except BaseException:
@@ -33,16 +33,19 @@ def _quietly() -> Iterator[None]:
     raise
   finally:
     sys.unraisablehook, sys.excepthook = hooks
-    log.disabled = False
+    log.disabled = was_disabled
 
 
 class Checkpoints:
   """Orbax checkpoints of a train state under `WORKDIR/checkpoints`, the newest `keep` kept.
 
-  They are written in the background; one that could not be written is an error of the next call.
+  They are written in the background; one that could not be written is an error of the next call. Until `close` has
+  succeeded, what Python says of errors that nobody waited for is not printed.
   """
 
   def __init__(self, workdir: epath.Path, keep: int):
+    self._unraisablehook, sys.unraisablehook = sys.unraisablehook, lambda *_: None
+    logging.getLogger('asyncio').disabled = True
     self._aside = workdir / 'damaged_checkpoints'
     # Directories are made behind a barrier: what tells processes of one made in the background counts the saves of
     # each, and models are saved by one process alone.
@@ -93,6 +96,7 @@ class Checkpoints:
         problem = f'checkpoint {self._manager.directory / str(step)} is damaged or of another configuration ({reason})'
         if not older or not allow_fallback:
           remedy = f'; with --allow_fallback, training continues from step {older[0]}' if older else ''
+          self.close()
           raise ValueError(problem + remedy) from error
         print(f'{problem}; continuing from step {older[0]}', file=sys.stderr)
         continue
@@ -128,3 +132,5 @@ class Checkpoints:
     with self._writing():
       self._manager.wait_until_finished()
       self._manager.close()
+    sys.unraisablehook = self._unraisablehook
+    logging.getLogger('asyncio').disabled = False

@@ -29,10 +29,12 @@ def main(argv):
     run()
   except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
     known = out_of_memory(error) if isinstance(error, jax.errors.JaxRuntimeError) else error
-    if known is None or jax.process_count() == 1:
-      raise known or error from error
-    # The others wait for this one: an orderly end would wait for them.
+    if known is None:
+      raise
+    # At once: other processes wait for this one, and an orderly end would wait for them; and what is still going on in
+    # the background has nothing to add.
     print('error: ' + ' '.join(command_line.message_of(known).split()), file=sys.stderr, flush=True)
+    sys.stdout.flush()
     os._exit(1)
 
 

@@ -1,6 +1,5 @@
 """The command: what it writes, what it refuses, and what does not change its tokens."""
 
-import concurrent.futures
 import json
 import os
 import pathlib
@@ -229,33 +228,38 @@ _BAD_INPUTS = [
 ]  # fmt: skip
 
 
+# Each takes a start of Python: by default some of every kind, the others among the slow tests.
+_BY_DEFAULT = {
+  'unknown flag', 'argument', 'method', 'K is no number', 'K and L are huge', 'tree', 'temperature', 'empty prompt',
+  'max_new_tokens leave no room', 'no prompt file', 'not UTF-8', 'long prompt', 'no target', 'damaged', 'tokenizers',
+  'no output directory',
+}  # fmt: skip
+
+
 @pytest.fixture(scope='module')
-def refusals(tmp_path_factory, pair, save_tiny_model):
-  """What each bad input led to; run side by side, since most of the time is Python's start."""
+def bad_inputs(tmp_path_factory, pair, save_tiny_model):
+  """The directory in which they are, and the flags and messages by name."""
   directory = tmp_path_factory.mktemp('bad')
   cases = _bad_inputs(directory, pair, save_tiny_model)
-  common, _ = cases.pop('flags')
-  assert list(cases) == _BAD_INPUTS
+  assert [*cases] == [*_BAD_INPUTS, 'flags']
+  assert set(_BAD_INPUTS) >= _BY_DEFAULT
+  return directory, cases
+
+
+@pytest.mark.parametrize(
+  'name', [pytest.param(name, marks=() if name in _BY_DEFAULT else pytest.mark.slow) for name in _BAD_INPUTS]
+)
+def test_bad_input_is_one_clear_line(bad_inputs, name):
+  directory, cases = bad_inputs
+  (common, _), (arguments, parts) = cases['flags'], cases[name]
   kept = directory / 'kept.json'
   kept.write_text('old')
-
-  def run(name):
-    arguments, parts = cases[name]
-    return run_command(*common, '--max_new_tokens=4', f'--output={kept}', *arguments), parts
-
-  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-    ran = dict(zip(cases, pool.map(run, cases)))
-  assert kept.read_text() == 'old'
-  assert not list(directory.glob('*.unfinished'))
-  return ran
-
-
-@pytest.mark.parametrize('name', _BAD_INPUTS)
-def test_bad_input_is_one_clear_line(refusals, name):
-  ran, parts = refusals[name]
+  ran = run_command(*common, '--max_new_tokens=4', f'--output={kept}', *arguments)
   assert ran.returncode == 1
   assert ran.stdout == ''
   (line,) = ran.stderr.splitlines()
   assert line.startswith('error: ')
   for part in parts:
     assert part in line
+  assert kept.read_text() == 'old'
+  assert not list(directory.glob('*.unfinished'))
