@@ -314,7 +314,7 @@ def test_transformer_rows_do_not_depend_on_their_batch(target, draft, method):
 
 
 @pytest.mark.usefixtures('quickly')
-@pytest.mark.parametrize('method', list(VERSIONS))
+@pytest.mark.parametrize('method', _slow_but(KINDS))
 def test_one_key_is_folded_with_the_row(tables, method):
   key = jax.random.key(11)
   folded = jnp.stack([jax.random.fold_in(key, row) for row in range(4)])

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax import METHODS, SamplingParams, TokenTree, generate, with_children, with_gumbel
+from spectr_jax import METHODS, TokenTree, generate, with_children, with_gumbel
 from spectr_jax.couplings import KSeq, Race, Selected
 from spectr_jax.models import table, transformer
-from spectr_jax.sampling import logits_to_probs
 from spectr_jax.testing import (
   CONTROLS,
   chi_square,
@@ -19,6 +18,7 @@ from spectr_jax.testing import (
   enumeration_error,
   expected_acceptance,
   joint_law,
+  ordinary_law,
   random_tables,
   sample_counts,
 )
@@ -299,22 +299,6 @@ def _tiny_transformer(seed, width):
   return transformer.transformer_model(params, config)
 
 
-def _joint_law(model, prompt, num_tokens):
-  """The law of ordinary sampling, from uncached forwards of every context."""
-  law = np.ones(1)
-  for length in range(num_tokens):
-    contexts = np.array(list(itertools.product(range(_VOCAB), repeat=length)))
-    tokens = jnp.asarray(np.concatenate([np.tile(prompt, (len(contexts), 1)), contexts], axis=1), jnp.int32)
-    size = tokens.shape[1]
-    cache = model.init_cache_fn(len(tokens), 1)
-    output = model.apply(
-      tokens, jnp.broadcast_to(jnp.arange(size), tokens.shape), jnp.tril(jnp.ones((size, size), bool)), cache
-    )
-    probs = logits_to_probs(output.logits[:, -1:], SamplingParams.make(len(tokens), **_SAMPLING))[:, 0]
-    law = (law[:, None] * np.asarray(probs)).reshape(-1)
-  return law
-
-
 @pytest.mark.parametrize(('name', 'tree'), _only(('spectr',), _SAMPLED[1:]))
 def test_engine_against_ordinary_sampling(name, tree):
   """Cache, tree attention, rollback, a ragged batch, temperature, top-k and top-p on transformers."""
@@ -340,7 +324,8 @@ def test_engine_against_ordinary_sampling(name, tree):
   weights = _VOCAB ** np.arange(num_tokens)[::-1]
   for index, prompt in enumerate(_PROMPTS):
     counts = np.bincount(tokens[:, index] @ weights, minlength=_VOCAB**num_tokens)
-    result = chi_square(counts, _joint_law(target, prompt, num_tokens))
+    # By uncached forwards of every context.
+    result = chi_square(counts, ordinary_law(target, prompt, num_tokens, **_SAMPLING).reshape(-1))
     assert result.p_value > 1e-3, (prompt, result)
 
 
