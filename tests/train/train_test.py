@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import pretrained_pair, stdlib_pair
+from configs import family, lm1b, pretrained_pair, public_text, stdlib_pair
 from spectr_jax import load_model
 from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params
 from train import checkpoint as checkpoint_module
@@ -405,3 +405,17 @@ def test_dropout_leaves_out_what_blocks_add(network, tokenizer):
   x = embedding[rows] * embedding.shape[1] ** 0.5
   x = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 1e-6)
   np.testing.assert_allclose(everything, x @ embedding.T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('file', [lm1b, public_text])
+def test_the_family_has_the_sizes_it_says(file):
+  counts = {'2m': 2_491_128, '6m': 6_102_864, '20m': 21_167_136, '97m': 97_337_088}
+  assert set(counts) == set(family.SIZES)
+  for size, count in counts.items():
+    config = file.get_config(size)
+    assert check_config(config).num_params > 0
+    config.vocab_size = 32000
+    assert check_config(config).num_params == count
+    assert f'{count:,}' in pathlib.Path(family.__file__).read_text()
+  with pytest.raises(ValueError, match="size must be one of 2m, 6m, 20m, 97m, got 'large'"):
+    file.get_config('large')
