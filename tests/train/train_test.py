@@ -14,11 +14,12 @@ import pytest
 from configs import family, lm1b, pretrained_pair, public_text, stdlib_pair
 from spectr_jax import load_model
 from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params
+from spectr_jax.sharding import make_mesh
 from train import checkpoint as checkpoint_module
 from train import train as train_module
 from train.held_out import evaluate
 from train.input_pipeline import PackedText, encode_documents
-from train.step import make_optimizer, make_train_step, packed_logits, token_losses
+from train.step import init_state, make_optimizer, make_train_step, packed_logits, token_losses
 from train.train import check_config
 
 SIZES = dict(embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
@@ -419,3 +420,16 @@ def test_the_family_has_the_sizes_it_says(file):
     assert f'{count:,}' in pathlib.Path(family.__file__).read_text()
   with pytest.raises(ValueError, match="size must be one of 2m, 6m, 20m, 97m, got 'large'"):
     file.get_config('large')
+
+
+def test_dropout_differs_between_steps_and_seeds(config, tokenizer):
+  model_config, optimizer, mesh = check_config(config), make_optimizer(config), make_mesh({})
+  rows = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (1, 4, 25)), jnp.int32)
+
+  def loss(at, seed):
+    state = {**init_state(0, optimizer, model_config), 'step': jnp.asarray(at, jnp.int32)}
+    step = make_train_step(optimizer, model_config, tokenizer.bos_id, mesh, dropout=0.5, seed=seed)
+    return float(step(state, rows, None)[1])
+
+  assert loss(3, 0) == loss(3, 0)
+  assert len({loss(3, 0), loss(4, 0), loss(3, 1)}) == 3
