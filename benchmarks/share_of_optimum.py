@@ -66,7 +66,7 @@ def measure(
   """A record per temperature, number of candidates and rule."""
   target, tokenizer = spectr_jax.load_model(options.target)
   draft, _ = spectr_jax.load_model(options.draft)
-  prompts = options.read_prompts()
+  prompts = options.read_prompts()[: options.num_prompts]
   num_new = options.max_new_tokens
   tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=num_new, max_length=target.max_length)
   keys = row_keys(options.seed, prompts)

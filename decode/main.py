@@ -48,6 +48,7 @@ _OPTIONS = (
     'share_of_optimum',
     'Compare acceptance with the most that token-level verification of the same candidates could reach; takes time.',
   ),
+  _define(flags.DEFINE_bool, 'breakdown', 'Time the parts of a round: draft, target, verification, and the rest.'),
   _define(flags.DEFINE_float, 'temperature', 'Sampling temperature; 0 decodes greedily.'),
   _define(flags.DEFINE_integer, 'top_k', 'Sample from the k likeliest tokens; 0 for all.'),
   _define(flags.DEFINE_float, 'top_p', 'Sample from the fewest likeliest tokens of this mass.'),
@@ -55,9 +56,11 @@ _OPTIONS = (
   _define(
     flags.DEFINE_string,
     'prompts',
-    'File of texts to continue: .jsonl with a "prompt" field, else a text per line. Default: the shipped prompts.',
+    'File of texts to continue: .jsonl with a "prompt" field, else a text per line; .json, .tsv and .gz are read too.'
+    ' Default: the shipped prompts.',
   ),
   _define(flags.DEFINE_integer, 'num_prompts', 'Prompts to take from the beginning of the file, at most.'),
+  _define(flags.DEFINE_bool, 'skip_long', 'Leave out prompts that are too long instead of refusing them.'),
   _define(flags.DEFINE_integer, 'batch_size', 'Prompts decoded together, at most.'),
   _define(flags.DEFINE_integer, 'max_new_tokens', 'New tokens per prompt, at most.'),
   _define(flags.DEFINE_integer, 'num_seeds', 'Runs of every setting, each with its own seed.'),

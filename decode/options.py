@@ -36,10 +36,12 @@ class DecodeOptions:
     epsilon: Over-acceptance of the methods that have one, or None for their own.
     gumbel: Whether methods that draft nothing sample by Gumbel-max with keys per position, as `ersd` does.
     share_of_optimum: Whether to compare acceptance with the most that any token-level verification could reach.
+    breakdown: Whether to time the parts of a round one by one.
     temperature, top_k, top_p: The law to sample from.
     prompt: One text to continue, or None.
     prompts: File of prompts, or None for the shipped ones; see `read_prompts`.
     num_prompts: How many of the file's prompts, from its beginning, at most.
+    skip_long: Whether to leave out prompts that are too long instead of refusing them.
     batch_size: Prompts decoded together, at most.
     max_new_tokens: Limit of each continuation.
     num_seeds, seed: Seeds `seed` to `seed + num_seeds - 1` are run.
@@ -60,12 +62,14 @@ class DecodeOptions:
   epsilon: float | None = None
   gumbel: bool = False
   share_of_optimum: bool = False
+  breakdown: bool = False
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
   prompt: str | None = None
   prompts: str | None = None
   num_prompts: int = 32
+  skip_long: bool = False
   batch_size: int = 1
   max_new_tokens: int = 64
   num_seeds: int = 1
@@ -122,8 +126,8 @@ class DecodeOptions:
     return range(self.seed, self.seed + self.num_seeds)
 
   def read_prompts(self) -> list[Prompt]:
-    """The prompts to continue."""
+    """All prompts of the file, or the one text."""
     if self.prompt is not None:
       return [Prompt(self.prompt)]
     path = PRETRAINED / 'prompts.jsonl' if self.prompts is None else self.prompts
-    return read_prompts(path)[: self.num_prompts]
+    return read_prompts(path)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
+import math
+import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from etils import epath
 
 from spectr_jax import Tokenizer
 
-_JSONL_SUFFIXES = ('.jsonl', '.json')
+# Of JSON objects: the first of these that is there is the prompt. Those of the usual prompt sets.
+_FIELDS = ('prompt', 'question', 'instruction', 'turns')
+_WANTED = 'expected a JSON object with a text in "prompt"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,33 +45,55 @@ class Prompt:
       raise ValueError(f'{self.origin}: the prompt is not valid Unicode: {error.reason}') from error
 
 
-def _parse_json_line(line: str, index: int, origin: str) -> Prompt:
-  wanted = 'expected a JSON object with a text in "prompt"'
-  try:
-    entry = json.loads(line)
-  except (json.JSONDecodeError, RecursionError) as error:
-    raise ValueError(f'{origin}: not JSON ({error}); {wanted}') from error
-  if not isinstance(entry, dict) or 'prompt' not in entry:
-    raise ValueError(f'{origin}: no "prompt"; {wanted}')
-  if not isinstance(entry['prompt'], str):
-    raise ValueError(f'{origin}: "prompt" is {json.dumps(entry["prompt"])[:40]}; {wanted}')
+def _parse_entry(entry, index: int, origin: str) -> Prompt:
+  field = next((name for name in _FIELDS if name in entry), None) if isinstance(entry, dict) else None
+  if field is None:
+    raise ValueError(f'{origin}: no "prompt"; {_WANTED} (or one of {", ".join(_FIELDS[1:])})')
+  text = entry[field]
+  if field == 'turns' and isinstance(text, list) and text:
+    text = text[0]
+  if not isinstance(text, str):
+    raise ValueError(f'{origin}: "{field}" is {json.dumps(text)[:40]}; {_WANTED}')
+  if field == 'instruction' and isinstance(entry.get('input'), str) and entry['input']:
+    text = f'{text}\n{entry["input"]}'
   prompt_id = entry.get('id', index)
   if not isinstance(prompt_id, int | str):
     raise ValueError(f'{origin}: "id" is {json.dumps(prompt_id)[:40]}; expected a number or a text')
-  return Prompt(entry['prompt'], index, prompt_id, origin)
+  return Prompt(text, index, prompt_id, origin)
+
+
+def _parse_json(text: str, origin: str) -> Any:
+  try:
+    return json.loads(text)
+  except (json.JSONDecodeError, RecursionError) as error:
+    raise ValueError(f'{origin}: not JSON ({error}); {_WANTED}') from error
+
+
+def _read_bytes(path: epath.Path) -> bytes:
+  try:
+    data = path.read_bytes()
+  except OSError as error:
+    raise ValueError(f'cannot read prompts from {path}: {error.strerror or error}') from error
+  if path.suffix != '.gz':
+    return data
+  try:
+    return gzip.decompress(data)
+  except (OSError, EOFError, zlib.error) as error:
+    raise ValueError(f'cannot read prompts from {path}: {error}') from error
 
 
 def read_prompts(path: epath.PathLike) -> list[Prompt]:
-  """Prompts of a file: JSONL with a `prompt` field if it ends in .jsonl or .json, else text with a prompt per line.
+  """Prompts of a file: what its name ends in says how, maybe followed by `.gz`.
+
+  `.jsonl` holds a JSON object per line, `.json` the same or one array of objects; the text is under `prompt`, else
+  `question`, `instruction` (with `input` in a line of its own) or `turns` (the first). `.tsv` has it in the first
+  column. Any other file has one per line.
 
   Raises:
     ValueError: The file cannot be read, is not UTF-8, or a line of it is no prompt; the message names the line.
   """
   path = epath.Path(path)
-  try:
-    data = path.read_bytes()
-  except OSError as error:
-    raise ValueError(f'cannot read prompts from {path}: {error.strerror or error}') from error
+  data = _read_bytes(path)
   try:
     text = data.decode('utf-8-sig')
   except UnicodeDecodeError as error:
@@ -73,13 +101,60 @@ def read_prompts(path: epath.PathLike) -> list[Prompt]:
     raise ValueError(f'{path}, line {line}: not UTF-8 ({error.reason})') from error
   if not text:
     raise ValueError(f'{path} holds no prompts')
+  kind = epath.Path(path.name.removesuffix('.gz')).suffix
+  if kind == '.json' and text.lstrip().startswith('['):
+    entries = _parse_json(text, str(path))
+    if not entries:
+      raise ValueError(f'{path} holds no prompts')
+    return [_parse_entry(entry, index, f'{path}, entry {index + 1}') for index, entry in enumerate(entries)]
   prompts = []
   for index, line in enumerate(text.removesuffix('\n').split('\n')):
     origin = f'{path}, line {index + 1}'
     line = line.removesuffix('\r')
-    is_json = path.suffix in _JSONL_SUFFIXES and line.strip()
-    prompts.append(_parse_json_line(line, index, origin) if is_json else Prompt(line, index, index, origin))
+    if kind in ('.jsonl', '.json') and line.strip():
+      prompts.append(_parse_entry(_parse_json(line, origin), index, origin))
+    else:
+      prompts.append(Prompt(line.split('\t')[0] if kind == '.tsv' else line, index, index, origin))
   return prompts
+
+
+def _encode(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
+  return [[tokenizer.bos_id, *ids] for ids in tokenizer.encode_batch([prompt.text for prompt in prompts])]
+
+
+def longest_prompt(max_new_tokens: int, max_length: int | None) -> float:
+  """How many tokens a prompt may have, bos included.
+
+  Args:
+    max_new_tokens: Tokens to leave room for.
+    max_length: Longest prompt plus continuation, or None for no limit.
+
+  Raises:
+    ValueError: There is no room for any.
+  """
+  if max_length is None:
+    return math.inf
+  if max_length - max_new_tokens < 2:
+    raise ValueError(
+      f'max_new_tokens {max_new_tokens} leaves no room for a prompt: the models allow {max_length} tokens, prompt'
+      f' included; at most {max_length - 2} can be new'
+    )
+  return max_length - max_new_tokens
+
+
+def without_long(
+  prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_new_tokens: int, max_length: int | None
+) -> list[Prompt]:
+  """The prompts that leave room for `max_new_tokens`; see `encode_prompts`.
+
+  Raises:
+    ValueError: None does.
+  """
+  limit = longest_prompt(max_new_tokens, max_length)
+  kept = [prompt for prompt, row in zip(prompts, _encode(prompts, tokenizer)) if len(row) <= limit]
+  if not kept:
+    raise ValueError(f'all {len(prompts)} prompts are too long; at most {limit} tokens are allowed')
+  return kept
 
 
 def encode_prompts(
@@ -100,20 +175,14 @@ def encode_prompts(
   Raises:
     ValueError: A prompt is too long; the message names it.
   """
-  rows = [[tokenizer.bos_id, *ids] for ids in tokenizer.encode_batch([prompt.text for prompt in prompts])]
-  if max_length is not None:
-    limit = max_length - max_new_tokens
-    if limit < 2:
+  limit = longest_prompt(max_new_tokens, max_length)
+  rows = _encode(prompts, tokenizer)
+  for prompt, row in zip(prompts, rows):
+    if len(row) > limit:
       raise ValueError(
-        f'max_new_tokens {max_new_tokens} leaves no room for a prompt: the models allow {max_length} tokens, prompt'
-        f' included; at most {max_length - 2} can be new'
+        f'{prompt.origin}: the prompt is too long, {len(row)} tokens; at most {limit} are allowed: the models take'
+        f' {max_length}, of which max_new_tokens are {max_new_tokens}'
       )
-    for prompt, row in zip(prompts, rows):
-      if len(row) > limit:
-        raise ValueError(
-          f'{prompt.origin}: the prompt is too long, {len(row)} tokens; at most {limit} are allowed: the models take'
-          f' {max_length}, of which max_new_tokens are {max_new_tokens}'
-        )
   lengths = np.array([len(row) for row in rows], np.int32)
   size = -(-int(lengths.max()) // multiple) * multiple
   tokens = np.full((len(rows), size), tokenizer.pad_id, np.int32)

@@ -108,11 +108,11 @@ class OutputFiles:
     except Exception as error:  # remote file systems raise their own types
       raise ValueError(f'{flag}: cannot write {path}: {getattr(error, "strerror", None) or error}') from error
 
-  def write(self, **contents: str) -> None:
-    """Writes the text of each flag that was given a path."""
-    contents = {flag: text for flag, text in contents.items() if flag in self.paths}
-    for flag, text in contents.items():
-      self._unfinished(flag).write_text(text, encoding='utf-8')
+  def write(self, **contents: str | bytes) -> None:
+    """Writes the text, or the bytes, of each flag that was given a path."""
+    contents = {flag: content for flag, content in contents.items() if flag in self.paths}
+    for flag, content in contents.items():
+      self._unfinished(flag).write_bytes(content.encode() if isinstance(content, str) else content)
     for flag in contents:
       self._unfinished(flag).replace(self.paths[flag])
 
@@ -146,6 +146,8 @@ def _result(summary: Summary, run: DecodeRun, seed: int) -> dict:
     'acceptance_by_position': summary.acceptance_by_position,
     'tokens_per_second': summary.tokens_per_second,
     'speedup': summary.speedup,
+    'speedup_ci95': None if summary.speedup_interval is None else list(summary.speedup_interval),
+    'seconds_per_round': summary.seconds_per_round or None,
     'share_of_optimum': summary.share_of_optimum,
     'share_of_optimum_ci95': None if summary.share_interval is None else list(summary.share_interval),
   }
@@ -154,7 +156,8 @@ def _result(summary: Summary, run: DecodeRun, seed: int) -> dict:
 def to_json(run: DecodeRun) -> str:
   """The run and one result per setting and seed.
 
-  `block_efficiency_ci95` is null for a single prompt, `speedup` where autoregressive decoding was not run;
+  `block_efficiency_ci95` is null for a single prompt, `speedup` where autoregressive decoding was not run, its interval
+  (over batches) for a single batch, `seconds_per_round` unless asked for;
   `acceptance_by_position[d]` is the share of rounds that kept at least d + 1 drafted tokens; `share_of_optimum` is null
   unless asked for; `epsilon` where methods have their own. `acceptance` holds the rates that `optimal` trees
   were chosen from, by method.
@@ -262,6 +265,20 @@ def explain_slow(run: DecodeRun) -> list[str]:
   return lines
 
 
+def explain_parts(run: DecodeRun) -> list[str]:
+  """A line for each setting whose parts were timed."""
+  lines = []
+  for setting in run.settings:
+    parts = run.summarize(setting).seconds_per_round
+    if parts:
+      each = ', '.join(f'{part} {1e3 * seconds:.2f}' for part, seconds in parts.items() if part != 'round')
+      lines.append(
+        f'{setting}: a round takes {1e3 * parts["round"]:.2f} ms, of which {each}; parts are timed as programs of their'
+        ' own, the rest is what is left.'
+      )
+  return lines
+
+
 def _printable(text: str) -> str:
   """`text` without control characters, which could steer a terminal; line breaks stay."""
   return ''.join(c if c == '\n' or unicodedata.category(c) not in ('Cc', 'Cf') else '\ufffd' for c in text)
@@ -320,9 +337,12 @@ def _headline(run: DecodeRun) -> str:
     filters.append(f'top-p {options.top_p:g}')
   device = run.info['device']
   batch_size = min(options.batch_size, len(run.prompts))
+  num_long = run.info['num_long_prompts']
+  left_out = f' ({num_long} of the file are too long and left out)' if num_long else ''
   return (
-    f'{names}\n{len(run.prompts)} prompts in batches of {batch_size}, up to {options.max_new_tokens} new tokens,'
-    f' {", ".join(filters)}, {options.num_seeds} seed{"s" * (options.num_seeds > 1)} from {options.seed};'
+    f'{names}\n{len(run.prompts)} prompts{left_out} in batches of {batch_size},'
+    f' up to {options.max_new_tokens} new tokens, {", ".join(filters)},'
+    f' {options.num_seeds} seed{"s" * (options.num_seeds > 1)} from {options.seed};'
     f' {device["kind"]}, {device["num_cpus"]} CPU cores'
   )
 
@@ -336,6 +356,6 @@ def print_report(run: DecodeRun, console: Console | None = None) -> None:
     console.width = 1000  # the lines of a file have no window to fit into
   console.print(make_table(run))
   console.print()
-  for line in explain_bias(run) + explain_slow(run):
+  for line in explain_bias(run) + explain_slow(run) + explain_parts(run):
     console.print(line + '\n', **print_options)
   console.print(make_sample(run, is_colored=console.color_system is not None), **print_options)

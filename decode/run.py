@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import platform
 import time
@@ -17,7 +16,7 @@ import jaxlib
 import numpy as np
 
 import spectr_jax
-from decode import metrics
+from decode import latency, metrics
 from decode.calibrate import (
   Acceptance,
   choose_tree,
@@ -27,7 +26,7 @@ from decode.calibrate import (
   read_acceptance,
 )
 from decode.options import ROOT, DecodeOptions
-from decode.prompts import Prompt, encode_prompts
+from decode.prompts import Prompt, encode_prompts, without_long
 from decode.settings import Setting, expand
 from spectr_jax import Generation, Model, Statistics, Tokenizer, TokenTree
 
@@ -45,7 +44,7 @@ class Measurement:
     lengths: int32 `[P]`, tokens emitted.
     calls: int32 `[P]`, target calls.
     accepted_by_depth: int32 `[P, L]`.
-    seconds: Wall time of all batches, prefill included and compilation not.
+    batch_seconds: `[number of batches]`, wall time of each, prefill included and compilation not.
     rounds: Rounds the device ran: a batch runs until its last row is done.
     statistics: Of each prompt, or None if not asked for.
   """
@@ -57,9 +56,13 @@ class Measurement:
   lengths: np.ndarray
   calls: np.ndarray
   accepted_by_depth: np.ndarray
-  seconds: float
+  batch_seconds: np.ndarray
   rounds: int
   statistics: Statistics | None = None
+
+  @property
+  def seconds(self) -> float:
+    return float(self.batch_seconds.sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +77,14 @@ class Summary:
     acceptance_by_position: `[L]`, the share of rounds that kept at least d + 1 drafted tokens.
     tokens_per_second: Compilation excluded.
     speedup: Tokens per second over those of autoregressive decoding, None if that was not run.
+    speedup_interval: Its 95% interval over batches, None for a single batch.
     round_cost: Time of a round over that of an autoregressive step, None if that was not run.
     tokens_per_round: Tokens per round and row, rows that wait for the rest of their batch counted.
     share_of_optimum: Accepted tokens over the most that token-level verification could accept at the positions visited,
       on average; None if not asked for, or for methods without several i.i.d. candidates.
     share_interval: Its 95% interval over prompts.
+    seconds_per_round: Of the whole `round`, its share of the prefill included, its parts `draft`, `target` and
+      `verification`, and the `rest`, which may be below zero since parts are timed alone; empty if not asked for.
   """
 
   setting: Setting
@@ -89,10 +95,12 @@ class Summary:
   acceptance_by_position: list[float]
   tokens_per_second: float
   speedup: float | None
+  speedup_interval: tuple[float, float] | None
   round_cost: float | None
   tokens_per_round: float
   share_of_optimum: float | None = None
   share_interval: tuple[float, float] | None = None
+  seconds_per_round: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +116,7 @@ class DecodeRun:
     measurements: One per setting and seed.
     acceptance: The rates by method that `optimal` trees were chosen from.
     node_costs: Time of a target call on so many tokens over that on one; for settings slower than autoregressive.
+    part_seconds: Time of a round's parts by setting, see `decode.latency.time_parts`; if asked for.
   """
 
   options: DecodeOptions
@@ -118,6 +127,7 @@ class DecodeRun:
   measurements: list[Measurement]
   acceptance: dict[str, Acceptance] = dataclasses.field(default_factory=dict)
   node_costs: dict[int, float] = dataclasses.field(default_factory=dict)
+  part_seconds: dict[Setting, dict[str, float]] = dataclasses.field(default_factory=dict)
 
   def summarize(self, setting: Setting, seeds=None) -> Summary:
     """The numbers of one setting over `seeds`, by default all that were run."""
@@ -129,6 +139,10 @@ class DecodeRun:
     def speed(group):
       return sum(int(found.lengths.sum()) for found in group) / sum(found.seconds for found in group)
 
+    def batch_speeds(group):
+      starts = range(0, len(self.prompts), self.options.batch_size)
+      return np.add.reduceat(sum(found.lengths for found in group), starts), sum(found.batch_seconds for found in group)
+
     def round_time(group):
       return sum(found.seconds for found in group) / sum(found.rounds for found in group)
 
@@ -136,8 +150,15 @@ class DecodeRun:
     baseline = select(lambda other: other.method.max_drafts == 0)
     # Continuations of one prompt under several seeds are one unit of the sample.
     tokens, calls = sum(found.lengths for found in own), sum(found.calls for found in own)
+    parts = self.part_seconds.get(setting, {})
+    if parts:
+      whole = round_time(own)
+      parts = {'round': whole} | parts | {'rest': whole - sum(parts.values())}
     num_batches = -(-len(self.prompts) // self.options.batch_size)
     rows_per_batch = len(self.prompts) / num_batches
+    speedup_interval = None
+    if baseline and num_batches > 1:
+      speedup_interval = metrics.compare(batch_speeds(own), batch_speeds(baseline))[1:]
     share, share_interval = None, None
     is_compared = setting.method.max_drafts is None and has_independent_children(setting.method)
     if self.options.share_of_optimum and is_compared:
@@ -154,10 +175,12 @@ class DecodeRun:
       acceptance_by_position=metrics.acceptance_by_position(sum(found.accepted_by_depth for found in own), calls),
       tokens_per_second=speed(own),
       speedup=speed(own) / speed(baseline) if baseline else None,
+      speedup_interval=speedup_interval,
       round_cost=round_time(own) / round_time(baseline) if baseline else None,
       tokens_per_round=int(tokens.sum()) / (sum(found.rounds for found in own) * rows_per_batch),
       share_of_optimum=share,
       share_interval=share_interval,
+      seconds_per_round=parts,
     )
 
 
@@ -166,7 +189,7 @@ def _portable(path: str) -> str:
   return path.removeprefix(f'{ROOT}/')
 
 
-def _load_models(options: DecodeOptions) -> tuple[Model, Model | None, Tokenizer, dict[str, Any]]:
+def load_models(options: DecodeOptions) -> tuple[Model, Model | None, Tokenizer, dict[str, Any]]:
   """Target, draft (None if no method drafts), their tokenizer and a description of both."""
   info, models, tokenizers = {}, {}, {}
   for role in ('target', 'draft'):
@@ -189,7 +212,7 @@ def _load_models(options: DecodeOptions) -> tuple[Model, Model | None, Tokenizer
   return models['target'], models.get('draft'), tokenizers['target'], info
 
 
-def _describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
+def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
   device = jax.devices()[0]
   return {
     'flags': dataclasses.asdict(options) | {'target': _portable(options.target), 'draft': _portable(options.draft)},
@@ -213,26 +236,13 @@ def row_keys(seed: int, prompts: list[Prompt]) -> jax.Array:
 
 
 def _measure_node_costs(
-  target: Model, trees: list[TokenTree], *, batch_size: int, max_length: int, repeats: int = 15
+  target: Model, trees: list[TokenTree], *, batch_size: int, max_length: int, num_runs: int = 15
 ) -> dict[int, float]:
-  """Time of a target call on each tree, root included, over one on a single token; medians, taken in turns."""
-  forward = jax.jit(lambda target, *args: target.apply(*args).logits)
-  cache = target.init_cache_fn(batch_size, max_length)
-  calls = {}
-  for tree in (TokenTree(), *trees):
-    positions = jnp.broadcast_to(jnp.asarray(tree.depths), (batch_size, tree.num_nodes + 1))
-    arguments = target, jnp.zeros_like(positions), positions, jnp.asarray(tree.ancestors), cache
-    calls[tree.num_nodes + 1] = functools.partial(forward, *arguments)
-  times = {size: [] for size in calls}
-  for call in calls.values():
-    jax.block_until_ready(call())
-  for _ in range(repeats):
-    for size, call in calls.items():
-      start = time.perf_counter()
-      jax.block_until_ready(call())
-      times[size].append(time.perf_counter() - start)
-  one = float(np.median(times[1]))
-  return {size: float(np.median(found)) / one for size, found in times.items()}
+  """Median time of a target call on each tree, root included, over one on a single token."""
+  shapes = {tree.num_nodes + 1: (tree, batch_size) for tree in (TokenTree(), *trees)}
+  times = latency.time_in_turns(latency.forward_calls(target, shapes, max_length=max_length), num_runs)
+  medians = {size: float(np.median(found)) for size, found in times.items()}
+  return {size: median / medians[1] for size, median in medians.items()}
 
 
 def _choose_trees(options: DecodeOptions, given, settings, prompts, batches, generate, notify):
@@ -291,15 +301,13 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
   notify = notify or (lambda what, done, total: None)
   settings = expand(options)
   given = None if options.acceptance is None else read_acceptance(options.acceptance)
-  prompts = options.read_prompts()
-  target, draft, tokenizer, models = _load_models(options)
-  used = [model for model in (target, draft) if model is not None and model.max_length is not None]
-  tokens, lengths = encode_prompts(
-    prompts,
-    tokenizer,
-    max_new_tokens=options.max_new_tokens,
-    max_length=min((model.max_length for model in used), default=None),
-  )
+  every_prompt = options.read_prompts()
+  target, draft, tokenizer, models = load_models(options)
+  limits = [model.max_length for model in (target, draft) if model is not None and model.max_length is not None]
+  room = {'max_new_tokens': options.max_new_tokens, 'max_length': min(limits, default=None)}
+  fitting = without_long(every_prompt, tokenizer, **room) if options.skip_long else every_prompt
+  prompts = fitting[: options.num_prompts]
+  tokens, lengths = encode_prompts(prompts, tokenizer, **room)
   batch_size = min(options.batch_size, len(prompts))
   # The last batch is filled up with copies of the last row, which take no round more than the row itself.
   batches = [
@@ -325,20 +333,23 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
 
   settings, acceptance = _choose_trees(options, given, settings, prompts, batches, generate, notify)
   done, total = 0, len(settings) * options.num_seeds * len(batches)
-  measurements = []
+  measurements, part_seconds = [], {}
   for setting in settings:
     notify(f'{setting}: compiling', done, total)
     # One round compiles what `generate` runs.
     state = generate(setting, row_keys(options.seed, prompts), batches[0], function=spectr_jax.init_decode)
-    jax.block_until_ready(spectr_jax.decode_rounds(state, 1).result)
+    state = jax.block_until_ready(spectr_jax.decode_rounds(state, 1))
+    if options.breakdown and setting.tree.num_nodes:
+      notify(f'{setting}: timing its parts', done, total)
+      part_seconds[setting] = latency.time_parts(state)
     for seed in options.seeds:
       keys = row_keys(seed, prompts)
-      generations, seconds = [], 0.0
+      generations, batch_seconds = [], []
       for rows in batches:
         notify(f'{setting}, seed {seed}', done, total)
         start = time.perf_counter()
         generation = jax.block_until_ready(generate(setting, keys, rows))
-        seconds += time.perf_counter() - start
+        batch_seconds.append(time.perf_counter() - start)
         generations.append(jax.device_get(generation))
         done += 1
       rounds = sum(int(generation.num_target_calls.max()) for generation in generations)
@@ -352,12 +363,13 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
           lengths=every.lengths,
           calls=every.num_target_calls,
           accepted_by_depth=every.accepted_by_depth,
-          seconds=seconds,
+          batch_seconds=np.array(batch_seconds),
           rounds=rounds,
           statistics=every.statistics,
         )
       )
-  run = DecodeRun(options, _describe(options, models), prompts, tokenizer, settings, measurements, acceptance)
+  info = describe(options, models) | {'num_long_prompts': len(every_prompt) - len(fitting)}
+  run = DecodeRun(options, info, prompts, tokenizer, settings, measurements, acceptance, part_seconds=part_seconds)
   slow = [setting for setting in settings if setting.tree.num_nodes and (run.summarize(setting).speedup or 1) < 1]
   if slow:
     notify("measuring the target's cost of a call", done, total)

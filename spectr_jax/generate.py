@@ -13,11 +13,12 @@ import numpy as np
 from spectr_jax import request
 from spectr_jax.draft import Drafter, ModelDrafter
 from spectr_jax.methods import Method, get_method
-from spectr_jax.model import Model
+from spectr_jax.model import Model, ModelOutput
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.statistics import Statistics, round_statistics
 from spectr_jax.tree import TokenTree
+from spectr_jax.verify import Verdict
 
 ORIGIN_DRAFT, ORIGIN_CORRECTION, ORIGIN_BONUS = range(3)
 _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
@@ -196,13 +197,6 @@ def _first_state(
   )
 
 
-def _propose(state: DecodeState, keys: jax.Array) -> Proposal:
-  if state.drafter is None:
-    batch_size, vocab_size = state.keys.shape[0], state.target.vocab_size
-    return Proposal(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros((batch_size, 0, vocab_size)))
-  return state.drafter.propose(keys, state.draft_state, state.tree, state.sampling, state.method.proposal_rule)
-
-
 def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation, jax.Array]:
   """Adds a round's tokens to the result, up to EOS or the limit, and says which rows are done."""
   result, tree = state.result, state.tree
@@ -243,7 +237,7 @@ def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation
   return result, is_done
 
 
-def _noise_keys(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+def noise_keys(state: DecodeState) -> tuple[jax.Array, jax.Array]:
   """Keys `[B, L + 1]` for drafting and for verification, one per depth of the tree."""
   depths = jnp.arange(state.tree.max_depth + 1)
 
@@ -268,25 +262,44 @@ def _noise_keys(state: DecodeState) -> tuple[jax.Array, jax.Array]:
   )
 
 
-def _round(state: DecodeState) -> DecodeState:
-  """One target call: draft, score, verify, commit. Rows that are done stay as they are."""
-  tree, method = state.tree, state.method
-  draft_keys, verify_keys = _noise_keys(state)
-  proposal = _propose(state, draft_keys)
-  output = state.target.apply(
-    jnp.concatenate([state.last_token[:, None], jnp.maximum(proposal.tokens, 0)], axis=1),
-    state.root_position[:, None] + jnp.asarray(tree.depths),
-    jnp.asarray(tree.ancestors),
+# The parts of a round, one after another; `decode.latency` times them one by one.
+
+
+def propose(state: DecodeState, keys: jax.Array) -> Proposal:
+  """The drafter's guesses; none without one."""
+  if state.drafter is None:
+    batch_size, vocab_size = state.keys.shape[0], state.target.vocab_size
+    return Proposal(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros((batch_size, 0, vocab_size)))
+  return state.drafter.propose(keys, state.draft_state, state.tree, state.sampling, state.method.proposal_rule)
+
+
+def score(state: DecodeState, tokens: jax.Array) -> ModelOutput:
+  """The target's call on the last token and the guesses `[B, N]`."""
+  return state.target.apply(
+    jnp.concatenate([state.last_token[:, None], jnp.maximum(tokens, 0)], axis=1),
+    state.root_position[:, None] + jnp.asarray(state.tree.depths),
+    jnp.asarray(state.tree.ancestors),
     state.target_cache,
   )
-  target_probs = logits_to_probs(output.logits, state.sampling)
-  rows = dataclasses.replace(proposal, state=None)
-  verdict = jax.vmap(lambda key, row, target, own: method.verifier.verify(key, tree, row, target, own))(
-    verify_keys, rows, target_probs, state.verifier_state
+
+
+def judge(state: DecodeState, keys: jax.Array, rows: Proposal, logits: jax.Array) -> tuple[jax.Array, Verdict]:
+  """The target's laws `[B, N + 1, V]`, and what the method keeps of the guesses."""
+  target_probs = logits_to_probs(logits, state.sampling)
+  verdict = jax.vmap(lambda key, row, target, own: state.method.verifier.verify(key, state.tree, row, target, own))(
+    keys, rows, target_probs, state.verifier_state
   )
+  return target_probs, verdict
+
+
+def commit(
+  state: DecodeState, proposal: Proposal, output: ModelOutput, target_probs: jax.Array, verdict: Verdict
+) -> DecodeState:
+  """The state after the round: what was kept is recorded and moved to its place in the caches."""
   result, is_done = _record(state, proposal, verdict)
   if result.statistics is not None:
-    visited = jax.vmap(functools.partial(round_statistics, tree))(rows, target_probs, verdict)
+    rows = dataclasses.replace(proposal, state=None)
+    visited = jax.vmap(functools.partial(round_statistics, state.tree))(rows, target_probs, verdict)
     visited = jax.tree.map(lambda x: jax.vmap(jnp.multiply)(x, ~state.is_done), visited)
     result = dataclasses.replace(result, statistics=result.statistics + visited)
   path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
@@ -294,7 +307,7 @@ def _round(state: DecodeState) -> DecodeState:
   draft_state = state.draft_state
   if state.drafter is not None:
     draft_state = state.drafter.commit(
-      proposal.state, path, num_committed, output.features, tree=tree, next_token=verdict.next_token
+      proposal.state, path, num_committed, output.features, tree=state.tree, next_token=verdict.next_token
     )
   return dataclasses.replace(
     state,
@@ -306,6 +319,16 @@ def _round(state: DecodeState) -> DecodeState:
     verifier_state=verdict.state,
     result=result,
   )
+
+
+def _round(state: DecodeState) -> DecodeState:
+  """One target call: draft, score, verify, commit. Rows that are done stay as they are."""
+  draft_keys, verify_keys = noise_keys(state)
+  proposal = propose(state, draft_keys)
+  output = score(state, proposal.tokens)
+  rows = dataclasses.replace(proposal, state=None)
+  target_probs, verdict = judge(state, verify_keys, rows, output.logits)
+  return commit(state, proposal, output, target_probs, verdict)
 
 
 @functools.partial(jax.jit, donate_argnames='carry')

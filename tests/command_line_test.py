@@ -2,7 +2,7 @@
 
 import pytest
 
-from spectr_jax.io.command_line import parse_name_and_ints, parse_numbers, parse_sizes
+from spectr_jax.io.command_line import parse_name_and_ints, parse_numbers, parse_paths, parse_sizes
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,14 @@ def test_sizes():
 def test_no_sizes(text):
   with pytest.raises(ValueError, match='expected name'):
     parse_sizes(text)
+
+
+def test_paths_are_named():
+  assert parse_paths('draft', ['a=x/y', 'runs/6m/model', 'sets/gsm8k.jsonl']) == {
+    'a': 'x/y',
+    '6m': 'runs/6m/model',
+    'gsm8k': 'sets/gsm8k.jsonl',
+  }
+  for bad in ([], ['a='], ['x', 'x']):
+    with pytest.raises(ValueError, match='draft'):
+      parse_paths('draft', bad)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from absl import app, flags, logging
+from etils import epath
 
 _NAME_AND_INTS = re.compile(r'\s*([a-z][\w-]*)\s*(?::(\s*[+-]?\d+\s*(?:,\s*[+-]?\d+\s*)*))?', re.ASCII | re.IGNORECASE)
 
@@ -108,3 +109,26 @@ def parse_sizes(text: str) -> dict[str, int]:
       raise ValueError(f'expected names with one number each, such as data:8,model:2, got {text!r}')
     sizes[name] = numbers[0]
   return sizes
+
+
+def parse_paths(name: str, texts: list[str]) -> dict[str, str]:
+  """Paths by name, of a list of `PATH` or `NAME=PATH`; a path without one is named after its last part.
+
+  Raises:
+    ValueError: There is none, one is empty, or two have one name.
+  """
+  paths = {}
+  for text in map(str.strip, texts):
+    label, is_named, path = text.partition('=')
+    if not is_named:
+      parts = epath.Path(text).parts
+      # Trained models stand in WORKDIR/model.
+      label, path = epath.Path(parts[-2] if parts[-1:] == ('model',) and len(parts) > 1 else text).stem, text
+    if not label or not path:
+      raise ValueError(f'{name} must be paths, or NAME=PATH, separated by commas; got {",".join(texts)!r}')
+    if label in paths:
+      raise ValueError(f'{name}: {label} is there twice; give names, NAME=PATH')
+    paths[label] = path
+  if not paths:
+    raise ValueError(f'{name} must be at least one path')
+  return paths

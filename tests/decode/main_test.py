@@ -19,7 +19,8 @@ _REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 _RESULT_FIELDS = [
   'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'num_nodes', 'children', 'epsilon', 'temperature',
   'seed', 'num_prompts', 'tokens', 'target_calls', 'block_efficiency', 'block_efficiency_ci95',
-  'acceptance_by_position', 'tokens_per_second', 'speedup', 'share_of_optimum', 'share_of_optimum_ci95',
+  'acceptance_by_position', 'tokens_per_second', 'speedup', 'speedup_ci95', 'seconds_per_round',
+  'share_of_optimum', 'share_of_optimum_ci95',
 ]  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def grid(pair, prompt_file, tmp_path_factory):
 
 def test_json_has_its_fields(grid):
   assert grid.files == ['g.jsonl', 'o.json']
-  assert list(grid.run) == ['flags', 'versions', 'device', 'models']
+  assert list(grid.run) == ['flags', 'versions', 'device', 'models', 'num_long_prompts']
   assert grid.acceptance == {}
   assert grid.run['flags']['num_drafts'] == [1, 2]
   assert [list(result) for result in grid.results] == [_RESULT_FIELDS] * 8

@@ -1,8 +1,10 @@
 """Prompt files in, padded ids out."""
 
+import gzip
+
 import pytest
 
-from decode.prompts import Prompt, encode_prompts, read_prompts
+from decode.prompts import Prompt, encode_prompts, read_prompts, without_long
 from spectr_jax import Tokenizer
 
 
@@ -33,6 +35,7 @@ def test_jsonl_carries_ids(prompt_file):
     ('{"prompt": 3}', 'line 2: "prompt" is 3'),
     ('{"prompt": "\\ud800"}', 'line 2: the prompt is not valid Unicode'),
     ('{"prompt": "x", "id": [1]}', 'line 2: "id" is'),
+    ('{"question": ["x"]}', r'line 2: "question" is \["x"\]'),
     ('[' * 100000, 'line 2: not JSON'),
   ],
 )
@@ -41,6 +44,36 @@ def test_a_bad_line_is_named(tmp_path, line, message):
   path.write_text(f'{{"prompt": "x"}}\n{line}\n{{"prompt": "y"}}\n')
   with pytest.raises(ValueError, match=message):
     read_prompts(path)
+
+
+@pytest.mark.parametrize(
+  ('name', 'text', 'expected'),
+  [
+    ('a.jsonl', '{"question": "x"}\n{"turns": ["y", "z"]}\n', ['x', 'y']),
+    ('a.json', '[{"instruction": "x", "input": "y"}, {"instruction": "z", "input": ""}]', ['x\ny', 'z']),
+    ('a.tsv', 'x y\t3\nz\t4\n', ['x y', 'z']),
+  ],
+)
+def test_the_usual_prompt_sets_are_read_as_they_are(tmp_path, name, text, expected):
+  (tmp_path / name).write_text(text)
+  (tmp_path / f'{name}.gz').write_bytes(gzip.compress(text.encode()))
+  for path in (tmp_path / name, tmp_path / f'{name}.gz'):
+    assert [prompt.text for prompt in read_prompts(path)] == expected
+
+
+def test_a_damaged_archive_is_one_line(tmp_path):
+  path = tmp_path / 'a.jsonl.gz'
+  path.write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 100)[:-9])
+  with pytest.raises(ValueError, match='cannot read prompts from .*a.jsonl.gz'):
+    read_prompts(path)
+
+
+def test_long_prompts_can_be_left_out(tokenizer):
+  prompts = [Prompt('an owl', 0), Prompt('an old oak tree ' * 9, 1), Prompt('an owl', 2)]
+  room = {'max_new_tokens': 4, 'max_length': len(tokenizer.encode('an owl', add_bos=True)) + 4}
+  assert [prompt.index for prompt in without_long(prompts, tokenizer, **room)] == [0, 2]
+  with pytest.raises(ValueError, match='all 1 prompts are too long; at most'):
+    without_long(prompts[1:2], tokenizer, **room)
 
 
 def test_ids_begin_with_bos_and_share_a_size(tokenizer):

@@ -31,10 +31,11 @@ def run(tokenizer):
     accepted = np.full((1, setting.draft_length), 2)
     origins = np.resize([0, 1, 0, 2], (1, 8))
     measurements.append(
-      Measurement(setting, 0, ids, origins, np.array([8]), np.array([calls]), accepted, seconds, calls)
+      Measurement(setting, 0, ids, origins, np.array([8]), np.array([calls]), accepted, np.array([seconds]), calls)
     )
   info = {'models': {'target': {'path': 't', 'num_params': 10}}, 'device': {'platform': 'cpu', 'kind': 'cpu'}}
   info['device']['num_cpus'] = 1
+  info['num_long_prompts'] = 0
   return DecodeRun(options, info, [Prompt('an owl')], tokenizer, expand(options), measurements, node_costs={5: 3.5})
 
 

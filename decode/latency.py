@@ -1,0 +1,91 @@
+"""What calls take: the model's forward by shape, and a round by part."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax import Model, TokenTree
+from spectr_jax.generate import DecodeState, judge, noise_keys, propose, score
+from spectr_jax.proposal import Proposal
+
+
+def time_in_turns(calls: Mapping[Hashable, Callable[[], Any]], num_runs: int) -> dict[Hashable, np.ndarray]:
+  """Seconds `[num_runs]` that each call took, after one that is not counted.
+
+  All are called once, then all again: what else the machine does meanwhile falls on every one of them.
+  """
+  times = {name: [] for name in calls}
+  for call in calls.values():
+    jax.block_until_ready(call())
+  for _ in range(num_runs):
+    for name, call in calls.items():
+      start = time.perf_counter()
+      jax.block_until_ready(call())
+      times[name].append(time.perf_counter() - start)
+  return {name: np.array(found) for name, found in times.items()}
+
+
+@jax.jit
+def _logits(model: Model, tokens, positions, mask, cache) -> jax.Array:
+  return model.apply(tokens, positions, mask, cache).logits
+
+
+def forward_calls(
+  model: Model, shapes: Mapping[Hashable, tuple[TokenTree, int]], *, max_length: int
+) -> dict[Hashable, Callable[[], jax.Array]]:
+  """Forward calls for `time_in_turns`, each on a tree, its root included, in so many rows.
+
+  Args:
+    model: The model.
+    shapes: Tree and batch size by name.
+    max_length: Tokens that the caches have room for; attention covers them all.
+  """
+  calls = {}
+  for name, (tree, batch_size) in shapes.items():
+    positions = jnp.broadcast_to(jnp.asarray(tree.depths), (batch_size, tree.num_nodes + 1))
+    cache = model.init_cache_fn(batch_size, max_length)
+    ancestors = jnp.asarray(tree.ancestors)
+    calls[name] = functools.partial(_logits, model, jnp.zeros_like(positions), positions, ancestors, cache)
+  return calls
+
+
+@jax.jit
+def _draft(state: DecodeState):
+  proposal = propose(state, noise_keys(state)[0])
+  return proposal.tokens, proposal.probs
+
+
+@jax.jit
+def _score(state: DecodeState, tokens):
+  return score(state, tokens).logits
+
+
+@jax.jit
+def _judge(state: DecodeState, rows, logits):
+  return judge(state, noise_keys(state)[1], rows, logits)[1]
+
+
+def time_parts(state: DecodeState, num_runs: int = 15) -> dict[str, float]:
+  """Median seconds of the parts of a round: `draft`, `target` and `verification`, the target's laws included in it.
+
+  Each is timed as a program of its own, so their sum is not exactly what they take within the loop.
+
+  Args:
+    state: Before a round; it is not donated.
+    num_runs: How often each part is run.
+  """
+  tokens, probs = _draft(state)
+  logits = _score(state, tokens)
+  calls = {
+    'draft': functools.partial(_draft, state),
+    'target': functools.partial(_score, state, tokens),
+    'verification': functools.partial(_judge, state, Proposal(tokens, probs), logits),
+  }
+  return {part: float(np.median(found)) for part, found in time_in_turns(calls, num_runs).items()}

@@ -1,0 +1,539 @@
+"""The papers' tables and figures, measured here: `TABLES[name].measure(request)` gives rows beside published figures.
+
+Rows are dictionaries, a column each: a number, a text, a `Value` with its spread, or None where there is nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from decode import latency, published
+from decode.options import DecodeOptions
+from decode.run import DecodeRun, Notify, Summary, describe, load_models, run_decode
+from spectr_jax import TokenTree, get_method
+
+SPECTR_METHODS = ('autoregressive', 'speculative', 'block', 'spectr', 'race_block')
+GBV_METHODS = (*published.GBV_METHODS, 'race_block')
+DRAFTING_METHODS = ('spectr', 'spectr_gbv', 'race_block')
+HERE, PAPER = 'here', 'paper'
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+  """A measured or published number.
+
+  Attributes:
+    number: The number.
+    spread: What stands behind its ±, or None.
+  """
+
+  number: float
+  spread: float | None = None
+
+  def __str__(self):
+    digits = 2 if abs(self.number) >= 1 or not self.number else 1 - math.floor(math.log10(abs(self.number)))
+    spread = '' if self.spread is None else f' ± {self.spread:.{digits}f}'
+    return f'{self.number:.{digits}f}{spread}'
+
+
+Row = dict[str, int | float | str | Value | None]
+_Figures = Mapping[str, tuple[float, float | None]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+  """How much is measured; what a table does not use is 0 or empty.
+
+  Attributes:
+    num_prompts: Of each set, from its beginning, at most.
+    num_seeds: Runs of every setting.
+    max_new_tokens: Tokens of each continuation, at most.
+    batch_size: Prompts decoded together.
+    num_runs: Repetitions of a timed call.
+    context: Tokens that the caches of a timed call have room for.
+    num_drafts: K, several.
+    draft_length: L, several.
+  """
+
+  num_prompts: int = 0
+  num_seeds: int = 0
+  max_new_tokens: int = 0
+  batch_size: int = 0
+  num_runs: int = 0
+  context: int = 0
+  num_drafts: tuple[int, ...] = ()
+  draft_length: tuple[int, ...] = ()
+
+  @property
+  def used(self) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(self).items() if value}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+  """What to measure a table on.
+
+  Attributes:
+    target: Directory of the target.
+    drafts: Directories of drafts by name.
+    prompts: Files of prompts by name; None for the shipped ones.
+    sizes: How much.
+    dtype: As in `DecodeOptions`.
+    seed: The first seed.
+  """
+
+  target: str
+  drafts: Mapping[str, str]
+  prompts: Mapping[str, str | None]
+  sizes: Sizes
+  dtype: str = ''
+  seed: int = 0
+
+  @property
+  def draft(self) -> str:
+    """The only draft.
+
+    Raises:
+      ValueError: There are several.
+    """
+    if len(self.drafts) > 1:
+      raise ValueError(f'this table has one draft, got {", ".join(self.drafts)}')
+    return next(iter(self.drafts.values()))
+
+
+@dataclasses.dataclass
+class Found:
+  """What measuring gives.
+
+  Attributes:
+    rows: The table.
+    info: Description of each run: flags, versions, device, models.
+  """
+
+  rows: list[Row] = dataclasses.field(default_factory=list)
+  info: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Panel:
+  """A part of the figure.
+
+  Attributes:
+    x: Column of the horizontal axis.
+    y: Columns that are drawn; several are stacked, if `kind` is `stack`.
+    by: Columns that tell lines or bars apart.
+    paper: Column of what is published, or None.
+    where: Values that a row must have.
+    kind: `line`, `bar` or `stack`.
+  """
+
+  x: str
+  y: tuple[str, ...]
+  by: tuple[str, ...] = ()
+  paper: str | None = None
+  where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  kind: str = 'line'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+  """A table or figure of a paper.
+
+  Attributes:
+    title: Paper and number.
+    setup: What the paper measured it on.
+    spreads: What stands behind ±, here and in the paper.
+    sizes: What is measured by default: minutes with the pretrained pair on two cores.
+    full: Sizes of the paper, as far as it gives them.
+    measure: Measures it.
+    panels: Its figure.
+    notes: What else a reader must know.
+  """
+
+  title: str
+  setup: str
+  spreads: str
+  sizes: Sizes
+  full: Mapping[str, int]
+  measure: Callable[[Request, Notify], Found]
+  panels: tuple[Panel, ...]
+  notes: tuple[str, ...] = ()
+
+  def choose_sizes(self, given: Mapping[str, int | tuple[int, ...] | None]) -> Sizes:
+    """The default sizes, those that are given (not None) in their place.
+
+    Raises:
+      ValueError: One is given that is not used.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+      if name not in self.sizes.used:
+        raise ValueError(f'{name} is not for this table, whose sizes are {", ".join(self.sizes.used)}')
+    return dataclasses.replace(self.sizes, **given)
+
+
+def _value(figure: tuple[float, float | None] | None) -> Value | None:
+  return None if figure is None else Value(*figure)
+
+
+def _half(interval: tuple[float, float] | None) -> float | None:
+  return None if interval is None else (interval[1] - interval[0]) / 2
+
+
+def method_label(name: str) -> str:
+  """The method, marked where it is not lossless."""
+  return name if get_method(name).is_lossless else f'{name} (not lossless)'
+
+
+def _decode(
+  request: Request, notify: Notify, found: Found, *, draft: str, **options
+) -> Iterator[tuple[str, DecodeRun]]:
+  """Decodes every set of prompts with one draft, and adds what was run to what is found."""
+  sizes = request.sizes
+  options = {'num_drafts': sizes.num_drafts, 'draft_length': sizes.draft_length} | options
+  for name, path in request.prompts.items():
+    run = run_decode(
+      DecodeOptions(
+        target=request.target,
+        draft=draft,
+        dtype=request.dtype,
+        prompts=path,
+        num_prompts=sizes.num_prompts,
+        skip_long=True,
+        num_seeds=sizes.num_seeds,
+        seed=request.seed,
+        max_new_tokens=sizes.max_new_tokens,
+        batch_size=sizes.batch_size,
+        **options,
+      ),
+      lambda what, done, total, name=name: notify(f'{name}: {what}', done, total),
+    )
+    found.info.append(run.info | {'prompts': name, 'num_prompts': len(run.prompts)})
+    yield name, run
+
+
+def _efficiency(summary: Summary) -> Value:
+  return Value(summary.block_efficiency, _half(summary.interval))
+
+
+def _accepted(summary: Summary) -> Value | None:
+  """The share of L drafted tokens that is kept, as SpecTr-GBV defines it."""
+  length = summary.setting.draft_length
+  if not length:
+    return None
+  spread = _half(summary.interval)
+  return Value(float(np.mean(summary.acceptance_by_position)), None if spread is None else spread / length)
+
+
+def _beside(summary: Summary, efficiency: _Figures, speedup: _Figures) -> Row:
+  """Block efficiency and speed-up, each with what is published of the method."""
+  method = summary.setting.method.name
+  return {
+    'tokens per call': _efficiency(summary),
+    f'{PAPER}: tokens per call': _value(efficiency.get(method)),
+    'speed-up': Value(summary.speedup, _half(summary.speedup_interval)),
+    f'{PAPER}: speed-up': _value(speedup.get(method)),
+  }
+
+
+def measure_latency(role: str, figures, request: Request, notify: Notify) -> Found:
+  """Time of a call on K drafts of L tokens, as rows of a batch and as one tree, over the target's on one of four."""
+  options = DecodeOptions(target=request.target, draft=request.draft, dtype=request.dtype)
+  target, draft, _, models = load_models(options)
+  sizes = request.sizes
+  unit = 4, 1, 'rows'
+  shapes = {}
+  for length in sizes.draft_length:
+    for number in sizes.num_drafts:
+      shapes[length, number, 'rows'] = TokenTree.chains(1, length), number
+      if number > 1:
+        shapes[length, number, 'tree'] = TokenTree.chains(number, length), 1
+  calls = {}
+  for name, model, wanted in (
+    ('target', target, {unit: (TokenTree.chains(1, unit[0]), 1)}),
+    (role, {'target': target, 'draft': draft}[role], shapes),
+  ):
+    forwards = latency.forward_calls(model, wanted, max_length=sizes.context)
+    calls |= {(name, key): call for key, call in forwards.items()}
+  notify(f'{len(calls)} calls, {sizes.num_runs} times each', 0, 1)
+  times = latency.time_in_turns(calls, sizes.num_runs)
+  one = float(np.median(times['target', unit]))
+  found = Found(info=[describe(options, models)])
+  for key, (tree, batch_size) in shapes.items():
+    length, number, form = key
+    seconds = times[role, key]
+    relative = seconds / one
+    found.rows.append(
+      {
+        'length': length,
+        'batch': number,
+        'drafts as': form,
+        'tokens in the call': (tree.num_nodes + 1) * batch_size,
+        'milliseconds': Value(1e3 * float(np.median(seconds)), 1e3 * float(np.std(seconds))),
+        'relative latency': Value(float(np.median(relative)), float(np.std(relative))),
+        PAPER: _value(figures.get((length, number))) if form == 'rows' else None,
+      }
+    )
+  return found
+
+
+def measure_efficiency(columns: Mapping[str, str], request: Request, notify: Notify) -> Found:
+  """Tokens per target call by draft, method, K and L, beside the published columns given by name."""
+  found = Found()
+  for name, draft in request.drafts.items():
+    for prompts, run in _decode(request, notify, found, draft=draft, method=SPECTR_METHODS, temperature=1.0):
+      for summary in map(run.summarize, run.settings):
+        setting = summary.setting
+        key = setting.method.name, setting.num_drafts, setting.draft_length
+        row = {'draft': name, 'prompts': prompts, 'method': method_label(key[0]), 'K': key[1], 'L': key[2]}
+        printed = {column: published.BLOCK_EFFICIENCY[of].get(key) for column, of in columns.items()}
+        row |= {'tokens per call': _efficiency(summary)} | {name: _value(figure) for name, figure in printed.items()}
+        found.rows.append(row)
+  return found
+
+
+def _published_set(figures: Mapping[str, Any], prompts: str, default: str) -> str:
+  """The published set of prompts to compare with: that of the same name, else the default."""
+  return next((name for name in figures if name.lower() == prompts.lower()), default)
+
+
+def compare_sets(prompts: str, length: int) -> tuple[str | None, _Figures, _Figures]:
+  """Table 1 of SpecTr-GBV at some L: the row to compare a set of prompts with, and its figures."""
+  for (target, printed_length), sets in published.COMPARISON.items():
+    if printed_length == length:
+      name = _published_set(sets, prompts, 'Average')
+      return f'{target}, {name}', *sets[name]
+  return None, {}, {}
+
+
+def compare_lengths(target: str, prompts: str, length: int) -> tuple[str | None, _Figures, _Figures]:
+  """Tables 2 and 4 of SpecTr-GBV: whatever the prompts, they are compared with HumanEval."""
+  del prompts
+  figures = published.BY_LENGTH[target].get(length)
+  return (f'{target}, HumanEval', *figures) if figures else (None, {}, {})
+
+
+def measure_comparison(find: Callable, request: Request, notify: Notify) -> Found:
+  """Block efficiency and speed-up by prompt set, L and method.
+
+  Args:
+    find: `(prompts, length) -> (row of the paper, its block efficiencies, its speed-ups)`, by method.
+    request: What to measure.
+    notify: Progress.
+  """
+  found = Found()
+  for prompts, run in _decode(request, notify, found, draft=request.draft, method=GBV_METHODS, temperature=0.4):
+    for length in request.sizes.draft_length:
+      printed_row, *printed = find(prompts, length)
+      for summary in map(run.summarize, run.settings):
+        if summary.setting.draft_length in (0, length):  # 0: nothing is drafted
+          row = {'prompts': prompts, 'L': length, 'method': method_label(summary.setting.method.name)}
+          found.rows.append(row | _beside(summary, *printed) | {f'{PAPER}: on': printed_row})
+  return found
+
+
+def measure_sensitivity(request: Request, notify: Notify) -> Found:
+  """Acceptance over K, and block efficiency and speed-up over temperature.
+
+  The paper draws both and prints neither; what its Table 2 says of the same points stands beside them.
+  """
+  found = Found()
+  printed_point = 3, 0.4
+  for temperature in (0.1, 0.4, 0.7):
+    options = {} if temperature == 0.4 else {'num_drafts': printed_point[:1]}
+    methods = 'autoregressive', *DRAFTING_METHODS
+    for prompts, run in _decode(
+      request, notify, found, draft=request.draft, method=methods, temperature=temperature, **options
+    ):
+      for summary in map(run.summarize, run.settings):
+        setting = summary.setting
+        method, length = setting.method.name, setting.draft_length
+        if not length:
+          continue
+        printed = {}, {}
+        if (setting.num_drafts, temperature) == printed_point:
+          printed = published.BY_LENGTH[published.LARGE].get(length, printed)
+        efficiency = printed[0].get(method)
+        row = {'prompts': prompts, 'temperature': temperature, 'method': method_label(method)}
+        row |= {'K': setting.num_drafts, 'L': length, 'accepted': _accepted(summary)}
+        row[f'{PAPER}: accepted'] = Value((efficiency[0] - 1) / length) if efficiency else None
+        found.rows.append(row | _beside(summary, *printed))
+  return found
+
+
+def _breakdown(summary: Summary, num_continuations: int) -> Row:
+  """The columns of Table 5 of SpecTr-GBV: of one prompt, on average."""
+  rounds = summary.num_calls / num_continuations
+  values = {part: Value(rounds * seconds) for part, seconds in summary.seconds_per_round.items()}
+  values |= {'total': values['round'], 'rounds': Value(rounds)}
+  values |= {'tokens/s': Value(summary.tokens_per_second), 'accepted': _accepted(summary)}
+  return {name: values[name] for name in published.BREAKDOWN_COLUMNS}
+
+
+def measure_breakdown(request: Request, notify: Notify) -> Found:
+  """Seconds per prompt of draft, target, verification and the rest."""
+  found = Found()
+  for prompts, run in _decode(
+    request, notify, found, draft=request.draft, method=DRAFTING_METHODS, temperature=0.4, breakdown=True
+  ):
+    num_continuations = len(run.prompts) * request.sizes.num_seeds
+    for length in request.sizes.draft_length:
+      summaries = [run.summarize(setting) for setting in run.settings if setting.draft_length == length]
+      tables = {HERE: {found.setting.method.name: _breakdown(found, num_continuations) for found in summaries}}
+      for (target, printed_length), sets in published.BREAKDOWN.items():
+        if printed_length == length:
+          name = _published_set(sets, prompts, 'HumanEval')
+          tables[f'{PAPER}: {target}, {name}'] = {
+            method: dict(zip(published.BREAKDOWN_COLUMNS, map(Value, figures)))
+            for method, figures in sets[name].items()
+          }
+      for source, by_method in tables.items():
+        first, *others = by_method
+        rows = {method_label(method): columns for method, columns in by_method.items()}
+        for method in others:
+          changes = {
+            column: f'{100 * (value.number / by_method[first][column].number - 1):+.1f}%'
+            for column, value in by_method[method].items()
+          }
+          rows[f'{method_label(method)} to {first}'] = changes
+        found.rows += [
+          {'prompts': prompts, 'L': length, 'of': source, 'method': label} | row for label, row in rows.items()
+        ]
+  return found
+
+
+_LM1B = '97M target on LM1B, temperature 1'
+_OVER_PROMPTS = 'half of the 95% interval over prompts'
+_NOT_LOSSLESS = f'spectr_gbv does not keep the law of the target: {get_method("spectr_gbv").bias}.'
+_BE_PANEL = {'y': ('tokens per call',), 'paper': f'{PAPER}: tokens per call'}
+_SR_PANEL = {'y': ('speed-up',), 'paper': f'{PAPER}: speed-up'}
+_GBV = 'SpecTr-GBV: Multi-Draft Block Verification Accelerating Speculative Decoding'
+_SPECTR = 'SpecTr: Fast Speculative Decoding via Optimal Transport'
+_GBV_SPREADS = (
+  f'± here: {_OVER_PROMPTS} (of speed-up over batches); in the paper: standard deviation, where it prints one'
+)
+_GBV_FULL = {'num_prompts': 1000}
+
+
+def _latency_table(number: int, role: str, figures) -> Table:
+  name = {'target': '97M transformer', 'draft': '6M transformer'}[role]
+  return Table(
+    title=f'{_SPECTR}, Table {number}: relative latency of the {role}',
+    setup=f'{name}, GPU, relative to the 97M transformer at length 4 and batch 1',
+    spreads='medians ± standard deviation over runs, here; mean ± standard deviation, in the paper',
+    sizes=Sizes(num_runs=200, context=256, num_drafts=(1, 2, 4, 8), draft_length=(4, 8)),
+    full={'num_runs': 1000},
+    measure=functools.partial(measure_latency, role, figures),
+    panels=(Panel(x='batch', y=('relative latency',), by=('length', 'drafts as'), paper=PAPER),),
+    notes=(
+      'A call on a draft of L tokens scores L + 1: the last committed token comes with it. "tree" is one row with the'
+      ' drafts of a batch as branches.',
+    ),
+  )
+
+
+def _efficiency_table(number: int, columns: Mapping[str, str], drafts: str) -> Table:
+  return Table(
+    title=f'{_SPECTR}, Table {number}: tokens per target call',
+    setup=f'{_LM1B}, {drafts}',
+    spreads=f'± here: {_OVER_PROMPTS}; in the paper: standard deviation over seeds',
+    sizes=Sizes(
+      num_prompts=64, num_seeds=1, max_new_tokens=32, batch_size=16, num_drafts=(2, 4, 8), draft_length=(4, 8)
+    ),
+    full={'num_prompts': 1000, 'num_seeds': 3},
+    measure=functools.partial(measure_efficiency, columns),
+    panels=(
+      Panel(x='K', y=('tokens per call',), by=('draft', 'method', 'L'), paper=next(iter(columns))),
+    ),
+  )  # fmt: skip
+
+
+def _length_table(number: int, target: str) -> Table:
+  lengths = tuple(published.BY_LENGTH[target])
+  return Table(
+    title=f'{_GBV}, Table {number}: block efficiency and speed-up over L',
+    setup=f'{target} and 1.3B, HumanEval, K=3, temperature 0.4',
+    spreads=_GBV_SPREADS,
+    sizes=Sizes(
+      num_prompts=16, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=lengths
+    ),
+    full=_GBV_FULL | {'num_seeds': 5},
+    measure=functools.partial(measure_comparison, functools.partial(compare_lengths, target)),
+    panels=(Panel(x='L', by=('method',), **_BE_PANEL), Panel(x='L', by=('method',), **_SR_PANEL)),
+    notes=(_NOT_LOSSLESS,),
+  )  # fmt: skip
+
+
+TABLES = {
+  'spectr_table1': _latency_table(1, 'target', published.TARGET_LATENCY),
+  'spectr_table2': _efficiency_table(2, {PAPER: '6M'}, '6M draft'),
+  'spectr_table3': _latency_table(3, 'draft', published.DRAFT_LATENCY),
+  'spectr_table4': _efficiency_table(
+    4, {f'{PAPER}: {name} draft': name for name in published.BLOCK_EFFICIENCY}, 'drafts of 2M, 6M and 20M'
+  ),
+  'gbv_table1': Table(
+    title=f'{_GBV}, Table 1: block efficiency and speed-up',
+    setup='DeepSeek-33B with 1.3B at L=12 and DeepSeek-6.7B with 1.3B at L=8, K=3, temperature 0.4',
+    spreads=_GBV_SPREADS,
+    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=(12, 8)),
+    full=_GBV_FULL,
+    measure=functools.partial(measure_comparison, compare_sets),
+    panels=(
+      Panel(x='prompts', by=('L', 'method'), kind='bar', **_BE_PANEL),
+      Panel(x='prompts', by=('L', 'method'), kind='bar', **_SR_PANEL),
+    ),
+    notes=(
+      _NOT_LOSSLESS,
+      "Sets of prompts that have the name of one of the paper's are compared with it, others with its average.",
+    ),
+  ),
+  'gbv_table2': _length_table(2, published.LARGE),
+  'gbv_table4': _length_table(4, published.SMALL),
+  'gbv_figure2': Table(
+    title=f'{_GBV}, Figure 2: acceptance over K, block efficiency and speed-up over temperature',
+    setup=f'{published.LARGE} and 1.3B, HumanEval',
+    spreads=_GBV_SPREADS,
+    sizes=Sizes(
+      num_prompts=12, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(1, 3, 5, 7), draft_length=(12, 16)
+    ),
+    full=_GBV_FULL | {'num_seeds': 5},
+    measure=measure_sensitivity,
+    panels=(
+      Panel(
+        x='K', y=('accepted',), by=('method', 'L'), paper=f'{PAPER}: accepted', where={'temperature': 0.4}
+      ),
+      Panel(x='temperature', by=('method', 'L'), where={'K': 3}, **_BE_PANEL),
+      Panel(x='temperature', by=('method', 'L'), where={'K': 3}, **_SR_PANEL),
+    ),
+    notes=(
+      _NOT_LOSSLESS,
+      'The paper draws this figure without printing its numbers; where its Table 2 has the same point, that stands'
+      ' beside it. "accepted" is of L drafted tokens.',
+    ),
+  ),
+  'gbv_table5': Table(
+    title=f'{_GBV}, Table 5: seconds per prompt of draft, target, verification and the rest',
+    setup='DeepSeek-33B with 1.3B at L=12 and DeepSeek-6.7B with 1.3B at L=8, K=3, temperature 0.4, 520 tokens',
+    spreads=f'± here: {_OVER_PROMPTS}',
+    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=(12, 8)),
+    full=_GBV_FULL | {'max_new_tokens': 512},
+    measure=measure_breakdown,
+    panels=(
+      Panel(
+        x='method', y=('draft', 'target', 'verification', 'rest'), by=('prompts', 'L'), where={'of': HERE}, kind='stack'
+      ),
+    ),
+    notes=(
+      _NOT_LOSSLESS,
+      'Parts are timed as programs of their own, so the rest, which is what the loop takes beyond them, holds the'
+      ' prefill and may be below zero.',
+      'Sets of prompts that the paper has no row for stand beside its HumanEval.',
+    ),
+  ),
+}  # fmt: skip
