@@ -1,15 +1,21 @@
 #!/usr/bin/env bash
-# Trains the four models of configs/public_text.py and compares decoding methods on them, in pieces of a few minutes:
-# a piece that runs out of time saves a checkpoint and ends with code 3, and the same command goes on from there.
+# Trains the four models of configs/public_text.py and measures the papers' tables on them, in pieces of a few minutes:
+# a piece that runs out of time saves what it has and ends with code 3, and the same command goes on from there.
 #
-#   FILES='corpus/*.txt.bz2' OUT=runs/family benchmarks/gpu_family.sh
+#   FILES='corpus/*.txt.bz2' OUT=runs/family PROMPTS=HumanEval=HumanEval.jsonl.gz benchmarks/gpu_family.sh
 #
 # FILES    plain text, paths or globs separated by commas
 # OUT      where everything goes
+# PROMPTS  files of prompts, NAME=FILE separated by commas, for the tables of SpecTr-GBV; default the shipped prompts
+# TEXTS    the same for those of SpecTr
 # SECONDS_PER_PIECE   time until a piece ends; default 540
-# SIZES    default "97m 6m 2m 20m": the first is the target, the others are its drafts, distilled from it
+# SIZES    default "97m 6m 2m 20m": the first is the target, the others are its drafts, distilled from it; the second is
+#          the draft of the tables that have one
 # TRAIN    further arguments of train.main, such as --config.num_steps=1000
-# DECODE   further arguments of decode.main
+# TABLES   default: all
+# LATENCY  further arguments of decode.reproduce for tables of latency
+# DECODE   the same for all others; a table that one piece is too short for ends with code 4
+# PEAK     of the device, TFLOP/s in bfloat16: to print model FLOP utilisation; default 989 (H100, H200)
 # PYTHON   default python
 set -euo pipefail
 : "${FILES:?plain text to train on}" "${OUT:?where everything goes}"
@@ -17,9 +23,13 @@ limit=${SECONDS_PER_PIECE:-540}
 python=${PYTHON:-python}
 read -r -a sizes <<<"${SIZES:-97m 6m 2m 20m}"
 read -r -a train <<<"${TRAIN:-}"
-read -r -a decode <<<"${DECODE:---num_drafts=8 --draft_length=8 --num_prompts=96 --batch_size=32 --num_seeds=3}"
+read -r -a tables <<<"${TABLES:-spectr_table1 spectr_table3 spectr_table2 spectr_table4 gbv_table1 gbv_table2 gbv_table4 gbv_figure2 gbv_table5}"
+read -r -a latency <<<"${LATENCY:---num_runs=1000}"
+read -r -a decode <<<"${DECODE:---num_prompts=128 --num_seeds=3}"
 target=${sizes[0]}
 mkdir -p "$OUT"
+# A piece need not compile what an earlier one has.
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$OUT/compiled}
 
 # in_time COMMAND...: ends with code 3 if the piece's time is over before or while the command runs.
 in_time() {
@@ -46,10 +56,31 @@ for size in "${sizes[@]}"; do
   touch "$OUT/$size/done"
 done
 
-for size in "${sizes[@]:1}"; do
-  [[ -e $OUT/decode_$size.json ]] && continue
-  in_time "$python" -m decode.main "--target=$OUT/$target/model" "--draft=$OUT/$size/model" \
-    --method=autoregressive,speculative,block,spectr,race_block "${decode[@]}" \
-    "--output=$OUT/decode_$size.json" | tee "$OUT/decode_$size.txt"
+"$python" - "$OUT" "${PEAK:-989}" "${sizes[@]}" <<'END' | tee "$OUT/utilisation.txt"
+import json, pathlib, statistics, sys
+out, peak, *sizes = sys.argv[1:]
+for size in sizes:
+  lines = map(json.loads, (pathlib.Path(out) / size / 'metrics.jsonl').read_text().splitlines())
+  speed = statistics.median(line['teraflops_per_device'] for line in lines if 'teraflops_per_device' in line)
+  print(f'{size}: {speed:.4g} TFLOP/s per device, median over log intervals: {speed / float(peak):.1%} of {peak}')
+END
+
+drafts=$(printf ',%s' "${sizes[@]:1}") # names of drafts, after a comma each
+for table in "${tables[@]}"; do
+  [[ -e $OUT/tables/$table.json ]] && continue
+  arguments=("--table=$table" "--target=$OUT/$target/model" "--output=$OUT/tables" "--draft=$OUT/${sizes[1]}/model")
+  case $table in
+    spectr_table1 | spectr_table3) arguments+=("${latency[@]}") ;;
+    spectr_table4) arguments+=("${decode[@]}" ${TEXTS:+"--prompts=$TEXTS"} "--draft=$(sed "s#,\([^,]*\)#,\1=$OUT/\1/model#g; s#^,##" <<<"$drafts")") ;;
+    spectr_table2) arguments+=("${decode[@]}" ${TEXTS:+"--prompts=$TEXTS"}) ;;
+    *) arguments+=("${decode[@]}" ${PROMPTS:+"--prompts=$PROMPTS"}) ;;
+  esac
+  begun=$SECONDS
+  # In a shell of its own, so that running out of time can be told from what cannot be done in any piece.
+  (in_time "$python" -m decode.reproduce "${arguments[@]}") || {
+    code=$?
+    ((code == 3 && begun * 10 < limit)) && { echo "$table: $limit seconds are too short; ask for less"; exit 4; }
+    exit "$code"
+  }
 done
 echo 'all done'

@@ -32,7 +32,7 @@ def _groups(rows: Sequence[Row], by: Sequence[str]) -> dict[str, list[Row]]:
   groups: dict[str, list[Row]] = {}
   for row in rows:
     name = ', '.join(str(row[c]) if isinstance(row[c], str) else f'{c}={row[c]}' for c in telling)
-    groups.setdefault(name, []).append(row)
+    groups.setdefault(name or 'measured', []).append(row)
   return groups
 
 
