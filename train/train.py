@@ -175,6 +175,152 @@ class Outcome:
   held_out: dict[str, float] | None
 
 
+class _Training:
+  """A run: what it works on, the state, and what has been logged of it."""
+
+  def __init__(self, config, workdir: epath.Path, *, allow_fallback: bool):
+    self.config, self.workdir = config, workdir
+    self.model_config = check_config(config)
+    self.tokenizer = Tokenizer.load(config.tokenizer)
+    if self.tokenizer.vocab_size != config.vocab_size:
+      raise ValueError(
+        f'{config.tokenizer} has {self.tokenizer.vocab_size} tokens but config.vocab_size is {config.vocab_size}'
+      )
+    self.mesh = make_config_mesh(config)
+    source = make_source(config)
+    cache_dir = epath.Path(config.cache_dir or workdir / 'data')
+    self.text, self.held_out, self.origin = load_packed(source, self.tokenizer, cache_dir)
+    for part, packed in (('training', self.text), ('held-out', self.held_out)):
+      packed.check(config.seq_len, part)
+    self.teacher = load_teacher(config, self.tokenizer, self.mesh)
+    optimizer = make_optimizer(config)
+    self.train_step = make_train_step(
+      optimizer, self.model_config, self.tokenizer.bos_id, self.mesh, remat=config.remat, dropout=config.dropout,
+      seed=config.seed,
+    )  # fmt: skip
+    make_state = functools.partial(init_state, config.seed, optimizer, self.model_config)
+    self.sharding = shardings(self.mesh, jax.eval_shape(make_state))
+    workdir.mkdir(parents=True, exist_ok=True)
+    self.checkpoints = Checkpoints(workdir, config.keep_checkpoints)
+    like = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(make_state), self.sharding
+    )
+    self.state = self.checkpoints.restore(like, allow_fallback=allow_fallback)
+    if self.state is None:
+      self.state = jax.jit(make_state, out_shardings=self.sharding)()
+    # Known here as well, so that no step has to wait for the one before.
+    self.step = int(self.state['step'])
+    self.best_loss, self.best_step = float(self.state['best_loss']), int(self.state['best_step'])
+    self.writer = MetricWriter(workdir, self.step) if is_primary() else None
+    if is_primary():
+      shape = ' x '.join(f'{name} {size}' for name, size in self.mesh.shape.items())
+      print(
+        f'{self.model_config.num_params:,} parameters on {self.mesh.size} devices ({shape});'
+        f' {len(self.text.tokens):,} training tokens from {source.name}; at step {self.step}'
+      )
+
+  @property
+  def is_over(self) -> bool:
+    config = self.config
+    has_best = config.patience and self.best_step
+    is_patience_over = has_best and self.step - self.best_step >= config.patience * config.eval_every
+    return bool(self.step >= config.num_steps or is_patience_over)
+
+  def advance(self) -> jax.Array:
+    """One step; its loss, not waited for."""
+    config = self.config
+    rows = batch_at(
+      self.text, self.step, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
+      num_microbatches=config.num_microbatches, sharding=batch_sharding(self.mesh),
+    )  # fmt: skip
+    self.state, loss = self.train_step(self.state, rows, self.teacher)
+    self.step += 1
+    return loss
+
+  def evaluate(self, max_batches: int | None = None) -> dict[str, float]:
+    config = self.config
+    return evaluate(
+      self.state['params'], text=self.held_out, model_config=self.model_config, bos_id=self.tokenizer.bos_id,
+      seq_len=config.seq_len, batch_size=config.batch_size // config.num_microbatches, max_batches=max_batches,
+      mesh=self.mesh, teacher=self.teacher,
+    )  # fmt: skip
+
+  def keep_model(self, step: int, found: dict[str, float]) -> None:
+    """Writes the model as it is now to `WORKDIR/model`."""
+    params = multihost_utils.process_allgather(self.state['params'], tiled=True)
+    if is_primary():
+      model = transformer_model(params, self.model_config)
+      info = {'text': self.origin, 'steps': step, 'held_out': found}
+      save_model(self.workdir / 'model', model, self.tokenizer, info=info, overwrite=True)
+    multihost_utils.sync_global_devices('the model is written')
+
+  def keep_if_best(self, found: dict[str, float]) -> None:
+    if self.config.patience and found['loss'] < self.best_loss:
+      best = {'best_loss': np.float32(found['loss']), 'best_step': np.int32(self.step)}
+      self.best_loss, self.best_step = float(best['best_loss']), self.step
+      self.state |= place(best, {name: self.sharding[name] for name in best})
+      self.keep_model(self.step, found)
+
+  def log(self, metrics: dict[str, float]) -> None:
+    if self.writer:
+      self.writer.write(self.step, metrics)
+
+  def run(self) -> Outcome:
+    config = self.config
+    # What the model needs: over the device's peak this is model FLOP utilisation.
+    flops = plan.train_flops(self.model_config, config.batch_size, config.seq_len)
+    bar, task = _progress_bar(config.num_steps, self.step)
+    losses, since, stop_now, final = [], time.perf_counter(), False, None
+    with _termination(config.log_every) as is_told_to_stop, bar, contextlib.closing(self.checkpoints):
+      while not self.is_over and not stop_now:
+        losses.append(self.advance())
+        is_last = self.step == config.num_steps
+        stop_now = is_told_to_stop(self.step)
+        save_now = is_last or stop_now or self.step % config.checkpoint_every == 0
+        eval_now = is_last or self.step % config.eval_every == 0
+        if not (save_now or eval_now or self.step % config.log_every == 0):
+          continue
+        losses = [float(loss) for loss in losses]
+        _check_finite(self.step - len(losses) + 1, losses)
+        # The loss is of the parameters before the step: it can be finite where the step's result is not.
+        if (save_now or eval_now) and not _is_finite(self.state):
+          raise ValueError(
+            f'parameters are not finite after step {self.step}: stopped; the last checkpoint is from before'
+          )
+        steps_per_second = len(losses) / (time.perf_counter() - since)
+        metrics = {
+          'train_loss': float(np.mean(losses)),
+          'tokens_per_second': steps_per_second * config.batch_size * config.seq_len,
+          'teraflops_per_device': steps_per_second * flops / self.mesh.size / 1e12,
+        }
+        bar.update(task, completed=self.step, loss=metrics['train_loss'], speed=metrics['tokens_per_second'])
+        if eval_now:
+          found = self.evaluate(config.eval_batches * config.num_microbatches)
+          metrics |= {f'held_out_{name}': value for name, value in found.items()}
+          bar.console.print(f'step {self.step}: held-out ' + ', '.join(f'{k} {v:.3f}' for k, v in found.items()))
+          self.keep_if_best(found)
+        self.log(metrics)
+        if save_now or self.is_over:
+          self.checkpoints.save(self.state)
+        losses, since = [], time.perf_counter()
+      # Still where SIGTERM cannot interrupt: this is the end anyway.
+      if self.is_over:
+        final = self.finish()
+    if self.writer:
+      self.writer.close()
+    return Outcome(self.step, final)
+
+  def finish(self) -> dict[str, float]:
+    """Evaluates the model on all of the held-out text and keeps it; the best one, where that was looked for."""
+    if self.config.patience and self.best_step:
+      best = load_model(self.workdir / 'model')[0].params
+      self.state['params'], self.step = place(best, self.sharding['params']), self.best_step
+    found = self.evaluate()
+    self.keep_model(self.step, found)
+    self.log({f'final_{name}': value for name, value in found.items()})
+    return found
+
+
 def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> Outcome:
   """Trains to `config.num_steps`, continuing from the newest checkpoint under `workdir` if there is one.
 
@@ -194,112 +340,4 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
   Raises:
     ValueError: The configuration, its files or a checkpoint is unusable, or the loss is not finite.
   """
-  model_config = check_config(config)
-  workdir = epath.Path(workdir)
-  tokenizer = Tokenizer.load(config.tokenizer)
-  if tokenizer.vocab_size != config.vocab_size:
-    raise ValueError(
-      f'{config.tokenizer} has {tokenizer.vocab_size} tokens but config.vocab_size is {config.vocab_size}'
-    )
-  mesh = make_config_mesh(config)
-  optimizer = make_optimizer(config)
-  make_state = functools.partial(init_state, config.seed, optimizer, model_config)
-  state_sharding = shardings(mesh, jax.eval_shape(make_state))
-  source = make_source(config)
-  text, held_out, origin = load_packed(source, tokenizer, epath.Path(config.cache_dir or workdir / 'data'))
-  for part, packed in (('training', text), ('held-out', held_out)):
-    packed.check(config.seq_len, part)
-  teacher = load_teacher(config, tokenizer, mesh)
-  workdir.mkdir(parents=True, exist_ok=True)
-  checkpoints = Checkpoints(workdir, config.keep_checkpoints)
-  like = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(make_state), state_sharding
-  )
-  state = checkpoints.restore(like, allow_fallback=allow_fallback)
-  if state is None:
-    state = jax.jit(make_state, out_shardings=state_sharding)()
-  step = int(state['step'])
-  if is_primary():
-    shape = ' x '.join(f'{name} {size}' for name, size in mesh.shape.items())
-    print(
-      f'{model_config.num_params:,} parameters on {mesh.size} devices ({shape}); {len(text.tokens):,} training tokens'
-      f' from {source.name}; at step {step}'
-    )
-  writer = MetricWriter(workdir, step) if is_primary() else None
-  train_step = make_train_step(
-    optimizer, model_config, tokenizer.bos_id, mesh, remat=config.remat, dropout=config.dropout, seed=config.seed
-  )
-  run_eval = functools.partial(
-    evaluate, text=held_out, model_config=model_config, bos_id=tokenizer.bos_id, seq_len=config.seq_len,
-    batch_size=config.batch_size // config.num_microbatches, mesh=mesh, teacher=teacher,
-  )  # fmt: skip
-  next_batch = functools.partial(
-    batch_at, text, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
-    num_microbatches=config.num_microbatches, sharding=batch_sharding(mesh),
-  )  # fmt: skip
-
-  def keep_model(params, step, found):
-    params = multihost_utils.process_allgather(params, tiled=True)
-    if is_primary():
-      info = {'text': origin, 'steps': step, 'held_out': found}
-      save_model(workdir / 'model', transformer_model(params, model_config), tokenizer, info=info, overwrite=True)
-    multihost_utils.sync_global_devices('the model is written')
-
-  def is_over():
-    has_best = config.patience and best_step
-    return step >= config.num_steps or (has_best and step - best_step >= config.patience * config.eval_every)
-
-  # What the model needs: over the device's peak this is model FLOP utilisation.
-  flops = plan.train_flops(model_config, config.batch_size, config.seq_len)
-  bar, task = _progress_bar(config.num_steps, step)
-  losses, since, stop_now, final = [], time.perf_counter(), False, None
-  # Known here as well, so that no step has to wait for the one before.
-  best_loss, best_step = float(state['best_loss']), int(state['best_step'])
-  with _termination(config.log_every) as is_told_to_stop, bar, contextlib.closing(checkpoints):
-    while not is_over() and not stop_now:
-      state, loss = train_step(state, next_batch(step), teacher)
-      losses.append(loss)
-      step += 1
-      is_last = step == config.num_steps
-      stop_now = is_told_to_stop(step)
-      save_now = is_last or stop_now or step % config.checkpoint_every == 0
-      eval_now = is_last or step % config.eval_every == 0
-      if save_now or eval_now or step % config.log_every == 0:
-        losses = [float(loss) for loss in losses]
-        _check_finite(step - len(losses) + 1, losses)
-        # The loss is of the parameters before the step: it can be finite where the step's result is not.
-        if (save_now or eval_now) and not _is_finite(state):
-          raise ValueError(f'parameters are not finite after step {step}: stopped; the last checkpoint is from before')
-        steps_per_second = len(losses) / (time.perf_counter() - since)
-        metrics = {
-          'train_loss': float(np.mean(losses)),
-          'tokens_per_second': steps_per_second * config.batch_size * config.seq_len,
-          'teraflops_per_device': steps_per_second * flops / mesh.size / 1e12,
-        }
-        bar.update(task, completed=step, loss=metrics['train_loss'], speed=metrics['tokens_per_second'])
-        if eval_now:
-          found = run_eval(state['params'], max_batches=config.eval_batches * config.num_microbatches)
-          metrics |= {f'held_out_{name}': value for name, value in found.items()}
-          bar.console.print(f'step {step}: held-out ' + ', '.join(f'{k} {v:.3f}' for k, v in found.items()))
-          if config.patience and found['loss'] < best_loss:
-            best = {'best_loss': np.float32(found['loss']), 'best_step': np.int32(step)}
-            best_loss, best_step = float(best['best_loss']), step
-            state |= place(best, {name: state_sharding[name] for name in best})
-            keep_model(state['params'], step, found)
-        if writer:
-          writer.write(step, metrics)
-        if save_now or is_over():
-          checkpoints.save(state)
-        losses, since = [], time.perf_counter()
-    # Still where SIGTERM cannot interrupt: this is the end anyway.
-    if is_over():
-      params = state['params']
-      if config.patience and best_step:
-        params, step = place(load_model(workdir / 'model')[0].params, state_sharding['params']), best_step
-      final = run_eval(params)
-      keep_model(params, step, final)
-  if writer:
-    if final:
-      writer.write(step, {f'final_{name}': value for name, value in final.items()})
-    writer.close()
-  return Outcome(step, final)
+  return _Training(config, epath.Path(workdir), allow_fallback=allow_fallback).run()
