@@ -14,8 +14,7 @@ DATA, MODEL = 'data', 'model'
 
 # What the path of a parameter ends with, and the mesh axis that each of its dimensions is divided over: tensor
 # parallelism over `model` (attention by heads, the MLP by hidden units, the embedding by tokens), and over `data`
-# what is left, so that parameters and what the optimizer keeps for them are stored once. Queries, keys and values are
-# one kernel: cut into parts it has to be dealt out anew, which is left to the compiler.
+# what is left, so that parameters and what the optimizer keeps for them are stored once.
 TRANSFORMER_RULES = (
   (r'embedding', (MODEL, DATA)),
   (r'(qkv|mlp_in)/kernel', (MODEL, DATA)),

@@ -19,7 +19,7 @@ from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.model import Model
 from spectr_jax.models import transformer
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def _file_hashes(directory: epath.Path) -> dict[str, str]:
@@ -41,6 +41,18 @@ def _checkpointer() -> ocp.StandardCheckpointer:
     primary_host=process, active_processes={process}, barrier_sync_key_prefix=f'process_{process}'
   )
   return ocp.StandardCheckpointer(multiprocessing_options=alone)
+
+
+def _from_format_1(params: Any, config: transformer.TransformerConfig) -> Any:
+  """Kernels of queries, keys and values by head; in format 1 all queries came first, then all keys, then all values."""
+
+  def by_head(keys, kernel):
+    if 'qkv' not in (getattr(key, 'key', None) for key in keys):
+      return kernel
+    parts = kernel.reshape(3, config.num_heads, config.head_dim, config.embed_dim)
+    return parts.swapaxes(0, 1).reshape(kernel.shape)
+
+  return jax.tree_util.tree_map_with_path(by_head, params)
 
 
 def save_model(
@@ -125,8 +137,8 @@ def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model
     param_dtype, version, fingerprint = jnp.dtype(spec['param_dtype']), spec['format'], spec['tokenizer']
   except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
     raise ValueError(f'{path / "model.json"} is damaged or not a model description: {error!r}') from error
-  if version != _FORMAT:
-    raise ValueError(f'{path} has format {version}; this version reads format {_FORMAT}')
+  if version not in (1, _FORMAT):
+    raise ValueError(f'{path} has format {version}; this version reads formats 1 and {_FORMAT}')
   found = _file_hashes(path)
   for name, wanted in hashes.items():
     if found.get(name) != wanted:
@@ -141,4 +153,6 @@ def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model
   )
   with contextlib.closing(_checkpointer()) as checkpointer:
     params = checkpointer.restore((path / 'params').resolve(), like)
+  if version == 1:
+    params = _from_format_1(params, config)
   return transformer.transformer_model(params, config), tokenizer

@@ -161,8 +161,10 @@ class Block(nn.Module):
     dtype = jnp.dtype(cfg.dtype)
     residual_scale = 1.0 / (2 * cfg.num_layers)
     normed = RMSNorm(name='attention_norm')(x)
+    # By heads, then by query, key and value: divided over devices each has all of its heads.
     qkv = Linear(3 * cfg.embed_dim, dtype, name='qkv')(normed)
-    query, key, value = jnp.split(qkv.reshape(*x.shape[:2], 3 * cfg.num_heads, cfg.head_dim), 3, axis=2)
+    qkv = qkv.reshape(*x.shape[:2], cfg.num_heads, 3, cfg.head_dim)
+    query, key, value = (qkv[:, :, :, part] for part in range(3))
     query, key = rotate(query, positions), rotate(key, positions)
     keys, values = jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
     prefix = None
