@@ -21,10 +21,12 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
+from spectr_jax.io.model_files import read_config
+from spectr_jax.models.transformer import init_params, transformer_model
 from spectr_jax.sharding import shardings
 from spectr_jax.topology import Chip, chip_of, describe_topology
 from train import config_flag, plan
-from train.step import batch_sharding, init_state, make_optimizer, make_train_step, out_of_memory
+from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step, out_of_memory
 from train.train import check_config, make_config_mesh
 
 
@@ -80,6 +82,21 @@ class Report:
 _NO_LOOPS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
 
 
+def _placed(mesh: Mesh, shapes):
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings(mesh, shapes)
+  )  # fmt: skip
+
+
+def _teacher(config, mesh: Mesh) -> Teacher | None:
+  """The shapes of the teacher that the configuration names, as `train.main` would place it."""
+  if not config.distill_from:
+    return None
+  sizes = read_config(config.distill_from)
+  params = jax.eval_shape(lambda: transformer_model(init_params(jax.random.key(0), sizes), sizes).params)
+  return Teacher(_placed(mesh, params), sizes, config.distill_weight)
+
+
 def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stages.Compiled, float]:
   """The compiled train step of a configuration on a mesh, which may be a description, and the seconds it took.
 
@@ -88,19 +105,17 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
   Raises:
     ValueError: The configuration is no good, or the step needs more memory than the devices have.
   """
-  if config.distill_from:
-    raise ValueError('a teacher cannot be compiled for yet: leave distill_from empty, and allow for its forward pass')
   model_config, optimizer = check_config(config), make_optimizer(config)
   step = make_train_step(optimizer, model_config, 1, mesh, remat=config.remat, dropout=config.dropout, unroll=unroll)
   state = jax.eval_shape(lambda: init_state(0, optimizer, model_config))
-  state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings(mesh, state))
+  state = _placed(mesh, state)
   rows = jax.ShapeDtypeStruct(
     (config.num_microbatches, config.batch_size // config.num_microbatches, config.seq_len + 1),
     jnp.int32,
     sharding=batch_sharding(mesh),
   )
   start = time.perf_counter()
-  lowered = step.lower(state, rows, None)
+  lowered = step.lower(state, rows, _teacher(config, mesh))
   try:
     compiled = lowered.compile(compiler_options=_NO_LOOPS if unroll else None)
   except jax.errors.JaxRuntimeError as error:
@@ -126,6 +141,8 @@ def analyse(config, mesh: Mesh) -> Report:
   program = unrolled.as_text()
   model_config = check_config(config)
   flops = plan.train_flops(model_config, config.batch_size, config.seq_len, remat=config.remat)
+  if config.distill_from:
+    flops += plan.forward_flops(read_config(config.distill_from), config.batch_size, config.seq_len)
   return Report(
     devices=mesh.size,
     arguments=memory.argument_size_in_bytes,

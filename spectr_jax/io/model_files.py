@@ -114,6 +114,41 @@ def save_model(
     replaced.rmtree()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+  """What `model.json` says of a model."""
+
+  format: int
+  config: transformer.TransformerConfig
+  param_dtype: Any
+  tokenizer: str
+  hashes: dict[str, str]
+
+
+def _read_spec(path: epath.Path) -> _Spec:
+  if not (path / 'model.json').exists():
+    raise ValueError(f'no model at {path}: expected a directory with model.json, tokenizer.json and params/')
+  try:
+    content = json.loads((path / 'model.json').read_text())
+    config = transformer.TransformerConfig(**content['config'])
+    param_dtype = jnp.dtype(content['param_dtype'])
+    spec = _Spec(content['format'], config, param_dtype, content['tokenizer'], dict(content['sha256']))
+  except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    raise ValueError(f'{path / "model.json"} is damaged or not a model description: {error!r}') from error
+  if spec.format not in (1, _FORMAT):
+    raise ValueError(f'{path} has format {spec.format}; this version reads formats 1 and {_FORMAT}')
+  return spec
+
+
+def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
+  """Sizes of a model that `save_model` wrote, without its parameters.
+
+  Raises:
+    ValueError: The directory is missing or not a model.
+  """
+  return _read_spec(epath.Path(path)).config
+
+
 def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model, Tokenizer]:
   """Reads a model that `save_model` wrote.
 
@@ -128,31 +163,22 @@ def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model
     ValueError: The directory is missing, not a model, or a file in it is missing or damaged.
   """
   path = epath.Path(path)
-  if not (path / 'model.json').exists():
-    raise ValueError(f'no model at {path}: expected a directory with model.json, tokenizer.json and params/')
-  try:
-    spec = json.loads((path / 'model.json').read_text())
-    hashes = dict(spec['sha256'])
-    config = transformer.TransformerConfig(**{**spec['config'], **({'dtype': dtype} if dtype else {})})
-    param_dtype, version, fingerprint = jnp.dtype(spec['param_dtype']), spec['format'], spec['tokenizer']
-  except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-    raise ValueError(f'{path / "model.json"} is damaged or not a model description: {error!r}') from error
-  if version not in (1, _FORMAT):
-    raise ValueError(f'{path} has format {version}; this version reads formats 1 and {_FORMAT}')
+  spec = _read_spec(path)
+  config = spec.config if dtype is None else dataclasses.replace(spec.config, dtype=dtype)
   found = _file_hashes(path)
-  for name, wanted in hashes.items():
+  for name, wanted in spec.hashes.items():
     if found.get(name) != wanted:
       problem = 'is damaged (its SHA-256 differs from model.json)' if name in found else 'is missing'
       raise ValueError(f'{path / name} {problem}')
   tokenizer = Tokenizer.load(path / 'tokenizer.json')
-  if tokenizer.fingerprint != fingerprint or tokenizer.vocab_size != config.vocab_size:
-    raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({fingerprint})')
+  if tokenizer.fingerprint != spec.tokenizer or tokenizer.vocab_size != config.vocab_size:
+    raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({spec.tokenizer})')
   like = jax.tree.map(
-    lambda x: np.empty(x.shape, param_dtype),
+    lambda x: np.empty(x.shape, spec.param_dtype),
     jax.eval_shape(functools.partial(transformer.init_params, config=config), jax.random.key(0)),
   )
   with contextlib.closing(_checkpointer()) as checkpointer:
     params = checkpointer.restore((path / 'params').resolve(), like)
-  if version == 1:
+  if spec.format == 1:
     params = _from_format_1(params, config)
   return transformer.transformer_model(params, config), tokenizer
