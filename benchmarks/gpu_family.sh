@@ -14,8 +14,9 @@
 # TRAIN    further arguments of train.main, such as --config.num_steps=1000
 # TABLES   default: all
 # LATENCY  further arguments of decode.reproduce for tables of latency
-# DECODE   the same for all others; a table that one piece is too short for ends with code 4
-# PEAK     of the device, TFLOP/s in bfloat16: to print model FLOP utilisation; default 989 (H100, H200)
+# DECODE   the same for all others; a table that a whole piece is too short for, twice, ends with code 4
+# PEAK     of the device, TFLOP/s in bfloat16: to print model FLOP utilisation, without what a teacher does; default 989
+#          (H100, H200)
 # PYTHON   default python
 set -euo pipefail
 : "${FILES:?plain text to train on}" "${OUT:?where everything goes}"
@@ -23,9 +24,11 @@ limit=${SECONDS_PER_PIECE:-540}
 python=${PYTHON:-python}
 read -r -a sizes <<<"${SIZES:-97m 6m 2m 20m}"
 read -r -a train <<<"${TRAIN:-}"
-read -r -a tables <<<"${TABLES:-spectr_table1 spectr_table3 spectr_table2 spectr_table4 gbv_table1 gbv_table2 gbv_table4 gbv_figure2 gbv_table5}"
+all='spectr_table1 spectr_table3 spectr_table2 spectr_table4 gbv_table1 gbv_table2 gbv_table4 gbv_figure2 gbv_table5'
+read -r -a tables <<<"${TABLES:-$all}"
 read -r -a latency <<<"${LATENCY:---num_runs=1000}"
 read -r -a decode <<<"${DECODE:---num_prompts=128 --num_seeds=3}"
+((${#sizes[@]} > 1)) || { echo 'SIZES must name a target and at least one draft' >&2; exit 1; }
 target=${sizes[0]}
 mkdir -p "$OUT"
 # A piece need not compile what an earlier one has.
@@ -61,25 +64,34 @@ import json, pathlib, statistics, sys
 out, peak, *sizes = sys.argv[1:]
 for size in sizes:
   lines = map(json.loads, (pathlib.Path(out) / size / 'metrics.jsonl').read_text().splitlines())
-  speed = statistics.median(line['teraflops_per_device'] for line in lines if 'teraflops_per_device' in line)
+  speeds = [line['teraflops_per_device'] for line in lines if 'teraflops_per_device' in line]
+  if not speeds:
+    print(f'{size}: no speed was recorded')
+    continue
+  speed = statistics.median(speeds)
   print(f'{size}: {speed:.4g} TFLOP/s per device, median over log intervals: {speed / float(peak):.1%} of {peak}')
 END
 
-drafts=$(printf ',%s' "${sizes[@]:1}") # names of drafts, after a comma each
+drafts=
+for size in "${sizes[@]:1}"; do drafts+=${drafts:+,}$size=$OUT/$size/model; done
 for table in "${tables[@]}"; do
   [[ -e $OUT/tables/$table.json ]] && continue
   arguments=("--table=$table" "--target=$OUT/$target/model" "--output=$OUT/tables" "--draft=$OUT/${sizes[1]}/model")
   case $table in
     spectr_table1 | spectr_table3) arguments+=("${latency[@]}") ;;
-    spectr_table4) arguments+=("${decode[@]}" ${TEXTS:+"--prompts=$TEXTS"} "--draft=$(sed "s#,\([^,]*\)#,\1=$OUT/\1/model#g; s#^,##" <<<"$drafts")") ;;
+    spectr_table4) arguments+=("--draft=$drafts" "${decode[@]}" ${TEXTS:+"--prompts=$TEXTS"}) ;;
     spectr_table2) arguments+=("${decode[@]}" ${TEXTS:+"--prompts=$TEXTS"}) ;;
     *) arguments+=("${decode[@]}" ${PROMPTS:+"--prompts=$PROMPTS"}) ;;
   esac
   begun=$SECONDS
-  # In a shell of its own, so that running out of time can be told from what cannot be done in any piece.
+  # In a shell of its own, so that running out of time can be told from what cannot be done in any piece. The first
+  # whole piece may have gone into compiling, which the second need not do again.
   (in_time "$python" -m decode.reproduce "${arguments[@]}") || {
     code=$?
-    ((code == 3 && begun * 10 < limit)) && { echo "$table: $limit seconds are too short; ask for less"; exit 4; }
+    if ((code == 3 && begun * 10 < limit)); then
+      [[ -e $OUT/$table.tried ]] && { echo "$table: $limit seconds are too short; ask for less"; exit 4; }
+      touch "$OUT/$table.tried"
+    fi
     exit "$code"
   }
 done

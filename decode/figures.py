@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -18,62 +20,119 @@ def check_available() -> None:
     raise ValueError(f"figures need matplotlib ({error}): pip install -e '.[plots]'") from error
 
 
-def _number(cell: Any) -> float | None:
-  return cell.number if isinstance(cell, Value) else cell
+# A colour for a method wherever it is drawn, distinct for colour-blind readers too; what a method has not is grey.
+_COLORS = {
+  'autoregressive': '#555555', 'speculative': '#E69F00', 'block': '#56B4E9', 'spectr': '#009E73',
+  'greedy_block': '#8C6D00', 'spectr_gbv': '#CC79A7', 'race_block': '#0072B2', 'draft': '#E69F00', 'target': '#0072B2',
+  'verification': '#D55E00', 'rest': '#999999',
+}  # fmt: skip
+_SHADES = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#D55E00', '#56B4E9', '#8C6D00', '#555555')
+_MARKERS = 'osD^vP*X<>'
+_HATCHES = ('', '//', '..', 'xx', '--', '++', 'oo')
 
 
-def _spread(cell: Any) -> float:
-  return (cell.spread or 0.0) if isinstance(cell, Value) else 0.0
+def _number(cell: Any) -> float:
+  """NaN, which is not drawn, where there is nothing."""
+  return cell.number if isinstance(cell, Value) else math.nan
 
 
-def _groups(rows: Sequence[Row], by: Sequence[str]) -> dict[str, list[Row]]:
+def _errors(cells: Sequence[Any]) -> list[list[float]]:
+  """How far below and above the error bars reach; NaN where that is not known."""
+  ends = []
+  for cell in cells:
+    low, high = math.nan, math.nan
+    if isinstance(cell, Value) and cell.spread is not None:
+      low = high = cell.spread
+    elif isinstance(cell, Value) and cell.interval is not None:
+      low, high = cell.number - cell.interval[0], cell.interval[1] - cell.number
+    ends.append((low, high))
+  return [list(side) for side in zip(*ends)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+  """Rows that are one line, or bars of one look.
+
+  Attributes:
+    name: What tells them apart from others.
+    rows: The rows.
+    color: Of their method, or their own where there is none.
+    look: Number of what else tells them apart: marker, hatch.
+  """
+
+  name: str
+  rows: list[Row]
+  color: str
+  look: int
+
+
+def _groups(rows: Sequence[Row], panel: Panel) -> list[_Group]:
   """Rows by what tells them apart, columns that are the same everywhere left out of the name."""
-  telling = [column for column in by if len({str(row[column]) for row in rows}) > 1]
-  groups: dict[str, list[Row]] = {}
+  telling = [column for column in panel.by if len({str(row[column]) for row in rows}) > 1]
+  by_key: dict[tuple, list[Row]] = {}
   for row in rows:
-    name = ', '.join(str(row[c]) if isinstance(row[c], str) else f'{c}={row[c]}' for c in telling)
-    groups.setdefault(name or 'measured', []).append(row)
+    by_key.setdefault(tuple(row[column] for column in telling), []).append(row)
+  looks: dict[tuple, int] = {}
+  groups = []
+  for place, (key, members) in enumerate(by_key.items()):
+    parts = dict(zip(telling, key))
+    name = ', '.join(value if isinstance(value, str) else f'{column}={value}' for column, value in parts.items())
+    method = parts.pop('method', None)
+    if method is None:
+      groups.append(_Group(name or 'measured', members, _SHADES[place % len(_SHADES)], place // len(_SHADES)))
+      continue
+    look = looks.setdefault(tuple(parts.values()), len(looks))
+    groups.append(_Group(name, members, _COLORS.get(method.split()[0], '#999999'), look))
   return groups
 
 
 def _draw_lines(axes, panel: Panel, rows: Sequence[Row]) -> None:
   [column] = panel.y
-  for place, (name, group) in enumerate(_groups(rows, panel.by).items()):
-    color = f'C{place % 10}'
-    points = [(row[panel.x], row[column]) for row in group if row[column] is not None]
+  for group in _groups(rows, panel):
+    ordered = sorted(group.rows, key=lambda row: row[panel.x])
+    xs, cells = [row[panel.x] for row in ordered], [row[column] for row in ordered]
+    marker = _MARKERS[group.look % len(_MARKERS)]
     axes.errorbar(
-      [x for x, _ in points], [_number(y) for _, y in points], [_spread(y) for _, y in points],
-      color=color, marker='o', markersize=3, capsize=2, label=name,
+      xs, list(map(_number, cells)), _errors(cells), color=group.color, marker=marker, markersize=4, capsize=2,
+      linewidth=1, label=group.name,
     )  # fmt: skip
-    printed = [(row[panel.x], row[panel.paper]) for row in group if panel.paper and row[panel.paper] is not None]
+    printed = [(x, row[panel.paper]) for x, row in zip(xs, ordered) if panel.paper and row[panel.paper] is not None]
     if printed:
-      axes.plot([x for x, _ in printed], [_number(y) for _, y in printed], color=color, marker='x', linestyle='--')
+      points = [x for x, _ in printed], [_number(y) for _, y in printed]
+      axes.plot(*points, color=group.color, marker='x', linestyle='--', linewidth=1)
   axes.set_xticks(sorted({row[panel.x] for row in rows}))
 
 
 def _draw_bars(axes, panel: Panel, rows: Sequence[Row]) -> None:
   [column] = panel.y
   places = {x: place for place, x in enumerate(dict.fromkeys(row[panel.x] for row in rows))}
-  groups = _groups(rows, panel.by)
+  groups = _groups(rows, panel)
   width = 0.8 / len(groups)
-  for index, (name, group) in enumerate(groups.items()):
-    left = [places[row[panel.x]] + width * (index + 0.5) - 0.4 for row in group]
-    heights = [_number(row[column]) for row in group]
-    axes.bar(left, heights, width, yerr=[_spread(row[column]) for row in group], label=name, color=f'C{index % 10}')
-    printed = [(x, row[panel.paper]) for x, row in zip(left, group) if panel.paper and row[panel.paper] is not None]
+  for index, group in enumerate(groups):
+    left = [places[row[panel.x]] + width * (index + 0.5) - 0.4 for row in group.rows]
+    cells = [row[column] for row in group.rows]
+    axes.bar(
+      left, list(map(_number, cells)), width, yerr=_errors(cells), label=group.name, color=group.color,
+      hatch=_HATCHES[group.look % len(_HATCHES)], edgecolor='white', linewidth=0.3, error_kw={'linewidth': 0.8},
+    )  # fmt: skip
+    printed = [
+      (x, row[panel.paper]) for x, row in zip(left, group.rows) if panel.paper and row[panel.paper] is not None
+    ]
     axes.plot([x for x, _ in printed], [_number(y) for _, y in printed], 'kx', markersize=4)
   axes.set_xticks(list(places.values()), list(places))
 
 
 def _draw_stacks(axes, panel: Panel, rows: Sequence[Row]) -> None:
   stacks = [row for row in rows if isinstance(row[panel.y[0]], Value)]
-  names = [' '.join(f'{row[c]}' for c in (*panel.by, panel.x)) for row in stacks]
-  # What is below zero hangs below the axis, as it cannot be stacked.
-  bottoms = [0.0] * len(stacks)
+  telling = [column for column in panel.by if len({str(row[column]) for row in stacks}) > 1]
+  names = [', '.join([row[panel.x], *(f'{column}={row[column]}' for column in telling)]) for row in stacks]
+  # What is below zero hangs left of the axis, as it cannot be stacked.
+  ends = [0.0] * len(stacks)
   for part in panel.y:
-    heights = [_number(row[part]) for row in stacks]
-    axes.barh(names, heights, left=[b if h >= 0 else 0 for b, h in zip(bottoms, heights)], label=part)
-    bottoms = [b + max(h, 0) for b, h in zip(bottoms, heights)]
+    lengths = [_number(row[part]) for row in stacks]
+    lefts = [end if length >= 0 else 0 for end, length in zip(ends, lengths)]
+    axes.barh(names, lengths, left=lefts, label=part, color=_COLORS[part])
+    ends = [end + max(length, 0) for end, length in zip(ends, lengths)]
   axes.invert_yaxis()
 
 
@@ -99,8 +158,9 @@ def draw(table: Table, rows: Sequence[Row], footer: str) -> bytes:
   title = 'crosses: the paper' if any(panel.paper for panel in table.panels) else None
   panels[-1].legend(fontsize=6, loc='center left', bbox_to_anchor=(1, 0.5), title=title, title_fontsize=6)
   width = int(16 * figure.get_figwidth())  # characters of this size
-  figure.suptitle('\n'.join(textwrap.wrap(table.title, width * 2 // 3)), fontsize=9)
-  figure.supxlabel('\n'.join(textwrap.wrap(footer, width)), fontsize=6)
+  for write, text, size in ((figure.suptitle, table.title, 9), (figure.supxlabel, footer, 6)):
+    lines = '\n'.join(textwrap.wrap(text, width * 6 // size))
+    write(lines, fontsize=size, parse_math=False)  # names of files may hold dollar signs
   content = io.BytesIO()
   figure.savefig(content, format='png')
   return content.getvalue()

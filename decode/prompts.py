@@ -153,7 +153,10 @@ def without_long(
   limit = longest_prompt(max_new_tokens, max_length)
   kept = [prompt for prompt, row in zip(prompts, _encode(prompts, tokenizer)) if len(row) <= limit]
   if not kept:
-    raise ValueError(f'all {len(prompts)} prompts are too long; at most {limit} tokens are allowed')
+    raise ValueError(
+      f'{prompts[0].origin}: this prompt and all {len(prompts)} of its file are too long;'
+      f' at most {limit} tokens are allowed'
+    )
   return kept
 
 

@@ -40,6 +40,7 @@ BLOCK_EFFICIENCY = {
 
 # SpecTr-GBV. Targets, all with a draft of 1.3B.
 LARGE, SMALL = 'DeepSeek-33B', 'DeepSeek-6.7B'
+NUM_DRAFTS = 3
 GBV_METHODS = ('autoregressive', 'speculative', 'spectr', 'greedy_block', 'spectr_gbv')
 _ONE = (1.0, None)
 

@@ -23,7 +23,7 @@ _PROMPTS = flags.DEFINE_list(
 )
 _OUTPUT = flags.DEFINE_string('output', None, 'Directory for NAME.json, NAME.md and NAME.png.')
 _DTYPE = flags.DEFINE_string('dtype', '', "Type to compute in, float32 or bfloat16; '' for each model's own.")
-_SEED = flags.DEFINE_integer('seed', 0, 'The first seed.')
+_SEED = flags.DEFINE_integer('seed', None, 'The first seed; default 0.', lower_bound=0)
 _SIZES = {
   'num_prompts': flags.DEFINE_integer('num_prompts', None, 'Prompts of each set, at most.', lower_bound=1),
   'num_seeds': flags.DEFINE_integer('num_seeds', None, 'Runs of every setting.', lower_bound=1),
@@ -47,13 +47,16 @@ def main(argv):
   if name not in TABLES:
     raise ValueError(f'table must be one of {", ".join(TABLES)}, got {name or "none"}')
   table = TABLES[name]
+  if not table.has_prompts and not (_PROMPTS.value is None and _SEED.value is None):
+    raise ValueError(f'{name} decodes nothing: prompts and seed are not for it')
+  prompts = {_SHIPPED: None} if _PROMPTS.value is None else command_line.parse_paths('prompts', _PROMPTS.value)
   request = Request(
     target=_TARGET.value,
     drafts=command_line.parse_paths('draft', _DRAFT.value),
-    prompts={_SHIPPED: None} if _PROMPTS.value is None else command_line.parse_paths('prompts', _PROMPTS.value),
+    prompts=prompts if table.has_prompts else {},
     sizes=table.choose_sizes({size: _given(size) for size in _SIZES}),
     dtype=_DTYPE.value,
-    seed=_SEED.value,
+    seed=_SEED.value or 0,
   )
   paths = {}
   if _OUTPUT.value is not None:
@@ -63,15 +66,15 @@ def main(argv):
     paths = {kind: directory / f'{name}.{kind}' for kind in ('json', 'md', 'png')}
   with report.OutputFiles(**paths) as outputs:
     with report.show_progress() as notify:
-      found = table.measure(request, notify)
+      found = table.run(request, notify)
     lines = table_report.describe(table, request, found)
+    table_report.print_table(table, found.rows, lines)
     if paths:
       outputs.write(
         json=table_report.to_json(name, table, request, found, lines),
         md=table_report.to_markdown(table, found.rows, lines),
         png=figures.draw(table, found.rows, '; '.join(lines[:2])),
       )
-  table_report.print_table(table, found.rows, lines)
 
 
 if __name__ == '__main__':

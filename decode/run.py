@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import platform
@@ -75,9 +76,11 @@ class Summary:
     block_efficiency: Their ratio.
     interval: Its 95% interval over prompts, None for a single prompt.
     acceptance_by_position: `[L]`, the share of rounds that kept at least d + 1 drafted tokens.
-    tokens_per_second: Compilation excluded.
+    seconds: Time of all batches, compilation excluded.
+    num_rounds: Rounds the device ran, each for a whole batch.
+    tokens_per_second: New tokens over seconds.
     speedup: Tokens per second over those of autoregressive decoding, None if that was not run.
-    speedup_interval: Its 95% interval over batches, None for a single batch.
+    speedup_interval: Its 95% interval over batches, None for a single batch and for autoregressive decoding itself.
     round_cost: Time of a round over that of an autoregressive step, None if that was not run.
     tokens_per_round: Tokens per round and row, rows that wait for the rest of their batch counted.
     share_of_optimum: Accepted tokens over the most that token-level verification could accept at the positions visited,
@@ -93,6 +96,8 @@ class Summary:
   block_efficiency: float
   interval: tuple[float, float] | None
   acceptance_by_position: list[float]
+  seconds: float
+  num_rounds: int
   tokens_per_second: float
   speedup: float | None
   speedup_interval: tuple[float, float] | None
@@ -157,7 +162,7 @@ class DecodeRun:
     num_batches = -(-len(self.prompts) // self.options.batch_size)
     rows_per_batch = len(self.prompts) / num_batches
     speedup_interval = None
-    if baseline and num_batches > 1:
+    if baseline and num_batches > 1 and setting.method.max_drafts != 0:
       speedup_interval = metrics.compare(batch_speeds(own), batch_speeds(baseline))[1:]
     share, share_interval = None, None
     is_compared = setting.method.max_drafts is None and has_independent_children(setting.method)
@@ -173,6 +178,8 @@ class DecodeRun:
       block_efficiency=metrics.ratio(tokens, calls),
       interval=metrics.ratio_interval(tokens, calls),
       acceptance_by_position=metrics.acceptance_by_position(sum(found.accepted_by_depth for found in own), calls),
+      seconds=sum(found.seconds for found in own),
+      num_rounds=sum(found.rounds for found in own),
       tokens_per_second=speed(own),
       speedup=speed(own) / speed(baseline) if baseline else None,
       speedup_interval=speedup_interval,
@@ -282,6 +289,25 @@ def _choose_trees(options: DecodeOptions, given, settings, prompts, batches, gen
   return chosen, acceptance
 
 
+def _measurement(
+  setting: Setting, seed: int, generations: list[Generation], batch_seconds: list[float], num_prompts: int
+) -> Measurement:
+  """Batches put together, without the copies that fill the last one up."""
+  every: Generation = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_prompts], *generations)
+  return Measurement(
+    setting=setting,
+    seed=seed,
+    tokens=every.tokens,
+    origins=every.origins,
+    lengths=every.lengths,
+    calls=every.num_target_calls,
+    accepted_by_depth=every.accepted_by_depth,
+    batch_seconds=np.array(batch_seconds),
+    rounds=sum(int(generation.num_target_calls.max()) for generation in generations),
+    statistics=every.statistics,
+  )
+
+
 def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRun:
   """Decodes every prompt with every setting and seed.
 
@@ -333,7 +359,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
 
   settings, acceptance = _choose_trees(options, given, settings, prompts, batches, generate, notify)
   done, total = 0, len(settings) * options.num_seeds * len(batches)
-  measurements, part_seconds = [], {}
+  part_seconds = {}
   for setting in settings:
     notify(f'{setting}: compiling', done, total)
     # One round compiles what `generate` runs.
@@ -342,32 +368,24 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
     if options.breakdown and setting.tree.num_nodes:
       notify(f'{setting}: timing its parts', done, total)
       part_seconds[setting] = latency.time_parts(state)
-    for seed in options.seeds:
-      keys = row_keys(seed, prompts)
-      generations, batch_seconds = [], []
-      for rows in batches:
-        notify(f'{setting}, seed {seed}', done, total)
+  # In turns: what else the machine does meanwhile falls on every setting.
+  batch_seconds: dict[tuple[Setting, int], list[float]] = collections.defaultdict(list)
+  generations: dict[tuple[Setting, int], list[Generation]] = collections.defaultdict(list)
+  for seed in options.seeds:
+    keys = row_keys(seed, prompts)
+    for rows in batches:
+      for setting in settings:
+        notify(f'decoding, seed {seed}', done, total)
         start = time.perf_counter()
         generation = jax.block_until_ready(generate(setting, keys, rows))
-        batch_seconds.append(time.perf_counter() - start)
-        generations.append(jax.device_get(generation))
+        batch_seconds[setting, seed].append(time.perf_counter() - start)
+        generations[setting, seed].append(jax.device_get(generation))
         done += 1
-      rounds = sum(int(generation.num_target_calls.max()) for generation in generations)
-      every: Generation = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(prompts)], *generations)
-      measurements.append(
-        Measurement(
-          setting=setting,
-          seed=seed,
-          tokens=every.tokens,
-          origins=every.origins,
-          lengths=every.lengths,
-          calls=every.num_target_calls,
-          accepted_by_depth=every.accepted_by_depth,
-          batch_seconds=np.array(batch_seconds),
-          rounds=rounds,
-          statistics=every.statistics,
-        )
-      )
+  measurements = [
+    _measurement(setting, seed, generations[setting, seed], batch_seconds[setting, seed], len(prompts))
+    for setting in settings
+    for seed in options.seeds
+  ]
   info = describe(options, models) | {'num_long_prompts': len(every_prompt) - len(fitting)}
   run = DecodeRun(options, info, prompts, tokenizer, settings, measurements, acceptance, part_seconds=part_seconds)
   slow = [setting for setting in settings if setting.tree.num_nodes and (run.summarize(setting).speedup or 1) < 1]

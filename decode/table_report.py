@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 from rich import box
@@ -33,20 +34,24 @@ def describe(table: Table, request: Request, found: Found) -> list[str]:
   sets = {}
   for info in found.info:
     if 'prompts' in info:
-      long = f', {info["num_long_prompts"]} of the file too long and left out' if info['num_long_prompts'] else ''
-      sets.setdefault(f'{info["prompts"]} ({info["num_prompts"]}{long})')
+      long = f', {info["num_long_prompts"]} too long and left out' if info['num_long_prompts'] else ''
+      path = info['flags']['prompts'] or 'pretrained/prompts.jsonl'
+      sets.setdefault(f'{info["prompts"]}, {info["num_prompts"]} of {path}{long}')
+  temperatures = dict.fromkeys(info['flags']['temperature'] for info in found.info if 'prompts' in info)
   device = found.info[0]['device']
-  sizes = ', '.join(
+  sizes = [
     f'{name} {",".join(map(str, value)) if isinstance(value, tuple) else value}'
     for name, value in request.sizes.used.items()
     if name != 'num_prompts'
-  )
+  ]
+  if sets:
+    sizes += [f'temperature {", ".join(map(str, temperatures))}', f'seed {request.seed}']
   lines = [f'here: {"; ".join(models)}']
   if sets:
     lines.append(f'prompts: {"; ".join(sets)}')
   return [
     *lines,
-    f'sizes: {sizes}, seed {request.seed}; {device["kind"]}, {device["num_cpus"]} CPU cores',
+    f'sizes: {", ".join(sizes)}; {device["kind"]}, {device["num_cpus"]} CPU cores',
     f'paper: {table.setup}; other models and texts, so what compares is the pattern',
     describe_reduction(table, found, request.sizes),
     table.spreads,
@@ -66,10 +71,10 @@ def to_markdown(table: Table, rows: list[Row], lines: list[str]) -> str:
 
 
 def to_json(name: str, table: Table, request: Request, found: Found, lines: list[str]) -> str:
-  """Rows with numbers as `{"value", "spread"}`, and all that is needed to run them again."""
+  """Rows with numbers as `{"number", "spread", "interval"}`, and all that is needed to run them again."""
 
   def plain(cell):
-    return {'value': cell.number, 'spread': cell.spread} if isinstance(cell, Value) else cell
+    return dataclasses.asdict(cell) if isinstance(cell, Value) else cell
 
   content = {
     'table': name,

@@ -5,18 +5,23 @@ Rows are dictionaries, a column each: a number, a text, a `Value` with its sprea
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from decode import latency, published
 from decode.options import DecodeOptions
+from decode.prompts import without_long
 from decode.run import DecodeRun, Notify, Summary, describe, load_models, run_decode
-from spectr_jax import TokenTree, get_method
+from decode.settings import Setting
+from spectr_jax import Tokenizer, TokenTree, get_method
+from spectr_jax.io.model_files import read_config
 
 SPECTR_METHODS = ('autoregressive', 'speculative', 'block', 'spectr', 'race_block')
 GBV_METHODS = (*published.GBV_METHODS, 'race_block')
@@ -31,15 +36,19 @@ class Value:
   Attributes:
     number: The number.
     spread: What stands behind its ±, or None.
+    interval: Low and high end, where they are not equally far away; instead of a spread.
   """
 
   number: float
   spread: float | None = None
+  interval: tuple[float, float] | None = None
 
   def __str__(self):
     digits = 2 if abs(self.number) >= 1 or not self.number else 1 - math.floor(math.log10(abs(self.number)))
-    spread = '' if self.spread is None else f' ± {self.spread:.{digits}f}'
-    return f'{self.number:.{digits}f}{spread}'
+    text = f'{self.number:.{digits}f}'
+    if self.spread is not None:
+      return f'{text} ± {self.spread:.{digits}f}'
+    return text if self.interval is None else f'{text} ({self.interval[0]:.{digits}f} to {self.interval[1]:.{digits}f})'
 
 
 Row = dict[str, int | float | str | Value | None]
@@ -82,7 +91,7 @@ class Request:
   Attributes:
     target: Directory of the target.
     drafts: Directories of drafts by name.
-    prompts: Files of prompts by name; None for the shipped ones.
+    prompts: Files of prompts by name; None for the shipped ones. Empty for tables that decode none.
     sizes: How much.
     dtype: As in `DecodeOptions`.
     seed: The first seed.
@@ -127,7 +136,7 @@ class Panel:
   Attributes:
     x: Column of the horizontal axis.
     y: Columns that are drawn; several are stacked, if `kind` is `stack`.
-    by: Columns that tell lines or bars apart.
+    by: Columns that tell lines or bars apart; `method` by colour, the others by what is left.
     paper: Column of what is published, or None.
     where: Values that a row must have.
     kind: `line`, `bar` or `stack`.
@@ -150,8 +159,8 @@ class Table:
     setup: What the paper measured it on.
     spreads: What stands behind ±, here and in the paper.
     sizes: What is measured by default: minutes with the pretrained pair on two cores.
-    full: Sizes of the paper, as far as it gives them.
-    measure: Measures it.
+    full: Sizes of the paper, as far as it gives them or its tables imply them.
+    measure: Measures it; call `run`.
     panels: Its figure.
     notes: What else a reader must know.
   """
@@ -164,6 +173,19 @@ class Table:
   measure: Callable[[Request, Notify], Found]
   panels: tuple[Panel, ...]
   notes: tuple[str, ...] = ()
+
+  @property
+  def has_prompts(self) -> bool:
+    return bool(self.sizes.num_prompts)
+
+  def run(self, request: Request, notify: Notify) -> Found:
+    """Measures the table, after checking whatever can be checked before.
+
+    Raises:
+      ValueError: A model or a set of prompts is no good.
+    """
+    check(request)
+    return self.measure(request, notify)
 
   def choose_sizes(self, given: Mapping[str, int | tuple[int, ...] | None]) -> Sizes:
     """The default sizes, those that are given (not None) in their place.
@@ -178,6 +200,25 @@ class Table:
     return dataclasses.replace(self.sizes, **given)
 
 
+def check(request: Request) -> None:
+  """Reads what is quickly read of all models and prompts, so that nothing is measured in vain.
+
+  Raises:
+    ValueError: Something is missing, does not belong together, or holds no prompt that fits.
+  """
+  limits, fingerprints = [], {}
+  for path in (request.target, *request.drafts.values()):
+    limits.append(read_config(path).max_length)
+    tokenizer = Tokenizer.load(epath.Path(path) / 'tokenizer.json')
+    fingerprints[path] = tokenizer.fingerprint
+  if len(set(fingerprints.values())) > 1:
+    each = ', '.join(f'{fingerprint} in {path}' for path, fingerprint in fingerprints.items())
+    raise ValueError(f'target and drafts must share a tokenizer, but their fingerprints differ: {each}')
+  for path in request.prompts.values():
+    prompts = DecodeOptions(prompts=path).read_prompts()
+    without_long(prompts, tokenizer, max_new_tokens=request.sizes.max_new_tokens, max_length=min(limits))
+
+
 def _value(figure: tuple[float, float | None] | None) -> Value | None:
   return None if figure is None else Value(*figure)
 
@@ -186,9 +227,11 @@ def _half(interval: tuple[float, float] | None) -> float | None:
   return None if interval is None else (interval[1] - interval[0]) / 2
 
 
-def method_label(name: str) -> str:
-  """The method, marked where it is not lossless."""
-  return name if get_method(name).is_lossless else f'{name} (not lossless)'
+def method_label(setting: Setting) -> str:
+  """The method, marked where it is not lossless; with one draft `spectr_gbv` is greedy block verification."""
+  method = setting.method
+  is_exact = method.is_lossless or (method.name == 'spectr_gbv' and setting.num_drafts == 1)
+  return method.name if is_exact else f'{method.name} (not lossless)'
 
 
 def _decode(
@@ -218,6 +261,10 @@ def _decode(
     yield name, run
 
 
+def _setting_columns(setting: Setting, **more) -> Row:
+  return {**more, 'method': method_label(setting), 'K': setting.num_drafts, 'L': setting.draft_length}
+
+
 def _efficiency(summary: Summary) -> Value:
   return Value(summary.block_efficiency, _half(summary.interval))
 
@@ -231,15 +278,28 @@ def _accepted(summary: Summary) -> Value | None:
   return Value(float(np.mean(summary.acceptance_by_position)), None if spread is None else spread / length)
 
 
-def _beside(summary: Summary, efficiency: _Figures, speedup: _Figures) -> Row:
-  """Block efficiency and speed-up, each with what is published of the method."""
-  method = summary.setting.method.name
-  return {
-    'tokens per call': _efficiency(summary),
-    f'{PAPER}: tokens per call': _value(efficiency.get(method)),
-    'speed-up': Value(summary.speedup, _half(summary.speedup_interval)),
-    f'{PAPER}: speed-up': _value(speedup.get(method)),
-  }
+def _is_printed(setting: Setting) -> bool:
+  """Whether SpecTr-GBV's tables can have the setting: they are of three drafts, or of methods that have one or none."""
+  return setting.num_drafts == published.NUM_DRAFTS or setting.method.max_drafts is not None
+
+
+def _measured(summary: Summary) -> dict[str, Value]:
+  speedup = Value(summary.speedup, interval=summary.speedup_interval)
+  return {'block efficiency': _efficiency(summary), 'speed-up': speedup}
+
+
+def _beside(setting: Setting, measured: Mapping[str, Value], printed: Sequence[_Figures]) -> Row:
+  """Each quantity that is measured, with what is published of the method."""
+  method = setting.method.name if _is_printed(setting) else None
+  row: Row = {}
+  for (name, value), figures in zip(measured.items(), printed, strict=True):
+    row |= {name: value, f'{PAPER}: {name}': _value(figures.get(method))}
+  return row
+
+
+def _median(values: np.ndarray) -> Value:
+  """With the standard deviation over runs."""
+  return Value(float(np.median(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
 
 
 def measure_latency(role: str, figures, request: Request, notify: Notify) -> Found:
@@ -264,19 +324,20 @@ def measure_latency(role: str, figures, request: Request, notify: Notify) -> Fou
   notify(f'{len(calls)} calls, {sizes.num_runs} times each', 0, 1)
   times = latency.time_in_turns(calls, sizes.num_runs)
   one = float(np.median(times['target', unit]))
-  found = Found(info=[describe(options, models)])
+  info = describe(options, models)
+  used = ('target', 'draft', 'dtype')
+  found = Found(info=[info | {'flags': {name: info['flags'][name] for name in used}}])
   for key, (tree, batch_size) in shapes.items():
     length, number, form = key
     seconds = times[role, key]
-    relative = seconds / one
     found.rows.append(
       {
         'length': length,
         'batch': number,
         'drafts as': form,
         'tokens in the call': (tree.num_nodes + 1) * batch_size,
-        'milliseconds': Value(1e3 * float(np.median(seconds)), 1e3 * float(np.std(seconds))),
-        'relative latency': Value(float(np.median(relative)), float(np.std(relative))),
+        'milliseconds': _median(1e3 * seconds),
+        'relative latency': _median(seconds / one),
         PAPER: _value(figures.get((length, number))) if form == 'rows' else None,
       }
     )
@@ -284,16 +345,25 @@ def measure_latency(role: str, figures, request: Request, notify: Notify) -> Fou
 
 
 def measure_efficiency(columns: Mapping[str, str], request: Request, notify: Notify) -> Found:
-  """Tokens per target call by draft, method, K and L, beside the published columns given by name."""
+  """Block efficiency by draft, method, K and L.
+
+  Args:
+    columns: Published drafts by the name of the column that they go into. A draft that has the name of a published one
+      is also put beside that, in the column `paper`.
+    request: What to measure.
+    notify: Progress.
+  """
   found = Found()
-  for name, draft in request.drafts.items():
-    for prompts, run in _decode(request, notify, found, draft=draft, method=SPECTR_METHODS, temperature=1.0):
+  by_name = {name.lower(): figures for name, figures in published.BLOCK_EFFICIENCY.items()}
+  for draft, path in request.drafts.items():
+    own = by_name.get(draft.lower(), {})
+    for prompts, run in _decode(request, notify, found, draft=path, method=SPECTR_METHODS, temperature=1.0):
       for summary in map(run.summarize, run.settings):
         setting = summary.setting
         key = setting.method.name, setting.num_drafts, setting.draft_length
-        row = {'draft': name, 'prompts': prompts, 'method': method_label(key[0]), 'K': key[1], 'L': key[2]}
-        printed = {column: published.BLOCK_EFFICIENCY[of].get(key) for column, of in columns.items()}
-        row |= {'tokens per call': _efficiency(summary)} | {name: _value(figure) for name, figure in printed.items()}
+        row = _setting_columns(setting, draft=draft, prompts=prompts)
+        row |= {'block efficiency': _efficiency(summary), PAPER: _value(own.get(key))}
+        row |= {column: _value(published.BLOCK_EFFICIENCY[of].get(key)) for column, of in columns.items()}
         found.rows.append(row)
   return found
 
@@ -320,60 +390,84 @@ def compare_lengths(target: str, prompts: str, length: int) -> tuple[str | None,
 
 
 def measure_comparison(find: Callable, request: Request, notify: Notify) -> Found:
-  """Block efficiency and speed-up by prompt set, L and method.
+  """Block efficiency and speed-up by prompt set, L, K and method; of several sets also the average.
 
   Args:
     find: `(prompts, length) -> (row of the paper, its block efficiencies, its speed-ups)`, by method.
     request: What to measure.
     notify: Progress.
   """
-  found = Found()
+  found, measured = Found(), {}
   for prompts, run in _decode(request, notify, found, draft=request.draft, method=GBV_METHODS, temperature=0.4):
     for length in request.sizes.draft_length:
-      printed_row, *printed = find(prompts, length)
       for summary in map(run.summarize, run.settings):
         if summary.setting.draft_length in (0, length):  # 0: nothing is drafted
-          row = {'prompts': prompts, 'L': length, 'method': method_label(summary.setting.method.name)}
-          found.rows.append(row | _beside(summary, *printed) | {f'{PAPER}: on': printed_row})
+          measured[prompts, length, summary.setting] = _measured(summary)
+  if len(request.prompts) > 1:
+    measured |= _averages(measured)
+  for (prompts, length, setting), values in measured.items():
+    printed_row, *printed = find(prompts, length)
+    row = _setting_columns(setting, prompts=prompts) | {'L': length} | _beside(setting, values, printed)
+    found.rows.append(row | {f'{PAPER}: on': printed_row if _is_printed(setting) else None})
   return found
 
 
+def _averages(measured: Mapping[tuple[str, int, Setting], Mapping[str, Value]]) -> dict:
+  """The mean over sets of prompts, each set counting as much."""
+  groups = collections.defaultdict(list)
+  for (_, length, setting), values in measured.items():
+    groups[length, setting].append(values)
+  return {
+    ('Average', *key): {name: Value(float(np.mean([each[name].number for each in group]))) for name in group[0]}
+    for key, group in groups.items()
+  }
+
+
 def measure_sensitivity(request: Request, notify: Notify) -> Found:
-  """Acceptance over K, and block efficiency and speed-up over temperature.
+  """Acceptance over K, and block efficiency and speed-up over temperature at K = 3, which is always measured.
 
   The paper draws both and prints neither; what its Table 2 says of the same points stands beside them.
   """
   found = Found()
-  printed_point = 3, 0.4
+  middle = published.NUM_DRAFTS
+  every_k = tuple(sorted({*request.sizes.num_drafts, middle}))
   for temperature in (0.1, 0.4, 0.7):
-    options = {} if temperature == 0.4 else {'num_drafts': printed_point[:1]}
+    num_drafts = every_k if temperature == 0.4 else (middle,)
     methods = 'autoregressive', *DRAFTING_METHODS
     for prompts, run in _decode(
-      request, notify, found, draft=request.draft, method=methods, temperature=temperature, **options
+      request, notify, found, draft=request.draft, method=methods, temperature=temperature, num_drafts=num_drafts
     ):
       for summary in map(run.summarize, run.settings):
         setting = summary.setting
-        method, length = setting.method.name, setting.draft_length
-        if not length:
+        if not setting.draft_length:
           continue
         printed = {}, {}
-        if (setting.num_drafts, temperature) == printed_point:
-          printed = published.BY_LENGTH[published.LARGE].get(length, printed)
-        efficiency = printed[0].get(method)
-        row = {'prompts': prompts, 'temperature': temperature, 'method': method_label(method)}
-        row |= {'K': setting.num_drafts, 'L': length, 'accepted': _accepted(summary)}
-        row[f'{PAPER}: accepted'] = Value((efficiency[0] - 1) / length) if efficiency else None
-        found.rows.append(row | _beside(summary, *printed))
+        if temperature == 0.4:
+          printed = published.BY_LENGTH[published.LARGE].get(setting.draft_length, printed)
+        beside = _beside(setting, _measured(summary), printed)
+        efficiency = beside[f'{PAPER}: block efficiency']
+        row = _setting_columns(setting, prompts=prompts, temperature=temperature) | {'accepted': _accepted(summary)}
+        row[f'{PAPER}: accepted'] = Value((efficiency.number - 1) / setting.draft_length) if efficiency else None
+        found.rows.append(row | beside)
   return found
 
 
 def _breakdown(summary: Summary, num_continuations: int) -> Row:
-  """The columns of Table 5 of SpecTr-GBV: of one prompt, on average."""
-  rounds = summary.num_calls / num_continuations
-  values = {part: Value(rounds * seconds) for part, seconds in summary.seconds_per_round.items()}
-  values |= {'total': values['round'], 'rounds': Value(rounds)}
-  values |= {'tokens/s': Value(summary.tokens_per_second), 'accepted': _accepted(summary)}
+  """The columns of Table 5 of SpecTr-GBV, of one prompt on average: its share of what its batch takes."""
+  rounds = summary.num_rounds / num_continuations
+  parts = {part: Value(rounds * seconds) for part, seconds in summary.seconds_per_round.items()}
+  values = parts | {
+    'total': Value(summary.seconds / num_continuations),
+    'rounds': Value(summary.num_calls / num_continuations),
+    'tokens/s': Value(summary.tokens_per_second),
+    'accepted': _accepted(summary),
+  }
   return {name: values[name] for name in published.BREAKDOWN_COLUMNS}
+
+
+def _change(value: Value, base: Value) -> str | None:
+  """How much more than the base, in percent; None where there is no such share."""
+  return f'{100 * (value.number / base.number - 1):+.1f}%' if base.number > 0 else None
 
 
 def measure_breakdown(request: Request, notify: Notify) -> Found:
@@ -383,42 +477,49 @@ def measure_breakdown(request: Request, notify: Notify) -> Found:
     request, notify, found, draft=request.draft, method=DRAFTING_METHODS, temperature=0.4, breakdown=True
   ):
     num_continuations = len(run.prompts) * request.sizes.num_seeds
-    for length in request.sizes.draft_length:
-      summaries = [run.summarize(setting) for setting in run.settings if setting.draft_length == length]
-      tables = {HERE: {found.setting.method.name: _breakdown(found, num_continuations) for found in summaries}}
+    groups: dict[tuple[int, int], list[Setting]] = {}
+    for setting in run.settings:
+      groups.setdefault((setting.num_drafts, setting.draft_length), []).append(setting)
+    for (number, length), settings in groups.items():
+      tables = {HERE: {method_label(s): _breakdown(run.summarize(s), num_continuations) for s in settings}}
+      labels = {setting.method.name: method_label(setting) for setting in settings}
       for (target, printed_length), sets in published.BREAKDOWN.items():
-        if printed_length == length:
+        if (number, length) == (published.NUM_DRAFTS, printed_length):
           name = _published_set(sets, prompts, 'HumanEval')
           tables[f'{PAPER}: {target}, {name}'] = {
-            method: dict(zip(published.BREAKDOWN_COLUMNS, map(Value, figures)))
+            labels.get(method, method): dict(zip(published.BREAKDOWN_COLUMNS, map(Value, figures)))
             for method, figures in sets[name].items()
           }
       for source, by_method in tables.items():
         first, *others = by_method
-        rows = {method_label(method): columns for method, columns in by_method.items()}
-        for method in others:
-          changes = {
-            column: f'{100 * (value.number / by_method[first][column].number - 1):+.1f}%'
-            for column, value in by_method[method].items()
+        rows = by_method | {
+          f'{method} to {first}': {
+            column: _change(value, by_method[first][column]) for column, value in by_method[method].items()
           }
-          rows[f'{method_label(method)} to {first}'] = changes
-        found.rows += [
-          {'prompts': prompts, 'L': length, 'of': source, 'method': label} | row for label, row in rows.items()
-        ]
+          for method in others
+        }
+        same = {'prompts': prompts, 'K': number, 'L': length, 'of': source}
+        found.rows += [same | {'method': label} | row for label, row in rows.items()]
   return found
 
 
-_LM1B = '97M target on LM1B, temperature 1'
-_OVER_PROMPTS = 'half of the 95% interval over prompts'
 _NOT_LOSSLESS = f'spectr_gbv does not keep the law of the target: {get_method("spectr_gbv").bias}.'
-_BE_PANEL = {'y': ('tokens per call',), 'paper': f'{PAPER}: tokens per call'}
+_CUT = (
+  "A round that the limit of new tokens cuts off counts as whole, which takes most from long drafts; the paper's"
+  ' continuations have some 520 tokens, by its Table 5.'
+)
+_BE_PANEL = {'y': ('block efficiency',), 'paper': f'{PAPER}: block efficiency'}
 _SR_PANEL = {'y': ('speed-up',), 'paper': f'{PAPER}: speed-up'}
 _GBV = 'SpecTr-GBV: Multi-Draft Block Verification Accelerating Speculative Decoding'
 _SPECTR = 'SpecTr: Fast Speculative Decoding via Optimal Transport'
+_PAPER_SPREAD = 'in the paper: standard deviation, where it prints one'
 _GBV_SPREADS = (
-  f'± here: {_OVER_PROMPTS} (of speed-up over batches); in the paper: standard deviation, where it prints one'
+  '± and ranges here: 95% intervals, of block efficiency over prompts, of speed-up over batches, timed in turns;'
+  f' {_PAPER_SPREAD}'
 )
-_GBV_FULL = {'num_prompts': 1000}
+# Derived: Table 5 prints tokens per second and seconds.
+_GBV_TOKENS = {'max_new_tokens': 520}
+_HUMANEVAL = {'num_prompts': 164}
 
 
 def _latency_table(number: int, role: str, figures) -> Table:
@@ -441,55 +542,54 @@ def _latency_table(number: int, role: str, figures) -> Table:
 def _efficiency_table(number: int, columns: Mapping[str, str], drafts: str) -> Table:
   return Table(
     title=f'{_SPECTR}, Table {number}: tokens per target call',
-    setup=f'{_LM1B}, {drafts}',
-    spreads=f'± here: {_OVER_PROMPTS}; in the paper: standard deviation over seeds',
+    setup=f'97M target and {drafts} on LM1B, temperature 1',
+    spreads=f'± here: 95% interval over prompts; {_PAPER_SPREAD}',
     sizes=Sizes(
       num_prompts=64, num_seeds=1, max_new_tokens=32, batch_size=16, num_drafts=(2, 4, 8), draft_length=(4, 8)
     ),
     full={'num_prompts': 1000, 'num_seeds': 3},
     measure=functools.partial(measure_efficiency, columns),
-    panels=(
-      Panel(x='K', y=('tokens per call',), by=('draft', 'method', 'L'), paper=next(iter(columns))),
-    ),
-  )  # fmt: skip
+    panels=(Panel(x='K', y=('block efficiency',), by=('draft', 'prompts', 'method', 'L'), paper=PAPER),),
+    notes=(_CUT.split(';')[0] + '.',),
+  )
 
 
 def _length_table(number: int, target: str) -> Table:
   lengths = tuple(published.BY_LENGTH[target])
+  by = 'prompts', 'method', 'K'
   return Table(
     title=f'{_GBV}, Table {number}: block efficiency and speed-up over L',
     setup=f'{target} and 1.3B, HumanEval, K=3, temperature 0.4',
     spreads=_GBV_SPREADS,
-    sizes=Sizes(
-      num_prompts=16, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=lengths
-    ),
-    full=_GBV_FULL | {'num_seeds': 5},
+    sizes=Sizes(num_prompts=16, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=lengths),
+    full=_HUMANEVAL | {'num_seeds': 5} | _GBV_TOKENS,
     measure=functools.partial(measure_comparison, functools.partial(compare_lengths, target)),
-    panels=(Panel(x='L', by=('method',), **_BE_PANEL), Panel(x='L', by=('method',), **_SR_PANEL)),
-    notes=(_NOT_LOSSLESS,),
-  )  # fmt: skip
+    panels=(Panel(x='L', by=by, **_BE_PANEL), Panel(x='L', by=by, **_SR_PANEL)),
+    notes=(_NOT_LOSSLESS, _CUT),
+  )
 
 
 TABLES = {
   'spectr_table1': _latency_table(1, 'target', published.TARGET_LATENCY),
-  'spectr_table2': _efficiency_table(2, {PAPER: '6M'}, '6M draft'),
+  'spectr_table2': _efficiency_table(2, {f'{PAPER}: 6M': '6M'}, '6M draft'),
   'spectr_table3': _latency_table(3, 'draft', published.DRAFT_LATENCY),
   'spectr_table4': _efficiency_table(
-    4, {f'{PAPER}: {name} draft': name for name in published.BLOCK_EFFICIENCY}, 'drafts of 2M, 6M and 20M'
+    4, {f'{PAPER}: {name}': name for name in published.BLOCK_EFFICIENCY}, 'drafts of 2M, 6M and 20M'
   ),
   'gbv_table1': Table(
     title=f'{_GBV}, Table 1: block efficiency and speed-up',
     setup='DeepSeek-33B with 1.3B at L=12 and DeepSeek-6.7B with 1.3B at L=8, K=3, temperature 0.4',
     spreads=_GBV_SPREADS,
     sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=(12, 8)),
-    full=_GBV_FULL,
+    full={'num_prompts': 1000} | _GBV_TOKENS,
     measure=functools.partial(measure_comparison, compare_sets),
     panels=(
-      Panel(x='prompts', by=('L', 'method'), kind='bar', **_BE_PANEL),
-      Panel(x='prompts', by=('L', 'method'), kind='bar', **_SR_PANEL),
+      Panel(x='prompts', by=('method', 'K', 'L'), kind='bar', **_BE_PANEL),
+      Panel(x='prompts', by=('method', 'K', 'L'), kind='bar', **_SR_PANEL),
     ),
     notes=(
       _NOT_LOSSLESS,
+      _CUT,
       "Sets of prompts that have the name of one of the paper's are compared with it, others with its average.",
     ),
   ),
@@ -502,31 +602,33 @@ TABLES = {
     sizes=Sizes(
       num_prompts=12, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(1, 3, 5, 7), draft_length=(12, 16)
     ),
-    full=_GBV_FULL | {'num_seeds': 5},
+    full=_HUMANEVAL | {'num_seeds': 5} | _GBV_TOKENS,
     measure=measure_sensitivity,
     panels=(
       Panel(
-        x='K', y=('accepted',), by=('method', 'L'), paper=f'{PAPER}: accepted', where={'temperature': 0.4}
+        x='K', y=('accepted',), by=('prompts', 'method', 'L'), paper=f'{PAPER}: accepted', where={'temperature': 0.4}
       ),
-      Panel(x='temperature', by=('method', 'L'), where={'K': 3}, **_BE_PANEL),
-      Panel(x='temperature', by=('method', 'L'), where={'K': 3}, **_SR_PANEL),
+      Panel(x='temperature', by=('prompts', 'method', 'L'), where={'K': published.NUM_DRAFTS}, **_BE_PANEL),
+      Panel(x='temperature', by=('prompts', 'method', 'L'), where={'K': published.NUM_DRAFTS}, **_SR_PANEL),
     ),
     notes=(
       _NOT_LOSSLESS,
+      _CUT,
       'The paper draws this figure without printing its numbers; where its Table 2 has the same point, that stands'
-      ' beside it. "accepted" is of L drafted tokens.',
+      ' beside it. "accepted" is of L drafted tokens, in the paper (block efficiency - 1) / L.',
     ),
   ),
   'gbv_table5': Table(
     title=f'{_GBV}, Table 5: seconds per prompt of draft, target, verification and the rest',
-    setup='DeepSeek-33B with 1.3B at L=12 and DeepSeek-6.7B with 1.3B at L=8, K=3, temperature 0.4, 520 tokens',
-    spreads=f'± here: {_OVER_PROMPTS}',
+    setup='DeepSeek-33B with 1.3B at L=12 and DeepSeek-6.7B with 1.3B at L=8, K=3, temperature 0.4',
+    spreads='± here: 95% interval over prompts',
     sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=(12, 8)),
-    full=_GBV_FULL | {'max_new_tokens': 512},
+    full=_GBV_TOKENS,
     measure=measure_breakdown,
     panels=(
       Panel(
-        x='method', y=('draft', 'target', 'verification', 'rest'), by=('prompts', 'L'), where={'of': HERE}, kind='stack'
+        x='method', y=('draft', 'target', 'verification', 'rest'), by=('prompts', 'K', 'L'), where={'of': HERE},
+        kind='stack',
       ),
     ),
     notes=(

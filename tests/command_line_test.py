@@ -86,11 +86,15 @@ def test_no_sizes(text):
 
 
 def test_paths_are_named():
-  assert parse_paths('draft', ['a=x/y', 'runs/6m/model', 'sets/gsm8k.jsonl']) == {
+  texts = ['a=x/y', 'runs/6m/model', 'sets/gsm8k.jsonl', ' HumanEval.jsonl.gz', 'draft-1.3b', 'runs/lr=0.1/model/']
+  assert parse_paths('draft', texts) == {
     'a': 'x/y',
     '6m': 'runs/6m/model',
     'gsm8k': 'sets/gsm8k.jsonl',
+    'HumanEval': 'HumanEval.jsonl.gz',
+    'draft-1.3b': 'draft-1.3b',
+    'lr=0.1': 'runs/lr=0.1/model/',
   }
-  for bad in ([], ['a='], ['x', 'x']):
+  for bad in ([], ['a='], ['x', 'x'], ['']):
     with pytest.raises(ValueError, match='draft'):
       parse_paths('draft', bad)

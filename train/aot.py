@@ -27,7 +27,7 @@ from spectr_jax.sharding import shardings
 from spectr_jax.topology import Chip, chip_of, describe_topology
 from train import config_flag, plan
 from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step, out_of_memory
-from train.train import check_config, make_config_mesh
+from train.train import check_config, check_teacher, make_config_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +36,14 @@ class Report:
 
   Attributes:
     devices: Devices of the mesh.
-    arguments: Bytes of state and batch.
+    arguments: Bytes of state, batch and, for distillation, the teacher.
     temporaries: Bytes of scratch memory at its peak.
     outputs: Bytes that come out and do not stand where something went in.
     code: Bytes of the program.
     chip: What is published about the device.
     flops: Floating-point operations of a step.
-    closed_form_flops: Those of the matrix products by the closed form, divided by the devices.
+    closed_form_flops: Those of the matrix products by the closed form, divided by the devices; a teacher's forward pass
+      is among them.
     cycles: The compiler's estimate of a device's work, transfers between devices left out.
     tokens: Tokens of a step, on all devices.
     collectives: How many operations of each kind move data between devices.
@@ -89,10 +90,15 @@ def _placed(mesh: Mesh, shapes):
 
 
 def _teacher(config, mesh: Mesh) -> Teacher | None:
-  """The shapes of the teacher that the configuration names, as `train.main` would place it."""
+  """The shapes of the teacher that the configuration names, as `train.main` would place it.
+
+  Raises:
+    ValueError: There is none, or its sizes do not fit.
+  """
   if not config.distill_from:
     return None
   sizes = read_config(config.distill_from)
+  check_teacher(config, sizes)
   params = jax.eval_shape(lambda: transformer_model(init_params(jax.random.key(0), sizes), sizes).params)
   return Teacher(_placed(mesh, params), sizes, config.distill_weight)
 

@@ -136,6 +136,22 @@ def _termination(every: int) -> Iterator[Callable[[int], bool]]:
     signal.signal(signal.SIGTERM, before)
 
 
+def check_teacher(config, teacher_config: TransformerConfig) -> None:
+  """Refuses a teacher of other sizes than `config` needs.
+
+  Raises:
+    ValueError: It has another vocabulary or reads shorter texts.
+  """
+  if teacher_config.vocab_size != config.vocab_size:
+    raise ValueError(
+      f'{config.distill_from} has {teacher_config.vocab_size} tokens, config.vocab_size is {config.vocab_size}'
+    )
+  if teacher_config.max_length < config.seq_len:
+    raise ValueError(
+      f'{config.distill_from} was trained at {teacher_config.max_length} tokens, config.seq_len is {config.seq_len}'
+    )
+
+
 def load_teacher(config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher | None:
   """The model that `config.distill_from` names, on the mesh; None if it names none.
 
@@ -147,12 +163,8 @@ def load_teacher(config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher | None:
   model, other = load_model(config.distill_from)
   if other.fingerprint != tokenizer.fingerprint:
     raise ValueError(f'{config.distill_from} has another tokenizer than {config.tokenizer}')
-  teacher_config = config_of(model)
-  if teacher_config.max_length < config.seq_len:
-    raise ValueError(
-      f'{config.distill_from} was trained at {teacher_config.max_length} tokens, config.seq_len is {config.seq_len}'
-    )
-  return Teacher(place(model.params, shardings(mesh, model.params)), teacher_config, config.distill_weight)
+  check_teacher(config, config_of(model))
+  return Teacher(place(model.params, shardings(mesh, model.params)), config_of(model), config.distill_weight)
 
 
 def place(arrays, sharding):
@@ -187,19 +199,19 @@ class _Training:
         f'{config.tokenizer} has {self.tokenizer.vocab_size} tokens but config.vocab_size is {config.vocab_size}'
       )
     self.mesh = make_config_mesh(config)
+    optimizer = make_optimizer(config)
+    make_state = functools.partial(init_state, config.seed, optimizer, self.model_config)
+    self.sharding = shardings(self.mesh, jax.eval_shape(make_state))
     source = make_source(config)
     cache_dir = epath.Path(config.cache_dir or workdir / 'data')
     self.text, self.held_out, self.origin = load_packed(source, self.tokenizer, cache_dir)
     for part, packed in (('training', self.text), ('held-out', self.held_out)):
       packed.check(config.seq_len, part)
     self.teacher = load_teacher(config, self.tokenizer, self.mesh)
-    optimizer = make_optimizer(config)
     self.train_step = make_train_step(
       optimizer, self.model_config, self.tokenizer.bos_id, self.mesh, remat=config.remat, dropout=config.dropout,
       seed=config.seed,
     )  # fmt: skip
-    make_state = functools.partial(init_state, config.seed, optimizer, self.model_config)
-    self.sharding = shardings(self.mesh, jax.eval_shape(make_state))
     workdir.mkdir(parents=True, exist_ok=True)
     self.checkpoints = Checkpoints(workdir, config.keep_checkpoints)
     like = jax.tree.map(
@@ -306,6 +318,8 @@ class _Training:
       # Still where SIGTERM cannot interrupt: this is the end anyway.
       if self.is_over:
         final = self.finish()
+    if final:
+      self.log({f'final_{name}': value for name, value in final.items()})
     if self.writer:
       self.writer.close()
     return Outcome(self.step, final)
@@ -317,7 +331,6 @@ class _Training:
       self.state['params'], self.step = place(best, self.sharding['params']), self.best_step
     found = self.evaluate()
     self.keep_model(self.step, found)
-    self.log({f'final_{name}': value for name, value in found.items()})
     return found
 
 

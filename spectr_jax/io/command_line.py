@@ -111,19 +111,27 @@ def parse_sizes(text: str) -> dict[str, int]:
   return sizes
 
 
-def parse_paths(name: str, texts: list[str]) -> dict[str, str]:
-  """Paths by name, of a list of `PATH` or `NAME=PATH`; a path without one is named after its last part.
+def parse_paths(name: str, texts: Iterable[str]) -> dict[str, str]:
+  """Paths by name, of a list of `PATH` or `NAME=PATH`.
+
+  A path without a name is named after its last part, without what says how a file is written; of `WORKDIR/model`, where
+  trained models stand, after the part before.
+
+  Args:
+    name: The option.
+    texts: What stands between its commas.
 
   Raises:
     ValueError: There is none, one is empty, or two have one name.
   """
+  texts = [text.strip() for text in texts]
   paths = {}
-  for text in map(str.strip, texts):
+  for text in texts:
     label, is_named, path = text.partition('=')
-    if not is_named:
+    if not is_named or '/' in label:
       parts = epath.Path(text).parts
-      # Trained models stand in WORKDIR/model.
-      label, path = epath.Path(parts[-2] if parts[-1:] == ('model',) and len(parts) > 1 else text).stem, text
+      last = parts[-2] if parts[-1:] == ('model',) and len(parts) > 1 else ''.join(parts[-1:])
+      label, path = re.sub(r'(\.(jsonl?|tsv|txt))?(\.gz)?$', '', last), text
     if not label or not path:
       raise ValueError(f'{name} must be paths, or NAME=PATH, separated by commas; got {",".join(texts)!r}')
     if label in paths:

@@ -72,7 +72,7 @@ def test_long_prompts_can_be_left_out(tokenizer):
   prompts = [Prompt('an owl', 0), Prompt('an old oak tree ' * 9, 1), Prompt('an owl', 2)]
   room = {'max_new_tokens': 4, 'max_length': len(tokenizer.encode('an owl', add_bos=True)) + 4}
   assert [prompt.index for prompt in without_long(prompts, tokenizer, **room)] == [0, 2]
-  with pytest.raises(ValueError, match='all 1 prompts are too long; at most'):
+  with pytest.raises(ValueError, match='all 1 of its file are too long; at most 6 tokens'):
     without_long(prompts[1:2], tokenizer, **room)
 
 

@@ -138,3 +138,20 @@ def test_what_is_not_lossless_is_said_and_why(run):
   # Without over-acceptance it is speculative decoding.
   exact = dataclasses.replace(options, method=('decoding_opt',), epsilon=0.0)
   assert [setting.method.is_lossless for setting in expand(exact)] == [True]
+
+
+def test_parts_of_a_round_are_explained(run):
+  """Half a second for four rounds, of which three parts are known."""
+  setting = run.settings[1]
+  parts = {'draft': 0.05, 'target': 0.06, 'verification': 0.0375}
+  run = dataclasses.replace(run, part_seconds={setting: parts})
+  assert run.summarize(run.settings[0]).seconds_per_round == {}
+  found = run.summarize(setting).seconds_per_round
+  assert list(found) == ['round', 'draft', 'target', 'verification', 'rest']
+  assert found['round'] == pytest.approx(0.125)
+  assert found['rest'] == pytest.approx(-0.0225)
+  [line] = report.explain_parts(run)
+  expected = (
+    'speculative K=1 L=2: a round takes 125.00 ms, of which draft 50.00, target 60.00, verification 37.50, rest -22.50'
+  )
+  assert line.startswith(expected)

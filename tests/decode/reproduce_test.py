@@ -5,9 +5,11 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from decode import figures, published, table_report, tables
 from decode.tables import TABLES, Request, Sizes, Value
@@ -24,9 +26,15 @@ def _sizes(name, **grid):
 
 
 def _measure(name, pair, prompts, **grid):
-  drafts, prompts = {'tiny': pair['draft']}, {'HumanEval': str(prompts)}
-  request = Request(target=pair['target'], drafts=drafts, prompts=prompts, sizes=_sizes(name, **grid))
-  found = TABLES[name].measure(request, lambda *_: None)
+  """Runs a table on the tiny pair; `prompts` is a file, or files by name."""
+  if not isinstance(prompts, dict):
+    prompts = {'HumanEval': str(prompts)}
+  table = TABLES[name]
+  request = Request(
+    target=pair['target'], drafts={'tiny': pair['draft']}, prompts=prompts if table.has_prompts else {},
+    sizes=_sizes(name, **grid),
+  )  # fmt: skip
+  found = table.run(request, lambda *_: None)
   return request, found
 
 
@@ -40,7 +48,9 @@ def _check(name, request, found):
   assert len([line for line in text.splitlines() if line.startswith('| ')]) == len(found.rows) + 2
   assert any(line.startswith('reduced: ') for line in lines)
   assert any(request.target in line and '(0.0M, float32)' in line for line in lines)
-  assert figures.draw(table, found.rows, '').startswith(b'\x89PNG')
+  for path in request.prompts.values():
+    assert any(line.startswith('prompts: ') and path in line for line in lines)
+  assert figures.draw(table, found.rows, '$a_b$').startswith(b'\x89PNG')
   content = json.loads(table_report.to_json(name, table, request, found, lines))
   assert len(content['rows']) == len(found.rows)
   return content
@@ -72,27 +82,44 @@ def test_latency_is_relative_to_the_target(name, pair, prompt_file):
 
 
 @pytest.mark.usefixtures('quickly')
-def test_comparison_stands_beside_the_set_of_the_same_name(pair, prompt_file, monkeypatch):
+def test_comparison_stands_beside_the_set_of_the_same_name(pair, prompt_file, tmp_path, monkeypatch):
   monkeypatch.setattr(tables, 'GBV_METHODS', ('autoregressive', 'speculative'))
-  request, found = _measure('gbv_table1', pair, prompt_file, num_drafts=(3,), draft_length=(8, 2))
+  other = tmp_path / 'other.txt'
+  other.write_text('seven wise owls\n')
+  sets = {'humaneval': str(prompt_file), 'other': str(other)}
+  request, found = _measure('gbv_table1', pair, sets, num_drafts=(3,), draft_length=(8, 2))
   content = _check('gbv_table1', request, found)
-  rows = {(row['L'], row['method']): row for row in found.rows}
-  assert list(rows) == [(8, 'autoregressive'), (8, 'speculative'), (2, 'autoregressive'), (2, 'speculative')]
-  row = rows[8, 'speculative']
-  assert row['paper: on'] == 'DeepSeek-6.7B, HumanEval'
-  assert (str(row['paper: tokens per call']), str(row['paper: speed-up'])) == ('7.06 ± 0.91', '1.19 ± 0.15')
-  assert 1 <= row['tokens per call'].number <= 9
-  assert row['speed-up'].spread > 0
-  assert rows[8, 'autoregressive']['speed-up'].number == 1
-  assert rows[2, 'speculative']['paper: tokens per call'] is None
-  assert content['runs'][0]['num_prompts'] == 2
-  assert 'num_prompts 2 instead of 1000' in content['about'][4]
+  rows = {(row['prompts'], row['L'], row['method']): row for row in found.rows}
+  assert len(rows) == len(found.rows) == 3 * 2 * 2
+  row = rows['humaneval', 8, 'speculative']
+  assert (row['K'], row['paper: on']) == (1, 'DeepSeek-6.7B, HumanEval')
+  assert (str(row['paper: block efficiency']), str(row['paper: speed-up'])) == ('7.06 ± 0.91', '1.19 ± 0.15')
+  assert 1 <= row['block efficiency'].number <= 9
+  low, high = row['speed-up'].interval
+  assert 0 < low < row['speed-up'].number < high
+  assert rows['humaneval', 8, 'autoregressive']['speed-up'] == Value(1.0)
+  assert rows['humaneval', 2, 'speculative']['paper: block efficiency'] is None
+  # One prompt says nothing of others.
+  alone = rows['other', 8, 'speculative']
+  assert alone['block efficiency'].spread is alone['speed-up'].interval is None
+  assert alone['paper: on'] == 'DeepSeek-6.7B, Average'
+  mean = rows['Average', 8, 'speculative']
+  assert mean['block efficiency'].number == pytest.approx(
+    (row['block efficiency'].number + alone['block efficiency'].number) / 2
+  )
+  assert mean['paper: speed-up'] == Value(1.05)
+  assert [run['num_prompts'] for run in content['runs']] == [2, 1]
+  assert any('num_prompts 1 instead of 1000' in line for line in content['about'])
 
 
 @pytest.mark.usefixtures('quickly')
 def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
   monkeypatch.setattr(tables, 'DRAFTING_METHODS', ('speculative', 'block'))
-  request, found = _measure('gbv_table5', pair, prompt_file, num_drafts=(1,), draft_length=(8,))
+  grid = {'num_drafts': (1,), 'draft_length': (8,), 'num_prompts': 3, 'batch_size': 2, 'num_seeds': 2}
+  runs = []
+  real = tables.run_decode
+  monkeypatch.setattr(tables, 'run_decode', lambda *args: runs.append(real(*args)) or runs[-1])
+  request, found = _measure('gbv_table5', pair, prompt_file, **grid)
   _check('gbv_table5', request, found)
   here = {row['method']: row for row in found.rows if row['of'] == 'here'}
   assert list(here) == ['speculative', 'block', 'block to speculative']
@@ -101,11 +128,88 @@ def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
     parts = sum(row[part].number for part in ('draft', 'target', 'verification', 'rest'))
     assert parts == pytest.approx(row['total'].number)
     assert min(row[part].number for part in ('draft', 'target', 'verification', 'total')) > 0
-    assert 1 <= row['rounds'].number <= 6
+    # Per prompt, also where a batch holds several and the last is not full.
+    own = [found for found in runs[0].measurements if found.setting.method.name == method]
+    assert [len(each.batch_seconds) for each in own] == [2, 2]
+    assert row['total'].number == pytest.approx(sum(each.batch_seconds.sum() for each in own) / 6)
+    assert row['rounds'].number == pytest.approx(sum(each.calls.sum() for each in own) / 6)
   change = here['block']['rounds'].number / here['speculative']['rounds'].number - 1
   assert here['block to speculative']['rounds'] == f'{100 * change:+.1f}%'
-  printed = {row['method']: row for row in found.rows if row['of'] == 'paper: DeepSeek-6.7B, HumanEval'}
-  assert printed['spectr_gbv (not lossless) to spectr']['rounds'] == '-3.0%'  # as the paper has it
+  assert not any(row['of'].startswith('paper') for row in found.rows)  # that has three drafts
+
+
+def test_published_breakdowns_stand_beside_three_drafts(monkeypatch):
+  columns = dict.fromkeys(published.BREAKDOWN_COLUMNS, Value(0.0))
+  setting = SimpleNamespace(num_drafts=3, draft_length=8, method=SimpleNamespace(name='spectr', is_lossless=True))
+  run = SimpleNamespace(prompts=[1], settings=[setting], summarize=lambda setting: None)
+  monkeypatch.setattr(tables, '_decode', lambda *args, **options: [('gsm8k', run)])
+  monkeypatch.setattr(tables, '_breakdown', lambda *args: columns)
+  request = Request(target='t', drafts={'d': 'd'}, prompts={}, sizes=Sizes(num_seeds=1))
+  rows = {(row['of'], row['method']): row for row in tables.measure_breakdown(request, None).rows}
+  assert list(rows)[0] == ('here', 'spectr')
+  assert rows['paper: DeepSeek-6.7B, GSM8K', 'spectr']['rounds'] == Value(79.27)
+  assert rows['paper: DeepSeek-6.7B, GSM8K', 'spectr_gbv to spectr']['rounds'] == '-1.5%'  # as the paper has it
+
+
+def test_no_share_of_nothing():
+  assert tables._change(Value(1.0), Value(0.0)) is None
+  assert tables._change(Value(1.0), Value(-2.0)) is None
+  assert tables._change(Value(1.0), Value(2.0)) == '-50.0%'
+
+
+@pytest.mark.usefixtures('quickly')
+def test_drafts_are_compared_by_name(pair, prompt_file, monkeypatch):
+  monkeypatch.setattr(tables, 'SPECTR_METHODS', ('speculative',))
+  sizes = _sizes('spectr_table4', num_drafts=(1,), draft_length=(4,))
+  drafts = {'20m': pair['draft'], 'tiny': pair['draft']}
+  request = Request(target=pair['target'], drafts=drafts, prompts={'x': str(prompt_file)}, sizes=sizes)
+  found = TABLES['spectr_table4'].run(request, lambda *_: None)
+  _check('spectr_table4', request, found)
+  named, other = found.rows
+  assert str(named['paper']) == str(named['paper: 20M']) == '2.71 ± 0.01'
+  assert other['paper'] is None
+  assert str(other['paper: 2M']) == '1.86 ± 0.02'
+
+
+def test_what_is_wrong_is_found_before_anything_is_measured(pair, prompt_file, tmp_path, monkeypatch, save_tiny_model):
+  monkeypatch.setattr(tables, 'run_decode', None)
+  long = tmp_path / 'long.txt'
+  long.write_text('owl ' * 200 + '\n')
+  stranger = save_tiny_model(tmp_path / 'stranger', 0, 'quite another text, with other words in it ' * 9)
+  for drafts, prompts, message in (
+    ({'a': pair['draft'], 'b': str(tmp_path)}, {}, 'no model at'),
+    ({'a': pair['draft'], 'b': stranger}, {}, 'must share a tokenizer'),
+    ({'a': pair['draft']}, {'x': str(prompt_file), 'y': '/nowhere.txt'}, 'cannot read prompts from /nowhere.txt'),
+    ({'a': pair['draft']}, {'x': str(prompt_file), 'y': str(long)}, 'long.txt, line 1: .* too long'),
+  ):
+    request = Request(target=pair['target'], drafts=drafts, prompts=prompts, sizes=_sizes('spectr_table4'))
+    with pytest.raises(ValueError, match=message):
+      TABLES['spectr_table4'].run(request, lambda *_: None)
+
+
+def test_lines_of_several_sets_and_drafts_stay_apart():
+  panel = TABLES['gbv_table2'].panels[0]
+  cells = {'block efficiency': Value(2.0, 0.1), 'paper: block efficiency': None}
+  rows = [
+    {'prompts': prompts, 'method': method, 'K': 3, 'L': length, **cells}
+    for prompts in ('a', 'b') for method in ('spectr', 'race_block') for length in (8, 4)
+  ]  # fmt: skip
+  groups = figures._groups(rows, panel)
+  assert [group.name for group in groups] == ['a, spectr', 'a, race_block', 'b, spectr', 'b, race_block']
+  assert groups[0].color == groups[2].color != groups[1].color
+  assert groups[0].look != groups[2].look
+  figure = Figure()
+  axes = figure.subplots()
+  figures._draw_lines(axes, panel, rows)
+  drawn = [line for line in axes.get_lines() if len(line.get_xdata()) == 2 and line.get_marker() in 'os']
+  assert len(drawn) == 4
+  assert all(list(line.get_xdata()) == [4, 8] for line in drawn)
+
+
+def test_error_bars_are_those_that_are_known():
+  below, above = figures._errors([Value(2.0, 0.5), Value(2.0, interval=(1.8, 2.4)), Value(2.0), None])
+  np.testing.assert_allclose(below, [0.5, 0.2, np.nan, np.nan])
+  np.testing.assert_allclose(above, [0.5, 0.4, np.nan, np.nan])
 
 
 @pytest.mark.slow
@@ -127,13 +231,15 @@ def test_every_table_is_measured_whole(name, pair, prompt_file):
     'gbv_table4': 20, 'gbv_figure2': 4,
   }  # fmt: skip
   if name in printed:
-    column = next(column for column in content['rows'][0] if column.startswith('paper'))
+    columns = [column for column in content['rows'][0] if column.startswith('paper')]
+    column = columns[1 if name in ('spectr_table2', 'spectr_table4') else 0]  # the first is of drafts of that name
     assert sum(row[column] is not None for row in content['rows']) == printed[name]
 
 
 def test_values_have_the_digits_they_need():
-  assert [str(Value(*x)) for x in [(2.345, 0.06), (0.0123, 0.001), (0.5,), (0.0,), (-0.0312,)]] == [
-    '2.35 ± 0.06', '0.012 ± 0.001', '0.50', '0.00', '-0.031'
+  values = (2.345, 0.06), (0.0123, 0.001), (0.5,), (0.0,), (-0.0312,), (1.0, None, (0.9, 1.125))
+  assert [str(Value(*x)) for x in values] == [
+    '2.35 ± 0.06', '0.012 ± 0.001', '0.50', '0.00', '-0.031', '1.00 (0.90 to 1.12)'
   ]  # fmt: skip
 
 
@@ -165,6 +271,7 @@ def test_the_command_writes_all_three_files(pair, prompt_file, tmp_path):
   [
     (['--table=gbv_table3'], 'error: table must be one of spectr_table1,'),
     (['--table=spectr_table1', '--num_seeds=3'], 'error: num_seeds is not for this table, whose sizes are num_runs'),
+    (['--table=spectr_table3', '--seed=3'], 'error: spectr_table3 decodes nothing: prompts and seed are not for it'),
     (['--table=gbv_table1', '--prompts=HumanEval=/nowhere.jsonl'], 'error: cannot read prompts from /nowhere.jsonl'),
   ],
 )

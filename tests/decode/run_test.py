@@ -1,5 +1,6 @@
 """The grid and what is run for it."""
 
+import dataclasses
 import io
 
 import jax
@@ -71,6 +72,51 @@ def test_progress_reaches_its_total(pair, prompt_file):
   assert [found.tokens.shape for found in run.measurements] == [(3, 6), (3, 6)]
   assert not np.array_equal(run.measurements[0].tokens, run.measurements[1].tokens)
   assert 'draft' not in run.info['models']
+
+
+@pytest.mark.usefixtures('quickly')
+def test_long_prompts_are_left_out_and_counted(pair, tmp_path):
+  path = tmp_path / 'prompts.txt'
+  path.write_text('the quick\n' + 'owl ' * 90 + '\nseven wise owls\nold\n')
+  options = DecodeOptions(
+    **pair, method=('autoregressive',), prompts=str(path), num_prompts=2, skip_long=True, batch_size=2, max_new_tokens=6
+  )
+  run = run_decode(options)
+  assert [prompt.index for prompt in run.prompts] == [0, 2]  # so many of those that fit
+  assert run.info['num_long_prompts'] == 1
+  console = Console(file=io.StringIO(), width=200)
+  report.print_report(run, console)
+  assert '2 prompts (1 of the file are too long and left out)' in console.file.getvalue()
+  with pytest.raises(ValueError, match='line 2: the prompt is too long'):
+    run_decode(dataclasses.replace(options, skip_long=False))
+
+
+def test_speed_is_compared_batch_by_batch(pair, prompt_file):
+  """Seconds as given: two batches, the last not full, and two seeds."""
+  options = DecodeOptions(
+    **pair, method=('autoregressive', 'speculative'), num_drafts=(1,), draft_length=(2,), prompts=str(prompt_file),
+    batch_size=2, max_new_tokens=6, num_seeds=2,
+  )  # fmt: skip
+  run = run_decode(options)
+  measurements = []
+  for found in run.measurements:
+    name = found.setting.method.name
+    own = np.array({'autoregressive': (4.0, 2.0), 'speculative': (2.0, 1.0)}[name])
+    measurements.append(dataclasses.replace(found, batch_seconds=own, lengths=np.array([6, 6, 6])))
+  run = dataclasses.replace(run, measurements=measurements)
+  baseline, summary = map(run.summarize, run.settings)
+  # Twice as fast in either batch: nothing is left to chance.
+  assert summary.speedup == pytest.approx(2)
+  np.testing.assert_allclose(summary.speedup_interval, (2, 2))
+  assert (summary.seconds, baseline.seconds) == (6.0, 12.0)
+  assert baseline.speedup_interval is None
+  # Twice as fast in one batch and as fast in the other.
+  measurements = [
+    dataclasses.replace(found, batch_seconds=np.array([2.0, 2.0])) if found.setting.method.max_drafts else found
+    for found in measurements
+  ]
+  low, high = dataclasses.replace(run, measurements=measurements).summarize(run.settings[1]).speedup_interval
+  assert low < 1.5 < high
 
 
 @pytest.mark.usefixtures('quickly')

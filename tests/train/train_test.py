@@ -16,6 +16,7 @@ from spectr_jax import load_model
 from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params
 from spectr_jax.sharding import make_mesh
 from train import checkpoint as checkpoint_module
+from train import step as step_module
 from train import train as train_module
 from train.held_out import evaluate
 from train.input_pipeline import PackedText, encode_documents
@@ -245,6 +246,22 @@ def damage_metadata(directory):
 
 def remove_data(directory):
   shutil.rmtree(directory / 'default')
+
+
+def test_a_checkpoint_of_an_earlier_layout_is_refused(tmp_path, monkeypatch, config):
+  """Without `layout`: its arrays have the same shapes, but rows of attention kernels in another order."""
+
+  def earlier(*args):
+    state = init_state(*args)
+    del state['layout']
+    return state
+
+  with monkeypatch.context() as patch:
+    patch.setattr(train_module, 'init_state', earlier)
+    patch.setattr(step_module, 'init_state', earlier)
+    train_module.train(config, tmp_path)
+  with pytest.raises(ValueError, match='/12 is damaged or of another configuration'):
+    train_module.train(config, tmp_path)
 
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')  # reads still under way
