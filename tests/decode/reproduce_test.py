@@ -213,6 +213,7 @@ def test_error_bars_are_those_that_are_known():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('name', TABLES)
 def test_every_table_is_measured_whole(name, pair, prompt_file):
   grid = {'spectr_table4': {}, 'gbv_figure2': {'num_drafts': (1, 3)}}.get(name, {})
