@@ -32,6 +32,7 @@ setuptools.setup(
   install_requires=[
     'absl-py>=2.1',
     'etils[epath]>=1.9',
+    'filelock>=3.13',
     'flax>=0.12',
     'jax>=0.8',
     'ml_collections>=1.0',

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from decode.tables import Panel, Row, Table, Value
+from decode.table import Panel, Row, Table, Value
 
 
 def check_available() -> None:

@@ -5,7 +5,8 @@ from etils import epath
 
 from decode import figures, report, table_report
 from decode.options import DecodeOptions
-from decode.tables import TABLES, Request
+from decode.table import Request
+from decode.tables import TABLES
 from spectr_jax.io import command_line
 
 _SHIPPED = 'shipped'

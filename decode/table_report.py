@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table as RichTable
 
 from decode import report
-from decode.tables import Found, Request, Row, Sizes, Table, Value
+from decode.table import Found, Request, Row, Sizes, Table, Value
 
 
 def describe_reduction(table: Table, found: Found, sizes: Sizes) -> str:

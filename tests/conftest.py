@@ -1,6 +1,10 @@
 """Fixtures shared by the tests: a tiny pair of transformers and a forward pass that knows no cache."""
 
 import dataclasses
+import os
+
+# Before JAX is imported, and for commands that tests run: nothing is left in the cache of whoever runs them.
+os.environ['JAX_COMPILATION_CACHE_DIR'] = ''
 
 import jax
 import jax.numpy as jnp

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from absl import app, flags, logging
 from etils import epath
 
+from spectr_jax.io.compilation_cache import keep_compiled
+
 _NAME_AND_INTS = re.compile(r'\s*([a-z][\w-]*)\s*(?::(\s*[+-]?\d+\s*(?:,\s*[+-]?\d+\s*)*))?', re.ASCII | re.IGNORECASE)
 
 
@@ -38,11 +40,18 @@ def _parse_flags(argv: list[str]) -> list[str]:
 
 def run(main: Callable[[list[str]], None]) -> None:
   """Runs `main` under absl; bad input, which raises `ValueError` or `OSError`, ends it with one line and code 1."""
+  cache_dir = flags.DEFINE_string(
+    'compilation_cache_dir',
+    None,
+    "Where compiled programs are kept between runs; '' for nowhere. Default: $JAX_COMPILATION_CACHE_DIR, else"
+    " spectr_jax in the user's cache directory.",
+  )
 
   def guarded(argv):
     if len(argv) > 1:
       _fail(f'unexpected argument {argv[1]!r}; options are given as --name=value')
     try:
+      keep_compiled(cache_dir.value)
       main(argv)
     except (ValueError, OSError, ImportError) as error:  # a remote path may need a package that is not there
       _fail(message_of(error))

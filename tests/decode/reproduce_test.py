@@ -12,7 +12,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from decode import figures, published, table_report, tables
-from decode.tables import TABLES, Request, Sizes, Value
+from decode.table import Request, Sizes, Value
+from decode.tables import TABLES
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 _SMALL = {
@@ -112,6 +113,7 @@ def test_comparison_stands_beside_the_set_of_the_same_name(pair, prompt_file, tm
   assert any('num_prompts 1 instead of 1000' in line for line in content['about'])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('quickly')
 def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
   monkeypatch.setattr(tables, 'DRAFTING_METHODS', ('speculative', 'block'))

@@ -62,6 +62,7 @@ def overlaps(workdir):
   return [line['held_out_overlap'] for line in lines if 'held_out_overlap' in line]
 
 
+@pytest.mark.slow
 def test_a_distilled_draft_comes_nearer_to_its_target(tmp_path, make_config):
   config = make_config()
   config.num_steps = 60

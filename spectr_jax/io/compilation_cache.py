@@ -1,0 +1,52 @@
+"""Compiled programs on disk, so that a command need not compile what an earlier one has."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import platform
+import sys
+
+import jax
+from etils import epath
+
+
+def _machine() -> str:
+  """A name for processors that can run each other's programs: a home directory may be shared by others."""
+  try:
+    lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
+  except OSError:
+    lines = [platform.processor(), platform.system()]
+  told = sorted({line for line in lines if line.startswith(('flags', 'Features', 'model name'))} or lines)
+  return f'{platform.machine()}-{hashlib.sha256(chr(10).join(told).encode()).hexdigest()[:8]}'
+
+
+def keep_compiled(directory: str | None) -> None:
+  """Lets JAX keep compiled programs between runs, at most a gigabyte, the least recently used going first.
+
+  Args:
+    directory: Where; '' for nowhere, None for what `JAX_COMPILATION_CACHE_DIR` says or else the user's cache directory.
+
+  Raises:
+    ValueError: It cannot be written.
+  """
+  if directory is None and 'JAX_COMPILATION_CACHE_DIR' in os.environ:
+    return
+  if directory == '':
+    jax.config.update('jax_enable_compilation_cache', False)
+    return
+  home = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache')
+  path = epath.Path(directory or home / 'spectr_jax' / _machine())
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / 'writable').touch()
+  except Exception as error:  # remote file systems raise their own types
+    if directory is None:  # nothing was asked for
+      print(f'compiled programs are not kept: {error}', file=sys.stderr)
+      jax.config.update('jax_enable_compilation_cache', False)
+      return
+    raise ValueError(f'compilation_cache_dir: cannot write {path}: {error}') from error
+  jax.config.update('jax_compilation_cache_dir', str(path))
+  jax.config.update('jax_compilation_cache_max_size', 2**30)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)

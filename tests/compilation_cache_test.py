@@ -1,0 +1,91 @@
+"""Compiled programs are kept where they should be, and are found again."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from spectr_jax.io import compilation_cache
+
+_REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+
+# A program that takes longer to compile than what is not worth keeping.
+_PROGRAM = """
+import sys, jax, jax.numpy as jnp
+from spectr_jax.io.compilation_cache import keep_compiled
+jax.config.update('jax_platforms', 'cpu')
+keep_compiled(sys.argv[1] if len(sys.argv) > 1 else None)
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+def f(x):
+  for i in range(60):
+    x = jnp.sin(x @ x + i) / jnp.linalg.norm(x)
+  return x
+jax.jit(f)(jnp.ones((8, 8))).block_until_ready()
+print(sum('cache_hits' in name for name in events))
+"""
+
+
+def _hits(*arguments, **env):
+  """Runs the program and returns how many compiled ones it found."""
+  env = {
+    'PYTHONPATH': str(_REPOSITORY),
+    **{k: v for k, v in os.environ.items() if k != 'JAX_COMPILATION_CACHE_DIR'},
+    **env,
+  }
+  ran = subprocess.run(
+    [sys.executable, '-c', _PROGRAM, *arguments], env=env, capture_output=True, text=True, timeout=300
+  )
+  assert ran.returncode == 0, ran.stderr
+  return int(ran.stdout)
+
+
+def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+  directory = str(tmp_path / 'compiled')
+  assert _hits(directory) == 0
+  assert _hits(directory) >= 1
+
+
+@pytest.mark.slow
+def test_the_default_is_in_the_cache_of_the_user(tmp_path):
+  assert _hits(XDG_CACHE_HOME=str(tmp_path)) == 0
+  [found] = (tmp_path / 'spectr_jax').iterdir()
+  assert found.name == compilation_cache._machine()
+  assert _hits(XDG_CACHE_HOME=str(tmp_path)) >= 1
+
+
+@pytest.mark.slow
+def test_nothing_is_kept_if_nothing_shall_be(tmp_path):
+  assert _hits('', XDG_CACHE_HOME=str(tmp_path)) == 0
+  assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def updates(monkeypatch):
+  """What is set, instead of setting it."""
+  updates = {}
+  monkeypatch.setattr(jax.config, 'update', updates.__setitem__)
+  return updates
+
+
+def test_the_environment_has_precedence_over_the_default(tmp_path, monkeypatch, updates):
+  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path))
+  compilation_cache.keep_compiled(None)
+  assert updates == {}
+
+
+def test_what_cannot_be_written(tmp_path, monkeypatch, updates, capsys):
+  file = tmp_path / 'file'
+  file.write_text('')
+  with pytest.raises(ValueError, match='compilation_cache_dir: cannot write .*file/below'):
+    compilation_cache.keep_compiled(str(file / 'below'))
+  assert updates == {}
+  # Where nothing was asked for, a line is enough.
+  monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR', raising=False)
+  monkeypatch.setenv('XDG_CACHE_HOME', str(file))
+  compilation_cache.keep_compiled(None)
+  assert updates == {'jax_enable_compilation_cache': False}
+  assert 'compiled programs are not kept' in capsys.readouterr().err
