@@ -12,6 +12,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from decode import figures, published, table_report, tables
+from decode.options import DecodeOptions
+from decode.settings import expand
 from decode.table import Request, Sizes, Value
 from decode.tables import TABLES
 
@@ -151,6 +153,17 @@ def test_published_breakdowns_stand_beside_three_drafts(monkeypatch):
   assert list(rows)[0] == ('here', 'spectr')
   assert rows['paper: DeepSeek-6.7B, GSM8K', 'spectr']['rounds'] == Value(79.27)
   assert rows['paper: DeepSeek-6.7B, GSM8K', 'spectr_gbv to spectr']['rounds'] == '-1.5%'  # as the paper has it
+
+
+def test_published_figures_are_of_three_drafts():
+  options = DecodeOptions(method=('autoregressive', 'speculative', 'spectr'), num_drafts=(3, 5), draft_length=(8,))
+  settings = {(setting.method.name, setting.num_drafts): setting for setting in expand(options)}
+  printed = {key: tables._is_printed(setting) for key, setting in settings.items()}
+  assert printed == {('autoregressive', 0): True, ('speculative', 1): True, ('spectr', 3): True, ('spectr', 5): False}
+  measured = {'block efficiency': Value(2.0), 'speed-up': Value(1.0)}
+  _, *figures = tables.compare_sets('GSM8K', 8)
+  assert tables._beside(settings['spectr', 3], measured, figures)['paper: block efficiency'] == Value(6.55, 0.58)
+  assert tables._beside(settings['spectr', 5], measured, figures)['paper: block efficiency'] is None
 
 
 def test_no_share_of_nothing():
