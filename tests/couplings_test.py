@@ -40,8 +40,12 @@ class AtGamma(KSeq):
     return root + abs(self.place) * (end - root)
 
 
-# Weights of every quality, since none may cost the law: not fitted, overshooting, in two classes, in a narrow range.
-RACES = [Race(), Race(num_rounds=0), Race(step=2.3), Race(num_classes=2, num_rounds=1), Race(log_range=1.0)]
+# Weights of every quality, since none may cost the law: not fitted, overshooting, in two classes, in a narrow range,
+# in classes as wide as an octave.
+RACES = [
+  Race(), Race(num_rounds=0), Race(step=2.3), Race(num_classes=2, num_rounds=1), Race(log_range=1.0),
+  Race(num_classes=6, octave_bits=0, num_rounds=1),
+]  # fmt: skip
 # For any number of candidates, and for one: each emits the target.
 COUPLINGS = [KSeq(), Recursive(), Recursive(with_replacement=False), Selected(Race())]
 ONE_DRAFT = [Maximal(), Selected(Only()), OverAccept(epsilon=0.0, has_best_residual=True)]

@@ -15,6 +15,7 @@ from spectr_jax.testing import (
   CONTROLS,
   chi_square,
   constant_tables,
+  engine_counts,
   enumeration_error,
   expected_acceptance,
   joint_law,
@@ -72,13 +73,13 @@ def _error(method, tree, vocab_size, num_tokens, seeds):
 
 
 def _coarse(method):
-  """`method` with a race of few classes: the full one, of so many rows or in so many cases, takes minutes."""
+  """`method` with a race of one class to an octave: the full one, in so many rows or cases, takes minutes."""
   verifier = method.verifier
+  coarse = {'num_classes': 6, 'octave_bits': 0, 'num_rounds': 1}
   if isinstance(verifier, Block) and isinstance(verifier.selection, Race):
-    verifier = Block(dataclasses.replace(verifier.selection, num_classes=8, num_rounds=2))
+    verifier = Block(dataclasses.replace(verifier.selection, **coarse))
   elif isinstance(verifier, Walk) and isinstance(verifier.coupling, Selected):
-    race = dataclasses.replace(verifier.coupling.selection, num_classes=8, num_rounds=2)
-    verifier = Walk(Selected(race))
+    verifier = Walk(Selected(dataclasses.replace(verifier.coupling.selection, **coarse)))
   return dataclasses.replace(method, verifier=verifier)
 
 
@@ -303,29 +304,23 @@ def _tiny_transformer(seed, width):
 def test_engine_against_ordinary_sampling(name, tree):
   """Cache, tree attention, rollback, a ragged batch, temperature, top-k and top-p on transformers."""
   target, draft = _tiny_transformer(0, 32), _tiny_transformer(1, 16)
-  num_tokens, rows = 4, 25_000
-  prompts = np.zeros((len(_PROMPTS), 6), np.int32)
-  for row, prompt in enumerate(_PROMPTS):
-    prompts[row, : len(prompt)] = prompt
-  lengths = np.array([len(prompt) for prompt in _PROMPTS])
-  tokens = np.asarray(
-    generate(
-      jax.random.key(5),
-      target,
-      draft,
-      np.tile(prompts, (rows, 1)),
-      np.tile(lengths, rows),
-      method=_LOSSLESS[name],
-      tree=tree,
-      max_new_tokens=num_tokens,
-      **_SAMPLING,
-    ).tokens
-  ).reshape(rows, len(_PROMPTS), num_tokens)
-  weights = _VOCAB ** np.arange(num_tokens)[::-1]
-  for index, prompt in enumerate(_PROMPTS):
-    counts = np.bincount(tokens[:, index] @ weights, minlength=_VOCAB**num_tokens)
+  num_tokens = 4
+  counts = engine_counts(
+    jax.random.key(5),
+    target,
+    draft,
+    _PROMPTS,
+    method=_LOSSLESS[name],
+    tree=tree,
+    num_tokens=num_tokens,
+    num_samples=25_000,
+    batch_size=2500,
+    **_SAMPLING,
+  )
+  for prompt, found in zip(_PROMPTS, counts):
     # By uncached forwards of every context.
-    result = chi_square(counts, ordinary_law(target, prompt, num_tokens, **_SAMPLING).reshape(-1))
+    result = chi_square(found, ordinary_law(target, prompt, num_tokens, **_SAMPLING))
+    assert result.num_samples >= 25_000
     assert result.p_value > 1e-3, (prompt, result)
 
 

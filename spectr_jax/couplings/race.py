@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,16 @@ from spectr_jax.couplings.selection import Pick
 
 
 def _classes(
-  draft_probs: jax.Array, target_probs: jax.Array, *, lowest: float, per_octave_bits: int, num_classes: int
+  draft_probs: jax.Array, target_probs: jax.Array, *, lowest: float, octave_bits: int, num_classes: int
 ) -> jax.Array:
   """The class of each token by its ratio q/p; int32, non-decreasing in it, the highest where p is 0.
 
-  The leading bits of a positive float are its logarithm, piecewise linear: the exponent and `per_octave_bits` of the
+  The leading bits of a positive float are its logarithm, piecewise linear: the exponent and `octave_bits` of the
   mantissa cut every octave into 2^bits classes, without a logarithm or a sort. What lies outside goes to the outermost.
   """
   ratios = target_probs / jnp.maximum(draft_probs, jnp.finfo(draft_probs.dtype).tiny)
   bits_dtype, mantissa = (jnp.int32, 23) if ratios.dtype.itemsize == 4 else (jnp.int64, 52)
-  shift = mantissa - per_octave_bits
+  shift = mantissa - octave_bits
 
   def leading(x):
     return jax.lax.bitcast_convert_type(x, bits_dtype) >> shift
@@ -90,13 +91,15 @@ class Race:
   are, `Pick.probs` is the law that they give, up to the integral, a trapezoidal sum with relative error below 1e-6.
 
   Attributes:
-    num_classes: Classes, four to an octave of q/p from 1/23 on. They limit how close acceptance comes to the optimum.
+    num_classes: Classes of q/p from 1/23 on. They limit how close acceptance comes to the optimum.
+    octave_bits: An octave of q/p is cut into 2^octave_bits classes.
     num_rounds: Rounds of fitting.
     step: What the logarithm of a weight moves per round, in units of that of the missing factor; 2 at most.
     log_range: Weights on one side differ at most by e^log_range.
   """
 
   num_classes: int = 40
+  octave_bits: int = 2
   num_rounds: int = 6
   step: float = 1.4
   log_range: float = 12.0
@@ -116,7 +119,8 @@ class Race:
     return Pick(pick_probs, probs, jnp.where(is_valid, law, 0))
 
   def _classes(self, draft_probs, target_probs):
-    return _classes(draft_probs, target_probs, lowest=1 / 23, per_octave_bits=2, num_classes=self.num_classes)
+    sizes = {'octave_bits': self.octave_bits, 'num_classes': self.num_classes}
+    return _classes(draft_probs, target_probs, lowest=1 / 23, **sizes)
 
   def _law(self, draft_probs, target_probs, scale):
     """The picked token's law where the draft's and the target's are these: within a class it is proportional to p."""
@@ -158,13 +162,15 @@ class Race:
     nodes, spacing = nodes.astype(dtype), spacing.astype(dtype)
     sides = jnp.stack([is_high, ~is_high])
 
+    # As products of small matrices; in full precision, since the law that they give is what is emitted.
+    multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
     def winner(log_weights):
       weights = jnp.exp(log_weights)
-      decay = jnp.exp(-weights * nodes[:, None])
-      phi = jnp.sum(jnp.where(sides[:, None], mass * decay, 0), axis=-1)
-      phi = phi + np.array([1, 0], dtype)[:, None] * low_mass
+      decay = jnp.exp(-weights[:, None] * nodes)
+      phi = multiply(jnp.where(sides, mass, 0), decay) + np.array([1, 0], dtype)[:, None] * low_mass
       others = jnp.exp((num_candidates - 1) * jnp.log(jnp.maximum(phi, jnp.finfo(dtype).tiny))) * spacing
-      both = jnp.sum(decay * others[:, :, None], axis=1)
+      both = multiply(others, decay.T)
       integral = jnp.where(is_high, both[0], both[1])
       return jnp.where(is_possible, num_candidates * mass * weights * integral, 0)
 

@@ -88,7 +88,7 @@ def engine_counts(
   tree: TokenTree,
   num_tokens: int,
   num_samples: int,
-  batch_size: int = 131072,
+  batch_size: int = 8192,
   **sampling,
 ) -> np.ndarray:
   """Counts of the first tokens that `generate` emits after each of some prompts, decoded together in ragged batches.
@@ -102,7 +102,7 @@ def engine_counts(
     tree: The tree.
     num_tokens: T.
     num_samples: Rows to draw per prompt, rounded up to whole batches.
-    batch_size: Rows per prompt at a time.
+    batch_size: Rows per prompt at a time; more than what fits into a processor's cache take longer.
     **sampling: `temperature`, `top_k`, `top_p`.
 
   Returns:

@@ -66,7 +66,10 @@ def _all_rounds(draft_table, target_table, prefix, length, state, *, method: Met
     flaw = jnp.maximum(-jnp.min(law), jnp.abs(jnp.sum(law) - 1))
     return spelled, jnp.where(is_possible, drafted * law, 0), after, jnp.where(is_possible, flaw, 0)
 
-  spelled, weights, after, flaws = jax.vmap(one)(jnp.asarray(guesses))
+  # So many at a time as fit into a processor's cache, in equal parts.
+  num_choices = vocab_size - lowest
+  at_a_time = max(num_choices**count for count in range(tree.num_nodes + 1) if num_choices**count <= 1024)
+  spelled, weights, after, flaws = jax.lax.map(one, jnp.asarray(guesses), batch_size=at_a_time)
   return spelled, weights, after, jnp.max(flaws)
 
 

@@ -35,7 +35,7 @@ _ENUMERATED = (
 )
 _NUM_TABLES = 3
 _SAMPLED = TokenTree.chains(3, 2), TokenTree.chains(1, 3)
-_DEFAULT_SAMPLES, _FEWEST_SAMPLES, _SAMPLES_PER_BATCH = 1_000_000, 50_000, 25_000
+_DEFAULT_SAMPLES, _FEWEST_SAMPLES, _SAMPLES_PER_BATCH = 1_000_000, 50_000, 10_000
 _SECONDS = {'sampling': 120, 'engine': 60}
 
 # A Markov chain: one context where the draft cannot draw what the target may, one the other way round, one where the
