@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax import Model, TokenTree
+from spectr_jax.decode_sharding import DecodeSharding
 from spectr_jax.generate import DecodeState, judge, noise_keys, propose, score
 from spectr_jax.proposal import Proposal
+from spectr_jax.sharding import put
 
 
 def time_in_turns(calls: Mapping[Hashable, Callable[[], Any]], num_runs: int) -> dict[Hashable, np.ndarray]:
@@ -38,7 +40,11 @@ def _logits(model: Model, tokens, positions, mask, cache) -> jax.Array:
 
 
 def forward_calls(
-  model: Model, shapes: Mapping[Hashable, tuple[TokenTree, int]], *, max_length: int
+  model: Model,
+  shapes: Mapping[Hashable, tuple[TokenTree, int]],
+  *,
+  max_length: int,
+  sharding: DecodeSharding | None = None,
 ) -> dict[Hashable, Callable[[], jax.Array]]:
   """Forward calls for `time_in_turns`, each on a tree, its root included, in so many rows.
 
@@ -46,13 +52,15 @@ def forward_calls(
     model: The model.
     shapes: Tree and batch size by name.
     max_length: Tokens that the caches have room for; attention covers them all.
+    sharding: How rows and caches are divided, as the model is already; None for one device.
   """
   calls = {}
   for name, (tree, batch_size) in shapes.items():
     positions = jnp.broadcast_to(jnp.asarray(tree.depths), (batch_size, tree.num_nodes + 1))
     cache = model.init_cache_fn(batch_size, max_length)
-    ancestors = jnp.asarray(tree.ancestors)
-    calls[name] = functools.partial(_logits, model, jnp.zeros_like(positions), positions, ancestors, cache)
+    if sharding is not None:
+      positions, cache = sharding.put_rows(positions), put(cache, sharding.of_cache(cache, model))
+    calls[name] = functools.partial(_logits, model, jnp.zeros_like(positions), positions, tree.ancestors, cache)
   return calls
 
 

@@ -1,14 +1,20 @@
-"""Decodes prompts with several methods and compares them: `python -m decode.main`."""
+"""Decodes prompts with several methods and compares them: `python -m decode.main`.
+
+With several processes each runs this command: those of a TPU pod find each other, others are told with
+`--coordinator_address`, `--num_processes` and `--process_id`. The first one prints and writes.
+"""
 
 import dataclasses
 
+import jax
 from absl import flags
 
 from decode import report
 from decode.options import DecodeOptions
 from decode.run import run_decode
 from spectr_jax import METHODS
-from spectr_jax.io import command_line
+from spectr_jax.io import command_line, processes
+from spectr_jax.sharding import is_primary
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(DecodeOptions)}
 
@@ -65,6 +71,12 @@ _OPTIONS = (
   _define(flags.DEFINE_integer, 'max_new_tokens', 'New tokens per prompt, at most.'),
   _define(flags.DEFINE_integer, 'num_seeds', 'Runs of every setting, each with its own seed.'),
   _define(flags.DEFINE_integer, 'seed', 'The first seed.'),
+  _define(
+    flags.DEFINE_string,
+    'mesh',
+    "Devices to divide the work over, as data:8,model:2: rows over data, the target over model; '' for one device.",
+  ),
+  _define(flags.DEFINE_string, 'draft_mesh', 'The draft is whole on every device along model, or divided over it.'),
 )
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
 _GENERATIONS = flags.DEFINE_string('generations', None, 'JSONL file for the continuations.')
@@ -82,7 +94,20 @@ def _value(flag):
 
 def main(argv):
   del argv
+  processes.initialize()
+  try:
+    decode()
+  except (ValueError, OSError) as error:
+    if jax.process_count() == 1:
+      raise
+    processes.fail(error)
+
+
+def decode():
   options = DecodeOptions(**{flag.name: _value(flag) for flag in _OPTIONS})
+  if not is_primary():
+    run_decode(options)
+    return
   outputs = report.OutputFiles(output=_OUTPUT.value, generations=_GENERATIONS.value)
   with outputs:
     with report.show_progress() as notify:

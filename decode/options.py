@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 from etils import epath
 
 from decode.prompts import Prompt, read_prompts
 from spectr_jax import METHODS, Method, get_method, with_children, with_epsilon, with_gumbel
+from spectr_jax.decode_sharding import DecodeSharding
+from spectr_jax.io.command_line import parse_sizes
+from spectr_jax.sharding import DATA, make_mesh
 
 ROOT = epath.Path(__file__).resolve().parent.parent
 PRETRAINED = ROOT / 'pretrained'
 _DTYPES = ('', 'float32', 'bfloat16')
+DRAFT_MESHES = 'whole', 'divided'
 
 
 def has_epsilon(name: str) -> bool:
@@ -45,6 +50,8 @@ class DecodeOptions:
     batch_size: Prompts decoded together, at most.
     max_new_tokens: Limit of each continuation.
     num_seeds, seed: Seeds `seed` to `seed + num_seeds - 1` are run.
+    mesh: Sizes of a mesh `data:D,model:M` to divide the work over, '' for one device; see `DecodeSharding`.
+    draft_mesh: Whether the draft is `whole` on every device along `model`, or `divided` like the target.
 
   Raises:
     ValueError: A value is out of range; the message says what is allowed.
@@ -74,6 +81,8 @@ class DecodeOptions:
   max_new_tokens: int = 64
   num_seeds: int = 1
   seed: int = 0
+  mesh: str = ''
+  draft_mesh: str = 'whole'
 
   def __post_init__(self):
     if not self.method:
@@ -105,6 +114,10 @@ class DecodeOptions:
       raise ValueError(f'seeds must be from 0 to 2**32 - 1, got {self.num_seeds} from {self.seed} on')
     if self.dtype not in _DTYPES:
       raise ValueError(f"dtype must be float32 or bfloat16, or '' for the model's own, got {self.dtype!r}")
+    if self.draft_mesh not in DRAFT_MESHES:
+      raise ValueError(f'draft_mesh must be {" or ".join(DRAFT_MESHES)}, got {self.draft_mesh!r}')
+    if self.draft_mesh != 'whole' and not self.mesh:
+      raise ValueError('draft_mesh is for a mesh, and none is given')
     if self.prompt is not None and self.prompts is not None:
       raise ValueError('prompt and prompts are both given; choose one: a text, or a file of texts')
 
@@ -124,6 +137,21 @@ class DecodeOptions:
   @property
   def seeds(self) -> range:
     return range(self.seed, self.seed + self.num_seeds)
+
+  def make_sharding(self) -> DecodeSharding | None:
+    """How decoding is divided over the devices that are there; None for one device.
+
+    Raises:
+      ValueError: There is no such mesh here, rows cannot be divided over it, or there are processes and no mesh.
+    """
+    if not self.mesh:
+      if jax.process_count() > 1:
+        raise ValueError('several processes need a mesh, such as data:-1')
+      return None
+    mesh = make_mesh(parse_sizes(self.mesh))
+    if self.batch_size % mesh.shape[DATA]:
+      raise ValueError(f'batch_size must be a multiple of {DATA}:{mesh.shape[DATA]} of the mesh, got {self.batch_size}')
+    return DecodeSharding(mesh, is_draft_divided=self.draft_mesh == 'divided')
 
   def read_prompts(self) -> list[Prompt]:
     """All prompts of the file, or the one text."""

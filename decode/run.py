@@ -30,6 +30,9 @@ from decode.options import ROOT, DecodeOptions
 from decode.prompts import Prompt, encode_prompts, without_long
 from decode.settings import Setting, expand
 from spectr_jax import Generation, Model, Statistics, Tokenizer, TokenTree
+from spectr_jax.decode_sharding import DecodeSharding
+from spectr_jax.draft import ModelDrafter
+from spectr_jax.sharding import DATA, fetch
 
 Notify = Callable[[str, int, int], None]
 
@@ -231,7 +234,12 @@ def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
       'flax': flax.__version__,
       'numpy': np.__version__,
     },
-    'device': {'platform': device.platform, 'kind': device.device_kind, 'num_cpus': os.cpu_count()},
+    'device': {
+      'platform': device.platform,
+      'kind': device.device_kind,
+      'num_cpus': os.cpu_count(),
+      'num_devices': jax.device_count() if options.mesh else 1,
+    },
     'models': models,
   }
 
@@ -243,11 +251,18 @@ def row_keys(seed: int, prompts: list[Prompt]) -> jax.Array:
 
 
 def _measure_node_costs(
-  target: Model, trees: list[TokenTree], *, batch_size: int, max_length: int, num_runs: int = 15
+  target: Model,
+  trees: list[TokenTree],
+  *,
+  batch_size: int,
+  max_length: int,
+  sharding: DecodeSharding | None,
+  num_runs: int = 15,
 ) -> dict[int, float]:
   """Median time of a target call on each tree, root included, over one on a single token."""
   shapes = {tree.num_nodes + 1: (tree, batch_size) for tree in (TokenTree(), *trees)}
-  times = latency.time_in_turns(latency.forward_calls(target, shapes, max_length=max_length), num_runs)
+  calls = latency.forward_calls(target, shapes, max_length=max_length, sharding=sharding)
+  times = latency.time_in_turns(calls, num_runs)
   medians = {size: float(np.median(found)) for size, found in times.items()}
   return {size: median / medians[1] for size, median in medians.items()}
 
@@ -270,7 +285,7 @@ def _choose_trees(options: DecodeOptions, given, settings, prompts, batches, gen
 
     def measure(tree: TokenTree, method=method) -> Statistics:
       notify(f'{method.name}: measuring acceptance on a tree of {tree.num_nodes} nodes', 0, len(settings))
-      found = [generate(Setting(method, tree=tree), keys, rows, statistics=True).statistics for rows in batches]
+      found = [fetch(generate(Setting(method, tree=tree), keys, rows, statistics=True).statistics) for rows in batches]
       return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(prompts)], *found)
 
     name = rates_name(method)
@@ -328,13 +343,18 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
   settings = expand(options)
   given = None if options.acceptance is None else read_acceptance(options.acceptance)
   every_prompt = options.read_prompts()
+  sharding = options.make_sharding()
   target, draft, tokenizer, models = load_models(options)
   limits = [model.max_length for model in (target, draft) if model is not None and model.max_length is not None]
   room = {'max_new_tokens': options.max_new_tokens, 'max_length': min(limits, default=None)}
   fitting = without_long(every_prompt, tokenizer, **room) if options.skip_long else every_prompt
   prompts = fitting[: options.num_prompts]
   tokens, lengths = encode_prompts(prompts, tokenizer, **room)
-  batch_size = min(options.batch_size, len(prompts))
+  num_data = 1 if sharding is None else sharding.mesh.shape[DATA]
+  batch_size = min(options.batch_size, -(-len(prompts) // num_data) * num_data)
+  if sharding is not None:  # once, not with every batch
+    target, drafter = sharding.put_models(target, None if draft is None else ModelDrafter(draft))
+    draft = None if drafter is None else drafter.model
   # The last batch is filled up with copies of the last row, which take no round more than the row itself.
   batches = [
     np.minimum(np.arange(start, start + batch_size), len(prompts) - 1) for start in range(0, len(prompts), batch_size)
@@ -355,6 +375,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
       top_p=options.top_p,
       eos_id=tokenizer.eos_id,
       statistics=statistics,
+      sharding=sharding,
     )
 
   settings, acceptance = _choose_trees(options, given, settings, prompts, batches, generate, notify)
@@ -379,7 +400,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
         start = time.perf_counter()
         generation = jax.block_until_ready(generate(setting, keys, rows))
         batch_seconds[setting, seed].append(time.perf_counter() - start)
-        generations[setting, seed].append(jax.device_get(generation))
+        generations[setting, seed].append(fetch(generation))
         done += 1
   measurements = [
     _measurement(setting, seed, generations[setting, seed], batch_seconds[setting, seed], len(prompts))
@@ -393,7 +414,9 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
     notify("measuring the target's cost of a call", done, total)
     max_length = tokens.shape[1] + options.max_new_tokens
     trees = {setting.tree.num_nodes: setting.tree for setting in slow}
-    costs = _measure_node_costs(target, list(trees.values()), batch_size=batch_size, max_length=max_length)
+    costs = _measure_node_costs(
+      target, list(trees.values()), batch_size=batch_size, max_length=max_length, sharding=sharding
+    )
     run = dataclasses.replace(run, node_costs=costs)
   notify('done', total, total)
   return run

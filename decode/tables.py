@@ -33,10 +33,9 @@ def _half(interval: tuple[float, float] | None) -> float | None:
 
 
 def method_label(setting: Setting) -> str:
-  """The method, marked where it is not lossless; with one draft `spectr_gbv` is greedy block verification."""
+  """The method, marked where it is not lossless."""
   method = setting.method
-  is_exact = method.is_lossless or (method.name == 'spectr_gbv' and setting.num_drafts == 1)
-  return method.name if is_exact else f'{method.name} (not lossless)'
+  return method.name if method.is_lossless_on(setting.tree) else f'{method.name} (not lossless)'
 
 
 def _decode(

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax import request
+from spectr_jax.compiled import out_of_memory
+from spectr_jax.decode_sharding import DecodeSharding
 from spectr_jax.draft import Drafter, ModelDrafter
 from spectr_jax.methods import Method, get_method
 from spectr_jax.model import Model, ModelOutput
@@ -67,7 +69,7 @@ class DecodeState:
     draft_state: The drafter's state, or None.
     verifier_state: Per-row state of the verifier, batch in front.
     result: Tokens so far.
-    method, tree, eos_ids: What the program is compiled for.
+    method, tree, eos_ids, sharding: What the program is compiled for.
   """
 
   target: Model
@@ -84,6 +86,7 @@ class DecodeState:
   method: Method = dataclasses.field(metadata={'static': True})
   tree: TokenTree = dataclasses.field(metadata={'static': True})
   eos_ids: tuple[int, ...] = dataclasses.field(metadata={'static': True})
+  sharding: DecodeSharding | None = dataclasses.field(metadata={'static': True})
 
 
 def init_decode(
@@ -101,6 +104,7 @@ def init_decode(
   top_p=1.0,
   eos_id: int | tuple[int, ...] | None = None,
   statistics: bool = False,
+  sharding: DecodeSharding | None = None,
 ) -> DecodeState:
   """Checks the request and prefills; the arguments are those of `generate`."""
   method = get_method(method)
@@ -114,41 +118,53 @@ def init_decode(
   request.check_prompts(prompts, prompt_lengths, max_new_tokens, target.vocab_size, min(limits, default=None))
   eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int | np.integer) else tuple(eos_id)
   batch_size = prompts.shape[0]
-  prompts, prompt_lengths = prompts.astype(jnp.int32), prompt_lengths.astype(jnp.int32)
   max_length = prompts.shape[1] + max_new_tokens
-  state = _first_state(
+  rows = (
     request.row_keys(rng_key, batch_size),
     SamplingParams.make(batch_size, temperature=temperature, top_k=top_k, top_p=top_p),
-    prompts,
-    prompt_lengths,
-    _prefill_target(target, prompts, prompt_lengths, max_length=max_length),
-    None if drafter is None else _prefill_draft(drafter, prompts, prompt_lengths, max_length=max_length),
+    prompts.astype(jnp.int32),
+    prompt_lengths.astype(jnp.int32),
+  )
+  if sharding is not None:
+    sharding.check(batch_size, target, drafter)
+    rows, (target, drafter) = sharding.put_rows(rows), sharding.put_models(target, drafter)
+  prompts, prompt_lengths = rows[2:]
+  sizes = {'max_length': max_length, 'sharding': sharding}
+  state = _first_state(
+    *rows,
+    _prefill_target(target, prompts, prompt_lengths, **sizes),
+    None if drafter is None else _prefill_draft(drafter, prompts, prompt_lengths, **sizes),
     method=method,
     tree=tree,
     max_new_tokens=max_new_tokens,
     eos_ids=tuple(int(i) for i in eos_ids),
     statistics=statistics,
+    sharding=sharding,
   )
   return dataclasses.replace(state, target=target, drafter=drafter)
 
 
+_constrain = jax.lax.with_sharding_constraint
+
 # The prefills are programs of their own, so that methods and trees share them.
 
 
-@functools.partial(jax.jit, static_argnames='max_length')
-def _prefill_target(target: Model, prompts, prompt_lengths, *, max_length):
+@functools.partial(jax.jit, static_argnames=('max_length', 'sharding'))
+def _prefill_target(target: Model, prompts, prompt_lengths, *, max_length, sharding):
   cache = target.init_cache_fn(prompts.shape[0], max_length)
-  return target.prefill(prompts, prompt_lengths - 1, cache)
+  cache = target.prefill(prompts, prompt_lengths - 1, cache)
+  return cache if sharding is None else _constrain(cache, sharding.of_cache(cache, target))
 
 
-@functools.partial(jax.jit, static_argnames='max_length')
-def _prefill_draft(drafter: Drafter, prompts, prompt_lengths, *, max_length):
-  return drafter.init(prompts, prompt_lengths, max_length)
+@functools.partial(jax.jit, static_argnames=('max_length', 'sharding'))
+def _prefill_draft(drafter: Drafter, prompts, prompt_lengths, *, max_length, sharding):
+  state = drafter.init(prompts, prompt_lengths, max_length)
+  return state if sharding is None else _constrain(state, sharding.of_draft_state(state, drafter))
 
 
 @functools.partial(
   jax.jit,
-  static_argnames=('method', 'tree', 'max_new_tokens', 'eos_ids', 'statistics'),
+  static_argnames=('method', 'tree', 'max_new_tokens', 'eos_ids', 'statistics', 'sharding'),
   donate_argnames=('target_cache', 'draft_state'),
 )
 def _first_state(
@@ -164,6 +180,7 @@ def _first_state(
   max_new_tokens,
   eos_ids,
   statistics,
+  sharding,
 ):
   """The state before the first round, without its models: a jitted function would return copies of them."""
   batch_size = prompts.shape[0]
@@ -172,7 +189,7 @@ def _first_state(
   )
   zeros = jnp.zeros(batch_size, jnp.int32)
   nothing = jnp.full((batch_size, max_new_tokens), -1, jnp.int32)
-  return DecodeState(
+  state = DecodeState(
     target=None,
     drafter=None,
     keys=keys,
@@ -194,6 +211,23 @@ def _first_state(
     method=method,
     tree=tree,
     eos_ids=eos_ids,
+    sharding=sharding,
+  )
+  if sharding is None:
+    return state
+  rows = dataclasses.replace(state, target_cache=None, draft_state=None)
+  rows = _constrain(rows, sharding.of_rows(rows))
+  return dataclasses.replace(rows, target_cache=target_cache, draft_state=draft_state)
+
+
+def state_shardings(state: DecodeState, target: Model, drafter: Drafter | None) -> DecodeState:
+  """Shardings of a state without its models, which are given apart, in place of its arrays."""
+  sharding = state.sharding
+  rows = sharding.of_rows(dataclasses.replace(state, target_cache=None, draft_state=None))
+  return dataclasses.replace(
+    rows,
+    target_cache=sharding.of_cache(state.target_cache, target),
+    draft_state=sharding.of_draft_state(state.draft_state, drafter),
   )
 
 
@@ -201,7 +235,6 @@ def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation
   """Adds a round's tokens to the result, up to EOS or the limit, and says which rows are done."""
   result, tree = state.result, state.tree
   max_new_tokens = result.tokens.shape[1]
-  batch_size = state.keys.shape[0]
   accepted = verdict.num_accepted[:, None]
   places = jnp.arange(tree.max_depth + 1)
   guesses = jnp.take_along_axis(proposal.tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
@@ -222,17 +255,17 @@ def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation
   count = jnp.where(state.is_done, 0, count)
   is_kept = places < count[:, None]
   slots = jnp.where(is_kept, result.lengths[:, None] + places, max_new_tokens)
-  rows = jnp.arange(batch_size)[:, None]
+  put = jax.vmap(lambda row, slots, values: row.at[slots].set(values, mode='drop'))
   lengths = result.lengths + count
   # An EOS that the limit cut off does not matter: its row is done as well.
   is_done = state.is_done | has_eos | (lengths >= max_new_tokens)
   result = dataclasses.replace(
     result,
-    tokens=result.tokens.at[rows, slots].set(tokens, mode='drop'),
+    tokens=put(result.tokens, slots, tokens),
     lengths=lengths,
     num_target_calls=result.num_target_calls + ~state.is_done,
     accepted_by_depth=result.accepted_by_depth + (is_kept & (places < accepted))[:, : tree.max_depth],
-    origins=result.origins.at[rows, slots].set(origins, mode='drop'),
+    origins=put(result.origins, slots, origins),
   )
   return result, is_done
 
@@ -331,6 +364,17 @@ def _round(state: DecodeState) -> DecodeState:
   return commit(state, proposal, output, target_probs, verdict)
 
 
+def _advance(target: Model, drafter: Any, carry: DecodeState) -> DecodeState:
+  """A round on a state without its models."""
+  state = _round(dataclasses.replace(carry, target=target, drafter=drafter))
+  state = dataclasses.replace(state, target=None, drafter=None)
+  return state if state.sharding is None else _constrain(state, state_shardings(state, target, drafter))
+
+
+# Outside of any loop, for estimates of what a round costs.
+_run_one_round = jax.jit(_advance, donate_argnames='carry')
+
+
 @functools.partial(jax.jit, donate_argnames='carry')
 def _run_rounds(target: Model, drafter: Any, carry: DecodeState, num_rounds: jax.Array) -> DecodeState:
   """`decode_rounds` on a state without its models, which are not donated."""
@@ -341,11 +385,62 @@ def _run_rounds(target: Model, drafter: Any, carry: DecodeState, num_rounds: jax
 
   def advance(loop):
     state, done_rounds = loop
-    state = _round(dataclasses.replace(state, target=target, drafter=drafter))
-    return dataclasses.replace(state, target=None, drafter=None), done_rounds + 1
+    return _advance(target, drafter, state), done_rounds + 1
 
   state, _ = jax.lax.while_loop(is_running, advance, (carry, jnp.zeros((), jnp.int32)))
   return state
+
+
+def compile_decode(
+  target: Model,
+  drafter: Drafter | None,
+  *,
+  method: Method,
+  tree: TokenTree,
+  batch_size: int,
+  prompt_length: int,
+  max_new_tokens: int,
+  sharding: DecodeSharding,
+  one_round: bool = False,
+) -> jax.stages.Compiled:
+  """Compiles the loop for devices that need not be there, from shapes alone.
+
+  Args:
+    target: The target; its parameters may be shapes.
+    drafter: The drafter, or None for methods that draft nothing.
+    method: The method.
+    tree: A tree that it takes.
+    batch_size: B.
+    prompt_length: P, tokens of the longest prompt.
+    max_new_tokens: Limit of new tokens.
+    sharding: The mesh, which may be a description.
+    one_round: Compile a round without the loop around it.
+
+  Raises:
+    ValueError: Rows, heads or parameters cannot be divided, or the program needs more memory than the devices have.
+  """
+  sharding.check(batch_size, target, drafter)
+  state = jax.eval_shape(
+    functools.partial(init_decode, method=method, tree=tree, max_new_tokens=max_new_tokens, eos_id=0),
+    jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl='threefry2x32'), batch_size)),
+    target,
+    drafter,
+    jax.ShapeDtypeStruct((batch_size, prompt_length), jnp.int32),
+    jax.ShapeDtypeStruct((batch_size,), jnp.int32),
+  )
+  carry = dataclasses.replace(state, target=None, drafter=None, sharding=sharding)
+  places = sharding.of_model(target), sharding.of_drafter(drafter), state_shardings(carry, target, drafter)
+  arguments = jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (target, drafter, carry), places
+  )
+  if one_round:
+    lowered = _run_one_round.lower(*arguments)
+  else:
+    lowered = _run_rounds.lower(*arguments, jax.ShapeDtypeStruct((), jnp.int32))
+  try:
+    return lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    raise out_of_memory(error, 'fewer rows, shorter texts or more devices need less') or error from error
 
 
 def decode_rounds(state: DecodeState, num_rounds: int | None = None) -> DecodeState:
@@ -365,7 +460,7 @@ def decode_rounds(state: DecodeState, num_rounds: int | None = None) -> DecodeSt
   if isinstance(num_rounds, int) and num_rounds < 0:
     raise ValueError(f'num_rounds must not be negative, got {num_rounds}')
   carry = dataclasses.replace(state, target=None, drafter=None)
-  carry = _run_rounds(state.target, state.drafter, carry, jnp.asarray(num_rounds, jnp.int32))
+  carry = _run_rounds(state.target, state.drafter, carry, np.int32(num_rounds))
   return dataclasses.replace(carry, target=state.target, drafter=state.drafter)
 
 
@@ -384,6 +479,7 @@ def generate(
   top_p=1.0,
   eos_id: int | tuple[int, ...] | None = None,
   statistics: bool = False,
+  sharding: DecodeSharding | None = None,
 ) -> Generation:
   """Continues prompts with the target's law, guessing ahead with a draft.
 
@@ -405,6 +501,8 @@ def generate(
     top_p: Scalar or `[B]`, in (0, 1].
     eos_id: Id or ids that end a row, or None.
     statistics: Whether to count what happens at the positions visited; sorts the laws there, so it takes time.
+    sharding: How to divide rows, models and caches over the devices of a mesh, or None for one device. Models that are
+      divided so already, by `DecodeSharding.put_models`, are not moved. Tokens are the same up to rounding.
 
   Returns:
     The new tokens and how they came about.
@@ -426,5 +524,6 @@ def generate(
     top_p=top_p,
     eos_id=eos_id,
     statistics=statistics,
+    sharding=sharding,
   )
   return decode_rounds(state).result

@@ -20,7 +20,7 @@ class Method:
     name: Its name in `METHODS`.
     verifier: Decides which guesses are kept.
     proposal_rule: How the children of a node are drawn.
-    is_lossless: Whether what comes out has exactly the target's law.
+    is_lossless: Whether what comes out has exactly the target's law, whatever the tree.
     source: Paper and algorithm.
     max_drafts: The most candidates a position may have, or None for any number; 0 drafts nothing.
     needs_chains: Whether it is defined for K chains of equal length only.
@@ -28,6 +28,7 @@ class Method:
       right for `SeedExact` alone. All others take new randomness every round: theirs has influenced which round a token
       falls into, and would be used twice.
     bias: Why it is not lossless, in a line; empty if it is.
+    is_lossless_alone: Whether it is lossless on a single draft all the same.
 
   Raises:
     ValueError: The verifier is not right for children drawn by the rule.
@@ -42,6 +43,7 @@ class Method:
   needs_chains: bool = False
   is_seed_exact: bool = False
   bias: str = ''
+  is_lossless_alone: bool = False
 
   def __post_init__(self):
     allowed = self.verifier.proposal_rules
@@ -49,6 +51,10 @@ class Method:
       names = ' or '.join(rule.name for rule in allowed)
       promise = "has the target's law" if self.is_lossless else 'is defined'
       raise ValueError(f'{self.name} {promise} only if children are drawn {names}, not {self.proposal_rule.name}')
+
+  def is_lossless_on(self, tree: TokenTree) -> bool:
+    """Whether what comes out has exactly the target's law on this tree."""
+    return self.is_lossless or (self.is_lossless_alone and tree.is_chain)
 
   def tree_for(self, tree: TokenTree | None) -> TokenTree:
     """The tree the method works on: `tree`, or an empty one for a method that drafts nothing, whatever it is given.
@@ -153,6 +159,7 @@ _METHODS = (
     source=f'{_SPECTR_GBV}, Algorithms 1 to 3',
     needs_chains=True,
     bias='as published it treats each sub-block as if drafts did not compete for it; exact for one draft only',
+    is_lossless_alone=True,
   ),
   Method(
     name='race',

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.sharding import Rules
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -98,21 +100,24 @@ class KVCache:
       path: int32 `[B, D]` indices of pending entries.
       num_accepted: int32 `[B]`.
     """
-    batch_size, depth = path.shape
+    depth = path.shape[1]
     size = self.keys[0].shape[-1]
     offsets = jnp.arange(depth)
     slots = jnp.where(offsets < num_accepted[:, None], self.lengths[:, None] + offsets, size)
-    rows = jnp.arange(batch_size)[:, None]
 
-    def keep_keys(keys, pending):  # advanced indices around slices put [B, D] first
-      return keys.at[rows, :, :, slots].set(pending[rows, :, :, path], mode='drop')
+    # Row by row, not by indices of rows: only so does the compiler see that rows on other devices are not needed.
+    def keep_keys(keys, pending, path, slots):
+      return keys.at[:, :, slots].set(pending[:, :, path], mode='drop')
 
-    def keep_values(values, pending):
-      return values.at[rows, :, slots].set(pending[rows, :, path], mode='drop')
+    def keep_values(values, pending, path, slots):
+      return values.at[:, slots].set(pending[:, path], mode='drop')
+
+    def keep(function, arrays, pending):
+      return tuple(jax.vmap(function)(*layer, path, slots) for layer in zip(arrays, pending, strict=True))
 
     return KVCache(
-      keys=tuple(map(keep_keys, self.keys, self.pending_keys)),
-      values=tuple(map(keep_values, self.values, self.pending_values)),
+      keys=keep(keep_keys, self.keys, self.pending_keys),
+      values=keep(keep_values, self.values, self.pending_values),
       lengths=jnp.minimum(self.lengths + num_accepted, size),
       pending_keys=(),
       pending_values=(),
@@ -142,6 +147,8 @@ class Model:
     vocab_size: V.
     commit_fn: `(cache, path[B, D], num_accepted[B]) -> cache`, as `KVCache.commit`.
     max_length: The longest prompt plus continuation the model was made for, or None if any will do.
+    sharding_rules: How parameters are divided over the axes of a mesh, see `spectr_jax.sharding.shardings`, or None for
+      a model that is not divided. One that is has its cache divided by heads, as the second axis of `KVCache` arrays.
   """
 
   params: Any
@@ -150,6 +157,7 @@ class Model:
   vocab_size: int = dataclasses.field(metadata={'static': True})
   commit_fn: Callable[..., Any] = dataclasses.field(default=commit_kv_cache, metadata={'static': True})
   max_length: int | None = dataclasses.field(default=None, metadata={'static': True})
+  sharding_rules: Rules | None = dataclasses.field(default=None, metadata={'static': True})
 
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: jax.Array, cache: Any) -> ModelOutput:
     """Scores `tokens` after the committed prefix; see `apply_fn`."""

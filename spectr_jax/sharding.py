@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA, MODEL = 'data', 'model'
+
+Rules = Sequence[tuple[str, tuple[str | None, ...]]]
 
 # What the path of a parameter ends with, and the mesh axis that each of its dimensions is divided over: tensor
 # parallelism over `model` (attention by heads, the MLP by hidden units, the embedding by tokens), and over `data`
@@ -70,7 +74,7 @@ def divide_rows(mesh: Mesh, array: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, axes))
 
 
-def shardings(mesh: Mesh, tree: Any, rules: Sequence[tuple[str, tuple[str | None, ...]]] = TRANSFORMER_RULES) -> Any:
+def shardings(mesh: Mesh, tree: Any, rules: Rules = TRANSFORMER_RULES) -> Any:
   """Shardings of arrays by their path; scalars are replicated.
 
   A rule holds for every array whose path ends with what it matches, so also for an optimizer's moments. To divide over
@@ -101,3 +105,38 @@ def shardings(mesh: Mesh, tree: Any, rules: Sequence[tuple[str, tuple[str | None
     return NamedSharding(mesh, PartitionSpec(*(None if whole else axis for axis, whole in zip(axes, is_whole))))
 
   return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def only_over(axis: str, rules: Rules) -> Rules:
+  """The same rules with nothing divided over any other axis."""
+  return tuple((pattern, tuple(name if name == axis else None for name in axes)) for pattern, axes in rules)
+
+
+def put(tree: Any, places: Any) -> Any:
+  """Arrays at their places; what is there already stays. Every process has to give the same."""
+
+  def put_one(array, place):
+    if isinstance(array, jax.core.Tracer):
+      return array
+    if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(place, array.ndim):
+      return array
+    if jax.process_count() == 1:
+      return jax.device_put(array, place)
+    if isinstance(array, jax.Array) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+      data = jax.device_put(np.asarray(jax.random.key_data(array)), place)
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    return jax.device_put(np.asarray(array), place)
+
+  return jax.tree.map(put_one, tree, places)
+
+
+def is_primary() -> bool:
+  """Whether this process is the one that prints and writes what all have in common."""
+  return jax.process_index() == 0
+
+
+def fetch(tree: Any) -> Any:
+  """Arrays of all devices as numpy arrays; with several processes each has to call this, and gets all of them."""
+  if jax.process_count() == 1:
+    return jax.device_get(tree)
+  return multihost_utils.process_allgather(tree, tiled=True)

@@ -174,6 +174,15 @@ def test_spectr_gbv_is_biased_as_enumerated():
   assert accepted[0] == pytest.approx(0.70357142857142857, abs=1e-12)
 
 
+@pytest.mark.usefixtures('quickly')
+@pytest.mark.parametrize('name', [name for name, method in METHODS.items() if method.is_lossless_alone])
+def test_what_is_lossless_on_one_draft_alone(name):
+  method = METHODS[name]
+  assert not method.is_lossless_on(TokenTree.chains(2, 3))
+  assert method.is_lossless_on(TokenTree.chains(1, 3))
+  assert _error(method, TokenTree.chains(1, 3), 3, 5, seeds=2) <= 1e-10
+
+
 @pytest.mark.parametrize('seed', [0, 1, 2])
 def test_block_lies_between_token_level_and_the_optimum_of_one_draft(seed):
   tables, tree = random_tables(seed, 3, 4), TokenTree.chains(1, 3)

@@ -1,13 +1,20 @@
 """Decoding and training compile for TPUs ahead of time and fit their memory; with the extra `tpu`, `pytest -m tpu`."""
 
 import dataclasses
+import math
+import re
 
 import pytest
 
-from benchmarks import tpu_memory
 from configs import lm1b
+from decode import aot as decode_aot
 from decode.options import DecodeOptions
 from spectr_jax import topology
+from spectr_jax.decode_sharding import DecodeSharding
+from spectr_jax.draft import ModelDrafter
+from spectr_jax.generate import compile_decode
+from spectr_jax.methods import get_method
+from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
 from train import aot, plan
 from train.train import check_config, make_config_mesh
@@ -16,38 +23,76 @@ pytestmark = pytest.mark.tpu
 
 
 @pytest.fixture(scope='module')
-def chip():
+def chips():
   if not topology.is_compiler_installed():
     pytest.skip('needs the extra tpu')
-  return topology.describe_topology('v5e:2x2')[0]
+  return topology.describe_topology('v5e:4x4')
 
 
-def test_the_pair_of_the_paper_fits_one_chip(chip):
-  _, report = tpu_memory.compile_rounds(chip, 'spectr', TokenTree.chains(8, 8), batch_size=8, max_length=256)
-  print('\nspectr, K = 8, L = 8, batch 8, v5e\n' + tpu_memory.describe(report, topology.chip_of(chip).memory))
-  weights = 2 * (tpu_memory.TARGET.num_params + tpu_memory.DRAFT.num_params)
-  assert weights < report.arguments < 2 * weights
+@pytest.fixture(scope='module')
+def pair():
+  """Sizes of the pair of SpecTr's experiments."""
+  return {
+    role: dataclasses.replace(check_config(lm1b.get_config(size)), dtype='bfloat16')
+    for role, size in (('target', '97m'), ('draft', '6m'))
+  }
+
+
+def test_the_pair_of_the_paper_decodes_on_one_chip(chips, pair):
+  report = decode_aot.analyse(
+    DecodeSharding(make_mesh({}, chips[:1])), 'spectr', TokenTree.chains(8, 8), **pair,
+    batch_size=8, prompt_length=128, max_new_tokens=128,
+  )  # fmt: skip
+  print('\nspectr, K = 8, L = 8, 8 rows, one v5e\n' + decode_aot.describe(report, (3.0,)))
+  weights = 2 * (pair['target'].num_params + pair['draft'].num_params)
+  assert weights < report.memory.arguments < 2 * weights
   # All of the state that comes out stands where it went in.
-  assert report.aliased == pytest.approx(report.outputs, rel=0.01)
-  assert report.total < topology.chip_of(chip).memory
+  assert report.memory.outputs < 2**20
+  assert report.memory.total < report.chip.memory
   # Well below the 16 GiB: a copy of the caches per draft, or of the laws per node, would show.
-  assert report.temporaries < 2**30
+  assert report.memory.temporaries < 2**30
+  assert not report.collectives
+  assert report.autoregressive_seconds < report.seconds
 
 
 @pytest.mark.parametrize(('method', 'tree'), [('autoregressive', TokenTree()), ('speculative', TokenTree.chains(1, 4))])
-def test_single_draft_methods_compile(chip, method, tree):
-  small = dict(vocab_size=1024, embed_dim=128, num_layers=2, num_heads=2, mlp_dim=256)
-  _, report = tpu_memory.compile_rounds(
-    chip,
-    method,
-    tree,
-    target=dataclasses.replace(tpu_memory.TARGET, **small),
-    draft=dataclasses.replace(tpu_memory.DRAFT, **{**small, 'num_layers': 1}),
-    batch_size=2,
-    max_length=64,
-  )
-  print(f'\n{method}, small\n' + tpu_memory.describe(report, topology.chip_of(chip).memory))
-  assert 0 < report.total < 2**26
+@pytest.mark.parametrize('is_draft_divided', [False, True])
+def test_decoding_compiles_for_a_slice(chips, pair, method, tree, is_draft_divided):
+  small = dict(vocab_size=4096, embed_dim=256, num_layers=1, num_heads=4, mlp_dim=256)
+  small = {role: dataclasses.replace(config, **small) for role, config in pair.items()}
+  sharding = DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips), is_draft_divided=is_draft_divided)
+  report = decode_aot.analyse(sharding, method, tree, **small, batch_size=32, prompt_length=32, max_new_tokens=32)
+  print(f'\n{method}, small\n' + decode_aot.describe(report, (2.0,)))
+  # Half of the matrices, a whole draft, and a little for everything else.
+  weights = 2 * small['target'].num_params * (1 if method == 'autoregressive' else 2 if is_draft_divided else 3) / 2
+  assert weights < report.memory.arguments < 1.3 * weights + 2**19
+  assert report.collectives['all-reduce'] > 0
+  assert report.cycles > 0
+  if method == 'autoregressive':
+    assert report.cycles == report.autoregressive_cycles
+
+
+def test_decoding_that_does_not_fit_is_refused(chips, pair):
+  sharding = DecodeSharding(make_mesh({'data': -1}, chips))
+  with pytest.raises(ValueError, match='does not fit .*fewer rows'):
+    decode_aot.analyse(
+      sharding, 'speculative', TokenTree.chains(1, 4), **pair, batch_size=2**13, prompt_length=4096, max_new_tokens=4096
+    )
+
+
+def test_no_device_holds_laws_whole(chips, pair):
+  """Divided over `model`, laws are sent neither from chip to chip nor gathered."""
+  program = compile_decode(
+    decode_aot.abstract_model(dataclasses.replace(pair['target'], num_layers=1)),
+    ModelDrafter(decode_aot.abstract_model(dataclasses.replace(pair['draft'], num_layers=1))),
+    method=get_method('spectr'), tree=TokenTree.chains(2, 2), batch_size=16, prompt_length=32, max_new_tokens=32,
+    sharding=DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips)), one_round=True,
+  ).as_text()  # fmt: skip
+  moved = re.findall(r'= .*?(?:all-gather|all-to-all|collective-permute)(?:-start)?\(', program)
+  sizes = [math.prod(map(int, shape.split(','))) for text in moved for shape in re.findall(r'\[([\d,]+)\]', text)]
+  assert sizes
+  # The laws of a row have 5 x 32000 numbers.
+  assert max(sizes) < 32000, moved
 
 
 @pytest.fixture(scope='module')
@@ -59,27 +104,27 @@ def train_config():
 
 
 @pytest.mark.parametrize('teacher', ['', DecodeOptions.target])
-def test_the_train_step_compiles_for_a_slice(chip, train_config, teacher):
+def test_the_train_step_compiles_for_a_slice(chips, train_config, teacher):
   train_config = train_config.copy_and_resolve_references()
   train_config.distill_from = teacher
-  mesh = make_config_mesh(train_config, topology.describe_topology('v5e:4x4'))
+  mesh = make_config_mesh(train_config, chips)
   report = aot.analyse(train_config, mesh)
   print('\n' + aot.describe(report))
   state = sum(entry.device_bytes for entry in plan.state_entries(train_config, check_config(train_config), mesh))
   # Small arrays are padded; a teacher is divided as well.
-  assert state < report.arguments < 1.1 * state + (4 if teacher else 1) * 2**20
+  assert state < report.memory.arguments < 1.1 * state + (4 if teacher else 1) * 2**20
   # Matrix products, and a little for everything else; a loop counted once would leave much of them out.
   assert 1 < report.flops / report.closed_form_flops < 1.1
   # Four rows per device at a time: were all rows of a microbatch on every device, eight times as much.
   logits = 4 * 4 * 512 * 4096 / 2
-  assert report.temporaries < (6 if teacher else 2) * logits  # the teacher has larger activations, in float32
+  assert report.memory.temporaries < (6 if teacher else 2) * logits  # the teacher has larger activations, in float32
   assert 0 < report.seconds < 1
   assert report.collectives['all-gather'] > 0
 
 
-def test_a_train_step_that_does_not_fit_is_refused(chip, train_config):
+def test_a_train_step_that_does_not_fit_is_refused(chips, train_config):
   config = train_config.copy_and_resolve_references()
   config.update(batch_size=2**18, num_microbatches=1)
-  mesh = make_config_mesh(config, topology.describe_topology('v5e:4x4'))
+  mesh = make_config_mesh(config, chips)
   with pytest.raises(ValueError, match='does not fit .*more microbatches'):
     aot.compile_step(config, mesh)

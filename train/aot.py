@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import time
 
 import jax
@@ -21,6 +20,7 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
+from spectr_jax.compiled import Memory, count_collectives, estimate_cycles
 from spectr_jax.io.model_files import read_config
 from spectr_jax.models.transformer import init_params, transformer_model
 from spectr_jax.sharding import shardings
@@ -36,10 +36,7 @@ class Report:
 
   Attributes:
     devices: Devices of the mesh.
-    arguments: Bytes of state, batch and, for distillation, the teacher.
-    temporaries: Bytes of scratch memory at its peak.
-    outputs: Bytes that come out and do not stand where something went in.
-    code: Bytes of the program.
+    memory: Bytes; what goes in are state, batch and, for distillation, the teacher.
     chip: What is published about the device.
     flops: Floating-point operations of a step.
     closed_form_flops: Those of the matrix products by the closed form, divided by the devices; a teacher's forward pass
@@ -51,14 +48,11 @@ class Report:
   """
 
   devices: int
-  arguments: int
-  temporaries: int
-  outputs: int
-  code: int
+  memory: Memory
   chip: Chip
   flops: float
   closed_form_flops: float
-  cycles: int
+  cycles: float
   tokens: int
   collectives: dict[str, int]
   compile_seconds: float
@@ -72,11 +66,6 @@ class Report:
   def utilisation(self) -> float:
     """Model FLOP utilisation at that estimate."""
     return self.closed_form_flops / self.seconds / self.chip.peak_flops
-
-  @property
-  def total(self) -> int:
-    """Bytes a device needs."""
-    return self.arguments + self.temporaries + self.outputs + self.code
 
 
 # Products of divided arrays are not cut into loops that send one part while they work on another.
@@ -129,20 +118,9 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
   return compiled, time.perf_counter() - start
 
 
-def _collectives(program: str) -> dict[str, int]:
-  kinds = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
-  return {kind: n for kind in kinds if (n := program.count(f' {kind}(') + program.count(f' {kind}-start('))}
-
-
-def _estimated_cycles(program: str) -> int:
-  """The sum over the operations of the main computation; loops would be counted once."""
-  return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', program[program.index('ENTRY ') :])))
-
-
 def analyse(config, mesh: Mesh) -> Report:
   """Compiles twice, as it is trained and without loops, and reads what the compiler says."""
   compiled, seconds = compile_step(config, mesh)
-  memory = compiled.memory_analysis()
   unrolled = compile_step(config, mesh, unroll=True)[0]
   program = unrolled.as_text()
   model_config = check_config(config)
@@ -151,28 +129,21 @@ def analyse(config, mesh: Mesh) -> Report:
     flops += plan.forward_flops(read_config(config.distill_from), config.batch_size, config.seq_len)
   return Report(
     devices=mesh.size,
-    arguments=memory.argument_size_in_bytes,
-    temporaries=memory.temp_size_in_bytes,
-    outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-    code=memory.generated_code_size_in_bytes,
+    memory=Memory.of(compiled),
     chip=chip_of(mesh.devices.flat[0]),
     flops=unrolled.cost_analysis()['flops'],
     closed_form_flops=flops / mesh.size,
-    cycles=_estimated_cycles(program),
+    cycles=estimate_cycles(program),
     tokens=config.batch_size * config.seq_len,
-    collectives=_collectives(program),
+    collectives=count_collectives(program),
     compile_seconds=seconds,
   )
 
 
 def describe(report: Report) -> str:
   """The report as lines of text."""
-  lines = [
-    f'{name:<12} {getattr(report, name) / 2**20:12,.1f} MiB per device'
-    for name in ('arguments', 'temporaries', 'outputs', 'code', 'total')
-  ]
+  lines = report.memory.lines(report.chip)
   lines += [
-    f'{"free":<12} {(report.chip.memory - report.total) / 2**20:12,.1f} MiB of {report.chip.memory / 2**30:.0f} GiB',
     f'{"FLOPs":<12} {report.flops:12.4g} per device and step, {report.flops / report.closed_form_flops:.3f} of the'
     ' closed form',
     f'{"collectives":<12} ' + (', '.join(f'{n} {kind}' for kind, n in report.collectives.items()) or 'none'),
@@ -209,8 +180,7 @@ if __name__ == '__main__':
           indent=2,
         )
         stream.write('\n')
-    if report.total > report.chip.memory:
-      raise ValueError(f'does not fit: {report.total / 2**30:.1f} GiB of {report.chip.memory / 2**30:.0f}')
+    report.memory.check(report.chip)
 
   flags.mark_flag_as_required('config')
   config_flag.run(main)

@@ -10,7 +10,7 @@ import ml_collections
 from spectr_jax.io import command_line
 
 
-def _load(path: str):
+def load(path: str) -> ml_collections.ConfigDict:
   """What `get_config` of a file returns.
 
   Raises:
@@ -44,7 +44,7 @@ def check(argv: list[str]) -> None:
     name, has_value, value = argument.partition('=')
     name = '-' + name.lstrip('-') if name.startswith('-') else ''
     if name == '-config':
-      config = _load(value if has_value else following)
+      config = load(value if has_value else following)
     elif name.startswith('-config.'):
       fields.append(name.removeprefix('-config.'))
   for field in fields if config is not None else ():

@@ -4,17 +4,15 @@ With several processes each runs this command: those of a TPU pod find each othe
 `--coordinator_address`, `--num_processes` and `--process_id`.
 """
 
-import os
-import sys
-
 import jax
 from absl import flags
 from ml_collections import config_flags
 
-from spectr_jax.io import command_line
-from train import config_flag, plan, processes
+from spectr_jax.io import processes
+from spectr_jax.sharding import is_primary
+from train import config_flag, plan
 from train.step import out_of_memory
-from train.train import check_config, is_primary, make_config_mesh, train
+from train.train import check_config, make_config_mesh, train
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment, a file of configs/.', lock_config=True)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Checkpoints, metrics and the trained model go here.')
@@ -31,11 +29,7 @@ def main(argv):
     known = out_of_memory(error) if isinstance(error, jax.errors.JaxRuntimeError) else error
     if known is None:
       raise
-    # At once: other processes wait for this one, and an orderly end would wait for them; and what is still going on in
-    # the background has nothing to add.
-    print('error: ' + ' '.join(command_line.message_of(known).split()), file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(1)
+    processes.fail(known)
 
 
 def run():

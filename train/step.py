@@ -12,16 +12,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spectr_jax import compiled
 from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params
 from spectr_jax.sharding import DATA, divide_rows, replicated, shardings
 
 
 def out_of_memory(error: jax.errors.JaxRuntimeError) -> ValueError | None:
   """What to tell the user about an error that says that devices have too little memory; None for any other."""
-  if 'RESOURCE_EXHAUSTED' not in str(error):
-    return None
-  reason = str(error).split('RESOURCE_EXHAUSTED: ')[-1].splitlines()[0][:200]
-  return ValueError(f'does not fit ({reason}): more microbatches, remat or a larger mesh need less')
+  return compiled.out_of_memory(error, 'more microbatches, remat or a larger mesh need less')
 
 
 def make_optimizer(config) -> optax.GradientTransformation:

@@ -22,7 +22,7 @@ from spectr_jax.io.command_line import parse_sizes
 from spectr_jax.io.model_files import load_model, save_model
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import TransformerConfig, config_of, transformer_model
-from spectr_jax.sharding import DATA, make_mesh, shardings
+from spectr_jax.sharding import DATA, is_primary, make_mesh, shardings
 from train import plan
 from train.checkpoint import Checkpoints
 from train.held_out import evaluate
@@ -93,11 +93,6 @@ def _check_finite(first_step: int, losses: list[float]) -> None:
 def _is_finite(tree) -> jax.Array:
   """Whether every number is."""
   return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
-
-
-def is_primary() -> bool:
-  """Whether this process is the one that prints and writes what all have in common."""
-  return jax.process_index() == 0
 
 
 def _progress_bar(num_steps: int, step: int):

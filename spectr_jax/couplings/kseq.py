@@ -84,7 +84,8 @@ def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates:
 
   # Chords need ends on either side of 0.
   end_excess = jnp.minimum(excess(end), -jnp.finfo(dtype).tiny)
-  return jax.lax.while_loop(is_wide, shrink, (8 * (end - 1), low, high, low_excess, end_excess, False))[2]
+  with jax.named_scope('search'):
+    return jax.lax.while_loop(is_wide, shrink, (8 * (end - 1), low, high, low_excess, end_excess, False))[2]
 
 
 @dataclasses.dataclass(frozen=True)

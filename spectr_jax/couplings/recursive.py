@@ -75,5 +75,6 @@ class Recursive:
     one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
     left = None if self.with_replacement else draft_probs
     start = is_valid, jnp.zeros(candidates.shape, dtype), one, zero, one, left
-    _, accept_probs, _, c, _, _ = jax.lax.while_loop(is_unfinished, try_next, start)
+    with jax.named_scope('candidates'):
+      _, accept_probs, _, c, _, _ = jax.lax.while_loop(is_unfinished, try_next, start)
     return accept_probs, c

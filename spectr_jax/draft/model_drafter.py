@@ -142,7 +142,8 @@ class ModelDrafter:
         at = first + i * level.width
         return descend(score(carry, at, level.width), at, level)
 
-      carry = jax.lax.fori_loop(0, count, one_depth, carry)
+      with jax.named_scope('depths'):
+        carry = jax.lax.fori_loop(0, count, one_depth, carry)
       first += count * level.width
     cache, tokens, probs = carry
     return Proposal(tokens, probs, dataclasses.replace(state, cache=cache, tokens=tokens))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.model import KVCache, Model, ModelOutput
+from spectr_jax.sharding import TRANSFORMER_RULES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +255,14 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
     raise ValueError(f'parameters do not fit the configuration {config}: expected shapes {wanted}, got {found}')
   params = jax.tree.map(lambda x: jnp.asarray(x, config.dtype if x.ndim == 2 else jnp.float32), params)
   apply_fn, init_cache_fn = _functions(config)
-  return Model(params, apply_fn, init_cache_fn, config.vocab_size, max_length=config.max_length)
+  return Model(
+    params,
+    apply_fn,
+    init_cache_fn,
+    config.vocab_size,
+    max_length=config.max_length,
+    sharding_rules=TRANSFORMER_RULES,
+  )
 
 
 def config_of(model: Model) -> TransformerConfig:

@@ -111,7 +111,8 @@ class Block(Stateless):
       )
 
     zero, log_one = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
-    node, depth, log_kept = jax.lax.while_loop(is_walking, walk, (zero, zero, log_one, (zero, zero, log_one)))[3]
+    with jax.named_scope('path'):
+      node, depth, log_kept = jax.lax.while_loop(is_walking, walk, (zero, zero, log_one, (zero, zero, log_one)))[3]
     residual = self._step(tree, proposal, target_probs, node, log_kept).residual
     return Verdict.at(tree, node, draw(uniforms[depth, 2], residual), state)
 

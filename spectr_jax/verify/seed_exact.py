@@ -47,7 +47,8 @@ class SeedExact(Stateless):
       )
 
     start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32)
-    node, _, token = jax.lax.while_loop(is_walking, walk, start)
+    with jax.named_scope('path'):
+      node, _, token = jax.lax.while_loop(is_walking, walk, start)
     return Verdict.at(tree, node, token, state)
 
   def law(self, tree, proposal, target_probs, state):

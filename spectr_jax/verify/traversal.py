@@ -179,7 +179,8 @@ class Traversal(Stateless):
       return visit + 1, self._next(tree, proposal, target_probs, values, visit)
 
     start = jnp.zeros((), jnp.int32), self._start(tree, proposal, target_probs)
-    visit, values = jax.lax.while_loop(is_rejected, reject, start)
+    with jax.named_scope('visits'):
+      visit, values = jax.lax.while_loop(is_rejected, reject, start)
     node = visits[visit]
     token = draw(uniforms[-1], self._weights(tree, proposal, target_probs, values, node))
     return Verdict.at(tree, node, token, state)

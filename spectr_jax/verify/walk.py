@@ -70,7 +70,8 @@ class Walk(Stateless):
       return jnp.where(is_any, accepted, position.node), depth + is_any, is_any
 
     start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.ones((), bool)
-    node, depth, _ = jax.lax.while_loop(is_walking, walk, start)
+    with jax.named_scope('path'):
+      node, depth, _ = jax.lax.while_loop(is_walking, walk, start)
     _, outcome = self._step(tree, proposal, target_probs, node)
     token = draw(uniforms[depth, 1], outcome.residual)
     return Verdict.at(tree, node, token, state)

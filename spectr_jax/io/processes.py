@@ -1,16 +1,20 @@
-"""Several processes that train one model: how they find each other."""
+"""Several processes that run one program: how they find each other, and how one of them ends all."""
 
 from __future__ import annotations
 
 import glob
 import importlib.util
 import os
+import sys
+from typing import NoReturn
 
 import jax
 from absl import flags
 
-_ADDRESS = flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0, of several that train together.')
-_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes train together.', lower_bound=1)
+from spectr_jax.io import command_line
+
+_ADDRESS = flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0, of several that work together.')
+_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes work together.', lower_bound=1)
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0.', lower_bound=0)
 
 
@@ -41,10 +45,21 @@ def initialize() -> None:
     raise ValueError(f'of several processes each needs all of {", ".join(given)}; missing: {", ".join(missing)}')
   elif not given['process_id'] < given['num_processes']:
     raise ValueError(f'process_id must be below num_processes, got {given["process_id"]} of {given["num_processes"]}')
-  # SIGTERM is train.train's business.
+  # SIGTERM is the program's business.
   jax.config.update('jax_enable_preemption_service', False)
   try:
     jax.distributed.initialize(**given)
   except Exception as error:  # depends on the cluster
     flag_names = ', '.join(f'--{name}' for name in ('coordinator_address', 'num_processes', 'process_id'))
     raise ValueError(f'the processes did not come together, see {flag_names}: {error}') from error
+
+
+def fail(error: Exception) -> NoReturn:
+  """Ends this process with one line and code 1.
+
+  At once: other processes wait for this one, and an orderly end would wait for them; and what is still going on in the
+  background has nothing to add.
+  """
+  print('error: ' + ' '.join(command_line.message_of(error).split()), file=sys.stderr, flush=True)
+  sys.stdout.flush()
+  os._exit(1)

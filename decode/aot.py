@@ -1,0 +1,218 @@
+"""Compiles the decoding loop for a TPU topology, without a TPU, and says whether it fits and what it costs.
+
+Command   python -m decode.aot --target_config=configs/lm1b.py:97m --draft_config=configs/lm1b.py:6m \
+            --method=race_block --num_drafts=8 --draft_length=8 --batch_size=64 --topology=v5e:4x4 --mesh=data:8,model:2
+Needs     the extra `tpu`, for the compiler
+
+Bytes are the compiler's for one device. Times are the cycles that it expects of every operation, transfers between
+devices left out: estimates, no TPU was asked. A loop that ends when it is done counts as often as it turns at most:
+along a path as often as the tree is deep, over candidates or nodes as often as there are some.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import time
+
+import jax
+from absl import flags
+
+from decode.options import DRAFT_MESHES
+from spectr_jax.compiled import Memory, count_collectives, estimate_cycles
+from spectr_jax.decode_sharding import DecodeSharding
+from spectr_jax.draft import ModelDrafter
+from spectr_jax.generate import compile_decode
+from spectr_jax.io import command_line
+from spectr_jax.methods import METHODS, Method, get_method
+from spectr_jax.model import Model
+from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
+from spectr_jax.sharding import make_mesh
+from spectr_jax.topology import Chip, chip_of, describe_topology
+from spectr_jax.tree import TokenTree
+from train import config_flag, plan
+from train.train import check_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What the compiler says about decoding; bytes and operations are per device.
+
+  Attributes:
+    devices: Devices of the mesh.
+    batch_size: Rows on all devices.
+    memory: Bytes; what goes in are weights, caches, keys and tokens.
+    chip: What is published about the device.
+    target_flops: Floating-point operations of the matrix products of a round's target call, by the closed form.
+    cycles: The compiler's estimate of a device's work in a round, transfers between devices left out.
+    autoregressive_cycles: That of a step of autoregressive decoding with the same target, rows and mesh.
+    collectives: How many operations of each kind move data between devices in a round.
+    compile_seconds: Time to compile the loop.
+  """
+
+  devices: int
+  batch_size: int
+  memory: Memory
+  chip: Chip
+  target_flops: float
+  cycles: float
+  autoregressive_cycles: float
+  collectives: dict[str, int]
+  compile_seconds: float
+
+  @property
+  def seconds(self) -> float:
+    """Estimated time of a round."""
+    return self.cycles / self.chip.clock
+
+  @property
+  def autoregressive_seconds(self) -> float:
+    """Estimated time of an autoregressive step."""
+    return self.autoregressive_cycles / self.chip.clock
+
+  def speedup(self, block_efficiency: float) -> float:
+    """Over autoregressive decoding, at so many tokens per target call."""
+    return block_efficiency * self.autoregressive_cycles / self.cycles
+
+
+def abstract_model(config: TransformerConfig) -> Model:
+  """A transformer whose parameters are shapes."""
+  return jax.eval_shape(lambda key: transformer_model(init_params(key, config), config), jax.random.key(0))
+
+
+def analyse(
+  sharding: DecodeSharding,
+  method: str | Method,
+  tree: TokenTree,
+  *,
+  target: TransformerConfig,
+  draft: TransformerConfig | None,
+  batch_size: int,
+  prompt_length: int,
+  max_new_tokens: int,
+) -> Report:
+  """Compiles the loop, a round of it, and an autoregressive step.
+
+  Args:
+    sharding: The mesh, which may be a description.
+    method: A method or its name.
+    tree: The tree of guesses.
+    target: Sizes of the target; its longest context does not matter.
+    draft: Sizes of the draft; ignored by methods that draft nothing.
+    batch_size: Rows on all devices.
+    prompt_length: Tokens of the longest prompt.
+    max_new_tokens: New tokens at most; with the prompt, the room in a cache.
+
+  Raises:
+    ValueError: The method does not take the tree, the mesh does not divide the rows or heads, or nothing fits.
+  """
+  method = get_method(method)
+  room = prompt_length + max_new_tokens
+  models = [
+    None if config is None else abstract_model(dataclasses.replace(config, max_length=room))
+    for config in (target, draft)
+  ]
+  sizes = {'batch_size': batch_size, 'prompt_length': prompt_length, 'max_new_tokens': max_new_tokens}
+  drafter = ModelDrafter(models[1]) if method.max_drafts != 0 else None
+  compile_with = functools.partial(compile_decode, models[0], sharding=sharding, **sizes)
+  tree = method.tree_for(tree)
+  start = time.perf_counter()
+  loop = compile_with(drafter, method=method, tree=tree)
+  seconds = time.perf_counter() - start
+  program = compile_with(drafter, method=method, tree=tree, one_round=True).as_text()
+  baseline = compile_with(None, method=METHODS['autoregressive'], tree=TokenTree(), one_round=True).as_text()
+  return Report(
+    devices=sharding.mesh.size,
+    batch_size=batch_size,
+    memory=Memory.of(loop),
+    chip=chip_of(sharding.mesh.devices.flat[0]),
+    target_flops=plan.forward_flops(target, batch_size * (tree.num_nodes + 1), 1) / sharding.mesh.size,
+    cycles=estimate_cycles(program, _trips(tree)),
+    autoregressive_cycles=estimate_cycles(baseline),
+    collectives=count_collectives(program),
+    compile_seconds=seconds,
+  )
+
+
+def _trips(tree: TokenTree) -> dict[str, int]:
+  """How often the loops of a round turn at most, by scope."""
+  num_candidates = int(tree.num_children[0]) if tree.num_nodes else 0
+  return {
+    'depths': tree.max_depth - 1,
+    'path': tree.max_depth + 1,
+    'visits': tree.num_nodes,
+    'candidates': num_candidates,
+    'search': 16,
+  }
+
+
+def describe(report: Report, block_efficiencies: tuple[float, ...]) -> str:
+  """The report as lines of text."""
+  speedups = ', '.join(f'{report.speedup(value):.2f}x at {value:g}' for value in block_efficiencies)
+  lines = report.memory.lines(report.chip)
+  lines += [
+    f'{"target call":<12} {report.target_flops:12.4g} FLOPs per device and round, attention to the cache left out',
+    f'{"collectives":<12} '
+    + (', '.join(f'{n} {kind}' for kind, n in report.collectives.items()) or 'none')
+    + '; each as often as its loop turns',
+    f'{"round":<12} {1e3 * report.seconds:12.3f} ms, an autoregressive step'
+    f' {1e3 * report.autoregressive_seconds:.3f} ms: by the cycles that the compiler expects, without transfers',
+    f'{"speed-up":<12} {speedups} tokens per target call',
+    f'{"compile":<12} {report.compile_seconds:12.1f} s',
+  ]
+  return '\n'.join(lines)
+
+
+def _config(path: str, dtype: str) -> TransformerConfig:
+  return dataclasses.replace(check_config(config_flag.load(path)), dtype=dtype)
+
+
+if __name__ == '__main__':
+  _TARGET = flags.DEFINE_string(
+    'target_config', 'configs/lm1b.py:97m', 'File of configs/ with the sizes of the target.'
+  )
+  _DRAFT = flags.DEFINE_string('draft_config', 'configs/lm1b.py:6m', 'File of configs/ with the sizes of the draft.')
+  _METHOD = flags.DEFINE_string('method', 'race_block', f'One of {", ".join(METHODS)}.')
+  _NUM_DRAFTS = flags.DEFINE_integer('num_drafts', 8, 'K, drafts per row.', lower_bound=1)
+  _DRAFT_LENGTH = flags.DEFINE_integer('draft_length', 8, 'L, tokens per draft.', lower_bound=1)
+  _BATCH_SIZE = flags.DEFINE_integer('batch_size', 64, 'Rows on all devices.', lower_bound=1)
+  _PROMPT_LENGTH = flags.DEFINE_integer('prompt_length', 128, 'Tokens of the longest prompt.', lower_bound=1)
+  _NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', 128, 'New tokens per prompt, at most.', lower_bound=1)
+  _DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['bfloat16', 'float32'], 'Type of weights, caches and activations.')
+  _TOPOLOGY = flags.DEFINE_string('topology', 'v5e:4x4', 'Slice to compile for.')
+  _MESH = flags.DEFINE_string('mesh', 'data:-1', 'Sizes of the mesh, such as data:8,model:2.')
+  _DRAFT_MESH = flags.DEFINE_enum('draft_mesh', 'whole', DRAFT_MESHES, 'Whole on every device along model, or divided.')
+  _EFFICIENCY = flags.DEFINE_list('block_efficiency', ['2', '3', '4', '5'], 'Tokens per target call to compute with.')
+  _OUTPUT = flags.DEFINE_string('output', None, 'Write the report to this file, as JSON.')
+
+  def main(argv):
+    del argv
+    jax.config.update('jax_platforms', 'cpu')  # constants need a device; a TPU that is there stays free
+    method = get_method(_METHOD.value)
+    efficiencies = command_line.parse_numbers('block_efficiency', _EFFICIENCY.value, float)
+    num_drafts = 1 if method.max_drafts == 1 else _NUM_DRAFTS.value
+    mesh = make_mesh(command_line.parse_sizes(_MESH.value), describe_topology(_TOPOLOGY.value))
+    report = analyse(
+      DecodeSharding(mesh, is_draft_divided=_DRAFT_MESH.value == 'divided'),
+      method,
+      TokenTree.chains(num_drafts, _DRAFT_LENGTH.value),
+      target=_config(_TARGET.value, _DTYPE.value),
+      draft=_config(_DRAFT.value, _DTYPE.value),
+      batch_size=_BATCH_SIZE.value,
+      prompt_length=_PROMPT_LENGTH.value,
+      max_new_tokens=_NEW_TOKENS.value,
+    )
+    print(
+      f'{method.name}, K = {num_drafts}, L = {_DRAFT_LENGTH.value}, {_BATCH_SIZE.value} rows with room for'
+      f' {_PROMPT_LENGTH.value + _NEW_TOKENS.value} tokens; {_TOPOLOGY.value}, mesh'
+      f' {" x ".join(f"{name} {size}" for name, size in mesh.shape.items())}, draft {_DRAFT_MESH.value}'
+    )
+    print(describe(report, efficiencies))
+    if _OUTPUT.value:
+      with open(_OUTPUT.value, 'w') as stream:
+        json.dump({'topology': _TOPOLOGY.value, 'mesh': _MESH.value, **dataclasses.asdict(report)}, stream, indent=2)
+        stream.write('\n')
+    report.memory.check(report.chip)
+
+  command_line.run(main)

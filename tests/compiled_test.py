@@ -1,0 +1,48 @@
+"""What is read off a compiled program's text."""
+
+import textwrap
+
+from spectr_jax.compiled import count_collectives, estimate_cycles
+
+# As XLA writes programs for TPU, shortened.
+_PROGRAM = textwrap.dedent("""
+  HloModule jit_f
+
+  %inner.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+    %a = f32[8]{0} fusion(%p), kind=kLoop, calls=%x, backend_config={"estimated_cycles":"10"}
+  }
+
+  %body.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+    %b = f32[8]{0} fusion(%p), kind=kLoop, calls=%x, backend_config={"estimated_cycles":"100"}
+    %w = (s32[], f32[8]) while(%b), condition=%c, body=%inner.1, metadata={op_name="jit(f)/vmap(path)/while/body/search/while"}
+  }
+
+  %known (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+    %k = f32[8]{0} fusion(%p), kind=kLoop, calls=%x, backend_config={"estimated_cycles":"1000"}
+  }
+
+  %cheap (p: f32[8]) -> f32[8] {
+    %l = f32[8]{0} copy(%p), backend_config={"estimated_cycles":"1"}
+  }
+
+  ENTRY %main.9_spmd (p: f32[8]) -> f32[8] {
+    %g = f32[16]{0} all-gather(%p), dimensions={0}
+    %h = (f32[8], f32[16]) all-gather-start(%p), dimensions={0}
+    %r = f32[8]{0} all-reduce(%p), to_apply=%x
+    %m = f32[8]{0} fusion(%p), kind=kLoop, calls=%x, backend_config={"estimated_cycles":"10000"}
+    %v = (s32[], f32[8]) while(%m), condition=%c, body=%body.1, metadata={op_name="jit(f)/vmap(path)/while"}
+    %n = (s32[], f32[8]) while(%v), condition=%c, body=%known, metadata={op_name="jit(f)/while"}, backend_config={"known_trip_count":{"n":"5"}}
+    %o = f32[8]{0} conditional(%n, %p, %p), branch_computations={%known, %cheap}
+  }
+""")  # noqa: E501
+
+
+def test_loops_count_as_often_as_they_turn():
+  assert estimate_cycles(_PROGRAM) == 10000 + (100 + 10) + 5 * 1000 + 1
+  assert estimate_cycles(_PROGRAM, {'path': 3}) == 10000 + 3 * (100 + 10) + 5 * 1000 + 1
+  # A scope counts for the loop that it stands around, not for those within.
+  assert estimate_cycles(_PROGRAM, {'path': 3, 'search': 4}) == 10000 + 3 * (100 + 4 * 10) + 5 * 1000 + 1
+
+
+def test_collectives_are_counted_by_kind():
+  assert count_collectives(_PROGRAM) == {'all-gather': 2, 'all-reduce': 1}

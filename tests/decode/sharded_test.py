@@ -1,0 +1,182 @@
+"""Decoding divided over devices and processes: the same tokens as on one device."""
+
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax import Tokenizer, TokenTree, generate, save_model
+from spectr_jax.decode_sharding import DecodeSharding
+from spectr_jax.draft import ModelDrafter
+from spectr_jax.models import table, transformer
+from spectr_jax.sharding import make_mesh
+
+ROOT = pathlib.Path(__file__).parents[2]
+_TEXT = 'the quick brown fox jumps over the lazy dog while seven wise owls watch from the old oak tree ' * 4
+# Rows of unequal length, more than one batch of them.
+_PROMPTS = [
+  'the quick',
+  'seven wise owls',
+  'old',
+  'the lazy dog while seven',
+  'jumps',
+  'watch from the',
+  'oak',
+  'fox',
+  'w',
+]
+
+
+@pytest.fixture(scope='module')
+def wide_pair(tmp_path_factory):
+  """Paths of a target and a draft that eight devices can divide: 8 heads, 304 tokens."""
+  directory = tmp_path_factory.mktemp('wide')
+  tokenizer, paths = Tokenizer.train([_TEXT], 304), {}
+  for seed, (role, num_layers) in enumerate({'target': 2, 'draft': 1}.items()):
+    config = transformer.TransformerConfig(304, 32, num_layers, num_heads=8, mlp_dim=32, max_length=64)
+    params = jax.tree.map(lambda x: 2 * x, transformer.init_params(jax.random.key(seed), config))
+    paths[role] = directory / role
+    save_model(paths[role], transformer.transformer_model(params, config), tokenizer)
+  prompts = directory / 'prompts.jsonl'
+  prompts.write_text('\n'.join(json.dumps({'prompt': text}) for text in _PROMPTS))
+  return {**paths, 'prompts': prompts}
+
+
+def start(*arguments, num_devices=1, **paths):
+  xla_flags = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count={num_devices}'
+  env = {
+    **os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags, 'JAX_DEFAULT_MATMUL_PRECISION': 'highest',
+    'PYTHONIOENCODING': 'utf-8',
+  }  # fmt: skip
+  flags = [f'--{name}={value}' for name, value in paths.items()]
+  return subprocess.Popen(
+    [sys.executable, '-m', 'decode.main', *flags, *arguments],
+    cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+  )  # fmt: skip
+
+
+def finish(process, timeout=300):
+  out, err = process.communicate(timeout=timeout)
+  assert process.returncode == 0, err
+  return out
+
+
+def read(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+_SETTINGS = (
+  '--method=autoregressive,block,spectr,race_block,gsd', '--num_drafts=2', '--draft_length=3', '--batch_size=8',
+  '--max_new_tokens=8', '--top_p=0.95',
+)  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def on_one_device(tmp_path_factory, wide_pair):
+  path = tmp_path_factory.mktemp('one') / 'generations.jsonl'
+  finish(start(*_SETTINGS, f'--generations={path}', **wide_pair))
+  return read(path)
+
+
+@pytest.mark.parametrize(
+  'arguments',
+  [
+    pytest.param(['--mesh=data:8'], id='data', marks=pytest.mark.slow),
+    pytest.param(['--mesh=data:4,model:2'], id='data and model'),
+    pytest.param(['--mesh=model:8', '--draft_mesh=divided'], id='model, draft divided', marks=pytest.mark.slow),
+    pytest.param(
+      ['--mesh=data:4,model:-1', '--draft_mesh=divided', '--breakdown'], id='divided', marks=pytest.mark.slow
+    ),
+  ],
+)
+def test_eight_devices_decode_like_one(tmp_path, wide_pair, on_one_device, arguments):
+  path = tmp_path / 'generations.jsonl'
+  out = finish(start(*_SETTINGS, *arguments, f'--generations={path}', num_devices=8, **wide_pair))
+  assert 'of 8 devices' in out
+  assert read(path) == on_one_device
+
+
+@pytest.mark.slow
+def test_two_processes_decode_like_one(tmp_path, wide_pair, on_one_device):
+  with socket.socket() as free:
+    free.bind(('localhost', 0))
+    address = f'localhost:{free.getsockname()[1]}'
+  path = tmp_path / 'generations.jsonl'
+  processes = [
+    start(
+      *_SETTINGS, '--mesh=data:4,model:2', f'--generations={path}', f'--coordinator_address={address}',
+      '--num_processes=2', f'--process_id={index}', num_devices=4, **wide_pair,
+    )
+    for index in range(2)
+  ]  # fmt: skip
+  first, second = [finish(process) for process in processes]
+  assert 'of 8 devices' in first
+  assert 'race_block' in first
+  assert 'race_block' not in second
+  assert read(path) == on_one_device
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    (['--mesh=data:4'], 'mesh data:4 needs 4 devices, and there are 1'),
+    (['--mesh=rows:1'], 'a mesh is like data:8,model:2'),
+    (['--mesh=data'], 'expected names with one number each'),
+    (['--draft_mesh=divided'], 'draft_mesh is for a mesh, and none is given'),
+    (['--mesh=data:1', '--draft_mesh=half'], "draft_mesh must be whole or divided, got 'half'"),
+  ],
+)
+def test_bad_meshes_are_refused(wide_pair, arguments, message):
+  out, err = start(*_SETTINGS, *arguments, **wide_pair).communicate(timeout=120)
+  assert not out
+  assert err.count('\n') == 1
+  assert message in err
+
+
+def _model(num_heads=2, vocab_size=6):
+  config = transformer.TransformerConfig(vocab_size, 8 * num_heads, 1, num_heads, 16, 32)
+  return transformer.transformer_model(transformer.init_params(jax.random.key(0), config), config)
+
+
+class _Mesh:
+  """Sizes alone: what is refused is refused before a device is asked for."""
+
+  shape = {'data': 2, 'model': 4}
+
+
+@pytest.mark.parametrize(
+  ('rows', 'target_heads', 'draft_heads', 'message'),
+  [
+    (3, 4, 4, '3 rows cannot be divided over data:2'),
+    (2, 2, 4, "the target's 2 heads cannot be divided over model:4"),
+    (2, 4, 2, "the draft's 2 heads cannot be divided over model:4"),
+  ],
+)
+def test_what_cannot_be_divided_is_refused(rows, target_heads, draft_heads, message):
+  sharding = DecodeSharding(_Mesh(), is_draft_divided=True)
+  with pytest.raises(ValueError, match=re.escape(message)):
+    sharding.check(rows, _model(target_heads), ModelDrafter(_model(draft_heads)))
+
+
+def test_a_draft_that_is_whole_may_have_any_heads():
+  DecodeSharding(_Mesh()).check(2, _model(4), ModelDrafter(_model(3)))
+
+
+def test_models_without_rules_stay_whole():
+  """Tables of laws, for one, are not divided; rows are."""
+  sharding = DecodeSharding(make_mesh({}, jax.devices()[:1]))
+  models = [
+    table.table_model(jnp.asarray(np.random.default_rng(seed).normal(size=(6, 6)), jnp.float32)) for seed in (0, 1)
+  ]
+  options = dict(method='spectr', tree=TokenTree.chains(2, 2), max_new_tokens=6)
+  key, prompts, lengths = jax.random.key(0), np.zeros((4, 2), np.int32), np.array([1, 2, 1, 2])
+  found = generate(key, *models, prompts, lengths, **options, sharding=sharding)
+  np.testing.assert_array_equal(found.tokens, generate(key, *models, prompts, lengths, **options).tokens)
