@@ -23,7 +23,7 @@ from decode.options import DRAFT_MESHES
 from spectr_jax.compiled import Memory, count_collectives, estimate_cycles
 from spectr_jax.decode_sharding import DecodeSharding
 from spectr_jax.draft import ModelDrafter
-from spectr_jax.generate import compile_decode
+from spectr_jax.generate import ROUNDS, compile_decode
 from spectr_jax.io import command_line
 from spectr_jax.methods import METHODS, Method, get_method
 from spectr_jax.model import Model
@@ -92,7 +92,7 @@ def analyse(
   prompt_length: int,
   max_new_tokens: int,
 ) -> Report:
-  """Compiles the loop, a round of it, and an autoregressive step.
+  """Compiles the loop, and that of autoregressive decoding.
 
   Args:
     sharding: The mesh, which may be a description.
@@ -118,18 +118,18 @@ def analyse(
   compile_with = functools.partial(compile_decode, models[0], sharding=sharding, **sizes)
   tree = method.tree_for(tree)
   start = time.perf_counter()
-  loop = compile_with(drafter, method=method, tree=tree)
+  compiled = compile_with(drafter, method=method, tree=tree)
   seconds = time.perf_counter() - start
-  program = compile_with(drafter, method=method, tree=tree, one_round=True).as_text()
-  baseline = compile_with(None, method=METHODS['autoregressive'], tree=TokenTree(), one_round=True).as_text()
+  program = compiled.as_text()
+  baseline = compile_with(None, method=METHODS['autoregressive'], tree=TokenTree()).as_text()
   return Report(
     devices=sharding.mesh.size,
     batch_size=batch_size,
-    memory=Memory.of(loop),
+    memory=Memory.of(compiled),
     chip=chip_of(sharding.mesh.devices.flat[0]),
     target_flops=plan.forward_flops(target, batch_size * (tree.num_nodes + 1), 1) / sharding.mesh.size,
-    cycles=estimate_cycles(program, _trips(tree)),
-    autoregressive_cycles=estimate_cycles(baseline),
+    cycles=estimate_cycles(program, _trips(tree), loop=ROUNDS),
+    autoregressive_cycles=estimate_cycles(baseline, loop=ROUNDS),
     collectives=count_collectives(program),
     compile_seconds=seconds,
   )

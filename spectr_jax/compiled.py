@@ -71,13 +71,16 @@ def count_collectives(program: str) -> dict[str, int]:
   return {kind: n for kind in _COLLECTIVES if (n := program.count(f' {kind}(') + program.count(f' {kind}-start('))}
 
 
-def estimate_cycles(program: str, trips: Mapping[str, int] = types.MappingProxyType({})) -> float:
+def estimate_cycles(
+  program: str, trips: Mapping[str, int] = types.MappingProxyType({}), *, loop: str | None = None
+) -> float:
   """The sum of the cycles that the compiler expects of every operation, transfers between devices left out.
 
   Args:
     program: Text of a program compiled for TPU.
     trips: How often loops turn whose number of turns the compiler does not know, by the `jax.named_scope` directly
       around them; others turn once. Of branches the cheapest counts.
+    loop: Scope of a loop in the main computation: one turn of it is counted, and nothing else.
   """
   bodies: dict[str, list[str]] = {}
   entry = name = None
@@ -89,13 +92,19 @@ def estimate_cycles(program: str, trips: Mapping[str, int] = types.MappingProxyT
     elif name is not None:
       bodies[name].append(line)
 
+  def is_in(line: str, scope: str) -> bool:
+    path = re.search(r'op_name="([^"]*)"', line)
+    # Such as `jit(f)/vmap(path)/while/body/search/while`: the scope of the loop within the last body.
+    return bool(path and re.search(rf'\b{scope}\b', path[1].split('/body/')[-1]))
+
   def turns_of(line: str) -> int:
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
       return int(known[1])
-    path = re.search(r'op_name="([^"]*)"', line)
-    # Such as `jit(f)/vmap(path)/while/body/search/while`: the scope of the loop within the last body.
-    within = path[1].split('/body/')[-1] if path else ''
-    return next((count for scope, count in trips.items() if re.search(rf'\b{scope}\b', within)), 1)
+    return next((count for scope, count in trips.items() if is_in(line, scope)), 1)
+
+  def body_of(line: str) -> str | None:
+    found = re.search(r' while\(.*body=%?([\w.\-]+)', line)
+    return found and found[1]
 
   @functools.cache
   def cycles_of(name: str) -> float:
@@ -103,10 +112,12 @@ def estimate_cycles(program: str, trips: Mapping[str, int] = types.MappingProxyT
     for line in bodies[name]:
       if cost := re.search(r'"estimated_cycles":"(\d+)"', line):
         total += int(cost[1])
-      if loop := re.search(r' while\(.*body=%?([\w.\-]+)', line):
-        total += cycles_of(loop[1]) * turns_of(line)
+      if inner := body_of(line):
+        total += cycles_of(inner) * turns_of(line)
       elif branches := re.search(r'branch_computations=\{([^}]*)\}', line):
         total += min(cycles_of(branch.strip().lstrip('%')) for branch in branches[1].split(','))
     return total
 
-  return cycles_of(entry)
+  if loop is None:
+    return cycles_of(entry)
+  return sum(cycles_of(body) for line in bodies[entry] if (body := body_of(line)) and is_in(line, loop))

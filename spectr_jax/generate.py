@@ -22,6 +22,7 @@ from spectr_jax.statistics import Statistics, round_statistics
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify import Verdict
 
+ROUNDS = 'rounds'  # scope of the loop in compiled programs
 ORIGIN_DRAFT, ORIGIN_CORRECTION, ORIGIN_BONUS = range(3)
 _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
 
@@ -364,17 +365,6 @@ def _round(state: DecodeState) -> DecodeState:
   return commit(state, proposal, output, target_probs, verdict)
 
 
-def _advance(target: Model, drafter: Any, carry: DecodeState) -> DecodeState:
-  """A round on a state without its models."""
-  state = _round(dataclasses.replace(carry, target=target, drafter=drafter))
-  state = dataclasses.replace(state, target=None, drafter=None)
-  return state if state.sharding is None else _constrain(state, state_shardings(state, target, drafter))
-
-
-# Outside of any loop, for estimates of what a round costs.
-_run_one_round = jax.jit(_advance, donate_argnames='carry')
-
-
 @functools.partial(jax.jit, donate_argnames='carry')
 def _run_rounds(target: Model, drafter: Any, carry: DecodeState, num_rounds: jax.Array) -> DecodeState:
   """`decode_rounds` on a state without its models, which are not donated."""
@@ -385,9 +375,14 @@ def _run_rounds(target: Model, drafter: Any, carry: DecodeState, num_rounds: jax
 
   def advance(loop):
     state, done_rounds = loop
-    return _advance(target, drafter, state), done_rounds + 1
+    state = _round(dataclasses.replace(state, target=target, drafter=drafter))
+    state = dataclasses.replace(state, target=None, drafter=None)
+    if state.sharding is not None:
+      state = _constrain(state, state_shardings(state, target, drafter))
+    return state, done_rounds + 1
 
-  state, _ = jax.lax.while_loop(is_running, advance, (carry, jnp.zeros((), jnp.int32)))
+  with jax.named_scope(ROUNDS):
+    state, _ = jax.lax.while_loop(is_running, advance, (carry, jnp.zeros((), jnp.int32)))
   return state
 
 
@@ -401,7 +396,6 @@ def compile_decode(
   prompt_length: int,
   max_new_tokens: int,
   sharding: DecodeSharding,
-  one_round: bool = False,
 ) -> jax.stages.Compiled:
   """Compiles the loop for devices that need not be there, from shapes alone.
 
@@ -414,7 +408,6 @@ def compile_decode(
     prompt_length: P, tokens of the longest prompt.
     max_new_tokens: Limit of new tokens.
     sharding: The mesh, which may be a description.
-    one_round: Compile a round without the loop around it.
 
   Raises:
     ValueError: Rows, heads or parameters cannot be divided, or the program needs more memory than the devices have.
@@ -433,10 +426,7 @@ def compile_decode(
   arguments = jax.tree.map(
     lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (target, drafter, carry), places
   )
-  if one_round:
-    lowered = _run_one_round.lower(*arguments)
-  else:
-    lowered = _run_rounds.lower(*arguments, jax.ShapeDtypeStruct((), jnp.int32))
+  lowered = _run_rounds.lower(*arguments, jax.ShapeDtypeStruct((), jnp.int32))
   try:
     return lowered.compile()
   except jax.errors.JaxRuntimeError as error:

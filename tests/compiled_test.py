@@ -44,5 +44,10 @@ def test_loops_count_as_often_as_they_turn():
   assert estimate_cycles(_PROGRAM, {'path': 3, 'search': 4}) == 10000 + 3 * (100 + 4 * 10) + 5 * 1000 + 1
 
 
+def test_a_turn_of_a_loop_alone():
+  assert estimate_cycles(_PROGRAM, {'search': 4}, loop='path') == 100 + 4 * 10
+  assert estimate_cycles(_PROGRAM, loop='elsewhere') == 0
+
+
 def test_collectives_are_counted_by_kind():
   assert count_collectives(_PROGRAM) == {'all-gather': 2, 'all-reduce': 1}

@@ -86,7 +86,7 @@ def test_no_device_holds_laws_whole(chips, pair):
     decode_aot.abstract_model(dataclasses.replace(pair['target'], num_layers=1)),
     ModelDrafter(decode_aot.abstract_model(dataclasses.replace(pair['draft'], num_layers=1))),
     method=get_method('spectr'), tree=TokenTree.chains(2, 2), batch_size=16, prompt_length=32, max_new_tokens=32,
-    sharding=DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips)), one_round=True,
+    sharding=DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips)),
   ).as_text()  # fmt: skip
   moved = re.findall(r'= .*?(?:all-gather|all-to-all|collective-permute)(?:-start)?\(', program)
   sizes = [math.prod(map(int, shape.split(','))) for text in moved for shape in re.findall(r'\[([\d,]+)\]', text)]
