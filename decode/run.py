@@ -32,6 +32,7 @@ from decode.settings import Setting, expand
 from spectr_jax import Generation, Model, Statistics, Tokenizer, TokenTree
 from spectr_jax.decode_sharding import DecodeSharding
 from spectr_jax.draft import ModelDrafter
+from spectr_jax.generate import NotFiniteError
 from spectr_jax.sharding import DATA, fetch
 
 Notify = Callable[[str, int, int], None]
@@ -378,7 +379,13 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
       sharding=sharding,
     )
 
-  settings, acceptance = _choose_trees(options, given, settings, prompts, batches, generate, notify)
+  def checked(setting: Setting, keys, rows, **more) -> Generation:
+    try:
+      return generate(setting, keys, rows, **more)
+    except NotFiniteError as error:
+      raise ValueError(f'{setting}, prompt {prompts[rows[error.row]].id}: {error}') from error
+
+  settings, acceptance = _choose_trees(options, given, settings, prompts, batches, checked, notify)
   done, total = 0, len(settings) * options.num_seeds * len(batches)
   part_seconds = {}
   for setting in settings:
@@ -398,7 +405,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
       for setting in settings:
         notify(f'decoding, seed {seed}', done, total)
         start = time.perf_counter()
-        generation = jax.block_until_ready(generate(setting, keys, rows))
+        generation = jax.block_until_ready(checked(setting, keys, rows))
         batch_seconds[setting, seed].append(time.perf_counter() - start)
         generations[setting, seed].append(fetch(generation))
         done += 1

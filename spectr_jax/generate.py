@@ -18,13 +18,28 @@ from spectr_jax.methods import Method, get_method
 from spectr_jax.model import Model, ModelOutput
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams, logits_to_probs
+from spectr_jax.sharding import fetch
 from spectr_jax.statistics import Statistics, round_statistics
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify import Verdict
 
 ROUNDS = 'rounds'  # scope of the loop in compiled programs
 ORIGIN_DRAFT, ORIGIN_CORRECTION, ORIGIN_BONUS = range(3)
+FAILED_TARGET, FAILED_DRAFT = 1, 2
 _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
+
+
+class NotFiniteError(ValueError):
+  """A model gave logits that are no law: the largest of them is NaN or infinite.
+
+  Attributes:
+    row: The first row in which that happened.
+  """
+
+  def __init__(self, row: int, num_rounds: int, failure: int):
+    names = [name for bit, name in ((FAILED_TARGET, 'target'), (FAILED_DRAFT, 'draft')) if failure & bit]
+    super().__init__(f'row {row}, round {num_rounds}: logits of the {" and the ".join(names)} are not finite')
+    self.row = row
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +56,8 @@ class Generation:
     origins: int32 `[B, max_new_tokens]`, where each token came from: `ORIGIN_DRAFT` 0, an accepted guess;
       `ORIGIN_CORRECTION` 1, the target's replacement for rejected guesses; `ORIGIN_BONUS` 2, the target's own token
       after a path accepted to its end; -1 after a row's end.
+    failures: int32 `[B]`, which models gave logits that are not finite, `FAILED_TARGET` 1, `FAILED_DRAFT` 2 or their
+      sum; 0 everywhere unless the run was stopped for that. Nothing of that round is kept in such a row.
     statistics: What happened at the positions visited, or None if that was not asked for. What EOS or the limit cut off
       is counted here.
   """
@@ -50,7 +67,15 @@ class Generation:
   num_target_calls: jax.Array
   accepted_by_depth: jax.Array
   origins: jax.Array
+  failures: jax.Array
   statistics: Statistics | None = None
+
+  def check(self) -> None:
+    """Waits for the result, and raises `NotFiniteError` if the run was stopped; every process has to call it."""
+    failures, num_rounds = fetch((self.failures, self.num_target_calls))
+    if failures.any():
+      row = int(np.argmax(failures != 0))
+      raise NotFiniteError(row, int(num_rounds[row]), int(failures[row]))
 
 
 @jax.tree_util.register_dataclass
@@ -207,6 +232,7 @@ def _first_state(
       num_target_calls=zeros,
       accepted_by_depth=jnp.zeros((batch_size, tree.max_depth), jnp.int32),
       origins=nothing,
+      failures=zeros,
       statistics=Statistics.zeros(batch_size, tree) if statistics and tree.num_nodes else None,
     ),
     method=method,
@@ -232,7 +258,15 @@ def state_shardings(state: DecodeState, target: Model, drafter: Drafter | None) 
   )
 
 
-def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation, jax.Array]:
+def _failures(state: DecodeState, proposal: Proposal, target_probs: jax.Array) -> jax.Array:
+  """Which models gave logits that are not finite, `[B]`; a law that is NaN is NaN for every token."""
+  is_bad_target = jnp.any(jnp.isnan(target_probs[:, :, 0]), axis=1)
+  is_bad_draft = jnp.any(jnp.isnan(proposal.probs[:, :, 0]), axis=1)
+  failures = FAILED_TARGET * is_bad_target + FAILED_DRAFT * is_bad_draft
+  return jnp.where(state.is_done, 0, failures).astype(jnp.int32)
+
+
+def _record(state: DecodeState, proposal: Proposal, verdict, failures) -> tuple[Generation, jax.Array]:
   """Adds a round's tokens to the result, up to EOS or the limit, and says which rows are done."""
   result, tree = state.result, state.tree
   max_new_tokens = result.tokens.shape[1]
@@ -253,7 +287,7 @@ def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation
   has_eos = jnp.any(is_eos, axis=1)
   count = jnp.where(has_eos, jnp.argmax(is_eos, axis=1), verdict.num_accepted) + 1
   count = jnp.minimum(count, max_new_tokens - result.lengths)
-  count = jnp.where(state.is_done, 0, count)
+  count = jnp.where(state.is_done | (failures != 0), 0, count)
   is_kept = places < count[:, None]
   slots = jnp.where(is_kept, result.lengths[:, None] + places, max_new_tokens)
   put = jax.vmap(lambda row, slots, values: row.at[slots].set(values, mode='drop'))
@@ -267,6 +301,7 @@ def _record(state: DecodeState, proposal: Proposal, verdict) -> tuple[Generation
     num_target_calls=result.num_target_calls + ~state.is_done,
     accepted_by_depth=result.accepted_by_depth + (is_kept & (places < accepted))[:, : tree.max_depth],
     origins=put(result.origins, slots, origins),
+    failures=failures,
   )
   return result, is_done
 
@@ -330,7 +365,7 @@ def commit(
   state: DecodeState, proposal: Proposal, output: ModelOutput, target_probs: jax.Array, verdict: Verdict
 ) -> DecodeState:
   """The state after the round: what was kept is recorded and moved to its place in the caches."""
-  result, is_done = _record(state, proposal, verdict)
+  result, is_done = _record(state, proposal, verdict, _failures(state, proposal, target_probs))
   if result.statistics is not None:
     rows = dataclasses.replace(proposal, state=None)
     visited = jax.vmap(functools.partial(round_statistics, state.tree))(rows, target_probs, verdict)
@@ -371,7 +406,7 @@ def _run_rounds(target: Model, drafter: Any, carry: DecodeState, num_rounds: jax
 
   def is_running(loop):
     state, done_rounds = loop
-    return (done_rounds < num_rounds) & ~jnp.all(state.is_done)
+    return (done_rounds < num_rounds) & ~jnp.all(state.is_done) & ~jnp.any(state.result.failures != 0)
 
   def advance(loop):
     state, done_rounds = loop
@@ -434,7 +469,7 @@ def compile_decode(
 
 
 def decode_rounds(state: DecodeState, num_rounds: int | None = None) -> DecodeState:
-  """Runs up to `num_rounds` rounds, or until every row is done; one program for any number.
+  """Runs up to `num_rounds` rounds, until every row is done or one has failed; one program for any number.
 
   `state` is donated, all but its models: use the returned one from here on. `state.result` holds the tokens so far.
 
@@ -498,7 +533,8 @@ def generate(
     The new tokens and how they came about.
 
   Raises:
-    ValueError: A shape, range, vocabulary, method or tree does not fit; the message says what does.
+    ValueError: A shape, range, vocabulary, method or tree does not fit; the message says what does. Outside of a trace,
+      `NotFiniteError` where a model's logits are not finite.
   """
   state = init_decode(
     rng_key,
@@ -516,4 +552,7 @@ def generate(
     statistics=statistics,
     sharding=sharding,
   )
-  return decode_rounds(state).result
+  result = decode_rounds(state).result
+  if not isinstance(result.failures, jax.core.Tracer):
+    result.check()
+  return result

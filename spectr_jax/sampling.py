@@ -121,7 +121,7 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     sampling: The rows' parameters.
 
   Returns:
-    Probabilities `[B, N, V]` in the logits' dtype.
+    Probabilities `[B, N, V]` in the logits' dtype; NaN throughout where the largest logit is not finite.
   """
   temperature, top_k, top_p = (x[:, None] for x in (sampling.temperature, sampling.top_k, sampling.top_p))
   is_greedy = temperature == 0
@@ -145,6 +145,7 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     probs = jax.lax.cond(jnp.any(top_k > 0), keep_top_k, lambda x: x, probs)
     probs = jax.lax.cond(jnp.any(top_p < 1), keep_top_p, lambda x: x, probs)
     largest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), probs.shape[-1], dtype=probs.dtype)
+    largest = jnp.where(jnp.isnan(probs[..., :1]), jnp.nan, largest)
     return jnp.where(is_greedy[..., None], largest, probs)
 
   # One branch around all of it: each would hold a copy of the laws.

@@ -15,6 +15,7 @@ from spectr_jax import (
   ORIGIN_BONUS,
   ORIGIN_CORRECTION,
   ORIGIN_DRAFT,
+  NotFiniteError,
   TokenTree,
   with_children,
   with_epsilon,
@@ -474,6 +475,47 @@ def test_under_jit(tables):
 
   expected = _generate(tables, 'speculative', _keys(7), temperature=0.8)
   _assert_same(run(_keys(7), 0.8, PROMPTS, LENGTHS), expected)
+
+
+# Logits that are no law.
+
+
+@pytest.mark.usefixtures('quickly')
+@pytest.mark.parametrize(
+  'sampling', [{}, {'temperature': 0.0}, {'top_k': 2, 'top_p': 0.9}], ids=['plain', 'greedy', 'filters']
+)
+@pytest.mark.parametrize(
+  ('bad', 'named'),
+  [((True, False), 'the target are'), ((False, True), 'the draft are'), ((True, True), 'the target and the draft are')],
+)
+def test_logits_that_are_not_finite_stop_the_run(sampling, bad, named):
+  """x is followed by x + 1, 5 by itself, and 4, with which the second row's third round begins, by nothing."""
+  good = np.full((6, 6), -np.inf)
+  good[[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 0, 5]] = 0
+  for no_law in (np.nan, np.inf, -np.inf):
+    logits = good.copy()
+    logits[4] = np.where(np.arange(6) == 2, no_law, 0) if no_law == np.inf else no_law
+    models = [table_model(jnp.float32(logits if is_bad else good)) for is_bad in bad]
+    options = dict(method='speculative', tree=TokenTree.chains(1, 1), max_new_tokens=12, **sampling)
+    prompts = np.array([[5], [0]]), np.array([1, 1])
+    with pytest.raises(NotFiniteError, match=f'row 1, round 3: logits of {named} not finite') as caught:
+      spectr_jax.generate(_keys()[:2], *models, *prompts, **options)
+    assert caught.value.row == 1
+    state = spectr_jax.decode_rounds(spectr_jax.init_decode(_keys()[:2], *models, *prompts, **options))
+    # What came before is kept.
+    np.testing.assert_array_equal(state.result.tokens[1, :5], [1, 2, 3, 4, -1])
+
+
+@pytest.mark.usefixtures('quickly')
+def test_rows_that_are_done_may_see_anything(cycle):
+  """What a finished row computes while others go on is nobody's business."""
+  target = table_model(cycle.params.at[4].set(np.nan))
+  result = spectr_jax.generate(
+    _keys()[:2], target, cycle, np.array([[2], [0]]), np.array([1, 1]), method='speculative',
+    tree=TokenTree.chains(1, 1), max_new_tokens=12, eos_id=3,
+  )  # fmt: skip
+  np.testing.assert_array_equal(result.lengths, [1, 3])
+  np.testing.assert_array_equal(result.failures, 0)
 
 
 # Statistics of the positions visited.

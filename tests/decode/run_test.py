@@ -13,6 +13,7 @@ from decode.options import DecodeOptions
 from decode.prompts import Prompt
 from decode.run import row_keys, run_decode
 from decode.settings import expand
+from spectr_jax import load_model, save_model
 
 
 def _shape(options):
@@ -72,6 +73,21 @@ def test_progress_reaches_its_total(pair, prompt_file):
   assert [found.tokens.shape for found in run.measurements] == [(3, 6), (3, 6)]
   assert not np.array_equal(run.measurements[0].tokens, run.measurements[1].tokens)
   assert 'draft' not in run.info['models']
+
+
+@pytest.mark.usefixtures('quickly')
+@pytest.mark.parametrize('role', ['target', 'draft'])
+def test_logits_that_are_not_finite_are_named(pair, prompt_file, tmp_path, role):
+  model, tokenizer = load_model(pair[role])
+  save_model(
+    tmp_path / 'bad', dataclasses.replace(model, params=jax.tree.map(lambda x: x * np.nan, model.params)), tokenizer
+  )
+  options = DecodeOptions(
+    **pair | {role: str(tmp_path / 'bad')}, method=('block',), num_drafts=(1,), draft_length=(2,),
+    prompts=str(prompt_file), batch_size=2, max_new_tokens=6,
+  )  # fmt: skip
+  with pytest.raises(ValueError, match=f'block.*, prompt a: row 0, round 1: logits of the {role} are not finite'):
+    run_decode(options)
 
 
 @pytest.mark.usefixtures('quickly')
