@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 
 from decode import figures, published, table_report, tables
 from decode.options import DecodeOptions
-from decode.settings import expand
+from decode.settings import Setting, expand
 from decode.table import Request, Sizes, Value
 from decode.tables import TABLES
+from spectr_jax import METHODS, TokenTree
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 _SMALL = {
@@ -144,7 +145,7 @@ def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
 
 def test_published_breakdowns_stand_beside_three_drafts(monkeypatch):
   columns = dict.fromkeys(published.BREAKDOWN_COLUMNS, Value(0.0))
-  setting = SimpleNamespace(num_drafts=3, draft_length=8, method=SimpleNamespace(name='spectr', is_lossless=True))
+  setting = Setting(METHODS['spectr'], num_drafts=3, draft_length=8, tree=TokenTree.chains(3, 8))
   run = SimpleNamespace(prompts=[1], settings=[setting], summarize=lambda setting: None)
   monkeypatch.setattr(tables, '_decode', lambda *args, **options: [('gsm8k', run)])
   monkeypatch.setattr(tables, '_breakdown', lambda *args: columns)
