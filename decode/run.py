@@ -33,7 +33,7 @@ from spectr_jax import Generation, Model, Statistics, Tokenizer, TokenTree
 from spectr_jax.decode_sharding import DecodeSharding
 from spectr_jax.draft import ModelDrafter
 from spectr_jax.generate import NotFiniteError
-from spectr_jax.sharding import DATA, fetch
+from spectr_jax.sharding import fetch
 
 Notify = Callable[[str, int, int], None]
 
@@ -351,9 +351,9 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
   fitting = without_long(every_prompt, tokenizer, **room) if options.skip_long else every_prompt
   prompts = fitting[: options.num_prompts]
   tokens, lengths = encode_prompts(prompts, tokenizer, **room)
-  num_data = 1 if sharding is None else sharding.mesh.shape[DATA]
-  batch_size = min(options.batch_size, -(-len(prompts) // num_data) * num_data)
-  if sharding is not None:  # once, not with every batch
+  batch_size = min(options.batch_size, len(prompts))
+  if sharding is not None:  # models once, not with every batch
+    batch_size = sharding.round_up(batch_size)
     target, drafter = sharding.put_models(target, None if draft is None else ModelDrafter(draft))
     draft = None if drafter is None else drafter.model
   # The last batch is filled up with copies of the last row, which take no round more than the row itself.

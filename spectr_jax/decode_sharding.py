@@ -33,6 +33,11 @@ class DecodeSharding:
   mesh: Mesh
   is_draft_divided: bool = False
 
+  def round_up(self, num_rows: int) -> int:
+    """The least number of rows from `num_rows` on that can be divided."""
+    num_data = self.mesh.shape[DATA]
+    return -(-num_rows // num_data) * num_data
+
   def check(self, batch_size: int, target: Model, drafter: Drafter | None) -> None:
     """Raises ValueError where rows or heads cannot be divided."""
     num_data, num_model = self.mesh.shape[DATA], self.mesh.shape[MODEL]

@@ -95,6 +95,7 @@ class DecodeState:
     draft_state: The drafter's state, or None.
     verifier_state: Per-row state of the verifier, batch in front.
     result: Tokens so far.
+    room: Tokens that a row's caches hold, static.
     method, tree, eos_ids, sharding: What the program is compiled for.
   """
 
@@ -109,6 +110,7 @@ class DecodeState:
   draft_state: Any
   verifier_state: Any
   result: Generation
+  room: int = dataclasses.field(metadata={'static': True})
   method: Method = dataclasses.field(metadata={'static': True})
   tree: TokenTree = dataclasses.field(metadata={'static': True})
   eos_ids: tuple[int, ...] = dataclasses.field(metadata={'static': True})
@@ -131,8 +133,17 @@ def init_decode(
   eos_id: int | tuple[int, ...] | None = None,
   statistics: bool = False,
   sharding: DecodeSharding | None = None,
+  room: int | None = None,
 ) -> DecodeState:
-  """Checks the request and prefills; the arguments are those of `generate`."""
+  """Checks the request and prefills; the arguments are those of `generate`, and one more.
+
+  Args:
+    room: Tokens that a row's caches hold, static; by default as many as prompt and new tokens take. Where it is more,
+      `refill` can give a row to a longer prompt.
+
+  Raises:
+    ValueError: As `generate`, or there is not room enough.
+  """
   method = get_method(method)
   tree = method.tree_for(tree)
   if method.max_drafts == 0:
@@ -144,7 +155,12 @@ def init_decode(
   request.check_prompts(prompts, prompt_lengths, max_new_tokens, target.vocab_size, min(limits, default=None))
   eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int | np.integer) else tuple(eos_id)
   batch_size = prompts.shape[0]
-  max_length = prompts.shape[1] + max_new_tokens
+  needed = prompts.shape[1] + max_new_tokens
+  room = needed if room is None else room
+  if room < needed:
+    raise ValueError(
+      f'room must be at least {needed}, for prompts of {prompts.shape[1]} tokens and new ones; got {room}'
+    )
   rows = (
     request.row_keys(rng_key, batch_size),
     SamplingParams.make(batch_size, temperature=temperature, top_k=top_k, top_p=top_p),
@@ -155,7 +171,7 @@ def init_decode(
     sharding.check(batch_size, target, drafter)
     rows, (target, drafter) = sharding.put_rows(rows), sharding.put_models(target, drafter)
   prompts, prompt_lengths = rows[2:]
-  sizes = {'max_length': max_length, 'sharding': sharding}
+  sizes = {'max_length': room, 'sharding': sharding}
   state = _first_state(
     *rows,
     _prefill_target(target, prompts, prompt_lengths, **sizes),
@@ -166,6 +182,7 @@ def init_decode(
     eos_ids=tuple(int(i) for i in eos_ids),
     statistics=statistics,
     sharding=sharding,
+    room=room,
   )
   return dataclasses.replace(state, target=target, drafter=drafter)
 
@@ -190,7 +207,7 @@ def _prefill_draft(drafter: Drafter, prompts, prompt_lengths, *, max_length, sha
 
 @functools.partial(
   jax.jit,
-  static_argnames=('method', 'tree', 'max_new_tokens', 'eos_ids', 'statistics', 'sharding'),
+  static_argnames=('method', 'tree', 'max_new_tokens', 'eos_ids', 'statistics', 'sharding', 'room'),
   donate_argnames=('target_cache', 'draft_state'),
 )
 def _first_state(
@@ -207,6 +224,7 @@ def _first_state(
   eos_ids,
   statistics,
   sharding,
+  room,
 ):
   """The state before the first round, without its models: a jitted function would return copies of them."""
   batch_size = prompts.shape[0]
@@ -239,6 +257,7 @@ def _first_state(
     tree=tree,
     eos_ids=eos_ids,
     sharding=sharding,
+    room=room,
   )
   if sharding is None:
     return state
@@ -487,6 +506,67 @@ def decode_rounds(state: DecodeState, num_rounds: int | None = None) -> DecodeSt
   carry = dataclasses.replace(state, target=None, drafter=None)
   carry = _run_rounds(state.target, state.drafter, carry, np.int32(num_rounds))
   return dataclasses.replace(carry, target=state.target, drafter=state.drafter)
+
+
+@functools.partial(jax.jit, donate_argnames='carry')
+def _replace_rows(target: Model, drafter: Any, carry: DecodeState, fresh: DecodeState, rows) -> DecodeState:
+  """A state without its models whose `rows` are those of another; what is no row is left out."""
+  replaced = jax.tree.map(lambda old, new: old.at[rows].set(new, mode='drop') if old.ndim else old, carry, fresh)
+  return replaced if carry.sharding is None else _constrain(replaced, state_shardings(replaced, target, drafter))
+
+
+def refill(
+  state: DecodeState,
+  rows: jax.Array,
+  rng_key: jax.Array,
+  prompts: jax.Array,
+  prompt_lengths: jax.Array,
+  *,
+  temperature=1.0,
+  top_k=0,
+  top_p=1.0,
+) -> DecodeState:
+  """Gives rows, done or not, to other prompts; what they held is gone. One program for every R and P.
+
+  `state` is donated, all but its models: use the returned one from here on. A row decodes as it would by itself.
+
+  Args:
+    state: Between rounds.
+    rows: Integers `[R]`, different rows; those that are B or more fill up and are left out.
+    rng_key: As for `generate`, of the R rows.
+    prompts: Integers `[R, P]`, right-padded; `state.room` must hold them and the new tokens.
+    prompt_lengths: Integers `[R]`.
+    temperature, top_k, top_p: As for `generate`, of the R rows.
+
+  Raises:
+    ValueError: As `generate`, or the rows are no different rows.
+  """
+  rows = np.asarray(rows)
+  batch_size = state.keys.shape[0]
+  kept = rows[rows < batch_size]
+  if rows.shape != np.shape(prompts)[:1] or (kept < 0).any() or len(set(kept.tolist())) < len(kept):
+    raise ValueError(f'rows must be one different row of {batch_size} for each prompt, got {rows.tolist()}')
+  fresh = init_decode(
+    rng_key,
+    state.target,
+    state.drafter,
+    prompts,
+    prompt_lengths,
+    method=state.method,
+    tree=state.tree,
+    max_new_tokens=state.result.tokens.shape[1],
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    eos_id=state.eos_ids,
+    statistics=state.result.statistics is not None,
+    sharding=state.sharding,
+    room=state.room,
+  )
+  models = state.target, state.drafter
+  carry, fresh = (dataclasses.replace(each, target=None, drafter=None) for each in (state, fresh))
+  carry = _replace_rows(*models, carry, fresh, rows.astype(np.int32))
+  return dataclasses.replace(carry, target=models[0], drafter=models[1])
 
 
 def generate(

@@ -1,0 +1,199 @@
+"""Many prompts, few rows: every continuation is what its key and prompt alone give."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax import METHODS, TokenTree, generate, with_gumbel
+from spectr_jax.decode_sharding import DecodeSharding
+from spectr_jax.generate import decode_rounds, init_decode, refill
+from spectr_jax.models.table import table_model
+from spectr_jax.sharding import make_mesh
+from spectr_jax.stream import Request, generate_many, padded_lengths
+
+_NEW, _LONGEST, _EOS = 9, 20, 4
+
+
+@pytest.fixture(scope='module')
+def tables():
+  """Two Markov chains over 6 tokens in partial agreement."""
+  logits = np.random.default_rng(0).normal(size=(2, 6, 6)) * 1.5
+  return [table_model(jnp.float32(x)) for x in logits]
+
+
+def _requests(count, vocab_size=6, seed=1):
+  rng = np.random.default_rng(seed)
+  keys = jax.random.split(jax.random.key(7), count)
+  return [
+    Request(f'request {i}', rng.integers(0, vocab_size, rng.integers(1, _LONGEST + 1)).tolist(), keys[i])
+    for i in range(count)
+  ]
+
+
+def _by_itself(models, request, **options):
+  """Tokens, origins and target calls of `generate`."""
+  prompt = np.zeros((1, _LONGEST), np.int32)
+  prompt[0, : len(request.tokens)] = request.tokens
+  lengths = np.array([len(request.tokens)])
+  found = generate(request.key[None], *models, prompt, lengths, max_new_tokens=_NEW, **options)
+  length = int(found.lengths[0])
+  return found.tokens[0, :length], found.origins[0, :length], int(found.num_target_calls[0])
+
+
+def _together(models, requests, **options):
+  sizes = {'batch_size': 4, 'longest_prompt': _LONGEST, 'max_new_tokens': _NEW}
+  return generate_many(*models, iter(requests), **sizes | options)
+
+
+def _assert_as_by_themselves(models, requests, found, **options):
+  found = {each.name: each for each in found}
+  assert set(found) == {request.name for request in requests}
+  for request in requests:
+    tokens, origins, num_calls = _by_itself(models, request, **options)
+    np.testing.assert_array_equal(found[request.name].tokens, tokens, err_msg=request.name)
+    np.testing.assert_array_equal(found[request.name].origins, origins)
+    assert found[request.name].num_target_calls == num_calls
+
+
+@pytest.mark.usefixtures('quickly')
+@pytest.mark.parametrize(
+  ('method', 'tree'),
+  [
+    pytest.param('autoregressive', None, marks=pytest.mark.slow),
+    ('spectr', TokenTree.chains(2, 2)),
+    ('greedy_block', TokenTree.chains(1, 3)),  # has a state of its own
+    pytest.param('ersd', TokenTree.chains(2, 2), marks=pytest.mark.slow),  # keyed by position
+  ],
+  ids=['autoregressive', 'spectr', 'greedy_block', 'ersd'],
+)
+def test_each_is_continued_as_by_itself(tables, method, tree):
+  requests = _requests(13)
+  options = {'method': method, 'tree': tree, 'eos_id': _EOS, 'temperature': 0.9, 'top_k': 5}
+  found = list(_together(tables, requests, rounds_at_a_time=3, **options))
+  # Not in order: who is done first is given first.
+  assert [each.name for each in found] != [request.name for request in requests]
+  _assert_as_by_themselves(tables, requests, found, **options)
+  again = list(_together(tables, requests, rounds_at_a_time=1, batch_size=3, **options))
+  _assert_as_by_themselves(tables, requests, again, **options)
+
+
+@pytest.mark.usefixtures('highest', 'quickly')
+def test_caches_of_transformers_are_given_on(target, draft):
+  """A row's cache holds nothing of the prompt before."""
+  requests = _requests(7, target.vocab_size)
+  options = {'method': 'race_block', 'tree': TokenTree.chains(2, 2), 'eos_id': _EOS}
+  found = _together((target, draft), requests, batch_size=2, rounds_at_a_time=2, **options)
+  _assert_as_by_themselves((target, draft), requests, found, **options)
+
+
+@pytest.mark.usefixtures('quickly')
+@pytest.mark.parametrize('count', [0, 1, 3, 4, 5])
+def test_any_number_of_requests(tables, count):
+  options = {'method': 'speculative', 'tree': TokenTree.chains(1, 2)}
+  requests = _requests(count)
+  _assert_as_by_themselves(tables, requests, _together(tables, requests, **options), **options)
+
+
+@pytest.mark.usefixtures('quickly')
+def test_requests_are_taken_when_there_is_a_row(tables):
+  taken = 0
+
+  def endless():
+    nonlocal taken
+    for request in itertools.cycle(_requests(5)):
+      taken += 1
+      yield request
+
+  options = {'method': 'speculative', 'tree': TokenTree.chains(1, 2), 'batch_size': 4}
+  for done, _ in enumerate(itertools.islice(_together(tables, endless(), **options), 50)):
+    assert taken <= 4 + done
+
+
+@pytest.mark.usefixtures('quickly')
+def test_programs_do_not_depend_on_the_number_of_requests(tables):
+  traces = []
+
+  def apply_fn(*args):
+    traces.append(args[1].shape)
+    return tables[0].apply_fn(*args)
+
+  models = dataclasses.replace(tables[0], apply_fn=apply_fn), tables[1]
+  options = {'method': 'spectr', 'tree': TokenTree.chains(2, 2), 'batch_size': 8}
+  list(_together(models, _requests(20), **options))
+  before = len(traces)
+  # A prefill for all rows, one per padded length, and the round.
+  assert len(set(traces)) <= 2 + len(padded_lengths(_LONGEST))
+  list(_together(models, _requests(60, seed=2), **options))
+  assert len(traces) == before
+
+
+@pytest.mark.usefixtures('quickly')
+def test_on_a_mesh(tables):
+  sharding = DecodeSharding(make_mesh({}, jax.devices()[:1]))
+  options = {'method': 'spectr', 'tree': TokenTree.chains(2, 2)}
+  found = _together(tables, _requests(6), sharding=sharding, **options)
+  _assert_as_by_themselves(tables, _requests(6), found, **options)
+
+
+def test_padded_lengths():
+  assert padded_lengths(256) == [16, 32, 64, 128, 256]
+  assert padded_lengths(100) == [16, 32, 64, 100]
+  assert padded_lengths(16) == [16]
+  assert padded_lengths(5) == [5]
+
+
+@pytest.mark.usefixtures('quickly')
+def test_bad_requests_are_named(tables):
+  good = _requests(2)
+  options = {'method': 'autoregressive'}
+  for tokens in ([], [0] * (_LONGEST + 1)):
+    bad = dataclasses.replace(good[0], name='bad', tokens=tokens)
+    with pytest.raises(ValueError, match=f'prompt bad has {len(tokens)} tokens, allowed are 1 to {_LONGEST}'):
+      list(_together(tables, [good[1], bad], **options))
+  for name in ('batch_size', 'longest_prompt', 'rounds_at_a_time'):
+    with pytest.raises(ValueError, match='must be at least 1'):
+      list(_together(tables, good, **options | {name: 0}))
+
+
+@pytest.mark.usefixtures('quickly')
+def test_logits_that_are_not_finite_are_named(tables):
+  target = table_model(tables[0].params.at[5].set(jnp.nan))
+  requests = [dataclasses.replace(request, tokens=[0]) for request in _requests(30)]
+  with pytest.raises(ValueError, match='prompt request .*: row .*logits of the target are not finite'):
+    list(_together((target, tables[1]), requests, method='autoregressive'))
+
+
+@pytest.mark.usefixtures('quickly')
+def test_rows_are_refilled_one_by_one(tables):
+  """What other rows hold, and how far they are, does not change."""
+  options = {'method': with_gumbel(METHODS['autoregressive']), 'max_new_tokens': 6}
+  keys, prompts = jax.random.split(jax.random.key(0), 3), np.array([[0, 1], [2, 3], [4, 5]])
+  state = init_decode(keys, *tables, prompts, np.array([2, 2, 1]), room=12, **options)
+  state = decode_rounds(state, 2)
+  before = jax.device_get(state.result)
+  state = refill(state, [1, 3], keys[:2], np.array([[5, 0, 1], [0, 0, 0]]), np.array([3, 1]))
+  assert state.result.lengths.tolist() == [2, 0, 2]
+  np.testing.assert_array_equal(state.result.tokens[::2], before.tokens[::2])
+  found = decode_rounds(state).result
+  expected = generate(keys[:1], *tables, np.array([[5, 0, 1]]), np.array([3]), **options)
+  np.testing.assert_array_equal(found.tokens[1], expected.tokens[0])
+  expected = generate(keys, *tables, prompts, np.array([2, 2, 1]), **options)
+  np.testing.assert_array_equal(found.tokens[::2], expected.tokens[::2])
+
+
+@pytest.mark.usefixtures('quickly')
+def test_rows_that_cannot_be_refilled(tables):
+  options = {'method': 'autoregressive', 'max_new_tokens': 6}
+  key, prompt = jax.random.key(0), np.array([[1, 2]])
+  with pytest.raises(ValueError, match='room must be at least 8'):
+    init_decode(key, *tables, prompt, np.array([2]), room=7, **options)
+  state = init_decode(key, *tables, prompt, np.array([2]), room=8, **options)
+  with pytest.raises(ValueError, match='room must be at least 9'):
+    refill(state, [0], key, np.array([[1, 2, 3]]), np.array([3]))
+  for rows in ([-1], [0, 0], [0, 1, 2]):
+    with pytest.raises(ValueError, match='rows must be one different row of 1 for each prompt'):
+      refill(state, rows, key, np.tile(prompt, (2 if len(rows) > 1 else 1, 1)), np.array([2] * min(len(rows), 2)))
