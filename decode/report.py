@@ -8,6 +8,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -16,7 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from decode.options import DecodeOptions
+from decode.prompts import Prompt
 from decode.run import DecodeRun, Measurement, Notify, Summary
+from decode.settings import Setting
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Tokenizer
 
 # How a token's origin looks in colour, and without: nothing, brackets, braces.
@@ -168,34 +172,46 @@ def to_json(run: DecodeRun) -> str:
   )
 
 
+def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:
+  """What a setting's continuations have in common, as JSON values."""
+  return {
+    'method': setting.method.name,
+    'is_lossless': setting.method.is_lossless,
+    'num_drafts': setting.num_drafts,
+    'draft_length': setting.draft_length,
+    'tree': setting.tree_name,
+    'children': setting.method.proposal_rule.name,
+    'epsilon': options.epsilon,
+    'temperature': options.temperature,
+  }
+
+
+def describe_continuation(
+  setting: dict[str, Any], prompt: Prompt, seed: int, tokens: np.ndarray, num_target_calls: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
+  """A continuation of a setting that is described, its padding cut off, as JSON values."""
+  tokens = tokens.tolist()
+  return {
+    'id': prompt.id,
+    'prompt': prompt.text,
+    **setting,
+    'seed': seed,
+    'tokens': tokens,
+    'text': tokenizer.decode(tokens),
+    'target_calls': int(num_target_calls),
+  }
+
+
 def to_jsonl(run: DecodeRun) -> str:
   """One line per setting, seed and prompt."""
   lines = []
   for found in run.measurements:
+    setting = describe_setting(run.options, found.setting)
     for row, prompt in enumerate(run.prompts):
-      tokens = found.tokens[row, : found.lengths[row]].tolist()
-      lines.append(
-        json.dumps(
-          {
-            'id': prompt.id,
-            'prompt': prompt.text,
-            'method': found.setting.method.name,
-            'is_lossless': found.setting.method.is_lossless,
-            'num_drafts': found.setting.num_drafts,
-            'draft_length': found.setting.draft_length,
-            'tree': found.setting.tree_name,
-            'children': found.setting.method.proposal_rule.name,
-            'epsilon': run.options.epsilon,
-            'temperature': run.options.temperature,
-            'seed': found.seed,
-            'tokens': tokens,
-            'text': run.tokenizer.decode(tokens),
-            'target_calls': int(found.calls[row]),
-          },
-          ensure_ascii=False,
-        )
-      )
-  return ''.join(line + '\n' for line in lines)
+      tokens = found.tokens[row, : found.lengths[row]]
+      line = describe_continuation(setting, prompt, found.seed, tokens, found.calls[row], run.tokenizer)
+      lines.append(json.dumps(line, ensure_ascii=False) + '\n')
+  return ''.join(lines)
 
 
 def _with_interval(value: float, interval: tuple[float, float] | None) -> str:

@@ -223,6 +223,17 @@ def load_models(options: DecodeOptions) -> tuple[Model, Model | None, Tokenizer,
   return models['target'], models.get('draft'), tokenizers['target'], info
 
 
+def take_prompts(
+  options: DecodeOptions, prompts: list[Prompt], target: Model, draft: Model | None, tokenizer: Tokenizer
+) -> tuple[list[Prompt], np.ndarray, np.ndarray, int]:
+  """The prompts that are asked for, their ids `[P, longest]` and lengths `[P]`, and how many were too long."""
+  limits = [model.max_length for model in (target, draft) if model is not None and model.max_length is not None]
+  room = {'max_new_tokens': options.max_new_tokens, 'max_length': min(limits, default=None)}
+  fitting = without_long(prompts, tokenizer, **room) if options.skip_long else prompts
+  taken = fitting[: options.num_prompts]
+  return taken, *encode_prompts(taken, tokenizer, **room), len(prompts) - len(fitting)
+
+
 def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
   device = jax.devices()[0]
   return {
@@ -346,11 +357,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
   every_prompt = options.read_prompts()
   sharding = options.make_sharding()
   target, draft, tokenizer, models = load_models(options)
-  limits = [model.max_length for model in (target, draft) if model is not None and model.max_length is not None]
-  room = {'max_new_tokens': options.max_new_tokens, 'max_length': min(limits, default=None)}
-  fitting = without_long(every_prompt, tokenizer, **room) if options.skip_long else every_prompt
-  prompts = fitting[: options.num_prompts]
-  tokens, lengths = encode_prompts(prompts, tokenizer, **room)
+  prompts, tokens, lengths, num_long = take_prompts(options, every_prompt, target, draft, tokenizer)
   batch_size = min(options.batch_size, len(prompts))
   if sharding is not None:  # models once, not with every batch
     batch_size = sharding.round_up(batch_size)
@@ -414,7 +421,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
     for setting in settings
     for seed in options.seeds
   ]
-  info = describe(options, models) | {'num_long_prompts': len(every_prompt) - len(fitting)}
+  info = describe(options, models) | {'num_long_prompts': num_long}
   run = DecodeRun(options, info, prompts, tokenizer, settings, measurements, acceptance, part_seconds=part_seconds)
   slow = [setting for setting in settings if setting.tree.num_nodes and (run.summarize(setting).speedup or 1) < 1]
   if slow:

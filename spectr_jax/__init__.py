@@ -12,6 +12,7 @@ from spectr_jax.generate import (
   decode_rounds,
   generate,
   init_decode,
+  refill,
 )
 from spectr_jax.io.model_files import load_model, save_model
 from spectr_jax.io.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from spectr_jax.models import table, transformer
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.statistics import Statistics
+from spectr_jax.stream import Continuation, Request, generate_many
 from spectr_jax.tree import TokenTree, optimal_factors
 from spectr_jax.verify import Verdict, Verifier
 
@@ -32,6 +34,7 @@ __all__ = [
   'ORIGIN_CORRECTION',
   'ORIGIN_DRAFT',
   'DecodeState',
+  'Continuation',
   'Drafter',
   'Generation',
   'KVCache',
@@ -41,6 +44,7 @@ __all__ = [
   'ModelOutput',
   'NotFiniteError',
   'Proposal',
+  'Request',
   'SamplingParams',
   'Statistics',
   'TokenTree',
@@ -49,11 +53,13 @@ __all__ = [
   'Verifier',
   'decode_rounds',
   'generate',
+  'generate_many',
   'get_method',
   'init_decode',
   'load_model',
   'models',
   'optimal_factors',
+  'refill',
   'register',
   'save_model',
   'table',

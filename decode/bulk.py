@@ -1,0 +1,128 @@
+"""Continues many prompts by one method: `python -m decode.bulk --prompts=FILE --generations=FILE`.
+
+Rows that are done are given to the next prompts, and every continuation is appended to the file as soon as it is done.
+A run that ended early, however it did, goes on with `--resume`: no prompt is lost, and none is repeated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+from absl import flags
+
+from decode import report
+from decode.generation_file import GenerationFile
+from decode.option_flags import read_options
+from decode.options import DecodeOptions
+from decode.run import load_models, row_keys, take_prompts
+from decode.settings import Setting, expand
+from spectr_jax.io import command_line
+from spectr_jax.stream import Request, generate_many
+
+_GENERATIONS = flags.DEFINE_string('generations', None, 'JSONL file that continuations are appended to.', required=True)
+_RESUME = flags.DEFINE_bool('resume', False, 'Go on with the file: what it has is not decoded again.')
+_ROUNDS = flags.DEFINE_integer('rounds_at_a_time', 4, 'Rounds between two looks at which rows are done.', lower_bound=1)
+
+
+def _only_setting(options: DecodeOptions) -> Setting:
+  settings = expand(options)
+  if len(settings) != 1:
+    raise ValueError(f'one method, K, L and tree at a time, got {len(settings)}: {", ".join(map(str, settings))}')
+  if settings[0].spec is not None and settings[0].spec.name == 'optimal':
+    raise ValueError('optimal trees are chosen by decode.main; name the shape that it printed, such as prefix:4,2,1')
+  return settings[0]
+
+
+def decode_bulk(
+  options: DecodeOptions,
+  path: str,
+  *,
+  resume: bool = False,
+  rounds_at_a_time: int = 4,
+  notify: Callable[[str, int, int], None] | None = None,
+) -> tuple[int, int, float]:
+  """Continues every prompt with every seed, appending to a file.
+
+  Args:
+    options: What to run: one method, K, L and tree.
+    path: The file.
+    resume: Whether to go on with it.
+    rounds_at_a_time: Rounds between two looks at which rows are done.
+    notify: Called with what is being done, continuations the file has, and how many it will have.
+
+  Returns:
+    New tokens, target calls, and seconds that decoding took, compilation included; of this run alone.
+
+  Raises:
+    ValueError: Prompts, models, options or the file are unusable; the message says why.
+  """
+  notify = notify or (lambda what, done, total: None)
+  setting = _only_setting(options)
+  if jax.process_count() > 1:
+    raise ValueError('decode.bulk runs in one process; give each its part of the prompts')
+  every_prompt = options.read_prompts()
+  sharding = options.make_sharding()
+  target, draft, tokenizer, _ = load_models(options)
+  prompts, tokens, lengths, _ = take_prompts(options, every_prompt, target, draft, tokenizer)
+  settings = report.describe_setting(options, setting) | {
+    name: getattr(options, name) for name in ('top_k', 'top_p', 'max_new_tokens')
+  }
+  total = len(prompts) * options.num_seeds
+  num_tokens = num_calls = 0
+  with GenerationFile(path, settings, resume=resume) as file:
+
+    def requests() -> Iterator[Request]:
+      for seed in options.seeds:
+        keys = row_keys(seed, prompts)
+        for row, prompt in enumerate(prompts):
+          if (seed, prompt.index) not in file.done:
+            yield Request((seed, row), tokens[row, : lengths[row]], keys[row])
+
+    notify('decoding', len(file.done), total)
+    start = time.perf_counter()
+    for found in generate_many(
+      target,
+      draft,
+      requests(),
+      batch_size=options.batch_size,
+      longest_prompt=int(lengths.max()),
+      max_new_tokens=options.max_new_tokens,
+      method=setting.method,
+      tree=setting.tree,
+      rounds_at_a_time=rounds_at_a_time,
+      temperature=options.temperature,
+      top_k=options.top_k,
+      top_p=options.top_p,
+      eos_id=tokenizer.eos_id,
+      sharding=sharding,
+    ):
+      seed, row = found.name
+      prompt = prompts[row]
+      entry = report.describe_continuation(settings, prompt, seed, found.tokens, found.num_target_calls, tokenizer)
+      file.append({'index': prompt.index} | entry)
+      num_tokens, num_calls = num_tokens + len(found.tokens), num_calls + found.num_target_calls
+      notify('decoding', len(file.done), total)
+    seconds = time.perf_counter() - start
+  return num_tokens, num_calls, seconds
+
+
+def main(argv):
+  del argv
+  options = read_options()
+  with report.show_progress() as notify:
+    num_tokens, num_calls, seconds = decode_bulk(
+      options, _GENERATIONS.value, resume=_RESUME.value, rounds_at_a_time=_ROUNDS.value, notify=notify
+    )
+  if not num_calls:
+    print(f'{_GENERATIONS.value} has all continuations already')
+    return
+  print(
+    f'{num_tokens:,} tokens, {num_tokens / num_calls:.2f} per target call, {num_tokens / seconds:,.0f} tokens/s with'
+    f' compilation; {_GENERATIONS.value}'
+  )
+
+
+if __name__ == '__main__':
+  command_line.run(main)

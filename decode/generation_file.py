@@ -1,0 +1,94 @@
+"""A file of continuations that grows as they are done, and can be gone on with after any end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+from typing import Any
+
+
+class GenerationFile:
+  """A JSON object per line, appended one by one; a line that was not finished is none.
+
+  Attributes:
+    done: Seed and place among the prompts of every continuation that the file has.
+  """
+
+  def __init__(self, path: str | os.PathLike, settings: dict[str, Any], *, resume: bool):
+    """Opens the file, and with `resume` reads what it has.
+
+    Args:
+      path: A local file.
+      settings: What every line must say, so that no file holds two kinds.
+      resume: Whether the file may have continuations.
+
+    Raises:
+      ValueError: It has some without `resume`, holds something else, or cannot be written; the message says why.
+    """
+    self._path, self._settings = pathlib.Path(path), settings
+    self.done: set[tuple[int, int]] = set()
+    if '://' in str(path):
+      raise ValueError(f'generations: {path} must be a local file, to be appended to')
+    try:
+      self._file = open(self._path, 'a+b')  # noqa: SIM115 - closed by __exit__
+    except OSError as error:
+      raise ValueError(f'generations: cannot write {path}: {error.strerror}') from error
+    try:
+      self._read(resume)
+    except BaseException:
+      self._file.close()
+      raise
+
+  def _read(self, resume: bool) -> None:
+    self._file.seek(0)
+    self._end = 0
+    for number, line in enumerate(self._file, start=1):
+      if not resume:
+        raise ValueError(f'generations: {self._path} has continuations; --resume goes on with them')
+      if not line.endswith(b'\n'):
+        break  # written in part when the run ended
+      try:
+        entry = json.loads(line)
+        place = entry['seed'], entry['index']
+      except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'generations: {self._path}, line {number}: no continuation of this command') from error
+      for name, value in self._settings.items():
+        if entry.get(name) != value:
+          raise ValueError(
+            f'generations: {self._path}, line {number}, has {name} {entry.get(name)!r}, and this run {value!r}'
+          )
+      self.done.add(place)
+      self._end += len(line)
+    self._file.truncate(self._end)
+
+  def append(self, entry: dict[str, Any]) -> None:
+    """Writes a continuation.
+
+    Raises:
+      ValueError: It cannot be written; those before it are whole.
+    """
+    line = json.dumps(self._settings | entry, ensure_ascii=False).encode() + b'\n'
+    try:
+      self._file.write(line)
+      self._file.flush()
+    except OSError as error:
+      self._give_up()
+      raise ValueError(
+        f'generations: cannot write {self._path}: {error.strerror}; it has {len(self.done)} continuations, all whole'
+      ) from error
+    self._end += len(line)
+    self.done.add((entry['seed'], entry['index']))
+
+  def _give_up(self) -> None:
+    """Leaves whole lines alone."""
+    with contextlib.suppress(OSError):
+      self._file.close()  # tries to write what is left once more
+    os.truncate(self._path, self._end)
+
+  def __enter__(self) -> GenerationFile:
+    return self
+
+  def __exit__(self, *error) -> None:
+    self._file.close()

@@ -1,0 +1,219 @@
+"""Continuations in bulk: a file that grows, survives any end, and is gone on with."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from decode.bulk import decode_bulk
+from decode.generation_file import GenerationFile
+from decode.options import DecodeOptions
+from decode.run import run_decode
+
+ROOT = pathlib.Path(__file__).parents[2]
+_WORDS = [
+  'the',
+  'quick',
+  'brown',
+  'fox',
+  'jumps',
+  'over',
+  'the',
+  'lazy',
+  'dog',
+  'while',
+  'seven',
+  'wise',
+  'owls',
+  'watch',
+  'from',
+  'the',
+  'old',
+  'oak',
+  'tree',
+]
+
+
+@pytest.fixture(scope='module')
+def many_prompts(tmp_path_factory):
+  path = tmp_path_factory.mktemp('many') / 'prompts.jsonl'
+  rng = np.random.default_rng(0)
+  lines = [json.dumps({'prompt': ' '.join(rng.choice(_WORDS, rng.integers(1, 6))), 'id': f'p{i}'}) for i in range(23)]
+  path.write_text('\n'.join(lines))
+  return path
+
+
+def _options(pair, prompts, **more):
+  fields = {'method': ('spectr',), 'num_drafts': (2,), 'draft_length': (2,), 'max_new_tokens': 8, 'batch_size': 4}
+  return DecodeOptions(**pair, prompts=str(prompts), **fields | more)
+
+
+def read(path):
+  return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+
+
+def by_place(entries):
+  found = {(entry['seed'], entry['index']): entry for entry in entries}
+  assert len(found) == len(entries)
+  return found
+
+
+@pytest.mark.usefixtures('highest', 'quickly')
+def test_continuations_are_those_of_a_comparison(pair, many_prompts, tmp_path):
+  options = _options(pair, many_prompts, num_seeds=2)
+  seen = []
+  num_tokens, num_calls, _ = decode_bulk(options, tmp_path / 'out.jsonl', notify=lambda *args: seen.append(args))
+  run = run_decode(options)
+  entries = by_place(read(tmp_path / 'out.jsonl'))
+  assert len(entries) == 46
+  for found in run.measurements:
+    for row, prompt in enumerate(run.prompts):
+      entry = entries[found.seed, prompt.index]
+      assert (entry['id'], entry['prompt']) == (prompt.id, prompt.text)
+      assert entry['tokens'] == found.tokens[row, : found.lengths[row]].tolist()
+      assert entry['target_calls'] == found.calls[row]
+      assert entry['text'] == run.tokenizer.decode(entry['tokens'])
+      assert (entry['method'], entry['num_drafts'], entry['tree'], entry['is_lossless']) == (
+        'spectr',
+        2,
+        'chains',
+        True,
+      )
+  assert num_tokens == sum(len(entry['tokens']) for entry in entries.values())
+  assert num_calls == sum(entry['target_calls'] for entry in entries.values())
+  assert seen[0] == ('decoding', 0, 46)
+  assert seen[-1] == ('decoding', 46, 46)
+  # What is there already is not decoded again.
+  assert decode_bulk(options, tmp_path / 'out.jsonl', resume=True)[:2] == (0, 0)
+  assert by_place(read(tmp_path / 'out.jsonl')) == entries
+
+
+def start(pair, prompts, path, *arguments, **options):
+  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true'}
+  flags = {**pair, 'prompts': prompts, 'generations': path, 'method': 'spectr', 'num_drafts': 2, 'draft_length': 2}
+  flags |= {'max_new_tokens': 8, 'batch_size': 4, 'rounds_at_a_time': 1} | options
+  command = [sys.executable, '-m', 'decode.bulk', *(f'--{name}={value}' for name, value in flags.items()), *arguments]
+  return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_any_moment_is_gone_on_with(pair, many_prompts, tmp_path):
+  straight = start(pair, many_prompts, tmp_path / 'straight.jsonl', num_seeds=3)
+  _, err = straight.communicate(timeout=300)
+  assert straight.returncode == 0, err
+  wanted = by_place(read(tmp_path / 'straight.jsonl'))
+  assert len(wanted) == 69
+  path, rng, num_lines = tmp_path / 'killed.jsonl', np.random.default_rng(3), 0
+  for _ in range(10):
+    process = start(pair, many_prompts, path, '--resume', num_seeds=3)
+    # Killed when some more lines are there, and a moment later: while others are written or decoded.
+    target = num_lines + int(rng.integers(1, 6))
+    while process.poll() is None and (not path.exists() or path.read_bytes().count(b'\n') < target):
+      time.sleep(0.001)
+    time.sleep(float(rng.uniform(0, 0.01)))
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    num_lines = path.read_bytes().count(b'\n')
+  assert 10 <= num_lines < 69
+  process = start(pair, many_prompts, path, '--resume', num_seeds=3)
+  _, err = process.communicate(timeout=300)
+  assert process.returncode == 0, err
+  assert by_place(read(path)) == wanted
+
+
+_SETTINGS = {'method': 'spectr', 'num_drafts': 2}
+
+
+def _entry(index, seed=0):
+  return {'seed': seed, 'index': index, 'text': 'ä'}
+
+
+def test_a_line_that_was_not_finished_is_none(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  with GenerationFile(path, _SETTINGS, resume=False) as file:
+    file.append(_entry(0))
+    file.append(_entry(1))
+  whole = path.read_bytes()
+  for cut in range(1, len(whole) // 2):
+    path.write_bytes(whole[:-cut])
+    with GenerationFile(path, _SETTINGS, resume=True) as file:
+      assert file.done == {(0, 0)}
+      file.append(_entry(1))
+    assert path.read_bytes() == whole
+
+
+def test_what_is_there_is_not_touched_without_resume(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  with GenerationFile(path, _SETTINGS, resume=False) as file:
+    file.append(_entry(0))
+  before = path.read_bytes()
+  with pytest.raises(ValueError, match='has continuations; --resume goes on with them'):
+    GenerationFile(path, _SETTINGS, resume=False)
+  with pytest.raises(ValueError, match='line 1, has num_drafts 2, and this run 3'):
+    GenerationFile(path, _SETTINGS | {'num_drafts': 3}, resume=True)
+  assert path.read_bytes() == before
+  path.write_text('{"prompt": "a"}\n')
+  with pytest.raises(ValueError, match='line 1: no continuation of this command'):
+    GenerationFile(path, _SETTINGS, resume=True)
+  assert path.read_text() == '{"prompt": "a"}\n'
+
+
+# A limit of the process stands for the disk's.
+_FULL = """
+import resource, signal, sys
+from decode.generation_file import GenerationFile
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+with GenerationFile(sys.argv[1], {}, resume=False) as file:
+  for index in range(100):
+    try:
+      file.append({'seed': 0, 'index': index, 'text': 'x' * 99})
+    except ValueError as error:
+      sys.exit(str(error))
+"""
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  ran = subprocess.run([sys.executable, '-c', _FULL, path], cwd=ROOT, capture_output=True, text=True)
+  assert ran.returncode == 1
+  entries = read(path)
+  assert 5 < len(entries) < 10
+  assert f'cannot write {path}: File too large; it has {len(entries)} continuations, all whole' in ran.stderr
+  assert path.read_bytes().endswith(b'\n')
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'method': ('spectr', 'race')}, 'one method, K, L and tree at a time, got 2'),
+    ({'num_drafts': (1, 2)}, 'one method, K, L and tree at a time, got 2'),
+    ({'tree': ('optimal:4',)}, 'optimal trees are chosen by decode.main'),
+  ],
+)
+def test_one_setting_at_a_time(pair, many_prompts, tmp_path, fields, message):
+  with pytest.raises(ValueError, match=message):
+    decode_bulk(_options(pair, many_prompts, **fields), tmp_path / 'out.jsonl')
+  assert not (tmp_path / 'out.jsonl').exists()
+
+
+def test_files_that_cannot_be_appended_to(tmp_path):
+  with pytest.raises(ValueError, match='must be a local file'):
+    GenerationFile('gs://bucket/out.jsonl', {}, resume=False)
+  with pytest.raises(ValueError, match='cannot write .*: No such file or directory'):
+    GenerationFile(tmp_path / 'nowhere' / 'out.jsonl', {}, resume=False)
+
+
+def test_bad_input_is_one_line(pair, many_prompts, tmp_path):
+  process = start(pair, many_prompts, tmp_path, num_drafts=2)
+  out, err = process.communicate(timeout=120)
+  assert process.returncode == 1
+  assert not out
+  assert err == f'error: generations: cannot write {tmp_path}: Is a directory\n'
