@@ -71,11 +71,15 @@ def _groups(rows: Sequence[Row], panel: Panel) -> list[_Group]:
   telling = [column for column in panel.by if len({str(row[column]) for row in rows}) > 1]
   by_key: dict[tuple, list[Row]] = {}
   for row in rows:
-    by_key.setdefault(tuple(row[column] for column in telling), []).append(row)
+    # With and without the mark of what is not lossless on some trees: one method.
+    key = (row[column].split()[0] if column == 'method' else row[column] for column in telling)
+    by_key.setdefault(tuple(key), []).append(row)
   looks: dict[tuple, int] = {}
   groups = []
   for place, (key, members) in enumerate(by_key.items()):
     parts = dict(zip(telling, key))
+    if 'method' in parts:
+      parts['method'] = max((row['method'] for row in members), key=len)
     name = ', '.join(value if isinstance(value, str) else f'{column}={value}' for column, value in parts.items())
     method = parts.pop('method', None)
     if method is None:

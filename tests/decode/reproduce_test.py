@@ -222,6 +222,17 @@ def test_lines_of_several_sets_and_drafts_stay_apart():
   assert all(list(line.get_xdata()) == [4, 8] for line in drawn)
 
 
+def test_a_method_is_one_line_where_it_is_lossless_for_some_trees():
+  panel = TABLES['gbv_figure2'].panels[0]
+  labels = {1: 'spectr_gbv', 3: 'spectr_gbv (not lossless)', 5: 'spectr_gbv (not lossless)'}
+  rows = [
+    {'prompts': 'a', 'temperature': 0.4, 'method': method, 'K': k, 'L': 12, 'accepted': Value(0.5)}
+    for k in labels for method in (labels[k], 'spectr')
+  ]  # fmt: skip
+  groups = figures._groups(rows, panel)
+  assert [(group.name, len(group.rows)) for group in groups] == [('spectr_gbv (not lossless)', 3), ('spectr', 3)]
+
+
 def test_error_bars_are_those_that_are_known():
   below, above = figures._errors([Value(2.0, 0.5), Value(2.0, interval=(1.8, 2.4)), Value(2.0), None])
   np.testing.assert_allclose(below, [0.5, 0.2, np.nan, np.nan])

@@ -1,0 +1,110 @@
+"""Throughput on many prompts that end at different times: rows refilled, against whole batches one after another.
+
+Command   python -m benchmarks.refill --method=race_block --num_drafts=2 --draft_length=4 --batch_size=16
+Models    the pretrained pair, or --target and --draft
+Prompts   --num_prompts pieces of the shipped prompts, one after another, of 16 to 256 tokens, all lengths alike often
+Stops     every token whose id is a multiple of --stop ends a row; else --max_new_tokens do
+
+Both decode the same prompts with the same keys, and must give the same tokens but for ties of rounding: the share of
+continuations that differ is printed. They run in turns, after a run of each that compiles. Batches have prompts padded
+to the longest of all, as in `decode.main`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import numpy as np
+from absl import flags
+
+import spectr_jax
+from decode.options import DecodeOptions
+from spectr_jax import TokenTree
+from spectr_jax.io import command_line
+from spectr_jax.stream import Request
+
+_SHORTEST, _LONGEST = 16, 256
+
+
+def make_requests(tokenizer, num_prompts: int) -> list[Request]:
+  """Prompts of all lengths from 16 to 256 tokens, in random order, with a key each."""
+  texts = [prompt.text for prompt in DecodeOptions().read_prompts()]
+  ids = np.concatenate([row for row in tokenizer.encode_batch(texts)])
+  rng = np.random.default_rng(0)
+  keys = jax.random.split(jax.random.key(0), num_prompts)
+  requests = []
+  for index, length in enumerate(rng.permutation(np.linspace(_SHORTEST, _LONGEST, num_prompts).astype(int))):
+    start = rng.integers(0, len(ids) - length)
+    requests.append(Request(index, [tokenizer.bos_id, *ids[start : start + length - 1].tolist()], keys[index]))
+  return requests
+
+
+def run_batches(models, requests, batch_size: int, **options) -> dict[int, list[int]]:
+  """Tokens by request, of whole batches; the last one is filled up with its last prompt."""
+  found = {}
+  for first in range(0, len(requests), batch_size):
+    part = requests[first : first + batch_size]
+    filled = [*part, *[part[-1]] * (batch_size - len(part))]
+    prompts = np.zeros((batch_size, _LONGEST), np.int32)
+    for row, request in zip(prompts, filled):
+      row[: len(request.tokens)] = request.tokens
+    lengths = np.array([len(request.tokens) for request in filled])
+    keys = jax.numpy.stack([request.key for request in filled])
+    result = jax.device_get(spectr_jax.generate(keys, *models, prompts, lengths, **options))
+    for row, request in enumerate(part):
+      found[request.name] = result.tokens[row, : result.lengths[row]].tolist()
+  return found
+
+
+def run_refilled(models, requests, batch_size: int, **options) -> dict[int, list[int]]:
+  """Tokens by request, of rows that are given on."""
+  stream = spectr_jax.generate_many(*models, iter(requests), batch_size=batch_size, longest_prompt=_LONGEST, **options)
+  return {each.name: each.tokens.tolist() for each in stream}
+
+
+if __name__ == '__main__':
+  _DEFAULTS = DecodeOptions()
+  _TARGET = flags.DEFINE_string('target', _DEFAULTS.target, 'Directory of the target model.')
+  _DRAFT = flags.DEFINE_string('draft', _DEFAULTS.draft, 'Directory of the draft model.')
+  _METHOD = flags.DEFINE_string('method', 'race_block', 'Method.')
+  _NUM_DRAFTS = flags.DEFINE_integer('num_drafts', 2, 'K.', lower_bound=1)
+  _DRAFT_LENGTH = flags.DEFINE_integer('draft_length', 4, 'L.', lower_bound=1)
+  _BATCH_SIZE = flags.DEFINE_integer('batch_size', 16, 'Rows.', lower_bound=1)
+  _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 512, 'Prompts.', lower_bound=1)
+  _NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', 128, 'New tokens per prompt, at most.', lower_bound=1)
+  _STOP = flags.DEFINE_integer('stop', 24, 'Tokens whose id is a multiple of it end a row.', lower_bound=1)
+  _NUM_RUNS = flags.DEFINE_integer('num_runs', 3, 'Runs of both, in turns.', lower_bound=1)
+
+  def main(argv):
+    del argv
+    target, tokenizer = spectr_jax.load_model(_TARGET.value)
+    models = target, spectr_jax.load_model(_DRAFT.value)[0]
+    requests = make_requests(tokenizer, _NUM_PROMPTS.value)
+    options = {
+      'method': _METHOD.value,
+      'tree': TokenTree.chains(_NUM_DRAFTS.value, _DRAFT_LENGTH.value),
+      'max_new_tokens': _NEW_TOKENS.value,
+      'eos_id': tuple(range(0, target.vocab_size, _STOP.value)),
+    }
+    ways = {'batches': run_batches, 'refilled': run_refilled}
+    few = requests[: 4 * _BATCH_SIZE.value]
+    for way in ways.values():
+      way(models, few, _BATCH_SIZE.value, **options)
+    speeds, found = {name: [] for name in ways}, {}
+    for _ in range(_NUM_RUNS.value):
+      for name, way in ways.items():
+        start = time.perf_counter()
+        found[name] = way(models, requests, _BATCH_SIZE.value, **options)
+        speeds[name].append(sum(map(len, found[name].values())) / (time.perf_counter() - start))
+        print(f'{name:<10} {speeds[name][-1]:8.1f} tokens/s', flush=True)
+    lengths = np.array([len(tokens) for tokens in found['batches'].values()])
+    differing = np.mean([found['batches'][name] != found['refilled'][name] for name in found['batches']])
+    ratios = np.array(speeds['refilled']) / np.array(speeds['batches'])
+    print(
+      f'{len(requests)} prompts, {lengths.mean():.1f} new tokens on average ({lengths.min()} to {lengths.max()}),'
+      f' {differing:.1%} differ\nrefilled is {np.median(ratios):.2f} times as fast ({ratios.min():.2f} to'
+      f' {ratios.max():.2f} in {len(ratios)} runs)'
+    )
+
+  command_line.run(main)
