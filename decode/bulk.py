@@ -14,16 +14,11 @@ from absl import flags
 
 from decode import report
 from decode.generation_file import GenerationFile
-from decode.option_flags import read_options
 from decode.options import DecodeOptions
 from decode.run import load_models, row_keys, take_prompts
 from decode.settings import Setting, expand
 from spectr_jax.io import command_line
 from spectr_jax.stream import Request, generate_many
-
-_GENERATIONS = flags.DEFINE_string('generations', None, 'JSONL file that continuations are appended to.', required=True)
-_RESUME = flags.DEFINE_bool('resume', False, 'Go on with the file: what it has is not decoded again.')
-_ROUNDS = flags.DEFINE_integer('rounds_at_a_time', 4, 'Rounds between two looks at which rows are done.', lower_bound=1)
 
 
 def _only_setting(options: DecodeOptions) -> Setting:
@@ -108,21 +103,30 @@ def decode_bulk(
   return num_tokens, num_calls, seconds
 
 
-def main(argv):
-  del argv
-  options = read_options()
-  with report.show_progress() as notify:
-    num_tokens, num_calls, seconds = decode_bulk(
-      options, _GENERATIONS.value, resume=_RESUME.value, rounds_at_a_time=_ROUNDS.value, notify=notify
-    )
-  if not num_calls:
-    print(f'{_GENERATIONS.value} has all continuations already')
-    return
-  print(
-    f'{num_tokens:,} tokens, {num_tokens / num_calls:.2f} per target call, {num_tokens / seconds:,.0f} tokens/s with'
-    f' compilation; {_GENERATIONS.value}'
-  )
-
-
 if __name__ == '__main__':
+  from decode.option_flags import read_options  # defines flags
+
+  _GENERATIONS = flags.DEFINE_string('generations', None, 'JSONL file that grows by continuations.', required=True)
+  _RESUME = flags.DEFINE_bool('resume', False, 'Go on with the file: what it has is not decoded again.')
+  _ROUNDS = flags.DEFINE_integer(
+    'rounds_at_a_time', 4, 'Rounds between two looks at which rows are done.', lower_bound=1
+  )
+  # A comparison takes a sample; here all are wanted.
+  flags.set_default(flags.FLAGS['num_prompts'], 2**31 - 1)
+
+  def main(argv):
+    del argv
+    options = read_options()
+    with report.show_progress() as notify:
+      num_tokens, num_calls, seconds = decode_bulk(
+        options, _GENERATIONS.value, resume=_RESUME.value, rounds_at_a_time=_ROUNDS.value, notify=notify
+      )
+    if not num_calls:
+      print(f'{_GENERATIONS.value} has all continuations already')
+      return
+    print(
+      f'{num_tokens:,} tokens, {num_tokens / num_calls:.2f} per target call, {num_tokens / seconds:,.0f} tokens/s with'
+      f' compilation; {_GENERATIONS.value}'
+    )
+
   command_line.run(main)
