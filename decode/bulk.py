@@ -112,7 +112,7 @@ if __name__ == '__main__':
     'rounds_at_a_time', 4, 'Rounds between two looks at which rows are done.', lower_bound=1
   )
   # A comparison takes a sample; here all are wanted.
-  flags.set_default(flags.FLAGS['num_prompts'], 2**31 - 1)
+  flags.FLAGS.set_default('num_prompts', 2**31 - 1)
 
   def main(argv):
     del argv
