@@ -32,7 +32,7 @@ from decode.settings import Setting, expand
 from spectr_jax import Generation, Model, Statistics, Tokenizer, TokenTree
 from spectr_jax.decode_sharding import DecodeSharding
 from spectr_jax.draft import ModelDrafter
-from spectr_jax.generate import NotFiniteError
+from spectr_jax.generation import NotFiniteError
 from spectr_jax.sharding import fetch
 
 Notify = Callable[[str, int, int], None]

@@ -14,68 +14,24 @@ from spectr_jax import request
 from spectr_jax.compiled import out_of_memory
 from spectr_jax.decode_sharding import DecodeSharding
 from spectr_jax.draft import Drafter, ModelDrafter
+from spectr_jax.generation import (
+  FAILED_DRAFT,
+  FAILED_TARGET,
+  ORIGIN_BONUS,
+  ORIGIN_CORRECTION,
+  ORIGIN_DRAFT,
+  Generation,
+)
 from spectr_jax.methods import Method, get_method
 from spectr_jax.model import Model, ModelOutput
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams, logits_to_probs
-from spectr_jax.sharding import fetch
 from spectr_jax.statistics import Statistics, round_statistics
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify import Verdict
 
 ROUNDS = 'rounds'  # scope of the loop in compiled programs
-ORIGIN_DRAFT, ORIGIN_CORRECTION, ORIGIN_BONUS = range(3)
-FAILED_TARGET, FAILED_DRAFT = 1, 2
 _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
-
-
-class NotFiniteError(ValueError):
-  """A model gave logits that are no law: the largest of them is NaN or infinite.
-
-  Attributes:
-    row: The first row in which that happened.
-  """
-
-  def __init__(self, row: int, num_rounds: int, failure: int):
-    names = [name for bit, name in ((FAILED_TARGET, 'target'), (FAILED_DRAFT, 'draft')) if failure & bit]
-    super().__init__(f'row {row}, round {num_rounds}: logits of the {" and the ".join(names)} are not finite')
-    self.row = row
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Generation:
-  """Generated tokens and how they came about.
-
-  Attributes:
-    tokens: int32 `[B, max_new_tokens]`, new tokens only, -1 after a row's end; an EOS is part of its row.
-    lengths: int32 `[B]`, new tokens of each row.
-    num_target_calls: int32 `[B]`, rounds in which the row was alive. The prefill is not counted.
-    accepted_by_depth: int32 `[B, L]`, rounds that kept at least d drafted tokens, at index d - 1; what EOS or the limit
-      cut off is not counted.
-    origins: int32 `[B, max_new_tokens]`, where each token came from: `ORIGIN_DRAFT` 0, an accepted guess;
-      `ORIGIN_CORRECTION` 1, the target's replacement for rejected guesses; `ORIGIN_BONUS` 2, the target's own token
-      after a path accepted to its end; -1 after a row's end.
-    failures: int32 `[B]`, which models gave logits that are not finite, `FAILED_TARGET` 1, `FAILED_DRAFT` 2 or their
-      sum; 0 everywhere unless the run was stopped for that. Nothing of that round is kept in such a row.
-    statistics: What happened at the positions visited, or None if that was not asked for. What EOS or the limit cut off
-      is counted here.
-  """
-
-  tokens: jax.Array
-  lengths: jax.Array
-  num_target_calls: jax.Array
-  accepted_by_depth: jax.Array
-  origins: jax.Array
-  failures: jax.Array
-  statistics: Statistics | None = None
-
-  def check(self) -> None:
-    """Waits for the result, and raises `NotFiniteError` if the run was stopped; every process has to call it."""
-    failures, num_rounds = fetch((self.failures, self.num_target_calls))
-    if failures.any():
-      row = int(np.argmax(failures != 0))
-      raise NotFiniteError(row, int(num_rounds[row]), int(failures[row]))
 
 
 @jax.tree_util.register_dataclass
@@ -506,67 +462,6 @@ def decode_rounds(state: DecodeState, num_rounds: int | None = None) -> DecodeSt
   carry = dataclasses.replace(state, target=None, drafter=None)
   carry = _run_rounds(state.target, state.drafter, carry, np.int32(num_rounds))
   return dataclasses.replace(carry, target=state.target, drafter=state.drafter)
-
-
-@functools.partial(jax.jit, donate_argnames='carry')
-def _replace_rows(target: Model, drafter: Any, carry: DecodeState, fresh: DecodeState, rows) -> DecodeState:
-  """A state without its models whose `rows` are those of another; what is no row is left out."""
-  replaced = jax.tree.map(lambda old, new: old.at[rows].set(new, mode='drop') if old.ndim else old, carry, fresh)
-  return replaced if carry.sharding is None else _constrain(replaced, state_shardings(replaced, target, drafter))
-
-
-def refill(
-  state: DecodeState,
-  rows: jax.Array,
-  rng_key: jax.Array,
-  prompts: jax.Array,
-  prompt_lengths: jax.Array,
-  *,
-  temperature=1.0,
-  top_k=0,
-  top_p=1.0,
-) -> DecodeState:
-  """Gives rows, done or not, to other prompts; what they held is gone. One program for every R and P.
-
-  `state` is donated, all but its models: use the returned one from here on. A row decodes as it would by itself.
-
-  Args:
-    state: Between rounds.
-    rows: Integers `[R]`, different rows; those that are B or more fill up and are left out.
-    rng_key: As for `generate`, of the R rows.
-    prompts: Integers `[R, P]`, right-padded; `state.room` must hold them and the new tokens.
-    prompt_lengths: Integers `[R]`.
-    temperature, top_k, top_p: As for `generate`, of the R rows.
-
-  Raises:
-    ValueError: As `generate`, or the rows are no different rows.
-  """
-  rows = np.asarray(rows)
-  batch_size = state.keys.shape[0]
-  kept = rows[rows < batch_size]
-  if rows.shape != np.shape(prompts)[:1] or (kept < 0).any() or len(set(kept.tolist())) < len(kept):
-    raise ValueError(f'rows must be one different row of {batch_size} for each prompt, got {rows.tolist()}')
-  fresh = init_decode(
-    rng_key,
-    state.target,
-    state.drafter,
-    prompts,
-    prompt_lengths,
-    method=state.method,
-    tree=state.tree,
-    max_new_tokens=state.result.tokens.shape[1],
-    temperature=temperature,
-    top_k=top_k,
-    top_p=top_p,
-    eos_id=state.eos_ids,
-    statistics=state.result.statistics is not None,
-    sharding=state.sharding,
-    room=state.room,
-  )
-  models = state.target, state.drafter
-  carry, fresh = (dataclasses.replace(each, target=None, drafter=None) for each in (state, fresh))
-  carry = _replace_rows(*models, carry, fresh, rows.astype(np.int32))
-  return dataclasses.replace(carry, target=models[0], drafter=models[1])
 
 
 def generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -12,11 +13,77 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.draft import Drafter
-from spectr_jax.generate import DecodeState, Generation, NotFiniteError, decode_rounds, init_decode, refill
+from spectr_jax.generate import DecodeState, decode_rounds, init_decode, state_shardings
+from spectr_jax.generation import Generation, NotFiniteError
 from spectr_jax.methods import Method
 from spectr_jax.model import Model
 from spectr_jax.sharding import fetch
 from spectr_jax.tree import TokenTree
+
+
+@functools.partial(jax.jit, donate_argnames='carry')
+def _replace_rows(target: Model, drafter: Any, carry: DecodeState, fresh: DecodeState, rows) -> DecodeState:
+  """A state without its models whose `rows` are those of another; what is no row is left out."""
+  replaced = jax.tree.map(lambda old, new: old.at[rows].set(new, mode='drop') if old.ndim else old, carry, fresh)
+  return (
+    replaced
+    if carry.sharding is None
+    else jax.lax.with_sharding_constraint(replaced, state_shardings(replaced, target, drafter))
+  )
+
+
+def refill(
+  state: DecodeState,
+  rows: jax.Array,
+  rng_key: jax.Array,
+  prompts: jax.Array,
+  prompt_lengths: jax.Array,
+  *,
+  temperature=1.0,
+  top_k=0,
+  top_p=1.0,
+) -> DecodeState:
+  """Gives rows, done or not, to other prompts; what they held is gone. One program for every R and P.
+
+  `state` is donated, all but its models: use the returned one from here on. A row decodes as it would by itself.
+
+  Args:
+    state: Between rounds.
+    rows: Integers `[R]`, different rows; those that are B or more fill up and are left out.
+    rng_key: As for `generate`, of the R rows.
+    prompts: Integers `[R, P]`, right-padded; `state.room` must hold them and the new tokens.
+    prompt_lengths: Integers `[R]`.
+    temperature, top_k, top_p: As for `generate`, of the R rows.
+
+  Raises:
+    ValueError: As `generate`, or the rows are no different rows.
+  """
+  rows = np.asarray(rows)
+  batch_size = state.keys.shape[0]
+  kept = rows[rows < batch_size]
+  if rows.shape != np.shape(prompts)[:1] or (kept < 0).any() or len(set(kept.tolist())) < len(kept):
+    raise ValueError(f'rows must be one different row of {batch_size} for each prompt, got {rows.tolist()}')
+  fresh = init_decode(
+    rng_key,
+    state.target,
+    state.drafter,
+    prompts,
+    prompt_lengths,
+    method=state.method,
+    tree=state.tree,
+    max_new_tokens=state.result.tokens.shape[1],
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    eos_id=state.eos_ids,
+    statistics=state.result.statistics is not None,
+    sharding=state.sharding,
+    room=state.room,
+  )
+  models = state.target, state.drafter
+  carry, fresh = (dataclasses.replace(each, target=None, drafter=None) for each in (state, fresh))
+  carry = _replace_rows(*models, carry, fresh, rows.astype(np.int32))
+  return dataclasses.replace(carry, target=models[0], drafter=models[1])
 
 
 @dataclasses.dataclass(frozen=True)
