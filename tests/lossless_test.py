@@ -233,8 +233,8 @@ _SAMPLED = [
   ('ersd', _IRREGULAR),
   ('block', TokenTree.chains(1, 3)),
   ('greedy_block', TokenTree.chains(1, 3)),
-  ('race', TokenTree.chains(2, 1)),
-  ('race_block', TokenTree.chains(2, 1)),
+  ('race', TokenTree.chains(3, 2)),
+  ('race_block', _IRREGULAR),
   ('traversal', _IRREGULAR),
   ('traversal_without_replacement', _IRREGULAR),
 ]
@@ -260,13 +260,6 @@ def _only(names, cases):
 def test_joint_law_by_sampling(name, tree):
   result = chi_square(*_chain_counts(_coarse(_LOSSLESS[name]), tree, 1_000_000))
   assert result.num_samples >= 1_000_000
-  assert result.p_value > 1e-3, result
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(('name', 'tree'), [('race', TokenTree.chains(3, 2)), ('race_block', _IRREGULAR)], ids=_id)
-def test_joint_law_of_races_by_sampling(name, tree):
-  result = chi_square(*_chain_counts(_coarse(METHODS[name]), tree, 1_000_000))
   assert result.p_value > 1e-3, result
 
 

@@ -1,17 +1,14 @@
 """Decoding divided over devices and processes: the same tokens as on one device."""
 
 import json
-import os
-import pathlib
 import re
-import socket
-import subprocess
-import sys
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import finish
 
 from spectr_jax import Tokenizer, TokenTree, generate, save_model
 from spectr_jax.decode_sharding import DecodeSharding
@@ -19,7 +16,6 @@ from spectr_jax.draft import ModelDrafter
 from spectr_jax.models import table, transformer
 from spectr_jax.sharding import make_mesh
 
-ROOT = pathlib.Path(__file__).parents[2]
 _TEXT = 'the quick brown fox jumps over the lazy dog while seven wise owls watch from the old oak tree ' * 4
 # Rows of unequal length, more than one batch of them.
 _PROMPTS = [
@@ -37,7 +33,7 @@ _PROMPTS = [
 
 @pytest.fixture(scope='module')
 def wide_pair(tmp_path_factory):
-  """Paths of a target and a draft that eight devices can divide: 8 heads, 304 tokens."""
+  """Flags of a target and a draft that eight devices can divide: 8 heads, 304 tokens; and of prompts."""
   directory = tmp_path_factory.mktemp('wide')
   tokenizer, paths = Tokenizer.train([_TEXT], 304), {}
   for seed, (role, num_layers) in enumerate({'target': 2, 'draft': 1}.items()):
@@ -47,26 +43,11 @@ def wide_pair(tmp_path_factory):
     save_model(paths[role], transformer.transformer_model(params, config), tokenizer)
   prompts = directory / 'prompts.jsonl'
   prompts.write_text('\n'.join(json.dumps({'prompt': text}) for text in _PROMPTS))
-  return {**paths, 'prompts': prompts}
+  return [f'--{name}={path}' for name, path in {**paths, 'prompts': prompts}.items()]
 
 
-def start(*arguments, num_devices=1, **paths):
-  xla_flags = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count={num_devices}'
-  env = {
-    **os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags, 'JAX_DEFAULT_MATMUL_PRECISION': 'highest',
-    'PYTHONIOENCODING': 'utf-8', 'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true',
-  }  # fmt: skip
-  flags = [f'--{name}={value}' for name, value in paths.items()]
-  return subprocess.Popen(
-    [sys.executable, '-m', 'decode.main', *flags, *arguments],
-    cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-  )  # fmt: skip
-
-
-def finish(process, timeout=300):
-  out, err = process.communicate(timeout=timeout)
-  assert process.returncode == 0, err
-  return out
+def start(*arguments, **options):
+  return commands.start('decode.main', *arguments, JAX_DEFAULT_MATMUL_PRECISION='highest', **options)
 
 
 def read(path):
@@ -82,7 +63,7 @@ _SETTINGS = (
 @pytest.fixture(scope='module')
 def on_one_device(tmp_path_factory, wide_pair):
   path = tmp_path_factory.mktemp('one') / 'generations.jsonl'
-  finish(start(*_SETTINGS, f'--generations={path}', **wide_pair))
+  finish(start(*_SETTINGS, *wide_pair, f'--generations={path}'))
   return read(path)
 
 
@@ -99,24 +80,18 @@ def on_one_device(tmp_path_factory, wide_pair):
 )
 def test_eight_devices_decode_like_one(tmp_path, wide_pair, on_one_device, arguments):
   path = tmp_path / 'generations.jsonl'
-  out = finish(start(*_SETTINGS, *arguments, f'--generations={path}', num_devices=8, **wide_pair))
+  out = finish(start(*_SETTINGS, *wide_pair, *arguments, f'--generations={path}', num_devices=8))
   assert 'of 8 devices' in out
   assert read(path) == on_one_device
 
 
 @pytest.mark.slow
 def test_two_processes_decode_like_one(tmp_path, wide_pair, on_one_device):
-  with socket.socket() as free:
-    free.bind(('localhost', 0))
-    address = f'localhost:{free.getsockname()[1]}'
   path = tmp_path / 'generations.jsonl'
-  processes = [
-    start(
-      *_SETTINGS, '--mesh=data:4,model:2', f'--generations={path}', f'--coordinator_address={address}',
-      '--num_processes=2', f'--process_id={index}', num_devices=4, **wide_pair,
-    )
-    for index in range(2)
-  ]  # fmt: skip
+  processes = commands.start_two(
+    'decode.main', *_SETTINGS, *wide_pair, '--mesh=data:4,model:2', f'--generations={path}', num_devices=4,
+    JAX_DEFAULT_MATMUL_PRECISION='highest',
+  )  # fmt: skip
   first, second = [finish(process) for process in processes]
   assert 'of 8 devices' in first
   assert 'race_block' in first
@@ -135,7 +110,7 @@ def test_two_processes_decode_like_one(tmp_path, wide_pair, on_one_device):
   ],
 )
 def test_bad_meshes_are_refused(wide_pair, arguments, message):
-  out, err = start(*_SETTINGS, *arguments, **wide_pair).communicate(timeout=120)
+  out, err = start(*_SETTINGS, *wide_pair, *arguments).communicate(timeout=120)
   assert not out
   assert err.count('\n') == 1
   assert message in err

@@ -1,26 +1,22 @@
 """Training divided over devices and processes: the same run as on one device, and what survives of it."""
 
+import functools
 import json
-import os
-import pathlib
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import finish
 
 from spectr_jax import load_model
 from spectr_jax.sharding import make_mesh, shardings
 from train import plan, step, train
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def settings(corpus, tokenizer_path, **fields):
@@ -34,18 +30,8 @@ def settings(corpus, tokenizer_path, **fields):
   return ['--config=configs/base.py', *(f'--config.{name}={value}' for name, value in values.items())]
 
 
-def start(*arguments, num_devices=1, wrapper=()):
-  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': f'--xla_force_host_platform_device_count={num_devices}'}
-  return subprocess.Popen(
-    [*wrapper, sys.executable, '-m', 'train.main', *map(str, arguments)],
-    cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-  )  # fmt: skip
-
-
-def finish(process, timeout=120):
-  out, err = process.communicate(timeout=timeout)
-  assert process.returncode == 0, err
-  return out
+start = functools.partial(commands.start, 'train.main')
+start_two = functools.partial(commands.start_two, 'train.main', num_devices=2)
 
 
 def losses(workdir):
@@ -149,18 +135,6 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, base, on_one_devi
   assert len(err.splitlines()) == 1, err
   assert re.search(r'error: a checkpoint under .* could not be written \(.*\); the last good one is of step 6', err)
   assert 'at step 6' in finish(start(*arguments))
-
-
-def free_port():
-  with socket.socket() as found:
-    found.bind(('localhost', 0))
-    return found.getsockname()[1]
-
-
-def start_two(*arguments):
-  address = f'localhost:{free_port()}'
-  together = (f'--coordinator_address={address}', '--num_processes=2')
-  return [start(*arguments, *together, f'--process_id={i}', num_devices=2) for i in range(2)]
 
 
 @pytest.mark.slow
