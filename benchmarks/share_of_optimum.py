@@ -23,7 +23,7 @@ from benchmarks.verification import environment
 from decode import metrics
 from decode.options import DecodeOptions
 from decode.prompts import encode_prompts
-from decode.run import row_keys
+from decode.workload import row_keys
 from spectr_jax import Model, SamplingParams, theory
 from spectr_jax.io import command_line
 from spectr_jax.sampling import logits_to_probs

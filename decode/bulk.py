@@ -15,8 +15,8 @@ from absl import flags
 from decode import report
 from decode.generation_file import GenerationFile
 from decode.options import DecodeOptions
-from decode.run import load_models, row_keys, take_prompts
 from decode.settings import Setting, expand
+from decode.workload import Workload
 from spectr_jax.io import command_line
 from spectr_jax.stream import Request, generate_many
 
@@ -57,10 +57,8 @@ def decode_bulk(
   setting = _only_setting(options)
   if jax.process_count() > 1:
     raise ValueError('decode.bulk runs in one process; give each its part of the prompts')
-  every_prompt = options.read_prompts()
-  sharding = options.make_sharding()
-  target, draft, tokenizer, _ = load_models(options)
-  prompts, tokens, lengths, _ = take_prompts(options, every_prompt, target, draft, tokenizer)
+  work = Workload.load(options)
+  prompts = work.prompts
   settings = report.describe_setting(options, setting) | {
     name: getattr(options, name) for name in ('top_k', 'top_p', 'max_new_tokens')
   }
@@ -70,19 +68,19 @@ def decode_bulk(
 
     def requests() -> Iterator[Request]:
       for seed in options.seeds:
-        keys = row_keys(seed, prompts)
+        keys = work.keys(seed)
         for row, prompt in enumerate(prompts):
           if (seed, prompt.index) not in file.done:
-            yield Request((seed, row), tokens[row, : lengths[row]], keys[row])
+            yield Request((seed, row), work.tokens[row, : work.lengths[row]], keys[row])
 
     notify('decoding', len(file.done), total)
     start = time.perf_counter()
     for found in generate_many(
-      target,
-      draft,
+      work.target,
+      work.draft,
       requests(),
       batch_size=options.batch_size,
-      longest_prompt=int(lengths.max()),
+      longest_prompt=int(work.lengths.max()),
       max_new_tokens=options.max_new_tokens,
       method=setting.method,
       tree=setting.tree,
@@ -90,12 +88,12 @@ def decode_bulk(
       temperature=options.temperature,
       top_k=options.top_k,
       top_p=options.top_p,
-      eos_id=tokenizer.eos_id,
-      sharding=sharding,
+      eos_id=work.tokenizer.eos_id,
+      sharding=work.sharding,
     ):
       seed, row = found.name
       prompt = prompts[row]
-      entry = report.describe_continuation(settings, prompt, seed, found.tokens, found.num_target_calls, tokenizer)
+      entry = report.describe_continuation(settings, prompt, seed, found.tokens, found.num_target_calls, work.tokenizer)
       file.append({'index': prompt.index} | entry)
       num_tokens, num_calls = num_tokens + len(found.tokens), num_calls + found.num_target_calls
       notify('decoding', len(file.done), total)

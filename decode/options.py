@@ -135,6 +135,11 @@ class DecodeOptions:
     return methods
 
   @property
+  def needs_draft(self) -> bool:
+    """Whether any method drafts."""
+    return any(method.max_drafts != 0 for method in self.methods)
+
+  @property
   def seeds(self) -> range:
     return range(self.seed, self.seed + self.num_seeds)
 

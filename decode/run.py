@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import os
-import platform
 import time
 from collections.abc import Callable
 from typing import Any
 
-import flax
 import jax
-import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 import spectr_jax
@@ -26,13 +21,11 @@ from decode.calibrate import (
   rates_name,
   read_acceptance,
 )
-from decode.options import ROOT, DecodeOptions
-from decode.prompts import Prompt, encode_prompts, without_long
+from decode.options import DecodeOptions
+from decode.prompts import Prompt
 from decode.settings import Setting, expand
-from spectr_jax import Generation, Model, Statistics, Tokenizer, TokenTree
-from spectr_jax.decode_sharding import DecodeSharding
-from spectr_jax.draft import ModelDrafter
-from spectr_jax.generation import NotFiniteError
+from decode.workload import Workload
+from spectr_jax import Generation, Statistics, Tokenizer, TokenTree
 from spectr_jax.sharding import fetch
 
 Notify = Callable[[str, int, int], None]
@@ -195,95 +188,21 @@ class DecodeRun:
     )
 
 
-def _portable(path: str) -> str:
-  """`path` as it reads on any machine, if it is a file of the repository."""
-  return path.removeprefix(f'{ROOT}/')
-
-
-def load_models(options: DecodeOptions) -> tuple[Model, Model | None, Tokenizer, dict[str, Any]]:
-  """Target, draft (None if no method drafts), their tokenizer and a description of both."""
-  info, models, tokenizers = {}, {}, {}
-  for role in ('target', 'draft'):
-    if role == 'draft' and not any(method.max_drafts != 0 for method in options.methods):
-      continue
-    path = getattr(options, role)
-    model, tokenizer = spectr_jax.load_model(path, dtype=options.dtype or None)
-    models[role], tokenizers[role] = model, tokenizer
-    info[role] = {
-      'path': _portable(path),
-      'num_params': sum(leaf.size for leaf in jax.tree.leaves(model.params)),
-      'dtype': spectr_jax.transformer.config_of(model).dtype,
-      'tokenizer': tokenizer.fingerprint,
-    }
-  if len({tokenizer.fingerprint for tokenizer in tokenizers.values()}) > 1:
-    raise ValueError(
-      'target and draft must share a tokenizer, but their fingerprints differ: '
-      + ', '.join(f'{tokenizer.fingerprint} in {getattr(options, role)}' for role, tokenizer in tokenizers.items())
-    )
-  return models['target'], models.get('draft'), tokenizers['target'], info
-
-
-def take_prompts(
-  options: DecodeOptions, prompts: list[Prompt], target: Model, draft: Model | None, tokenizer: Tokenizer
-) -> tuple[list[Prompt], np.ndarray, np.ndarray, int]:
-  """The prompts that are asked for, their ids `[P, longest]` and lengths `[P]`, and how many were too long."""
-  limits = [model.max_length for model in (target, draft) if model is not None and model.max_length is not None]
-  room = {'max_new_tokens': options.max_new_tokens, 'max_length': min(limits, default=None)}
-  fitting = without_long(prompts, tokenizer, **room) if options.skip_long else prompts
-  taken = fitting[: options.num_prompts]
-  return taken, *encode_prompts(taken, tokenizer, **room), len(prompts) - len(fitting)
-
-
-def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
-  device = jax.devices()[0]
-  return {
-    'flags': dataclasses.asdict(options) | {'target': _portable(options.target), 'draft': _portable(options.draft)},
-    'versions': {
-      'spectr_jax': spectr_jax.__version__,
-      'python': platform.python_version(),
-      'jax': jax.__version__,
-      'jaxlib': jaxlib.__version__,
-      'flax': flax.__version__,
-      'numpy': np.__version__,
-    },
-    'device': {
-      'platform': device.platform,
-      'kind': device.device_kind,
-      'num_cpus': os.cpu_count(),
-      'num_devices': jax.device_count() if options.mesh else 1,
-    },
-    'models': models,
-  }
-
-
-def row_keys(seed: int, prompts: list[Prompt]) -> jax.Array:
-  """One key per prompt, from the seed and the prompt's place in its file alone."""
-  key = jax.random.fold_in(jax.random.key(0, impl='threefry2x32'), np.uint32(seed))
-  return jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.array([prompt.index for prompt in prompts]))
-
-
-def _measure_node_costs(
-  target: Model,
-  trees: list[TokenTree],
-  *,
-  batch_size: int,
-  max_length: int,
-  sharding: DecodeSharding | None,
-  num_runs: int = 15,
-) -> dict[int, float]:
+def _measure_node_costs(workload: Workload, trees: list[TokenTree], num_runs: int = 15) -> dict[int, float]:
   """Median time of a target call on each tree, root included, over one on a single token."""
-  shapes = {tree.num_nodes + 1: (tree, batch_size) for tree in (TokenTree(), *trees)}
-  calls = latency.forward_calls(target, shapes, max_length=max_length, sharding=sharding)
+  shapes = {tree.num_nodes + 1: (tree, workload.batch_size) for tree in (TokenTree(), *trees)}
+  calls = latency.forward_calls(workload.target, shapes, max_length=workload.max_length, sharding=workload.sharding)
   times = latency.time_in_turns(calls, num_runs)
   medians = {size: float(np.median(found)) for size, found in times.items()}
   return {size: median / medians[1] for size, median in medians.items()}
 
 
-def _choose_trees(options: DecodeOptions, given, settings, prompts, batches, generate, notify):
+def _choose_trees(workload: Workload, settings: list[Setting], given, notify: Notify):
   """The settings with `optimal` trees chosen, and the rates by method that they were chosen from.
 
   Rates that are not `given` by a file are measured on the prompts, with a seed that is not among the options' own.
   """
+  options = workload.options
   budgets = {}
   for setting in settings:
     if setting.spec is not None and setting.spec.name == 'optimal':
@@ -292,13 +211,14 @@ def _choose_trees(options: DecodeOptions, given, settings, prompts, batches, gen
   if not budgets:
     return settings, {}
   acceptance: dict[str, Acceptance] = {}
-  keys = row_keys((options.seeds[-1] + 1) % 2**32, prompts)
+  keys = workload.keys((options.seeds[-1] + 1) % 2**32)
   for method, budget in budgets.items():
 
     def measure(tree: TokenTree, method=method) -> Statistics:
       notify(f'{method.name}: measuring acceptance on a tree of {tree.num_nodes} nodes', 0, len(settings))
-      found = [fetch(generate(Setting(method, tree=tree), keys, rows, statistics=True).statistics) for rows in batches]
-      return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(prompts)], *found)
+      setting = Setting(method, tree=tree)
+      found = [fetch(workload.generate(setting, keys, rows, statistics=True).statistics) for rows in workload.batches]
+      return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(workload.prompts)], *found)
 
     name = rates_name(method)
     if given is None:
@@ -354,51 +274,15 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
   notify = notify or (lambda what, done, total: None)
   settings = expand(options)
   given = None if options.acceptance is None else read_acceptance(options.acceptance)
-  every_prompt = options.read_prompts()
-  sharding = options.make_sharding()
-  target, draft, tokenizer, models = load_models(options)
-  prompts, tokens, lengths, num_long = take_prompts(options, every_prompt, target, draft, tokenizer)
-  batch_size = min(options.batch_size, len(prompts))
-  if sharding is not None:  # models once, not with every batch
-    batch_size = sharding.round_up(batch_size)
-    target, drafter = sharding.put_models(target, None if draft is None else ModelDrafter(draft))
-    draft = None if drafter is None else drafter.model
-  # The last batch is filled up with copies of the last row, which take no round more than the row itself.
-  batches = [
-    np.minimum(np.arange(start, start + batch_size), len(prompts) - 1) for start in range(0, len(prompts), batch_size)
-  ]
-
-  def generate(setting: Setting, keys, rows, statistics=options.share_of_optimum, function=spectr_jax.generate):
-    return function(
-      keys[rows],
-      target,
-      draft,
-      tokens[rows],
-      lengths[rows],
-      method=setting.method,
-      tree=setting.tree,
-      max_new_tokens=options.max_new_tokens,
-      temperature=options.temperature,
-      top_k=options.top_k,
-      top_p=options.top_p,
-      eos_id=tokenizer.eos_id,
-      statistics=statistics,
-      sharding=sharding,
-    )
-
-  def checked(setting: Setting, keys, rows, **more) -> Generation:
-    try:
-      return generate(setting, keys, rows, **more)
-    except NotFiniteError as error:
-      raise ValueError(f'{setting}, prompt {prompts[rows[error.row]].id}: {error}') from error
-
-  settings, acceptance = _choose_trees(options, given, settings, prompts, batches, checked, notify)
+  workload = Workload.load(options)
+  settings, acceptance = _choose_trees(workload, settings, given, notify)
+  batches, prompts = workload.batches, workload.prompts
   done, total = 0, len(settings) * options.num_seeds * len(batches)
   part_seconds = {}
   for setting in settings:
     notify(f'{setting}: compiling', done, total)
     # One round compiles what `generate` runs.
-    state = generate(setting, row_keys(options.seed, prompts), batches[0], function=spectr_jax.init_decode)
+    state = workload.init(setting, workload.keys(options.seed), batches[0], statistics=options.share_of_optimum)
     state = jax.block_until_ready(spectr_jax.decode_rounds(state, 1))
     if options.breakdown and setting.tree.num_nodes:
       notify(f'{setting}: timing its parts', done, total)
@@ -407,12 +291,13 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
   batch_seconds: dict[tuple[Setting, int], list[float]] = collections.defaultdict(list)
   generations: dict[tuple[Setting, int], list[Generation]] = collections.defaultdict(list)
   for seed in options.seeds:
-    keys = row_keys(seed, prompts)
+    keys = workload.keys(seed)
     for rows in batches:
       for setting in settings:
         notify(f'decoding, seed {seed}', done, total)
         start = time.perf_counter()
-        generation = jax.block_until_ready(checked(setting, keys, rows))
+        generation = workload.generate(setting, keys, rows, statistics=options.share_of_optimum)
+        jax.block_until_ready(generation)
         batch_seconds[setting, seed].append(time.perf_counter() - start)
         generations[setting, seed].append(fetch(generation))
         done += 1
@@ -421,16 +306,13 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
     for setting in settings
     for seed in options.seeds
   ]
-  info = describe(options, models) | {'num_long_prompts': num_long}
-  run = DecodeRun(options, info, prompts, tokenizer, settings, measurements, acceptance, part_seconds=part_seconds)
+  run = DecodeRun(
+    options, workload.info, prompts, workload.tokenizer, settings, measurements, acceptance, part_seconds=part_seconds
+  )
   slow = [setting for setting in settings if setting.tree.num_nodes and (run.summarize(setting).speedup or 1) < 1]
   if slow:
     notify("measuring the target's cost of a call", done, total)
-    max_length = tokens.shape[1] + options.max_new_tokens
     trees = {setting.tree.num_nodes: setting.tree for setting in slow}
-    costs = _measure_node_costs(
-      target, list(trees.values()), batch_size=batch_size, max_length=max_length, sharding=sharding
-    )
-    run = dataclasses.replace(run, node_costs=costs)
+    run = dataclasses.replace(run, node_costs=_measure_node_costs(workload, list(trees.values())))
   notify('done', total, total)
   return run

@@ -11,8 +11,9 @@ from rich.console import Console
 from decode import report
 from decode.options import DecodeOptions
 from decode.prompts import Prompt
-from decode.run import row_keys, run_decode
+from decode.run import run_decode
 from decode.settings import expand
+from decode.workload import row_keys
 from spectr_jax import load_model, save_model
 
 
