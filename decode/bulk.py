@@ -7,21 +7,25 @@ A run that ended early, however it did, goes on with `--resume`: no prompt is lo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 from absl import flags
 
 from decode import report
+from decode.auto import choose, predict_all
 from decode.generation_file import GenerationFile
 from decode.options import DecodeOptions
 from decode.settings import Setting, expand
-from decode.workload import Workload
+from decode.workload import Notify, Workload
 from spectr_jax.io import command_line
 from spectr_jax.stream import Request, generate_many
 
 
-def _only_setting(options: DecodeOptions) -> Setting:
+def _only_setting(workload: Workload, notify: Notify) -> Setting:
+  options = workload.options
+  if options.is_auto:
+    return choose(predict_all(workload, notify))
   settings = expand(options)
   if len(settings) != 1:
     raise ValueError(f'one method, K, L and tree at a time, got {len(settings)}: {", ".join(map(str, settings))}')
@@ -36,12 +40,12 @@ def decode_bulk(
   *,
   resume: bool = False,
   rounds_at_a_time: int = 4,
-  notify: Callable[[str, int, int], None] | None = None,
+  notify: Notify | None = None,
 ) -> tuple[int, int, float]:
   """Continues every prompt with every seed, appending to a file.
 
   Args:
-    options: What to run: one method, K, L and tree.
+    options: What to run: one method, K, L and tree, or `auto`, which takes one.
     path: The file.
     resume: Whether to go on with it.
     rounds_at_a_time: Rounds between two looks at which rows are done.
@@ -54,10 +58,10 @@ def decode_bulk(
     ValueError: Prompts, models, options or the file are unusable; the message says why.
   """
   notify = notify or (lambda what, done, total: None)
-  setting = _only_setting(options)
   if jax.process_count() > 1:
     raise ValueError('decode.bulk runs in one process; give each its part of the prompts')
   work = Workload.load(options)
+  setting = _only_setting(work, notify)
   prompts = work.prompts
   settings = report.describe_setting(options, setting) | {
     name: getattr(options, name) for name in ('top_k', 'top_p', 'max_new_tokens')

@@ -65,7 +65,8 @@ def forward_calls(
 
 
 @jax.jit
-def _draft(state: DecodeState):
+def draft(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+  """A round's guesses and their laws."""
   proposal = propose(state, noise_keys(state)[0])
   return proposal.tokens, proposal.probs
 
@@ -89,10 +90,10 @@ def time_parts(state: DecodeState, num_runs: int = 15) -> dict[str, float]:
     state: Before a round; it is not donated.
     num_runs: How often each part is run.
   """
-  tokens, probs = _draft(state)
+  tokens, probs = draft(state)
   logits = _score(state, tokens)
   calls = {
-    'draft': functools.partial(_draft, state),
+    'draft': functools.partial(draft, state),
     'target': functools.partial(_score, state, tokens),
     'verification': functools.partial(_judge, state, Proposal(tokens, probs), logits),
   }

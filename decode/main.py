@@ -9,6 +9,7 @@ from absl import flags
 
 from decode import report
 from decode.option_flags import read_options
+from decode.output_files import OutputFiles
 from decode.run import run_decode
 from spectr_jax.io import command_line, processes
 from spectr_jax.sharding import is_primary
@@ -33,7 +34,7 @@ def decode():
   if not is_primary():
     run_decode(options)
     return
-  outputs = report.OutputFiles(output=_OUTPUT.value, generations=_GENERATIONS.value)
+  outputs = OutputFiles(output=_OUTPUT.value, generations=_GENERATIONS.value)
   with outputs:
     with report.show_progress() as notify:
       run = run_decode(options, notify)

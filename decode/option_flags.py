@@ -20,9 +20,21 @@ _FLAGS = (
   _define(flags.DEFINE_string, 'target', 'Directory of the target model.'),
   _define(flags.DEFINE_string, 'draft', 'Directory of the draft model.'),
   _define(flags.DEFINE_string, 'dtype', "Type to compute in, float32 or bfloat16; '' for each model's own."),
-  _define(flags.DEFINE_list, 'method', f'Methods, separated by commas, of {", ".join(METHODS)}.'),
-  _define(flags.DEFINE_list, 'num_drafts', 'K, drafts per round; several, separated by commas, run the grid.'),
-  _define(flags.DEFINE_list, 'draft_length', 'L, tokens per draft; several, separated by commas, run the grid.'),
+  _define(
+    flags.DEFINE_list,
+    'method',
+    f'Methods, separated by commas, of {", ".join(METHODS)}; or auto, the one predicted to be the fastest.',
+  ),
+  _define(
+    flags.DEFINE_list,
+    'num_drafts',
+    'K, drafts per round; several, separated by commas, run the grid. Default 4, for auto 1,2,4,8.',
+  ),
+  _define(
+    flags.DEFINE_list,
+    'draft_length',
+    'L, tokens per draft; several, separated by commas, run the grid. Default 4, for auto 2,4,8.',
+  ),
   _define(
     flags.DEFINE_multi_string,
     'tree',
@@ -34,6 +46,10 @@ _FLAGS = (
     'acceptance',
     'JSON that --output wrote in a run with optimal:BUDGET; its rates are used instead of measuring them again.',
   ),
+  _define(
+    flags.DEFINE_string, 'calibration', 'JSON file in which --method=auto keeps what it measures, and finds it again.'
+  ),
+  _define(flags.DEFINE_integer, 'calibration_prompts', 'Prompts that auto decodes to measure; at least two batches.'),
   _define(
     flags.DEFINE_string,
     'children',

@@ -16,6 +16,10 @@ from spectr_jax.sharding import DATA, make_mesh
 
 ROOT = epath.Path(__file__).resolve().parent.parent
 PRETRAINED = ROOT / 'pretrained'
+AUTO = 'auto'
+# K and L where none are given, for methods by name and for `auto`.
+DEFAULT_GRID = {'num_drafts': (4,), 'draft_length': (4,)}
+AUTO_GRID = {'num_drafts': (1, 2, 4, 8), 'draft_length': (2, 4, 8)}
 _DTYPES = ('', 'float32', 'bfloat16')
 DRAFT_MESHES = 'whole', 'divided'
 
@@ -33,10 +37,14 @@ class DecodeOptions:
   Attributes:
     target, draft: Directories of models.
     dtype: Type to compute in, '' for each model's own.
-    method: Names of methods.
-    num_drafts, draft_length: K and L, every pair of which is run.
+    method: Names of methods; `auto`, alone or beside `autoregressive`, takes the lossless one that is predicted to be
+      the fastest, see `decode.auto`.
+    num_drafts, draft_length: K and L, every pair of which is run, or compared by `auto`; by default 4 and 4, for `auto`
+      1, 2, 4, 8 and 2, 4, 8.
     tree: Trees to guess; see `decode.settings.TreeSpec`.
     acceptance: File of measured acceptance rates for `optimal` trees, or None to measure them on the prompts.
+    calibration: File in which `auto` keeps what it measures; if it is there, nothing is measured again.
+    calibration_prompts: Prompts that `auto` decodes to measure, from the first; at least two batches.
     children: Rule by which the children of a node are drawn, '' for each method's own.
     epsilon: Over-acceptance of the methods that have one, or None for their own.
     gumbel: Whether methods that draft nothing sample by Gumbel-max with keys per position, as `ersd` does.
@@ -61,10 +69,12 @@ class DecodeOptions:
   draft: str = str(PRETRAINED / 'draft')
   dtype: str = ''
   method: tuple[str, ...] = ('autoregressive', 'speculative', 'block', 'spectr', 'race_block')
-  num_drafts: tuple[int, ...] = (4,)
-  draft_length: tuple[int, ...] = (4,)
+  num_drafts: tuple[int, ...] | None = None
+  draft_length: tuple[int, ...] | None = None
   tree: tuple[str, ...] = ('chains',)
   acceptance: str | None = None
+  calibration: str | None = None
+  calibration_prompts: int = 8
   children: str = ''
   epsilon: float | None = None
   gumbel: bool = False
@@ -86,13 +96,17 @@ class DecodeOptions:
 
   def __post_init__(self):
     if not self.method:
-      raise ValueError(f'no method given; allowed: {", ".join(METHODS)}')
+      raise ValueError(f'no method given; allowed: {", ".join((*METHODS, AUTO))}')
+    for name, values in (AUTO_GRID if self.is_auto else DEFAULT_GRID).items():
+      if getattr(self, name) is None:
+        object.__setattr__(self, name, values)
+    self._check_auto()
     if self.epsilon is not None and not (math.isfinite(self.epsilon) and self.epsilon >= 0):
       raise ValueError(f'epsilon must be finite and at least 0, got {self.epsilon}')
-    if self.epsilon is not None and not any(map(has_epsilon, self.method)):
+    if self.epsilon is not None and not any(has_epsilon(name) for name in self.method if name != AUTO):
       allowed = ', '.join(filter(has_epsilon, METHODS))
       raise ValueError(f'epsilon is for {allowed}, one of which must be among the methods')
-    if self.gumbel and not any(get_method(name).max_drafts == 0 for name in self.method):
+    if self.gumbel and not any(get_method(name).max_drafts == 0 for name in self.method if name != AUTO):
       raise ValueError('gumbel is for autoregressive decoding, which must be among the methods')
     _ = self.methods
     for name in ('num_drafts', 'draft_length'):
@@ -107,7 +121,7 @@ class DecodeOptions:
       raise ValueError(f'top_k must be at least 0 (0 keeps all) and below 2**31, got {self.top_k}')
     if not 0 < self.top_p <= 1:
       raise ValueError(f'top_p must be above 0 and at most 1, got {self.top_p}')
-    for name in ('num_prompts', 'batch_size', 'max_new_tokens', 'num_seeds'):
+    for name in ('num_prompts', 'calibration_prompts', 'batch_size', 'max_new_tokens', 'num_seeds'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, got {getattr(self, name)}')
     if self.seed < 0 or self.seed + self.num_seeds > 2**32:
@@ -121,11 +135,33 @@ class DecodeOptions:
     if self.prompt is not None and self.prompts is not None:
       raise ValueError('prompt and prompts are both given; choose one: a text, or a file of texts')
 
+  def _check_auto(self):
+    if not self.is_auto:
+      if self.calibration is not None:
+        raise ValueError('calibration is for --method=auto')
+      return
+    if others := set(self.method) - {AUTO, 'autoregressive'}:
+      raise ValueError(
+        'auto compares all methods that are lossless; only autoregressive can stand beside it, not'
+        f' {", ".join(sorted(others))}'
+      )
+    if self.children:
+      raise ValueError('auto takes every method with its own children')
+    if any(tree.startswith('optimal') for tree in self.tree):
+      raise ValueError('auto compares trees that are given: chains, prefix:FACTORS, specinfer')
+
+  @property
+  def is_auto(self) -> bool:
+    """Whether the method is to be chosen."""
+    return AUTO in self.method
+
   @property
   def methods(self) -> list[Method]:
-    """The methods by name, as `children`, `epsilon` and `gumbel` want them."""
+    """The methods that are named, as `children`, `epsilon` and `gumbel` want them."""
     methods = []
     for name in self.method:
+      if name == AUTO:
+        continue
       method = get_method(name)
       if method.max_drafts == 0:
         method = with_gumbel(method) if self.gumbel else method
@@ -137,7 +173,7 @@ class DecodeOptions:
   @property
   def needs_draft(self) -> bool:
     """Whether any method drafts."""
-    return any(method.max_drafts != 0 for method in self.methods)
+    return self.is_auto or any(method.max_drafts != 0 for method in self.methods)
 
   @property
   def seeds(self) -> range:

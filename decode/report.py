@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -11,16 +12,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from etils import epath
 from rich import box, progress
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from decode.auto import Prediction
 from decode.options import DecodeOptions
 from decode.prompts import Prompt
-from decode.run import DecodeRun, Measurement, Notify, Summary
+from decode.run import DecodeRun, Measurement, Summary
 from decode.settings import Setting
+from decode.workload import Notify
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Tokenizer
 
 # How a token's origin looks in colour, and without: nothing, brackets, braces.
@@ -69,66 +71,6 @@ def show_progress() -> Iterator[Notify]:
     yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
-class OutputFiles:
-  """Files that are written whole or not at all; what stood there before stays until then.
-
-  Entering proves that they can be written, so that a long run does not end in a surprise.
-
-  Attributes:
-    paths: Where to write, by flag.
-  """
-
-  def __init__(self, **paths: epath.PathLike | None):
-    # Links are followed: renaming onto one would replace the link, not the file it names.
-    self.paths = {
-      flag: epath.Path(path if '://' in str(path) else os.path.realpath(path))
-      for flag, path in paths.items()
-      if path is not None
-    }
-
-  def _unfinished(self, flag: str) -> epath.Path:
-    path = self.paths[flag]
-    return path.parent / f'{path.name}.unfinished'
-
-  def __enter__(self) -> OutputFiles:
-    if len(set(self.paths.values())) < len(self.paths):
-      raise ValueError(f'{" and ".join(self.paths)} name the same file, {next(iter(self.paths.values()))}')
-    try:
-      for flag, path in self.paths.items():
-        self._reserve(flag, path)
-    except BaseException:
-      self._clean()
-      raise
-    return self
-
-  def _reserve(self, flag: str, path: epath.Path) -> None:
-    is_local = '://' not in str(path)
-    if is_local and not path.parent.is_dir():
-      raise ValueError(f'{flag}: cannot write {path}: there is no directory {path.parent}')
-    if path.is_dir() or (is_local and path.exists() and not os.path.isfile(path)):  # epath takes devices for files
-      raise ValueError(f'{flag}: cannot write {path}: it exists and is not a regular file')
-    try:
-      self._unfinished(flag).write_text('')
-    except Exception as error:  # remote file systems raise their own types
-      raise ValueError(f'{flag}: cannot write {path}: {getattr(error, "strerror", None) or error}') from error
-
-  def write(self, **contents: str | bytes) -> None:
-    """Writes the text, or the bytes, of each flag that was given a path."""
-    contents = {flag: content for flag, content in contents.items() if flag in self.paths}
-    for flag, content in contents.items():
-      self._unfinished(flag).write_bytes(content.encode() if isinstance(content, str) else content)
-    for flag in contents:
-      self._unfinished(flag).replace(self.paths[flag])
-
-  def _clean(self) -> None:
-    for flag in self.paths:
-      with contextlib.suppress(Exception):
-        self._unfinished(flag).unlink(missing_ok=True)
-
-  def __exit__(self, *error) -> None:
-    self._clean()
-
-
 def _result(summary: Summary, run: DecodeRun, seed: int) -> dict:
   setting = summary.setting
   return {
@@ -157,6 +99,17 @@ def _result(summary: Summary, run: DecodeRun, seed: int) -> dict:
   }
 
 
+def _prediction(found: Prediction) -> dict:
+  setting = found.setting
+  fields = dataclasses.asdict(dataclasses.replace(found, setting=None))
+  return {
+    'method': setting.method.name,
+    'num_drafts': setting.num_drafts,
+    'draft_length': setting.draft_length,
+    'tree': setting.tree_name,
+  } | {name: value for name, value in fields.items() if name != 'setting'}
+
+
 def to_json(run: DecodeRun) -> str:
   """The run and one result per setting and seed.
 
@@ -164,12 +117,13 @@ def to_json(run: DecodeRun) -> str:
   (over batches) for a single batch, `seconds_per_round` unless asked for;
   `acceptance_by_position[d]` is the share of rounds that kept at least d + 1 drafted tokens; `share_of_optimum` is null
   unless asked for; `epsilon` where methods have their own. `acceptance` holds the rates that `optimal` trees
-  were chosen from, by method.
+  were chosen from, by method, and `predictions` what `auto` chose from, the fastest first.
   """
   results = [_result(run.summarize(found.setting, (found.seed,)), run, found.seed) for found in run.measurements]
-  return (
-    json.dumps({'run': run.info, 'acceptance': run.acceptance, 'results': results}, indent=2, allow_nan=False) + '\n'
-  )
+  content = {'run': run.info, 'acceptance': run.acceptance, 'results': results}
+  if run.predictions:
+    content['predictions'] = [_prediction(found) for found in run.predictions]
+  return json.dumps(content, indent=2, allow_nan=False) + '\n'
 
 
 def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:
@@ -254,6 +208,38 @@ def make_table(run: DecodeRun) -> Table:
     ]
     table.add_row(*cells)
   return table
+
+
+_NUM_PREDICTIONS = 12
+
+
+def make_prediction_table(predictions: list[Prediction]) -> Table:
+  """The fastest settings by prediction, and autoregressive decoding."""
+  shown = predictions[:_NUM_PREDICTIONS]
+  shown += [found for found in predictions[_NUM_PREDICTIONS:] if not found.setting.tree.num_nodes]
+  alone = next(found for found in predictions if not found.setting.tree.num_nodes)
+  table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+  table.add_column('predicted', no_wrap=True)
+  for name in ('tokens per\ntarget call', 'draft\nms', 'target\nms', 'rest\nms', 'tokens/s', 'speed-up'):
+    table.add_column(name, justify='right', no_wrap=True)
+  for found in shown:
+    table.add_row(
+      str(found.setting),
+      f'{found.tokens_per_call:.2f}',
+      *(f'{1e3 * getattr(found, f"{part}_seconds"):.2f}' for part in ('draft', 'target', 'rest')),
+      f'{found.tokens_per_second:,.0f}',
+      f'{found.tokens_per_second / alone.tokens_per_second:.2f}x',
+    )
+  return table
+
+
+def explain_choice(predictions: list[Prediction]) -> str:
+  """What `auto` took, of how many."""
+  best, num_seen = predictions[0], sum(found.is_observed for found in predictions)
+  return (
+    f'auto takes {best.setting}, the fastest of {len(predictions)} lossless settings by prediction; {num_seen} were'
+    ' decoded on calibration prompts, the others follow from runs with longer drafts.'
+  )
 
 
 def explain_bias(run: DecodeRun) -> list[str]:
@@ -371,6 +357,9 @@ def print_report(run: DecodeRun, console: Console | None = None) -> None:
   console.print(_headline(run) + '\n', **print_options)
   if not console.is_terminal:
     console.width = 1000  # the lines of a file have no window to fit into
+  if run.predictions:
+    console.print(make_prediction_table(run.predictions))
+    console.print('\n' + explain_choice(run.predictions) + '\n', **print_options)
   console.print(make_table(run))
   console.print()
   for line in explain_bias(run) + explain_slow(run) + explain_parts(run):

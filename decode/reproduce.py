@@ -5,6 +5,7 @@ from etils import epath
 
 from decode import figures, report, table_report
 from decode.options import DecodeOptions
+from decode.output_files import OutputFiles
 from decode.table import Request
 from decode.tables import TABLES
 from spectr_jax.io import command_line
@@ -65,7 +66,7 @@ def main(argv):
     directory = epath.Path(_OUTPUT.value)
     directory.mkdir(parents=True, exist_ok=True)
     paths = {kind: directory / f'{name}.{kind}' for kind in ('json', 'md', 'png')}
-  with report.OutputFiles(**paths) as outputs:
+  with OutputFiles(**paths) as outputs:
     with report.show_progress() as notify:
       found = table.run(request, notify)
     lines = table_report.describe(table, request, found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 
 import spectr_jax
 from decode import latency, metrics
+from decode.auto import Prediction, choose, predict_all
 from decode.calibrate import (
   Acceptance,
   choose_tree,
@@ -24,11 +24,9 @@ from decode.calibrate import (
 from decode.options import DecodeOptions
 from decode.prompts import Prompt
 from decode.settings import Setting, expand
-from decode.workload import Workload
+from decode.workload import Notify, Workload
 from spectr_jax import Generation, Statistics, Tokenizer, TokenTree
 from spectr_jax.sharding import fetch
-
-Notify = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +117,7 @@ class DecodeRun:
     acceptance: The rates by method that `optimal` trees were chosen from.
     node_costs: Time of a target call on so many tokens over that on one; for settings slower than autoregressive.
     part_seconds: Time of a round's parts by setting, see `decode.latency.time_parts`; if asked for.
+    predictions: What `auto` chose from, the fastest first; empty if it was not asked for.
   """
 
   options: DecodeOptions
@@ -130,6 +129,7 @@ class DecodeRun:
   acceptance: dict[str, Acceptance] = dataclasses.field(default_factory=dict)
   node_costs: dict[int, float] = dataclasses.field(default_factory=dict)
   part_seconds: dict[Setting, dict[str, float]] = dataclasses.field(default_factory=dict)
+  predictions: list[Prediction] = dataclasses.field(default_factory=list)
 
   def summarize(self, setting: Setting, seeds=None) -> Summary:
     """The numbers of one setting over `seeds`, by default all that were run."""
@@ -255,27 +255,13 @@ def _measurement(
   )
 
 
-def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRun:
-  """Decodes every prompt with every setting and seed.
-
-  A continuation depends on its prompt, its place in the file, the seed and the setting; not on the rest of the grid,
-  and on the batch size only where rounding differs.
-
-  Args:
-    options: What to run.
-    notify: Called with what is being done, batches done so far and batches in all.
-
-  Returns:
-    The continuations and what they took.
+def measure(workload: Workload, settings: list[Setting], notify: Notify) -> DecodeRun:
+  """Decodes every prompt with every setting, in turns, and every seed of the workload's options.
 
   Raises:
-    ValueError: Prompts or models are unusable; the message says why.
+    ValueError: A model gives logits that are not finite.
   """
-  notify = notify or (lambda what, done, total: None)
-  settings = expand(options)
-  given = None if options.acceptance is None else read_acceptance(options.acceptance)
-  workload = Workload.load(options)
-  settings, acceptance = _choose_trees(workload, settings, given, notify)
+  options = workload.options
   batches, prompts = workload.batches, workload.prompts
   done, total = 0, len(settings) * options.num_seeds * len(batches)
   part_seconds = {}
@@ -307,7 +293,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
     for seed in options.seeds
   ]
   run = DecodeRun(
-    options, workload.info, prompts, workload.tokenizer, settings, measurements, acceptance, part_seconds=part_seconds
+    options, workload.info, prompts, workload.tokenizer, settings, measurements, part_seconds=part_seconds
   )
   slow = [setting for setting in settings if setting.tree.num_nodes and (run.summarize(setting).speedup or 1) < 1]
   if slow:
@@ -316,3 +302,31 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
     run = dataclasses.replace(run, node_costs=_measure_node_costs(workload, list(trees.values())))
   notify('done', total, total)
   return run
+
+
+def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRun:
+  """Decodes every prompt with every setting and seed.
+
+  A continuation depends on its prompt, its place in the file, the seed and the setting; not on the rest of the grid,
+  and on the batch size only where rounding differs.
+
+  Args:
+    options: What to run.
+    notify: Called with what is being done, batches done so far and batches in all.
+
+  Returns:
+    The continuations and what they took.
+
+  Raises:
+    ValueError: Prompts or models are unusable; the message says why.
+  """
+  notify = notify or (lambda what, done, total: None)
+  settings = expand(options)
+  given = None if options.acceptance is None else read_acceptance(options.acceptance)
+  workload = Workload.load(options)
+  predictions = predict_all(workload, notify) if options.is_auto else []
+  if predictions:
+    settings = list(dict.fromkeys([*settings, choose(predictions)]))
+  settings, acceptance = _choose_trees(workload, settings, given, notify)
+  run = measure(workload, settings, notify)
+  return dataclasses.replace(run, acceptance=acceptance, predictions=predictions)

@@ -88,7 +88,7 @@ def _num_prefix_nodes(factors: tuple[int, ...]) -> int:
   return sum(math.prod(factors[: depth + 1]) for depth in range(len(factors)))
 
 
-def _settings_of(method: Method, spec: TreeSpec, options: DecodeOptions) -> Iterator[Setting]:
+def _on_tree(method: Method, spec: TreeSpec, options: DecodeOptions) -> Iterator[Setting]:
   if spec.name == 'chains':
     most = math.inf if method.max_drafts is None else method.max_drafts
     for length in options.draft_length:
@@ -112,6 +112,35 @@ def _check_size(num_nodes: int, what: str) -> None:
     raise ValueError(f'{what} must be at most {MAX_NODES}, got {num_nodes}')
 
 
+def settings_of(method: Method, options: DecodeOptions, *, skip_unfit: bool = False) -> list[Setting]:
+  """A method on every tree of the options.
+
+  Args:
+    method: The method.
+    options: Where trees, K and L come from.
+    skip_unfit: Whether to leave out the trees that it cannot use.
+
+  Raises:
+    ValueError: A tree is too large, or the method's theory does not cover it.
+  """
+  if method.max_drafts == 0:
+    return [Setting(method)]
+  settings = []
+  for spec in [TreeSpec.parse(text) for text in options.tree]:
+    for setting in _on_tree(method, spec, options):
+      try:
+        if setting.tree.num_nodes:
+          method.tree_for(setting.tree)
+        elif method.needs_chains:
+          raise ValueError(f'{method.name} is defined for chains only, not for {spec}')
+      except ValueError:
+        if skip_unfit:
+          continue
+        raise
+      settings.append(setting)
+  return settings
+
+
 def expand(options: DecodeOptions) -> list[Setting]:
   """The grid, in the order given; what a method cannot use collapses, so each setting is there once.
 
@@ -120,17 +149,4 @@ def expand(options: DecodeOptions) -> list[Setting]:
   Raises:
     ValueError: A tree is too large, or a method's theory does not cover it.
   """
-  specs = [TreeSpec.parse(text) for text in options.tree]
-  settings = []
-  for method in options.methods:
-    if method.max_drafts == 0:
-      settings.append(Setting(method))
-      continue
-    for spec in specs:
-      settings.extend(_settings_of(method, spec, options))
-  for setting in settings:
-    if setting.tree.num_nodes:
-      setting.method.tree_for(setting.tree)
-    elif setting.spec is not None and setting.method.needs_chains:
-      raise ValueError(f'{setting.method.name} is defined for chains only, not for {setting.spec}')
-  return list(dict.fromkeys(settings))
+  return list(dict.fromkeys(setting for method in options.methods for setting in settings_of(method, options)))

@@ -11,7 +11,7 @@ from etils import epath
 
 from decode.options import DecodeOptions
 from decode.prompts import without_long
-from decode.run import Notify
+from decode.workload import Notify
 from spectr_jax import Tokenizer
 from spectr_jax.io.model_files import read_config
 

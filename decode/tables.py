@@ -11,10 +11,10 @@ import numpy as np
 
 from decode import latency, published
 from decode.options import DecodeOptions
-from decode.run import DecodeRun, Notify, Summary, run_decode
+from decode.run import DecodeRun, Summary, run_decode
 from decode.settings import Setting
 from decode.table import Found, Panel, Request, Row, Sizes, Table, Value
-from decode.workload import describe, load_models
+from decode.workload import Notify, describe, load_models
 from spectr_jax import TokenTree, get_method
 
 SPECTR_METHODS = ('autoregressive', 'speculative', 'block', 'spectr', 'race_block')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import flax
@@ -22,6 +23,9 @@ from spectr_jax.decode_sharding import DecodeSharding
 from spectr_jax.draft import ModelDrafter
 from spectr_jax.generate import DecodeState
 from spectr_jax.generation import NotFiniteError
+
+# What is being done, how much of it is done, and how much there is.
+Notify = Callable[[str, int, int], None]
 
 
 def _portable(path: str) -> str:
@@ -139,6 +143,11 @@ class Workload:
     """
     starts, last = range(0, len(self.prompts), self.batch_size), len(self.prompts) - 1
     return [np.minimum(np.arange(start, start + self.batch_size), last) for start in starts]
+
+  def take(self, num_prompts: int) -> Workload:
+    """The same with the first prompts only."""
+    firsts = {name: getattr(self, name)[:num_prompts] for name in ('prompts', 'tokens', 'lengths')}
+    return dataclasses.replace(self, **firsts)
 
   @property
   def max_length(self) -> int:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from decode import report
 from decode.options import DecodeOptions
+from decode.output_files import OutputFiles
 from decode.prompts import Prompt
 from decode.run import DecodeRun, Measurement
 from decode.settings import expand
@@ -48,7 +49,7 @@ def _printed(run, **kwargs):
 def test_files_appear_whole_and_replace_only_then(tmp_path):
   path = tmp_path / 'results.json'
   path.write_text('old')
-  with report.OutputFiles(output=path, generations=None) as files:
+  with OutputFiles(output=path, generations=None) as files:
     assert path.read_text() == 'old'
     files.write(output='new', generations='not asked for')
   assert path.read_text() == 'new'
@@ -59,7 +60,7 @@ def test_files_appear_whole_and_replace_only_then(tmp_path):
 def test_a_failed_run_leaves_the_old_file(tmp_path, error):
   path = tmp_path / 'results.json'
   path.write_text('old')
-  with pytest.raises(error), report.OutputFiles(output=path):
+  with pytest.raises(error), OutputFiles(output=path):
     raise error
   assert path.read_text() == 'old'
   assert list(tmp_path.iterdir()) == [path]
@@ -67,15 +68,15 @@ def test_a_failed_run_leaves_the_old_file(tmp_path, error):
 
 def test_places_that_cannot_be_written_are_refused(tmp_path):
   for path in (tmp_path, tmp_path / 'none' / 'x', '/dev/null'):
-    with pytest.raises(ValueError, match='output: cannot write'), report.OutputFiles(output=path):
+    with pytest.raises(ValueError, match='output: cannot write'), OutputFiles(output=path):
       pass
-  with pytest.raises(ValueError, match='the same file'), report.OutputFiles(output='x', generations='x'):
+  with pytest.raises(ValueError, match='the same file'), OutputFiles(output='x', generations='x'):
     pass
 
 
 def test_a_link_is_followed(tmp_path):
   (tmp_path / 'link').symlink_to(tmp_path / 'real')
-  with report.OutputFiles(output=tmp_path / 'link') as files:
+  with OutputFiles(output=tmp_path / 'link') as files:
     files.write(output='new')
   assert (tmp_path / 'link').is_symlink()
   assert (tmp_path / 'real').read_text() == 'new'

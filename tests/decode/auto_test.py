@@ -1,0 +1,154 @@
+"""What is predicted from what was measured, what is chosen, and what is kept in a file."""
+
+import dataclasses
+import json
+
+import pytest
+
+from decode import auto
+from decode.options import AUTO_GRID, DecodeOptions
+from decode.run import run_decode
+from spectr_jax import METHODS
+
+
+def _options(**changes):
+  return DecodeOptions(**{'method': ('auto',)} | changes)
+
+
+def test_the_grid_has_every_lossless_method_and_no_setting_twice():
+  settings = auto.grid(_options())
+  assert {setting.method.name for setting in settings} == {name for name, m in METHODS.items() if m.is_lossless}
+  assert all(setting.method.is_lossless for setting in settings)
+  singles = {setting.method.name for setting in settings if setting.num_drafts == 1}
+  assert singles == {'speculative', 'block', 'greedy_block', 'ersd'}  # what others do with one draft
+  spectr = [(s.num_drafts, s.draft_length) for s in settings if s.method.name == 'spectr']
+  assert sorted(spectr) == [(k, n) for k in AUTO_GRID['num_drafts'][1:] for n in AUTO_GRID['draft_length']]
+  assert len(set(map(str, settings))) == len(settings)
+
+
+def test_a_tree_that_some_methods_cannot_use_is_for_the_others():
+  settings = auto.grid(_options(tree=('prefix:2,1', 'specinfer'), draft_length=(4,)))
+  assert {str(s) for s in settings if s.method.name == 'spectr'} == {'spectr prefix:2,1', 'spectr specinfer'}
+  assert not any(setting.method.name == 'block' for setting in settings)
+
+
+def _calibration(settings, *, draft=0.5e-3, node=0.1e-3, rest=1e-3, rate=0.8, prefill=2e-3):
+  """Ten prompts one by one, 100 rounds each: every guess is accepted at `rate`; seconds are linear in L and nodes."""
+  drafts, targets, observations = {}, {}, {}
+  for setting in settings:
+    size, length = setting.tree.num_nodes, setting.draft_length
+    name = f'chains {setting.num_drafts}x{length}' if size else 'none'
+    drafts[name], targets[size] = draft * length, 3e-3 + node * size
+    if auto.source_of(setting, settings) != setting:
+      continue
+    kept = [round(1000 * rate ** (depth + 1)) for depth in range(length)]
+    observations[str(setting)] = auto.Observation(
+      num_prompts=10, num_batches=10, num_tokens=1000 + sum(kept), num_calls=1000, kept=kept, num_rounds=1000,
+      prefill_seconds=prefill, round_seconds=drafts[name] + targets[size] + rest * (1 + 0.01 * size),
+    )  # fmt: skip
+  return auto.Calibration({'device': 'test'}, drafts, targets, observations)
+
+
+def test_predictions_are_those_of_the_closed_form():
+  settings = auto.grid(_options())
+  found = {str(p.setting): p for p in auto.predict(_calibration(settings), settings)}
+  alone = found['autoregressive']
+  assert alone.tokens_per_call == 1
+  assert alone.tokens_per_second == pytest.approx(100 / (2e-3 + 100 * 4e-3))
+  for name, length, nodes, is_observed in (
+    ('speculative K=1 L=8', 8, 8, True), ('speculative K=1 L=2', 2, 2, False), ('spectr K=8 L=4', 4, 32, False),
+    ('block K=1 L=4', 4, 4, True), ('race_block K=4 L=2', 2, 8, True),
+  ):  # fmt: skip
+    tokens = sum(0.8**depth for depth in range(length + 1))
+    seconds = 0.5e-3 * length + 3e-3 + 0.1e-3 * nodes + 1e-3 * (1 + 0.01 * nodes)
+    assert found[name].tokens_per_call == pytest.approx(tokens, rel=1e-3)
+    assert found[name].round_seconds == pytest.approx(seconds, rel=1e-6)
+    # Shorter drafts take more rounds for the same tokens.
+    source_tokens = tokens if is_observed else sum(0.8**depth for depth in range(9))
+    per_batch = 100 * source_tokens
+    rounds = per_batch / tokens
+    assert found[name].tokens_per_second == pytest.approx(per_batch / (2e-3 + rounds * seconds), rel=1e-3)
+    assert found[name].is_observed == is_observed
+
+
+def test_the_fastest_is_chosen_and_speculation_left_where_it_does_not_pay():
+  settings = auto.grid(_options())
+  predictions = auto.predict(_calibration(settings), settings)
+  assert predictions == sorted(predictions, key=lambda found: -found.tokens_per_second)
+  assert auto.choose(predictions) == predictions[0].setting
+  assert predictions[0].setting.tree.num_nodes
+  # Where every node costs as much as a call, as at large batches, nothing is better than no guess.
+  predictions = auto.predict(_calibration(settings, node=4e-3), settings)
+  assert auto.choose(predictions).method.name == 'autoregressive'
+
+
+def test_a_calibration_is_the_same_after_a_file(tmp_path):
+  settings = auto.grid(_options())
+  calibration = _calibration(settings)
+  (tmp_path / 'calibration.json').write_text(calibration.to_json())
+  assert auto.Calibration.read(tmp_path / 'calibration.json') == calibration
+
+
+@pytest.mark.parametrize('text', ['', '[]', '{"format": 0}', '{"format": 1}', '{"format": 1, "conditions": {}}'])
+def test_what_is_no_calibration(tmp_path, text):
+  (tmp_path / 'x.json').write_text(text)
+  with pytest.raises(ValueError, match='x.json is no calibration'):
+    auto.Calibration.read(tmp_path / 'x.json')
+
+
+def test_a_calibration_for_something_else_is_refused():
+  settings = auto.grid(_options())
+  calibration = _calibration(settings)
+  calibration.check({'device': 'test'}, settings, 'f')
+  with pytest.raises(ValueError, match='f was measured with device test, not other; name a new file'):
+    calibration.check({'device': 'other'}, settings, 'f')
+  with pytest.raises(ValueError, match='f was measured for another grid, without speculative K=1'):
+    calibration.check({}, auto.grid(_options(draft_length=(2, 16))), 'f')
+
+
+@pytest.mark.parametrize(
+  ('bad', 'message'),
+  [
+    ({'method': ('auto', 'spectr')}, 'only autoregressive can stand beside it, not spectr'),
+    ({'children': 'without_replacement'}, 'its own children'),
+    ({'tree': ('optimal:8',)}, 'trees that are given'),
+    ({'method': ('spectr',), 'calibration': 'x'}, 'calibration is for --method=auto'),
+    ({'calibration_prompts': 0}, 'calibration_prompts must be at least 1'),
+  ],
+)
+def test_what_auto_does_not_take(bad, message):
+  with pytest.raises(ValueError, match=message):
+    _options(**bad)
+
+
+@pytest.mark.usefixtures('quickly')
+def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
+  path = tmp_path / 'calibration.json'
+  few = {name: METHODS[name] for name in ('autoregressive', 'speculative', 'race_block')}
+  monkeypatch.setattr(
+    auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
+  )
+  options = _options(
+    **pair, prompts=str(prompt_file), num_drafts=(1, 2), draft_length=(1, 3), batch_size=2, max_new_tokens=8,
+    calibration=str(path),
+  )  # fmt: skip
+  said = []
+  run = run_decode(options, lambda what, done, total: said.append(what))
+  assert 'auto: decoding calibration prompts' in said
+  names = {
+    'autoregressive', 'speculative K=1 L=1', 'speculative K=1 L=3', 'race_block K=2 L=1', 'race_block K=2 L=3',
+  }  # fmt: skip
+  assert {str(found.setting) for found in run.predictions} == names
+  assert run.settings == [run.predictions[0].setting]
+  observed = json.loads(path.read_text())['observations']
+  assert set(observed) == names - {'speculative K=1 L=1'}
+  for found in observed.values():
+    assert found['num_tokens'] == 3 * 8
+    assert found['num_calls'] >= found['num_rounds'] * 3 / 4  # two batches of two, the last row there twice
+
+  said.clear()
+  again = run_decode(options, lambda what, done, total: said.append(what))
+  assert not any('calibration' in what for what in said)
+  assert again.predictions == run.predictions
+  with pytest.raises(ValueError, match='measured with batch_size 2, not 1'):
+    run_decode(dataclasses.replace(options, batch_size=1))
