@@ -1,4 +1,7 @@
-"""A Markov chain as a `Model`: the next-token law depends on the last token. Algorithms are tested on it."""
+"""A Markov chain as a `Model`: the next-token law depends on the last token, and if wanted on its place.
+
+Algorithms are tested on it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ class TableCache:
 
 
 def _apply(params, tokens, positions, mask, cache):
-  del positions, mask
-  return ModelOutput(params[tokens], cache)
+  del mask
+  if params.ndim == 2:
+    return ModelOutput(params[tokens], cache)
+  return ModelOutput(params[jnp.minimum(positions, len(params) - 1), tokens], cache)
 
 
 def _init_cache(batch_size, max_length):
@@ -37,14 +42,16 @@ def table_model(log_probs: jax.Array) -> Model:
   """A Markov chain.
 
   Args:
-    log_probs: `[V, V]`, row x holds the logits of the token after x; -inf for what never follows.
+    log_probs: `[V, V]`, row x holds the logits of the token after x; -inf for what never follows. Or `[T, V, V]`, a
+      table for each position of x from 0 on; the last one holds for all later positions.
 
   Raises:
-    ValueError: It is not square.
+    ValueError: It is not square, or not of float32 or float64.
   """
   log_probs = jnp.asarray(log_probs)
-  if log_probs.ndim != 2 or log_probs.shape[0] != log_probs.shape[1]:
-    raise ValueError(f'log_probs must be [V, V], got shape {log_probs.shape}')
+  shape = log_probs.shape
+  if len(shape) not in (2, 3) or shape[-2] != shape[-1] or not shape[0]:
+    raise ValueError(f'log_probs must be [V, V] or [T, V, V], got shape {shape}')
   if not jnp.issubdtype(log_probs.dtype, jnp.floating) or log_probs.dtype.itemsize < 4:
     raise ValueError(f'log_probs must be float32 or float64, got {log_probs.dtype}')
-  return Model(log_probs, _apply, _init_cache, log_probs.shape[0], _commit)
+  return Model(log_probs, _apply, _init_cache, shape[-1], _commit)

@@ -1,15 +1,67 @@
 """Theory: what methods reach and what the best could, as functions to compare with."""
 
-from spectr_jax.theory.acceptance import kseq_acceptance, race_acceptance, recursive_acceptance
+from spectr_jax.theory.acceptance import kseq_acceptance, kseq_gamma, race_acceptance, recursive_acceptance
+from spectr_jax.theory.blocks import (
+  conditional_coupling_error,
+  independent_block_acceptance,
+  optimal_block_acceptance,
+  published_block_bound,
+)
+from spectr_jax.theory.chains import MarkovChains, random_chains
+from spectr_jax.theory.laws import total_variation
 from spectr_jax.theory.optimal import optimal_acceptance
-from spectr_jax.theory.transport import TransportCoupling, TransportPlan, optimal_transport
+from spectr_jax.theory.over_acceptance import (
+  best_rejection_law,
+  emitted_law,
+  minimal_bias,
+  over_acceptance,
+  pareto_bias,
+  rejection_prob,
+)
+from spectr_jax.theory.rejections import (
+  batch_improvement,
+  expected_rejections,
+  expected_target_calls,
+  rejection_probs,
+)
+from spectr_jax.theory.shared_race import race_match_bound, race_match_prob
+from spectr_jax.theory.speed_up import expected_chain_tokens, speed_up
+from spectr_jax.theory.transport import TransportCoupling, TransportPlan, optimal_transport, transport_bound
+from spectr_jax.theory.tree_tokens import acceptance_entropy, expected_tokens, few_children_bound, tunstall_bound
 
 __all__ = [
+  'MarkovChains',
   'TransportCoupling',
   'TransportPlan',
+  'acceptance_entropy',
+  'batch_improvement',
+  'best_rejection_law',
+  'conditional_coupling_error',
+  'emitted_law',
+  'expected_chain_tokens',
+  'expected_rejections',
+  'expected_target_calls',
+  'expected_tokens',
+  'few_children_bound',
+  'independent_block_acceptance',
   'kseq_acceptance',
+  'kseq_gamma',
+  'minimal_bias',
   'optimal_acceptance',
+  'optimal_block_acceptance',
   'optimal_transport',
+  'over_acceptance',
+  'pareto_bias',
+  'published_block_bound',
   'race_acceptance',
+  'race_match_bound',
+  'race_match_prob',
+  'random_chains',
   'recursive_acceptance',
+  'rejection_prob',
+  'rejection_probs',
+  'speed_up',
+  'total_variation',
+  'transport_bound',
+  'tunstall_bound',
 ]

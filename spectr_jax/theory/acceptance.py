@@ -36,10 +36,37 @@ def _of_laws(function):
 
 
 @_of_laws
+def kseq_gamma(
+  draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int, *, coupling: KSeq = _KSEQ
+) -> jax.Array:
+  """gamma*, the least threshold with which K-SEQ is lossless: the root in [1, n] of 1 - (1 - beta)^n = gamma beta.
+
+  Here beta = sum min(p, q/gamma) is the chance that one candidate is accepted (SpecTr, Sun et al. 2023, Theorem 2 and
+  equation (6); left minus right falls in gamma, where the paper has it rise). Found from above, to within what the
+  coupling's search leaves: (n - 1) / 2^num_rounds.
+
+  Args:
+    draft_probs: `[..., V]`, the laws p.
+    target_probs: `[..., V]`, the laws q.
+    num_drafts: n.
+    coupling: The coupling; `KSeq(num_rounds=60)` for all digits of float64.
+
+  Returns:
+    `[...]`, from 1 to n.
+
+  Raises:
+    ValueError: The laws differ in shape or have no axis, or n is below 1.
+  """
+  return coupling.gamma(draft_probs, target_probs, jnp.asarray(num_drafts))
+
+
+@_of_laws
 def kseq_acceptance(
   draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int, *, coupling: KSeq = _KSEQ
 ) -> jax.Array:
   """1 - (1 - beta)^n at the threshold that `coupling` uses (SpecTr, Sun et al. 2023, Algorithm 2).
+
+  At gamma* it is at least (1 - 1/e) of `optimal_acceptance` (Theorem 2).
 
   Args:
     draft_probs: `[..., V]`, the laws p.

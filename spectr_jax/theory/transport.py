@@ -12,8 +12,10 @@ from scipy import optimize, sparse
 from spectr_jax.couplings.coupling import Outcome
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
+from spectr_jax.theory.laws import as_laws
 
 MAX_PLAN_SIZE = 10**5
+MAX_BOUND_SIZE = 10**7
 _LAW_TOLERANCE = 1e-9
 # HiGHS takes absolute tolerances, none below 1e-10, and by default 1e-7, which is more than many a tuple's probability.
 # Masses are multiplied by a power of 2, which rounds nothing, and the tolerance becomes 1e-13 of the total.
@@ -80,15 +82,25 @@ class TransportCoupling:
 
 def _as_law(probs, name: str) -> np.ndarray:
   """float64 `[V]`, normalised again; ValueError if it is not a law."""
-  law = np.asarray(probs, np.float64)
-  if law.ndim != 1 or not law.size:
-    raise ValueError(f'{name} must have shape [V], V at least 1; got {law.shape}')
-  # A NaN fails this comparison.
-  if not law.min() >= 0:
-    raise ValueError(f'{name} must not be negative, got {law.min()}')
-  if not abs(law.sum() - 1) <= _LAW_TOLERANCE:
-    raise ValueError(f'{name} must sum to 1 within {_LAW_TOLERANCE} (in float64), got {law.sum()}')
-  return law / law.sum()
+  shape = np.shape(probs)
+  if len(shape) != 1 or not shape[0]:
+    raise ValueError(f'{name} must have shape [V], V at least 1; got {shape}')
+  return as_laws(probs, name, tolerance=_LAW_TOLERANCE)
+
+
+def _check(draft_probs, target_probs, num_drafts: int) -> tuple[np.ndarray, np.ndarray]:
+  draft_probs, target_probs = _as_law(draft_probs, 'draft_probs'), _as_law(target_probs, 'target_probs')
+  if draft_probs.shape != target_probs.shape:
+    raise ValueError(f'laws must have the same length, got {len(draft_probs)} and {len(target_probs)}')
+  if num_drafts < 1:
+    raise ValueError(f'num_drafts must be at least 1, got {num_drafts}')
+  return draft_probs, target_probs
+
+
+def _tuples(vocab_size: int, num_drafts: int) -> tuple[np.ndarray, np.ndarray]:
+  """All tuples of candidates, `[n, V^n]`, and which tokens each holds, bool `[V^n, V]`."""
+  tuples = np.indices((vocab_size,) * num_drafts).reshape(num_drafts, -1)
+  return tuples, (tuples[:, :, None] == np.arange(vocab_size)).any(axis=0)
 
 
 def optimal_transport(draft_probs, target_probs, num_drafts: int) -> TransportPlan:
@@ -114,20 +126,15 @@ def optimal_transport(draft_probs, target_probs, num_drafts: int) -> TransportPl
     ValueError: An argument is not a law, the laws differ in length, n is below 1, or the plan would be too large.
     RuntimeError: The solver failed.
   """
-  draft_probs, target_probs = _as_law(draft_probs, 'draft_probs'), _as_law(target_probs, 'target_probs')
-  if draft_probs.shape != target_probs.shape:
-    raise ValueError(f'laws must have the same length, got {len(draft_probs)} and {len(target_probs)}')
-  if num_drafts < 1:
-    raise ValueError(f'num_drafts must be at least 1, got {num_drafts}')
+  draft_probs, target_probs = _check(draft_probs, target_probs, num_drafts)
   vocab_size = len(draft_probs)
   if vocab_size ** (num_drafts + 1) > MAX_PLAN_SIZE:
     raise ValueError(
       f'a plan has V^(n + 1) entries, at most {MAX_PLAN_SIZE} are allowed; got V = {vocab_size} and n = {num_drafts}'
     )
 
-  tuples = np.indices((vocab_size,) * num_drafts).reshape(num_drafts, -1)
+  tuples, is_candidate = _tuples(vocab_size, num_drafts)
   drafted = draft_probs[tuples].prod(axis=0)
-  is_candidate = (tuples[:, :, None] == np.arange(vocab_size)).any(axis=0)
   sets, set_of = np.unique(is_candidate, axis=0, return_inverse=True)
   set_of = set_of.reshape(-1)
   set_probs = np.bincount(set_of, drafted)
@@ -159,3 +166,36 @@ def optimal_transport(draft_probs, target_probs, num_drafts: int) -> TransportPl
   plan = plan.reshape((vocab_size,) * (num_drafts + 1))
   plan.setflags(write=False)  # hashed by identity
   return TransportPlan(plan, value, num_drafts)
+
+
+def transport_bound(draft_probs, target_probs, num_drafts: int) -> float:
+  """The information-theoretic bound on the acceptance of n independent candidates, by going through all sets of tokens.
+
+  The minimum over sets O of tokens of
+
+      sum over y in O of min(q(y), 1 - (1 - p(y))^n)  +  sum over tuples x of min(p^n(x), q(tokens of x outside O)).
+
+  It equals `optimal_acceptance`, which takes one sort; this is the formula as published, for small vocabularies.
+
+  Source: SpecTr (Sun et al. 2023), Theorem 1.
+
+  Args:
+    draft_probs: `[V]`, the law p.
+    target_probs: `[V]`, the law q.
+    num_drafts: n.
+
+  Returns:
+    From 0 to 1.
+
+  Raises:
+    ValueError: An argument is not a law, the laws differ in length, n is below 1, or there are too many sets.
+  """
+  draft_probs, target_probs = _check(draft_probs, target_probs, num_drafts)
+  vocab_size = len(draft_probs)
+  if (size := 2**vocab_size * vocab_size**num_drafts) > MAX_BOUND_SIZE:
+    raise ValueError(f'at most {MAX_BOUND_SIZE} pairs of a set and a tuple are allowed, 2^V V^n; got {size}')
+  tuples, is_candidate = _tuples(vocab_size, num_drafts)
+  is_inside = np.indices((2,) * vocab_size).reshape(vocab_size, -1)
+  reached = np.minimum(target_probs, 1 - (1 - draft_probs) ** num_drafts) @ is_inside
+  outside = is_candidate @ (target_probs[:, None] * (1 - is_inside))
+  return float(np.min(reached + np.minimum(draft_probs[tuples].prod(axis=0)[:, None], outside).sum(axis=0)))

@@ -1,0 +1,189 @@
+"""Several drafts of several tokens in one call: what any lossless rule can keep, and what was claimed."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from scipy import optimize, sparse
+
+from spectr_jax.theory.laws import as_laws
+
+MAX_PROGRAM_SIZE = 10**5
+# As for one token: masses are scaled up, since the solver's tolerances are absolute.
+_SCALE, _TOLERANCE = 2.0**10, 1e-10
+
+
+def _joint_laws(draft_law, target_law) -> tuple[np.ndarray, np.ndarray]:
+  """Joint laws `[V] * L` in float64, normalised again."""
+  shapes = np.shape(draft_law), np.shape(target_law)
+  if shapes[0] != shapes[1] or not shapes[0] or len(set(shapes[0])) > 1:
+    raise ValueError(f'draft_law and target_law must both be [V] * L, got shapes {shapes[0]} and {shapes[1]}')
+  laws = (as_laws(np.reshape(law, -1), name) for law, name in ((draft_law, 'draft_law'), (target_law, 'target_law')))
+  return tuple(law.reshape(shapes[0]) for law in laws)
+
+
+def _prefix_laws(law: np.ndarray):
+  """The laws of the first 1, 2, ..., L tokens, each flat."""
+  for length in range(1, law.ndim + 1):
+    yield law.sum(axis=tuple(range(length, law.ndim))).reshape(-1)
+
+
+def _numbers(num_drafts) -> np.ndarray:
+  numbers = np.asarray(num_drafts)
+  if not np.issubdtype(numbers.dtype, np.integer) or (numbers < 1).any():
+    raise ValueError(f'num_drafts must be integers from 1 on, got {num_drafts}')
+  return numbers
+
+
+def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
+  """Lemma 5.1 of SpecTr-GBV: sum over sub-blocks x of q(x) (1 - (1 - min(p(x)/q(x), 1))^K), of 1 to L tokens.
+
+  Published as the most tokens that K drafts can have accepted, and as what SpecTr-GBV reaches. For K = 1 it is both.
+  For K > 1 it is neither: lossless rules can exceed it, and where it exceeds `optimal_block_acceptance` none attains
+  it.
+
+  The proof gives every draft the same law c(. | y) given the target's block y, independently, and takes for c the
+  maximal coupling of one draft with the target. Then two drafts are both x with probability E_y c(x|y)^2, but they were
+  drawn independently of each other, so that it must be p(x)^2 = (E_y c(x|y))^2. By Jensen's inequality c(x|y) is then
+  the same for all y: draft and target are independent, and nothing but `independent_block_acceptance` can be attained
+  in that class. By how much the drafts' law is missed otherwise is `conditional_coupling_error`.
+
+  Source: SpecTr-GBV, "Multi-Draft Block Verification Accelerating Speculative Decoding", Lemma 5.1 and Definition 4.1.
+
+  Args:
+    draft_law: `[V] * L`, the joint law p of a draft.
+    target_law: `[V] * L`, the joint law q of the target's next L tokens.
+    num_drafts: K, an integer or an array of them.
+
+  Returns:
+    float64 of K's shape: tokens, from 0 to L.
+
+  Raises:
+    ValueError: Something is no joint law, their shapes differ, or K is below 1.
+  """
+  draft, target = _joint_laws(draft_law, target_law)
+  numbers = _numbers(num_drafts)
+  total = np.zeros(numbers.shape)
+  for p, q in zip(_prefix_laws(draft), _prefix_laws(target)):
+    missed = np.divide(np.maximum(q - p, 0), q, out=np.zeros_like(q), where=q > 0)
+    total += (q * (1 - missed ** numbers[..., None])).sum(axis=-1)
+  return total
+
+
+def independent_block_acceptance(draft_law, target_law, num_drafts) -> np.ndarray:
+  """sum over sub-blocks x of q(x) (1 - (1 - p(x))^K): tokens of the target's block that drafts have by mere chance.
+
+  All that couplings of Definition 4.1 of SpecTr-GBV can attain with the same conditional law for every draft, and K > 1
+  (see `published_block_bound`).
+
+  Args:
+    draft_law: `[V] * L`, the joint law p of a draft.
+    target_law: `[V] * L`, the joint law q of the target's next L tokens.
+    num_drafts: K, an integer or an array of them.
+
+  Returns:
+    float64 of K's shape: tokens, from 0 to L.
+
+  Raises:
+    ValueError: Something is no joint law, their shapes differ, or K is below 1.
+  """
+  draft, target = _joint_laws(draft_law, target_law)
+  numbers = _numbers(num_drafts)
+  total = np.zeros(numbers.shape)
+  for p, q in zip(_prefix_laws(draft), _prefix_laws(target)):
+    total += (q * (1 - (1 - p) ** numbers[..., None])).sum(axis=-1)
+  return total
+
+
+def _check_size(num_variables: int) -> None:
+  if num_variables > MAX_PROGRAM_SIZE:
+    raise ValueError(f'at most {MAX_PROGRAM_SIZE} combinations of drafts and target are allowed, got {num_variables}')
+
+
+def conditional_coupling_error(draft_law, target_law, num_drafts: int) -> float:
+  """How far K drafts, each coupled maximally with the target's block and otherwise independent, are from p^K.
+
+  In total variation. Above 0 the coupling that Lemma 5.1 of SpecTr-GBV assumes does not exist; drafts are drawn from
+  p^K.
+
+  Args:
+    draft_law: `[V] * L`, the joint law p of a draft.
+    target_law: `[V] * L`, the joint law q of the target's next L tokens.
+    num_drafts: K.
+
+  Returns:
+    From 0 to 1.
+
+  Raises:
+    ValueError: Something is no joint law, their shapes differ, K is below 1, or there are too many combinations.
+  """
+  p, q = (law.reshape(-1) for law in _joint_laws(draft_law, target_law))
+  num_drafts = int(_numbers(num_drafts))
+  _check_size(len(p) ** (num_drafts + 1))
+  both = np.minimum(p, q)
+  excess = q - both
+  rest = excess.sum()
+  joint = np.diag(both) + (np.outer(excess, p - both) / rest if rest > 0 else 0)
+  given = np.divide(joint, q[:, None], out=np.zeros_like(joint), where=q[:, None] > 0)
+  drafts, independent = q[:, None], np.ones(1)
+  for _ in range(num_drafts):
+    drafts = (drafts[:, :, None] * given[:, None, :]).reshape(len(q), -1)
+    independent = np.outer(independent, p).reshape(-1)
+  return float(np.abs(drafts.sum(axis=0) - independent).sum() / 2)
+
+
+def optimal_block_acceptance(draft_law, target_law, num_drafts: int) -> float:
+  """The most tokens of K independent drafts that a lossless rule can keep in one call, on average: an oracle.
+
+  The largest expected length of what some draft and the target's block agree on from the start, over all joint laws of
+  the drafts, p^K, and the block, q: the problem of SpecTr-GBV without its Definition 4.1, by linear programming.
+  Whatever a rule keeps is a part of the text that both share, so this is a bound for every rule whose output, followed
+  by ordinary sampling, has the target's law. For L = 1 it is `optimal_acceptance`, and for K = 1 greedy block
+  verification attains it. Nothing is said of rules for longer blocks of several drafts: they may stay below.
+
+  Args:
+    draft_law: `[V] * L`, the joint law p of a draft.
+    target_law: `[V] * L`, the joint law q of the target's next L tokens.
+    num_drafts: K.
+
+  Returns:
+    Tokens, from 0 to L.
+
+  Raises:
+    ValueError: Something is no joint law, their shapes differ, K is below 1, or there are too many combinations.
+    RuntimeError: The solver failed.
+  """
+  draft, target = _joint_laws(draft_law, target_law)
+  num_drafts = int(_numbers(num_drafts))
+  p, q = draft.reshape(-1), target.reshape(-1)
+  _check_size(len(p) ** (num_drafts + 1))
+  blocks = np.array(list(itertools.product(range(draft.shape[0]), repeat=draft.ndim)))
+  agreed = np.cumprod(blocks[:, None] == blocks, axis=-1).sum(axis=-1)
+
+  # Only which blocks were drafted matters, not how often or in what order.
+  tuples = np.indices((len(p),) * num_drafts).reshape(num_drafts, -1)
+  is_drafted = (tuples[:, :, None] == np.arange(len(p))).any(axis=0)
+  sets, set_of = np.unique(is_drafted, axis=0, return_inverse=True)
+  set_probs = np.bincount(set_of.reshape(-1), p[tuples].prod(axis=0))
+  value = np.max(np.where(sets[:, :, None], agreed, 0), axis=1)
+  set_index, block = np.nonzero(value)
+  if not len(block):
+    return 0.0
+  ones, variable = np.ones(len(block)), np.arange(len(block))
+  incidence = sparse.vstack(
+    [
+      sparse.csr_array((ones, (set_index, variable)), shape=(len(sets), len(block))),
+      sparse.csr_array((ones, (block, variable)), shape=(len(q), len(block))),
+    ]
+  )
+  result = optimize.linprog(
+    -value[set_index, block].astype(float),
+    A_ub=incidence,
+    b_ub=_SCALE * np.concatenate([set_probs, q]),
+    method='highs',
+    options={'primal_feasibility_tolerance': _TOLERANCE, 'dual_feasibility_tolerance': _TOLERANCE},
+  )
+  if not result.success:
+    raise RuntimeError(f'linear program failed: {result.message}')
+  return float(-result.fun / _SCALE)

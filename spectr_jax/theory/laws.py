@@ -1,0 +1,62 @@
+"""Laws as float64 arrays, checked once; the ground of what is computed on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Laws out of float32 softmaxes pass; they are normalised again.
+TOLERANCE = 1e-5
+
+
+def as_laws(probs, name: str, *, tolerance: float = TOLERANCE) -> np.ndarray:
+  """`[..., V]` in float64, normalised again along the last axis.
+
+  Args:
+    probs: `[..., V]`, V at least 1.
+    name: What an error calls it.
+    tolerance: How far from 1 a sum may be.
+
+  Raises:
+    ValueError: It has no last axis, an entry is negative or NaN, or a law does not sum to 1.
+  """
+  laws = np.asarray(probs, np.float64)
+  if laws.ndim == 0 or not laws.size:
+    raise ValueError(f'{name} must have shape [..., V], V at least 1; got {laws.shape}')
+  # A NaN fails this comparison, and the next one.
+  if not laws.min() >= 0:
+    raise ValueError(f'{name} must not be negative, got {laws.min()}')
+  sums = laws.sum(axis=-1, keepdims=True)
+  if not (np.abs(sums - 1) <= tolerance).all():
+    worst = sums.flat[np.argmax(np.abs(sums - 1))]
+    raise ValueError(f'{name} must sum to 1 within {tolerance} (in float64), got {worst}')
+  return laws / sums
+
+
+def as_pair(draft_probs, target_probs) -> tuple[np.ndarray, np.ndarray]:
+  """Laws p and q `[..., V]` of equal length in float64, their leading axes broadcast against each other.
+
+  Raises:
+    ValueError: One holds no laws, or their shapes do not fit.
+  """
+  draft, target = as_laws(draft_probs, 'draft_probs'), as_laws(target_probs, 'target_probs')
+  if draft.shape[-1] != target.shape[-1]:
+    raise ValueError(f'laws must have the same length, got {draft.shape[-1]} and {target.shape[-1]}')
+  draft, target = np.broadcast_arrays(draft, target)  # the error names both shapes
+  return draft, target
+
+
+def total_variation(draft_probs, target_probs) -> np.ndarray:
+  """TV(p, q) = 1/2 sum |p - q|, which is 1 - sum min(p, q).
+
+  Args:
+    draft_probs: `[..., V]`.
+    target_probs: `[..., V]`.
+
+  Returns:
+    float64 `[...]`.
+
+  Raises:
+    ValueError: The arguments are no laws, or their shapes do not fit.
+  """
+  draft, target = as_pair(draft_probs, target_probs)
+  return np.abs(draft - target).sum(axis=-1) / 2

@@ -1,0 +1,67 @@
+"""From acceptance to time: tokens of a chain in closed form, and the model of what a round costs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def expected_chain_tokens(acceptance_rate, draft_length) -> np.ndarray:
+  """(1 - a^{L+1}) / (1 - a): tokens per target call where each of L drafted tokens is accepted with probability a.
+
+  1 + a + ... + a^L, exact for a constant rate. Source: Leviathan et al. 2023, equation (1).
+
+  Args:
+    acceptance_rate: a, from 0 to 1.
+    draft_length: L, from 0 on; broadcasts against a.
+
+  Returns:
+    float64 of the broadcast shape.
+
+  Raises:
+    ValueError: A rate is not between 0 and 1, or L negative.
+  """
+  rate, length = np.asarray(acceptance_rate, np.float64), np.asarray(draft_length, np.float64)
+  if not ((rate >= 0) & (rate <= 1)).all():
+    raise ValueError(f'acceptance_rate must be from 0 to 1, got {rate.min()} to {rate.max()}')
+  if not (length >= 0).all():
+    raise ValueError(f'draft_length must be at least 0, got {length.min()}')
+  is_certain = rate == 1
+  rate, length = np.broadcast_arrays(rate, length)
+  missing = np.where(is_certain, 1, 1 - rate)
+  # a^{L+1} near 1 cancels; a = 0 has a logarithm of -inf, which is right.
+  with np.errstate(divide='ignore'):
+    reached = -np.expm1((length + 1) * np.log(rate))
+  return np.where(is_certain, length + 1, reached / missing)
+
+
+def speed_up(tokens_per_call, num_draft_steps, *, draft_cost, call_cost=1.0) -> np.ndarray:
+  """E / (L c_draft + c): how many times as fast as one target call per token.
+
+  A round is L steps of the draft and one call of the target on all guesses; costs are in units of a target call on a
+  single token. What verification itself and memory cost is left out.
+
+  Source: the common model, as in Leviathan et al. 2023, Theorem 3.8, with a price for the wider call.
+
+  Args:
+    tokens_per_call: E, at least 1; `expected_chain_tokens`, `expected_tokens`, or measured.
+    num_draft_steps: L, the depth of the tree.
+    draft_cost: c_draft, of one step of the draft.
+    call_cost: c, of a target call on all guesses.
+
+  Returns:
+    float64 of the broadcast shape.
+
+  Raises:
+    ValueError: E is below 1, another number negative, or the call costs nothing.
+  """
+  tokens, steps, draft, call = (
+    np.asarray(x, np.float64) for x in (tokens_per_call, num_draft_steps, draft_cost, call_cost)
+  )
+  if not (tokens >= 1).all():
+    raise ValueError(f'tokens_per_call must be at least 1, got {tokens.min()}')
+  if not ((steps >= 0).all() and (draft >= 0).all() and (call > 0).all()):
+    raise ValueError(
+      'num_draft_steps and draft_cost must be at least 0 and call_cost above 0, got'
+      f' {num_draft_steps}, {draft_cost} and {call_cost}'
+    )
+  return tokens / (steps * draft + call)

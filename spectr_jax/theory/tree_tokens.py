@@ -1,0 +1,149 @@
+"""Tokens that a tree yields per call, from acceptance rates, and how many any tree of its size could."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spectr_jax.tree import TokenTree
+
+# Symbols that the rest of the mass is divided among, where the best number is looked for. All of them give bounds.
+_REST_SYMBOLS = np.unique(np.geomspace(1, 1e6, 300).round())
+_SUM_TOLERANCE, _NOTHING = 1e-6, 1e-12
+
+
+def _rates(acceptance, num_axes: tuple[int, ...]) -> np.ndarray:
+  rates = np.asarray(acceptance, np.float64)
+  if rates.ndim not in num_axes or not rates.size:
+    shapes = ' or '.join({1: '[W]', 2: '[D, W]'}[axes] for axes in num_axes)
+    raise ValueError(f'acceptance must have the shape {shapes} with entries, got {list(rates.shape)}')
+  if not ((rates >= 0) & (rates <= 1)).all():
+    raise ValueError(f'acceptance must be from 0 to 1, got {rates.min()} to {rates.max()}')
+  if (total := rates.sum(axis=-1).max()) > 1 + _SUM_TOLERANCE:
+    raise ValueError(f'the acceptance of the children of a node must sum to at most 1, got {total}')
+  return rates
+
+
+def expected_tokens(tree: TokenTree, acceptance) -> float:
+  """Tokens per target call: 1, and for every node the product of the acceptance along its path.
+
+  Exact where whether a child is accepted depends on its place among its siblings, and on its depth, alone. Texts are
+  not like that: stretches that are easy to guess make deep trees better than this says.
+
+  Source: "Speculative Decoding via Exponential Races", section 4, equation (4).
+
+  Args:
+    tree: The tree.
+    acceptance: As `TokenTree.optimal` takes it: `[W]`, the chance that a node's first, second, ... child is the one
+      accepted, given that the node was; or `[D, W]`, a row for each depth of the parent, the last one for everything
+      below. Children beyond W are never accepted.
+
+  Returns:
+    From 1 to L + 1.
+
+  Raises:
+    ValueError: `acceptance` has another shape, values outside [0, 1] or a row with a sum above 1.
+  """
+  table = np.atleast_2d(_rates(acceptance, (1, 2)))
+  reach = np.ones(tree.num_nodes + 1)
+  for node in range(1, tree.num_nodes + 1):
+    parent = tree.parent_of[node]
+    row, place = table[min(tree.depths[parent], len(table) - 1)], node - tree.first_child[parent]
+    reach[node] = reach[parent] * row[place] if place < len(row) else 0
+  return float(reach.sum())
+
+
+def _information(probs) -> np.ndarray:
+  """-a log2 a, and 0 for 0."""
+  return -probs * np.log2(probs, out=np.zeros_like(probs), where=probs > 0)
+
+
+def acceptance_entropy(acceptance) -> np.ndarray:
+  """H(a) in bits, of which candidate is the one accepted; what is missing from a sum of 1 counts as one more outcome.
+
+  It governs how many tokens large trees yield. If candidates follow p and one of them is accepted in the end, it is at
+  least D(q || p): given that the i-th is accepted it follows a law below p/a_i, so that D(q || p) <= sum a_i log 1/a_i.
+
+  Source: "Speculative Decoding via Exponential Races", equations (5) and (6).
+
+  Args:
+    acceptance: `[W]`, the chance that the first, second, ... child is the one accepted.
+
+  Returns:
+    float64 scalar.
+
+  Raises:
+    ValueError: `acceptance` has another shape, values outside [0, 1] or a sum above 1.
+  """
+  rates = _rates(acceptance, (1,))
+  return _information(np.append(rates, max(1 - rates.sum(), 0))).sum()
+
+
+def _node_numbers(num_nodes) -> np.ndarray:
+  numbers = np.asarray(num_nodes)
+  if not np.issubdtype(numbers.dtype, np.integer) or (numbers < 1).any():
+    raise ValueError(f'num_nodes must be integers from 1 on, got {num_nodes}')
+  return numbers
+
+
+def tunstall_bound(acceptance, num_nodes) -> np.ndarray:
+  """log2((N + 1)(A - 1) + 1) / H(a): more tokens per call no tree of N nodes yields, on average.
+
+  Follow which of A symbols, the children, comes next until it is a child that the tree does not have. That makes
+  (N + 1)(A - 1) + 1 ends, one of which is reached with the entropy of E[tokens] symbols. So it holds where symbols are
+  independent draws from a.
+
+  Source: "Speculative Decoding via Exponential Races", Theorem 4.1, whose trees are those of Tunstall's codes (1967).
+
+  Args:
+    acceptance: `[W]`, the chance that a node's first, second, ... child is the one accepted. What is missing from a sum
+      of 1 is one more symbol.
+    num_nodes: N, an integer or an array of them.
+
+  Returns:
+    float64 of N's shape; N + 1, which no tree exceeds, where H(a) is 0.
+
+  Raises:
+    ValueError: `acceptance` has another shape, values outside [0, 1] or a sum above 1, or N is below 1.
+  """
+  rates, numbers = _rates(acceptance, (1,)), _node_numbers(num_nodes)
+  entropy = acceptance_entropy(rates)
+  num_symbols = len(rates) + (1 - rates.sum() > _NOTHING)
+  if entropy == 0:
+    return numbers + 1.0
+  return np.log2((numbers + 1) * (num_symbols - 1.0) + 1) / entropy
+
+
+def few_children_bound(acceptance, num_nodes, num_rest=None) -> np.ndarray:
+  """The bound for trees of N nodes that use as few children as the best one does; `tunstall_bound` for a law like it.
+
+  A tree whose nodes have at most m children yields the same whatever becomes of the mass r = 1 - a_1 - ... - a_m. Let s
+  symbols share it equally: log2((N + 1)(m + s - 1) + 1) / H(a_1, ..., a_m, r/s, ..., r/s), for any s from 1 on.
+
+  Source: "Speculative Decoding via Exponential Races", Lemma 4.2; re-derived.
+
+  Args:
+    acceptance: `[W]`, the chance that a node's first, second, ... child is the one accepted.
+    num_nodes: N, an integer or an array of them. Of the best tree of N nodes, `TokenTree.optimal`, comes m.
+    num_rest: s, or None for the best of many from 1 to a million.
+
+  Returns:
+    float64 of N's shape.
+
+  Raises:
+    ValueError: `acceptance` has another shape, values outside [0, 1] or a sum above 1, or N or s is below 1.
+  """
+  rates, numbers = _rates(acceptance, (1,)), _node_numbers(num_nodes)
+  if num_rest is not None and not num_rest >= 1:
+    raise ValueError(f'num_rest must be at least 1, got {num_rest}')
+  shares = _REST_SYMBOLS if num_rest is None else np.array([float(num_rest)])
+  bounds = []
+  for number in numbers.flat:
+    num_used = int(TokenTree.optimal(rates, int(number)).num_children.max())
+    used = rates[:num_used]
+    rest = 1 - used.sum()
+    if rest <= _NOTHING:
+      bounds.append(tunstall_bound(used, number))
+      continue
+    entropy = _information(used).sum() + shares * _information(rest / shares)
+    bounds.append(np.min(np.log2((number + 1) * (num_used + shares - 1) + 1) / entropy))
+  return np.array(bounds).reshape(numbers.shape)
