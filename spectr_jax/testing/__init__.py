@@ -3,8 +3,9 @@
 from spectr_jax.testing.chi_square import ChiSquare, chi_square, detectable_bias
 from spectr_jax.testing.controls import CONTROLS
 from spectr_jax.testing.engine import engine_counts, ordinary_law, sample_counts, tiny_transformers
-from spectr_jax.testing.enumeration import enumeration_error, expected_acceptance, joint_law
+from spectr_jax.testing.enumeration import enumerated_rejections, enumeration_error, expected_acceptance, joint_law
 from spectr_jax.testing.proof import Check, Proof, prove
+from spectr_jax.testing.rejections import simulated_rejections
 from spectr_jax.testing.tables import ContextTables, constant_tables, random_tables
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
   'constant_tables',
   'detectable_bias',
   'engine_counts',
+  'enumerated_rejections',
   'enumeration_error',
   'expected_acceptance',
   'joint_law',
@@ -24,5 +26,6 @@ __all__ = [
   'prove',
   'random_tables',
   'sample_counts',
+  'simulated_rejections',
   'tiny_transformers',
 ]

@@ -197,3 +197,39 @@ def expected_acceptance(method: Method, tree: TokenTree, tables: ContextTables) 
     )
     stopped = np.array([float(law.sum()) for law in emitted])
   return 1 - np.cumsum(stopped)[:-1]
+
+
+def enumerated_rejections(method: Method, num_drafts: int, tables: ContextTables, num_tokens: int) -> float:
+  """Expected rejections in the first T tokens with lookahead to the horizon, exactly, for a method without state.
+
+  A round rejects a token of the text if it accepts fewer than are left of it.
+
+  Args:
+    method: The method, one that keeps no state between rounds.
+    num_drafts: M, drafts of T tokens each round; `V^(M T)` of them are enumerated.
+    tables: Laws for contexts up to `2 T - 1` tokens.
+    num_tokens: T.
+
+  Raises:
+    ValueError: The tables are too small, or the method keeps state.
+  """
+  tree = TokenTree.chains(num_drafts, num_tokens)
+  needed = 2 * num_tokens - 1
+  if tables.max_length < needed:
+    raise ValueError(f'tables must cover contexts of {needed} tokens, got {tables.max_length}')
+  start = _start(method, tree)
+  if jax.tree.leaves(start):
+    raise ValueError(f'{method.name} keeps state between rounds; only methods without are enumerated here')
+  vocab_size = tables.vocab_size
+  with jax.enable_x64(True):
+    draft_table, target_table = jnp.asarray(tables.draft_probs), jnp.asarray(tables.target_probs)
+    # The chance that a round starts after each text; a correction is what starts all rounds but the first.
+    starts = [np.zeros(vocab_size**length) for length in range(num_tokens + 1)]
+    starts[0][0] = 1
+    for length in range(num_tokens):
+      for prefix in np.flatnonzero(starts[length]):
+        emitted, _ = _round_law(draft_table, target_table, prefix, length, start, method=method, tree=tree)
+        for depth, law in enumerate(emitted[: num_tokens - length]):
+          first = prefix * vocab_size ** (depth + 1)
+          starts[length + depth + 1][first : first + law.size] += starts[length][prefix] * np.asarray(law).reshape(-1)
+  return float(sum(reached.sum() for reached in starts[1:]))
