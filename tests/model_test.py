@@ -322,9 +322,22 @@ def test_table_model():
   np.testing.assert_array_equal(model.commit_fn(output.cache, None, jnp.array([2, 0])).lengths, [5, 1])
   for wrong, message in (
     (jnp.zeros((3, 4)), r'\[V, V\]'),
+    (jnp.zeros((0, 3, 3)), r'\[T, V, V\]'),
+    (jnp.zeros((2, 3, 4)), r'\[T, V, V\]'),
     (jnp.zeros(3), r'\[V, V\]'),
     (jnp.zeros((3, 3), jnp.bfloat16), 'float32 or float64'),
     (jnp.zeros((3, 3), jnp.int32), 'float32 or float64'),
   ):
     with pytest.raises(ValueError, match=message):
       table.table_model(wrong)
+
+
+def test_table_model_of_positions():
+  log_probs = jax.random.normal(jax.random.key(0), (3, 5, 5))
+  model = table.table_model(log_probs)
+  assert model.vocab_size == 5
+  output = model.apply(
+    jnp.array([[3, 1, 2]]), jnp.array([[0, 2, 7]]), jnp.eye(3, dtype=bool), model.init_cache_fn(1, 9)
+  )
+  # The last table holds for all that follow.
+  np.testing.assert_array_equal(output.logits[0], [log_probs[0, 3], log_probs[2, 1], log_probs[2, 2]])

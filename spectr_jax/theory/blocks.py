@@ -40,8 +40,9 @@ def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
   """Lemma 5.1 of SpecTr-GBV: sum over sub-blocks x of q(x) (1 - (1 - min(p(x)/q(x), 1))^K), of 1 to L tokens.
 
   Published as the most tokens that K drafts can have accepted, and as what SpecTr-GBV reaches. For K = 1 it is both.
-  For K > 1 it is neither: lossless rules can exceed it, and where it exceeds `optimal_block_acceptance` none attains
-  it.
+  For K > 1 it bounds nothing: other lossless rules keep more. For one token it never exceeds `optimal_acceptance`,
+  since 1 - (1 - t)^K is concave; of blocks no laws were found where it exceeds `optimal_block_acceptance`. And
+  SpecTr-GBV as published neither reaches it nor keeps the target's law.
 
   The proof gives every draft the same law c(. | y) given the target's block y, independently, and takes for c the
   maximal coupling of one draft with the target. Then two drafts are both x with probability E_y c(x|y)^2, but they were

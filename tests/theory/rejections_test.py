@@ -118,9 +118,7 @@ def test_numbers_of_drafts_keep_their_shape():
   )
 
 
-@pytest.mark.parametrize(
-  ('name', 'num_drafts'), [pytest.param('speculative', 1, marks=pytest.mark.slow), ('batch', 2)]
-)
+@pytest.mark.parametrize(('name', 'num_drafts'), [pytest.param('speculative', 1, marks=pytest.mark.slow), ('batch', 2)])
 @pytest.mark.usefixtures('quickly')
 def test_the_verifier_rejects_as_often(name, num_drafts):
   """Every draft and decision of the library's own verifier over three tokens."""
