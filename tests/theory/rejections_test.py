@@ -113,9 +113,26 @@ def test_numbers_of_drafts_keep_their_shape():
   for place in np.ndindex(2, 2):
     np.testing.assert_array_equal(probs[place], rejection_probs(chains, numbers[place]))
   assert expected_rejections(chains, numbers).shape == (2, 2)
+  assert expected_target_calls(chains, numbers).shape == (2, 2)
+
+
+def test_target_calls_of_simple_chains():
+  rows = np.array([[0.3, 0.7, 0], [0.6, 0.4, 0], [0.5, 0.5, 0]])
+  same, disjoint = np.tile(rows, (6, 1, 1)), np.tile(np.eye(3)[2], (6, 3, 1))
+  prompt = np.ones(3) / 3
+  numbers = [1, 4, math.inf]
+  # One call for all, or one for each.
+  np.testing.assert_allclose(expected_target_calls(MarkovChains(prompt, same, same), numbers), 1, rtol=0, atol=EXACT)
   np.testing.assert_allclose(
-    expected_target_calls(chains, numbers), probs.sum(-1) + 1 - probs[..., -1], rtol=0, atol=EXACT
+    expected_target_calls(MarkovChains(prompt, disjoint, same), numbers), 6, rtol=0, atol=EXACT
   )
+  # A text of one token takes one call, rejected or not; the last token of a longer one as well.
+  chains = _chains(0, num_tokens=1, vocab_size=3)
+  np.testing.assert_allclose(expected_target_calls(chains, numbers), 1, rtol=0, atol=EXACT)
+  # Of two tokens the second takes a call of its own after a rejection.
+  chains = _chains(0, num_tokens=2, vocab_size=3)
+  expected = 1 + chains.prompt_probs @ total_variation(chains.draft_probs[0], chains.target_probs[0])
+  assert expected_target_calls(chains) == pytest.approx(expected, abs=EXACT)
 
 
 @pytest.mark.parametrize(('name', 'num_drafts'), [pytest.param('speculative', 1, marks=pytest.mark.slow), ('batch', 2)])
