@@ -75,10 +75,9 @@ def main(argv):
       found = compare_predictions(workload, auto.predict_all(workload, notify), notify)
     outputs.write(output=json.dumps(found, indent=2) + '\n')
   for row in sorted(found['settings'], key=lambda row: -row['measured']):
-    ratio = row['predicted'] / row['measured']
-    print(
-      f'{row["setting"]:28} predicted {row["predicted"]:7.1f}, measured {row["measured"]:7.1f} tokens/s: {ratio:.2f}'
-    )
+    predicted, measured = row['predicted'], row['measured']
+    ratio = predicted / measured
+    print(f'{row["setting"]:28} predicted {predicted:7.1f}, measured {measured:7.1f} tokens/s: {ratio:.2f}')
   low, high = found['chosen_over_best_ci95']
   print(
     f'\nerror: median {found["median_error"]:.1%}, largest {found["largest_error"]:.1%}, at most 10% for'
