@@ -2,10 +2,14 @@
 
 Rows that are done are given to the next prompts, and every continuation is appended to the file as soon as it is done.
 A run that ended early, however it did, goes on with `--resume`: no prompt is lost, and none is repeated.
+
+With several processes each decodes every so many-th prompt on its own devices and writes a part of its own, named in an
+index; they find each other as those of `decode.main` do, and the first one prints.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -14,11 +18,12 @@ from absl import flags
 
 from decode import report
 from decode.auto import choose, predict_all
-from decode.generation_file import GenerationFile
+from decode.generation_file import GenerationFile, part_path, write_index
 from decode.options import DecodeOptions
 from decode.settings import Setting, expand
 from decode.workload import Notify, Workload
-from spectr_jax.io import command_line
+from spectr_jax.io import command_line, processes
+from spectr_jax.sharding import is_primary
 from spectr_jax.stream import Request, generate_many
 
 
@@ -46,35 +51,39 @@ def decode_bulk(
 
   Args:
     options: What to run: one method, K, L and tree, or `auto`, which takes one.
-    path: The file.
+    path: The file; with several processes, what the names of their parts are made of.
     resume: Whether to go on with it.
     rounds_at_a_time: Rounds between two looks at which rows are done.
     notify: Called with what is being done, continuations the file has, and how many it will have.
 
   Returns:
-    New tokens, target calls, and seconds that decoding took, compilation included; of this run alone.
+    New tokens, target calls, and seconds that decoding took, compilation included; of this run and process alone.
 
   Raises:
     ValueError: Prompts, models, options or the file are unusable; the message says why.
   """
   notify = notify or (lambda what, done, total: None)
-  if jax.process_count() > 1:
-    raise ValueError('decode.bulk runs in one process; give each its part of the prompts')
-  work = Workload.load(options)
+  process, num_processes = jax.process_index(), jax.process_count()
+  work = Workload.load(options, is_local=True)
   setting = _only_setting(work, notify)
   prompts = work.prompts
   settings = report.describe_setting(options, setting) | {
     name: getattr(options, name) for name in ('top_k', 'top_p', 'max_new_tokens')
   }
-  total = len(prompts) * options.num_seeds
+  own = range(process, len(prompts), num_processes)
+  total = len(own) * options.num_seeds
   num_tokens = num_calls = 0
-  with GenerationFile(path, settings, resume=resume) as file:
+  if num_processes > 1 and process == 0:
+    write_index(path, num_processes)
+  texts = {prompt.index: prompt.text for prompt in prompts}
+  part = part_path(path, process, num_processes)
+  with GenerationFile(part, settings, resume=resume, prompts=texts) as file:
 
     def requests() -> Iterator[Request]:
       for seed in options.seeds:
         keys = work.keys(seed)
-        for row, prompt in enumerate(prompts):
-          if (seed, prompt.index) not in file.done:
+        for row in own:
+          if (seed, prompts[row].index) not in file.done:
             yield Request((seed, row), work.tokens[row, : work.lengths[row]], keys[row])
 
     notify('decoding', len(file.done), total)
@@ -118,17 +127,29 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
+    processes.initialize()
+    try:
+      decode()
+    except (ValueError, OSError) as error:
+      if jax.process_count() == 1:
+        raise
+      processes.fail(error)
+
+  def decode():
     options = read_options()
-    with report.show_progress() as notify:
+    with report.show_progress() if is_primary() else contextlib.nullcontext() as notify:
       num_tokens, num_calls, seconds = decode_bulk(
         options, _GENERATIONS.value, resume=_RESUME.value, rounds_at_a_time=_ROUNDS.value, notify=notify
       )
+    if not is_primary():
+      return
+    part = part_path(_GENERATIONS.value, 0, jax.process_count())
     if not num_calls:
-      print(f'{_GENERATIONS.value} has all continuations already')
+      print(f'{part} has all continuations already')
       return
     print(
       f'{num_tokens:,} tokens, {num_tokens / num_calls:.2f} per target call, {num_tokens / seconds:,.0f} tokens/s with'
-      f' compilation; {_GENERATIONS.value}'
+      f' compilation; {part}'
     )
 
   command_line.run(main)

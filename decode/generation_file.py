@@ -6,7 +6,36 @@ import contextlib
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
+
+
+def part_path(path: str | os.PathLike, index: int, count: int) -> pathlib.Path:
+  """Where process `index` of `count` writes: `path` itself, or `name-00000-of-00002.jsonl` beside it."""
+  path = pathlib.Path(path)
+  return path if count == 1 else path.with_name(f'{path.stem}-{index:05}-of-{count:05}{path.suffix}')
+
+
+def write_index(path: str | os.PathLike, count: int) -> None:
+  """Writes `name.index.json`, which names the parts that stand for `path`.
+
+  Raises:
+    ValueError: There is one with another number of parts, whose continuations would be decoded again; or it cannot be
+      written.
+  """
+  path = pathlib.Path(path)
+  index = path.with_name(f'{path.stem}.index.json')
+  content = {'parts': [part_path(path, part, count).name for part in range(count)]}
+  try:
+    if index.exists() and (found := json.loads(index.read_text())) != content:
+      raise ValueError(f'generations: {index} is of {len(found["parts"])} parts, and this run has {count} processes')
+    unfinished = index.with_name(f'{index.name}.unfinished')
+    unfinished.write_text(json.dumps(content, indent=2) + '\n')
+    unfinished.replace(index)
+  except OSError as error:
+    raise ValueError(f'generations: cannot write {index}: {error.strerror}') from error
+  except (json.JSONDecodeError, KeyError, TypeError) as error:
+    raise ValueError(f'generations: {index} is no index of parts; move it away') from error
 
 
 class GenerationFile:
@@ -16,18 +45,21 @@ class GenerationFile:
     done: Seed and place among the prompts of every continuation that the file has.
   """
 
-  def __init__(self, path: str | os.PathLike, settings: dict[str, Any], *, resume: bool):
+  def __init__(
+    self, path: str | os.PathLike, settings: dict[str, Any], *, resume: bool, prompts: Mapping[int, str] | None = None
+  ):
     """Opens the file, and with `resume` reads what it has.
 
     Args:
       path: A local file.
       settings: What every line must say, so that no file holds two kinds.
       resume: Whether the file may have continuations.
+      prompts: Texts by their place, which continuations in the file must be of; None for any.
 
     Raises:
       ValueError: It has some without `resume`, holds something else, or cannot be written; the message says why.
     """
-    self._path, self._settings = pathlib.Path(path), settings
+    self._path, self._settings, self._prompts = pathlib.Path(path), settings, prompts or {}
     self.done: set[tuple[int, int]] = set()
     if '://' in str(path):
       raise ValueError(f'generations: {path} must be a local file, to be appended to')
@@ -59,6 +91,11 @@ class GenerationFile:
           raise ValueError(
             f'generations: {self._path}, line {number}, has {name} {entry.get(name)!r}, and this run {value!r}'
           )
+      if (wanted := self._prompts.get(entry['index'])) is not None and entry.get('prompt') != wanted:
+        raise ValueError(
+          f'generations: {self._path}, line {number}, continues another prompt than number {entry["index"]} of this'
+          f' run: {str(entry.get("prompt"))[:40]!r}, not {wanted[:40]!r}'
+        )
       self.done.add(place)
       self._end += len(line)
     self._file.truncate(self._end)

@@ -179,17 +179,20 @@ class DecodeOptions:
   def seeds(self) -> range:
     return range(self.seed, self.seed + self.num_seeds)
 
-  def make_sharding(self) -> DecodeSharding | None:
+  def make_sharding(self, *, is_local: bool = False) -> DecodeSharding | None:
     """How decoding is divided over the devices that are there; None for one device.
 
+    Args:
+      is_local: Whether each process decodes by itself, on its own devices.
+
     Raises:
-      ValueError: There is no such mesh here, rows cannot be divided over it, or there are processes and no mesh.
+      ValueError: There is no such mesh here, rows cannot be divided over it, or processes work together without one.
     """
     if not self.mesh:
-      if jax.process_count() > 1:
+      if jax.process_count() > 1 and not is_local:
         raise ValueError('several processes need a mesh, such as data:-1')
       return None
-    mesh = make_mesh(parse_sizes(self.mesh))
+    mesh = make_mesh(parse_sizes(self.mesh), jax.local_devices() if is_local else None)
     if self.batch_size % mesh.shape[DATA]:
       raise ValueError(f'batch_size must be a multiple of {DATA}:{mesh.shape[DATA]} of the mesh, got {self.batch_size}')
     return DecodeSharding(mesh, is_draft_divided=self.draft_mesh == 'divided')

@@ -110,14 +110,18 @@ class Workload:
   sharding: DecodeSharding | None
 
   @classmethod
-  def load(cls, options: DecodeOptions) -> Workload:
+  def load(cls, options: DecodeOptions, *, is_local: bool = False) -> Workload:
     """Reads prompts and models.
+
+    Args:
+      options: What is asked for.
+      is_local: Whether each of several processes decodes by itself, on its own devices.
 
     Raises:
       ValueError: They are unusable; the message says why.
     """
     every = options.read_prompts()
-    sharding = options.make_sharding()
+    sharding = options.make_sharding(is_local=is_local)
     target, draft, tokenizer, models = load_models(options)
     limits = [model.max_length for model in (target, draft) if model is not None and model.max_length is not None]
     room = {'max_new_tokens': options.max_new_tokens, 'max_length': min(limits, default=None)}

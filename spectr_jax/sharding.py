@@ -136,7 +136,11 @@ def is_primary() -> bool:
 
 
 def fetch(tree: Any) -> Any:
-  """Arrays of all devices as numpy arrays; with several processes each has to call this, and gets all of them."""
-  if jax.process_count() == 1:
+  """Arrays of all devices as numpy arrays.
+
+  Where they are divided over several processes each has to call this, and gets all of them; what a process has on its
+  own devices alone is its own.
+  """
+  if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)):
     return jax.device_get(tree)
   return multihost_utils.process_allgather(tree, tiled=True)

@@ -1,51 +1,32 @@
 """Continuations in bulk: a file that grows, survives any end, and is gone on with."""
 
 import json
-import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import time
 
+import commands
 import numpy as np
 import pytest
 
 from decode.bulk import decode_bulk
-from decode.generation_file import GenerationFile
+from decode.generation_file import GenerationFile, part_path, write_index
 from decode.options import DecodeOptions
 from decode.run import run_decode
 
 ROOT = pathlib.Path(__file__).parents[2]
-_WORDS = [
-  'the',
-  'quick',
-  'brown',
-  'fox',
-  'jumps',
-  'over',
-  'the',
-  'lazy',
-  'dog',
-  'while',
-  'seven',
-  'wise',
-  'owls',
-  'watch',
-  'from',
-  'the',
-  'old',
-  'oak',
-  'tree',
-]
+_TEXT = 'the quick brown fox jumps over the lazy dog while seven wise owls watch from the old oak tree'
 
 
 @pytest.fixture(scope='module')
 def many_prompts(tmp_path_factory):
   path = tmp_path_factory.mktemp('many') / 'prompts.jsonl'
-  rng = np.random.default_rng(0)
-  lines = [json.dumps({'prompt': ' '.join(rng.choice(_WORDS, rng.integers(1, 6))), 'id': f'p{i}'}) for i in range(23)]
-  path.write_text('\n'.join(lines))
+  rng, words = np.random.default_rng(0), _TEXT.split()
+  texts = [' '.join(rng.choice(words, rng.integers(1, 6))) for _ in range(23)]
+  path.write_text('\n'.join(json.dumps({'prompt': text, 'id': f'p{i}'}) for i, text in enumerate(texts)))
   return path
 
 
@@ -94,12 +75,63 @@ def test_continuations_are_those_of_a_comparison(pair, many_prompts, tmp_path):
   assert by_place(read(tmp_path / 'out.jsonl')) == entries
 
 
-def start(pair, prompts, path, *arguments, **options):
-  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true'}
-  flags = {**pair, 'prompts': prompts, 'generations': path, 'method': 'spectr', 'num_drafts': 2, 'draft_length': 2}
-  flags |= {'max_new_tokens': 8, 'batch_size': 4, 'rounds_at_a_time': 1} | options
-  command = [sys.executable, '-m', 'decode.bulk', *(f'--{name}={value}' for name, value in flags.items()), *arguments]
-  return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def flags(pair, prompts, path, *arguments, **options):
+  values = {**pair, 'prompts': prompts, 'generations': path, 'method': 'spectr', 'num_drafts': 2, 'draft_length': 2}
+  values |= {'max_new_tokens': 8, 'batch_size': 4, 'rounds_at_a_time': 1} | options
+  return [*(f'--{name}={value}' for name, value in values.items()), *arguments]
+
+
+def start(*arguments, **options):
+  return commands.start('decode.bulk', *flags(*arguments, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('quickly')
+def test_ten_thousand_prompts_take_no_more_memory_than_one_thousand(pair, tmp_path):
+  prompts = tmp_path / 'prompts.txt'
+  prompts.write_text(''.join(f'the {i % 97} old owls\n' for i in range(10_000)))
+  sizes = {}
+
+  def look(what, done, total):
+    sizes[done] = int(re.search(r'VmRSS:\s+(\d+) kB', pathlib.Path('/proc/self/status').read_text())[1]) / 1024
+
+  options = _options(pair, prompts, num_prompts=10_000, batch_size=64, max_new_tokens=4)
+  decode_bulk(options, tmp_path / 'out.jsonl', notify=look)
+  print(f'\nresident after 1,000 continuations {sizes[1000]:.0f} MiB, after 10,000 {sizes[10_000]:.0f} MiB')
+  assert sizes[10_000] < sizes[1000] + 16
+
+
+@pytest.mark.slow
+def test_several_processes_write_parts_and_an_index(pair, many_prompts, tmp_path):
+  commands.finish(start(pair, many_prompts, tmp_path / 'whole.jsonl'))
+  path = tmp_path / 'out.jsonl'
+  outputs = [
+    commands.finish(process) for process in commands.start_two('decode.bulk', *flags(pair, many_prompts, path))
+  ]
+  assert ['tokens/s' in output for output in outputs] == [True, False]
+  parts = json.loads((tmp_path / 'out.index.json').read_text())['parts']
+  assert parts == ['out-00000-of-00002.jsonl', 'out-00001-of-00002.jsonl']
+  entries = [read(tmp_path / part) for part in parts]
+  assert [len(part) for part in entries] == [12, 11]
+  assert by_place(entries[0] + entries[1]) == by_place(read(tmp_path / 'whole.jsonl'))
+  # What a part has lost is decoded again, by the process whose part it is.
+  (tmp_path / parts[1]).write_text('')
+  processes = commands.start_two('decode.bulk', *flags(pair, many_prompts, path, '--resume'))
+  assert 'has all continuations already' in commands.finish(processes[0])
+  commands.finish(processes[1])
+  assert by_place(read(tmp_path / parts[1])) == by_place(entries[1])
+
+
+def test_parts_are_of_one_number_of_processes(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  assert part_path(path, 0, 1) == path
+  write_index(path, 2)
+  write_index(path, 2)
+  with pytest.raises(ValueError, match='is of 2 parts, and this run has 3 processes'):
+    write_index(path, 3)
+  (tmp_path / 'out.index.json').write_text('[1]')
+  with pytest.raises(ValueError, match='is no index of parts'):
+    write_index(path, 2)
 
 
 @pytest.mark.slow
@@ -132,7 +164,7 @@ _SETTINGS = {'method': 'spectr', 'num_drafts': 2}
 
 
 def _entry(index, seed=0):
-  return {'seed': seed, 'index': index, 'text': 'ä'}
+  return {'seed': seed, 'index': index, 'prompt': 'a', 'text': 'ä'}
 
 
 def test_a_line_that_was_not_finished_is_none(tmp_path):
@@ -159,6 +191,10 @@ def test_what_is_there_is_not_touched_without_resume(tmp_path):
   with pytest.raises(ValueError, match='line 1, has num_drafts 2, and this run 3'):
     GenerationFile(path, _SETTINGS | {'num_drafts': 3}, resume=True)
   assert path.read_bytes() == before
+  with pytest.raises(ValueError, match="line 1, continues another prompt than number 0 of this run: 'a', not 'b'"):
+    GenerationFile(path, _SETTINGS, resume=True, prompts={0: 'b'})
+  with GenerationFile(path, _SETTINGS, resume=True, prompts={0: 'a', 1: 'c'}) as file:
+    assert file.done == {(0, 0)}
   path.write_text('{"prompt": "a"}\n')
   with pytest.raises(ValueError, match='line 1: no continuation of this command'):
     GenerationFile(path, _SETTINGS, resume=True)
@@ -168,7 +204,7 @@ def test_what_is_there_is_not_touched_without_resume(tmp_path):
 # A limit of the process stands for the disk's.
 _FULL = """
 import resource, signal, sys
-from decode.generation_file import GenerationFile
+from decode.generation_file import GenerationFile, part_path, write_index
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 with GenerationFile(sys.argv[1], {}, resume=False) as file:
