@@ -365,14 +365,33 @@ def commit(
   )
 
 
-def _round(state: DecodeState) -> DecodeState:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Round:
+  """What a round has seen and decided.
+
+  Attributes:
+    keys: Typed keys `[B, L + 1]`, those for verification.
+    proposal: The guesses; `state` is None.
+    target_probs: `[B, N + 1, V]`, the target's laws.
+    verdict: What was kept.
+  """
+
+  keys: jax.Array
+  proposal: Proposal
+  target_probs: jax.Array
+  verdict: Verdict
+
+
+def run_round(state: DecodeState) -> tuple[DecodeState, Round]:
   """One target call: draft, score, verify, commit. Rows that are done stay as they are."""
   draft_keys, verify_keys = noise_keys(state)
   proposal = propose(state, draft_keys)
   output = score(state, proposal.tokens)
   rows = dataclasses.replace(proposal, state=None)
   target_probs, verdict = judge(state, verify_keys, rows, output.logits)
-  return commit(state, proposal, output, target_probs, verdict)
+  state = commit(state, proposal, output, target_probs, verdict)
+  return state, Round(verify_keys, rows, target_probs, verdict)
 
 
 @functools.partial(jax.jit, donate_argnames='carry')
@@ -385,7 +404,7 @@ def _run_rounds(target: Model, drafter: Any, carry: DecodeState, num_rounds: jax
 
   def advance(loop):
     state, done_rounds = loop
-    state = _round(dataclasses.replace(state, target=target, drafter=drafter))
+    state, _ = run_round(dataclasses.replace(state, target=target, drafter=drafter))
     state = dataclasses.replace(state, target=None, drafter=None)
     if state.sharding is not None:
       state = _constrain(state, state_shardings(state, target, drafter))

@@ -29,6 +29,8 @@ class Coupling(Protocol):
   """A pure function from two laws and n candidates to an `Outcome`; hashable, options are fields.
 
   Averaged over the candidates' law, the token that is accepted or drawn from the residual must follow `target_probs`.
+  A coupling may have a method `numbers`, of the same arguments, that gives arrays, scalar or `[n]`, which explain its
+  outcome by name: a threshold, a weight. They are shown, and decide nothing.
 
   Attributes:
     proposal_rules: The types of rules whose candidates it is right for.

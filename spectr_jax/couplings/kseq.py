@@ -107,11 +107,18 @@ class KSeq:
     """The threshold in use; replaced in negative controls."""
     return solve_gamma(draft_probs, target_probs, num_candidates, num_rounds=self.num_rounds)
 
+  def _gamma_of(self, draft_probs, target_probs, num_candidates):
+    one = jnp.ones((), draft_probs.dtype)
+    return where_needed(num_candidates > 1, self.gamma, one, draft_probs, target_probs, num_candidates)
+
+  def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
+    """The threshold at a position, to be shown; arguments as of a call."""
+    del candidates
+    return {'gamma': self._gamma_of(draft_probs, target_probs, jnp.maximum(jnp.sum(is_valid), 1))}
+
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     num_candidates = jnp.maximum(jnp.sum(is_valid), 1)
-    gamma = where_needed(
-      num_candidates > 1, self.gamma, jnp.ones((), draft_probs.dtype), draft_probs, target_probs, num_candidates
-    )
+    gamma = self._gamma_of(draft_probs, target_probs, num_candidates)
     beta = overlap(draft_probs, target_probs, gamma)
     accept = jnp.minimum(1, ratio(target_probs[candidates], draft_probs[candidates]) / gamma)
     # (1 - (1 - beta)^n) / beta tends to n as beta vanishes.

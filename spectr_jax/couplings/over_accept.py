@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
@@ -38,6 +39,11 @@ class OverAccept:
   @property
   def is_lossless(self) -> bool:
     return self.epsilon == 0 and self.has_best_residual
+
+  def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
+    """What is added to the target's probability, to be shown; arguments as of a call."""
+    del draft_probs, candidates, is_valid
+    return {'epsilon': jnp.asarray(self.epsilon, target_probs.dtype)}
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     accept = jnp.minimum(1, ratio(target_probs[candidates] + self.epsilon, draft_probs[candidates]))

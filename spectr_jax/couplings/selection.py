@@ -62,6 +62,11 @@ class Selected:
   selection: Selection
   proposal_rules = (Independent,)
 
+  def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
+    """What picks a candidate, and the law pt of what is picked at it, `[n]`, to be shown; arguments as of a call."""
+    pick = self.selection(draft_probs, target_probs, candidates, is_valid)
+    return {'pick_prob': pick.pick_probs, 'picked_prob': pick.candidate_probs}
+
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     pick = self.selection(draft_probs, target_probs, candidates, is_valid)
     accept = jnp.minimum(1, ratio(target_probs[candidates], pick.candidate_probs))

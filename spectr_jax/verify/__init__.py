@@ -2,9 +2,21 @@
 
 from spectr_jax.verify.block import Block
 from spectr_jax.verify.greedy_block import GreedyBlock
+from spectr_jax.verify.record import Decisions, Record
 from spectr_jax.verify.seed_exact import SeedExact
 from spectr_jax.verify.traversal import Traversal
 from spectr_jax.verify.verifier import Stateless, Verdict, Verifier
 from spectr_jax.verify.walk import Walk
 
-__all__ = ['Block', 'GreedyBlock', 'SeedExact', 'Stateless', 'Traversal', 'Verdict', 'Verifier', 'Walk']
+__all__ = [
+  'Block',
+  'Decisions',
+  'GreedyBlock',
+  'Record',
+  'SeedExact',
+  'Stateless',
+  'Traversal',
+  'Verdict',
+  'Verifier',
+  'Walk',
+]

@@ -13,6 +13,7 @@ from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify.position import Position, next_position
+from spectr_jax.verify.record import Decisions, Record
 from spectr_jax.verify.verifier import Stateless, Verdict
 
 
@@ -83,9 +84,37 @@ class Block(Stateless):
     log_ratio = jnp.log(ratio(step.position.target_probs[token], step.pick.candidate_probs[slot]))
     return jnp.minimum(0, log_kept + log_ratio)
 
+  def _uniforms(self, keys, dtype):
+    """`[L + 1, 3]`: for keeping a path down to a depth, for the pick below it, for the token after it."""
+    return jax.vmap(lambda key: jax.random.uniform(key, (3,), dtype))(keys)
+
+  def _start(self, dtype):
+    """Node, or -1 behind the path's end; depth; log P; and the same three where the path is cut so far."""
+    zero, log_one = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
+    return zero, zero, log_one, (zero, zero, log_one)
+
+  def _walk(self, tree: TokenTree, proposal: Proposal, target_probs, uniforms, carry):
+    """One node further; also the step, the slot that is picked, and whether the path is kept down to here."""
+    node, depth, log_kept, stop = carry
+    step = self._step(tree, proposal, target_probs, node, log_kept)
+    # Depth 0 is kept whenever nothing deeper is; a deeper node that is kept overrules the ones above it.
+    is_kept = (depth == 0) | (uniforms[depth, 0] < step.accept)
+    here = step.position.node, depth, log_kept
+    pick_probs = step.pick.pick_probs
+    is_picked = (uniforms[depth, 1] * jnp.sum(pick_probs) < jnp.cumsum(pick_probs)) & (pick_probs > 0)
+    slot = jnp.where(jnp.any(is_picked), jnp.argmax(is_picked), jnp.argmax(pick_probs > 0))
+    is_end = ~jnp.any(step.position.is_valid)
+    following = (
+      jnp.where(is_end, -1, step.position.nodes[slot]),
+      depth + 1,
+      self._log_kept_below(step, log_kept, slot),
+      jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), here, stop),
+    )
+    return following, (step, slot, is_kept)
+
   def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
     dtype = target_probs.dtype
-    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (3,), dtype))(keys)
+    uniforms = self._uniforms(keys, dtype)
     if tree.num_nodes == 0:
       return Verdict.at(tree, jnp.zeros((), jnp.int32), draw(uniforms[0, 2], target_probs[0]), state)
 
@@ -94,27 +123,53 @@ class Block(Stateless):
 
     # Where the path is cut, the residual is made once more, after the walk: every depth would carry one, `[V]`.
     def walk(carry):
-      node, depth, log_kept, stop = carry
-      step = self._step(tree, proposal, target_probs, node, log_kept)
-      # Depth 0 is kept whenever nothing deeper is; a deeper node that is kept overrules the ones above it.
-      is_kept = (depth == 0) | (uniforms[depth, 0] < step.accept)
-      here = step.position.node, depth, log_kept
-      pick_probs = step.pick.pick_probs
-      is_picked = (uniforms[depth, 1] * jnp.sum(pick_probs) < jnp.cumsum(pick_probs)) & (pick_probs > 0)
-      slot = jnp.where(jnp.any(is_picked), jnp.argmax(is_picked), jnp.argmax(pick_probs > 0))
-      is_end = ~jnp.any(step.position.is_valid)
-      return (
-        jnp.where(is_end, -1, step.position.nodes[slot]),
-        depth + 1,
-        self._log_kept_below(step, log_kept, slot),
-        jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), here, stop),
-      )
+      return self._walk(tree, proposal, target_probs, uniforms, carry)[0]
 
-    zero, log_one = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
     with jax.named_scope('path'):
-      node, depth, log_kept = jax.lax.while_loop(is_walking, walk, (zero, zero, log_one, (zero, zero, log_one)))[3]
+      node, depth, log_kept = jax.lax.while_loop(is_walking, walk, self._start(dtype))[3]
     residual = self._step(tree, proposal, target_probs, node, log_kept).residual
     return Verdict.at(tree, node, draw(uniforms[depth, 2], residual), state)
+
+  def record(self, keys, tree, proposal, target_probs, state) -> Record:
+    """What `verify` decides, depth by depth: `pick`, the path, and `keep`, how far it is kept, the last one wins."""
+    del state
+    uniforms = self._uniforms(keys, target_probs.dtype)
+
+    def one_depth(carry, _):
+      node, depth, log_kept, _ = carry
+      following, (step, slot, is_kept) = self._walk(tree, proposal, target_probs, uniforms, carry)
+      position, pick = step.position, step.pick
+      is_walking = node >= 0
+      picks = Decisions(
+        is_made=is_walking & jnp.any(position.is_valid),
+        node=position.node,
+        nodes=position.nodes,
+        is_valid=position.is_valid,
+        shares=pick.pick_probs,
+        uniform=uniforms[depth, 1] * jnp.sum(pick.pick_probs),
+        chosen=position.nodes[slot],
+        numbers={
+          'draft_prob': position.draft_probs[position.tokens],
+          'target_prob': position.target_probs[position.tokens],
+          'picked_prob': pick.candidate_probs,
+        },
+      )
+      keeps = Decisions.of_one(
+        is_made=is_walking & (depth > 0),
+        node=position.node,
+        share=step.accept,
+        uniform=uniforms[depth, 0],
+        is_chosen=is_kept,
+        numbers={'log_kept': log_kept},
+      )
+      # Behind the end of a path nothing is decided.
+      following = jax.tree.map(lambda new, old: jnp.where(is_walking, new, old), following, carry)
+      return following, (picks, keeps)
+
+    carry, (picks, keeps) = jax.lax.scan(one_depth, self._start(target_probs.dtype), length=tree.max_depth + 1)
+    node, depth, log_kept = carry[3]
+    residual = self._step(tree, proposal, target_probs, node, log_kept).residual
+    return Record({'pick': picks, 'keep': keeps}, node, residual, uniforms[depth, 2])
 
   def law(self, tree, proposal, target_probs, state):
     del state

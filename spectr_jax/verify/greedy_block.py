@@ -11,6 +11,7 @@ import numpy as np
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part, positive_part_or
 from spectr_jax.tree import TokenTree
+from spectr_jax.verify.record import Decisions, Record
 from spectr_jax.verify.verifier import Verdict
 
 
@@ -173,9 +174,14 @@ class GreedyBlock:
       return jax.lax.scan(step, self._start(state, target_probs.dtype), (chain, parent_of, spelled, is_last))[1]
 
     accept = jax.lax.map(along, (jnp.asarray(chains), jnp.asarray(parents), tokens))
+    return jnp.where(self._is_repeated(tree, proposal), 0, accept)
+
+  def _is_repeated(self, tree: TokenTree, proposal: Proposal) -> jax.Array:
+    """Which sub-blocks an earlier draft has as well, bool `[K, L]`."""
+    tokens = proposal.tokens[self._chains(tree) - 1]
     is_equal = jnp.cumprod(tokens[:, None] == tokens[None], axis=-1) > 0
-    is_earlier = np.tri(num_drafts, k=-1, dtype=bool)
-    return jnp.where(jnp.any(is_equal & is_earlier[:, :, None], axis=1), 0, accept)
+    is_earlier = np.tri(len(tokens), k=-1, dtype=bool)
+    return jnp.any(is_equal & is_earlier[:, :, None], axis=1)
 
   def _stop(self, tree: TokenTree, proposal: Proposal, target_probs, state, node) -> tuple[_Context, jax.Array]:
     """The context at `node`, and the weights `[V]` of the token after it."""
@@ -193,19 +199,40 @@ class GreedyBlock:
     weights = positive_part_or(self._kept(num_drafts, draft_probs, law, context.log_ratio), law)
     return context, jnp.where(depth == tree.max_depth, target_probs[node], weights)
 
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
-    dtype = target_probs.dtype
-    chains = self._chains(tree)
-    accept = self._accept(tree, proposal, target_probs, state)
-    uniforms = jax.random.uniform(keys[0], (accept.size + 1,), dtype)
+  def _longest(self, tree: TokenTree, uniforms, accept):
+    """The deepest node whose sub-block is accepted, and which are, `[K, L]`."""
     is_accepted = uniforms[:-1].reshape(accept.shape) < accept
     is_any = jnp.any(is_accepted, axis=0)
     depth = jnp.max(jnp.where(is_any, jnp.arange(1, tree.max_depth + 1), 0))
     draft = jnp.argmax(is_accepted[:, depth - 1])
-    node = jnp.where(depth > 0, jnp.asarray(chains)[draft, depth - 1], 0)
+    return jnp.where(depth > 0, jnp.asarray(self._chains(tree))[draft, depth - 1], 0), is_accepted
+
+  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+    accept = self._accept(tree, proposal, target_probs, state)
+    uniforms = jax.random.uniform(keys[0], (accept.size + 1,), target_probs.dtype)
+    node, _ = self._longest(tree, uniforms, accept)
     _, weights = self._stop(tree, proposal, target_probs, state, node)
     token = draw(uniforms[-1], weights)
     return Verdict.at(tree, node, token, self.advance(tree, proposal, target_probs, state, node, token))
+
+  def record(self, keys, tree, proposal, target_probs, state) -> Record:
+    """What `verify` decides, draft by draft; the decisions are named `keep`, and the deepest that is kept wins.
+
+    A sub-block that an earlier draft has as well is not decided on again.
+    """
+    accept = self._accept(tree, proposal, target_probs, state)
+    uniforms = jax.random.uniform(keys[0], (accept.size + 1,), target_probs.dtype)
+    node, is_accepted = self._longest(tree, uniforms, accept)
+    decisions = jax.vmap(Decisions.of_one)(
+      is_made=~self._is_repeated(tree, proposal).reshape(-1),
+      node=jnp.asarray(self._chains(tree)).reshape(-1),
+      share=accept.reshape(-1),
+      uniform=uniforms[:-1],
+      is_chosen=is_accepted.reshape(-1),
+      numbers={},
+    )
+    _, weights = self._stop(tree, proposal, target_probs, state, node)
+    return Record({'keep': decisions}, node, weights, uniforms[-1])
 
   def advance(self, tree, proposal, target_probs, state, node, token) -> Modifications:
     context, _ = self._stop(tree, proposal, target_probs, state, node)

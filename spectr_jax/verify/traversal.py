@@ -13,6 +13,7 @@ from spectr_jax.couplings.coupling import ratio
 from spectr_jax.proposal import Independent, Proposal, WithoutReplacement
 from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import TokenTree
+from spectr_jax.verify.record import Decisions, Record
 from spectr_jax.verify.verifier import Stateless, Verdict
 
 
@@ -162,17 +163,22 @@ class Traversal(Stateless):
     left = self._left_of_target(tree, proposal, target_probs, values, node, values.c[node])
     return jnp.where(jnp.asarray(tree.num_children)[node] > 0, left, target_probs[node])
 
+  def _uniforms(self, keys, tree: TokenTree, dtype):
+    """`[N + 2]`: for every node, and for the next token."""
+    return jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
+
+  def _is_rejected(self, tree: TokenTree, uniforms, carry):
+    visit, values = carry
+    node = jnp.asarray(_visits(tree))[visit]
+    return (node != 0) & (uniforms[node] >= jnp.exp(values.log_value[node]))
+
   def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
-    dtype = target_probs.dtype
-    uniforms = jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
+    uniforms = self._uniforms(keys, tree, target_probs.dtype)
     if tree.num_nodes == 0:
       return Verdict.at(tree, jnp.zeros((), jnp.int32), draw(uniforms[-1], target_probs[0]), state)
-    visits = jnp.asarray(_visits(tree))
 
     def is_rejected(carry):
-      visit, values = carry
-      node = visits[visit]
-      return (node != 0) & (uniforms[node] >= jnp.exp(values.log_value[node]))
+      return self._is_rejected(tree, uniforms, carry)
 
     def reject(carry):
       visit, values = carry
@@ -181,9 +187,40 @@ class Traversal(Stateless):
     start = jnp.zeros((), jnp.int32), self._start(tree, proposal, target_probs)
     with jax.named_scope('visits'):
       visit, values = jax.lax.while_loop(is_rejected, reject, start)
-    node = visits[visit]
+    node = jnp.asarray(_visits(tree))[visit]
     token = draw(uniforms[-1], self._weights(tree, proposal, target_probs, values, node))
     return Verdict.at(tree, node, token, state)
+
+  def record(self, keys, tree, proposal, target_probs, state) -> Record:
+    """What `verify` decides, visit by visit; the decisions are named `keep`, and the first that is kept ends it."""
+    del state
+    visits = jnp.asarray(_visits(tree))
+    uniforms = self._uniforms(keys, tree, target_probs.dtype)
+
+    def one_visit(carry, _):
+      (visit, values), is_visiting = carry
+      node = visits[visit]
+      is_rejected = self._is_rejected(tree, uniforms, (visit, values))
+      following = jax.lax.cond(
+        is_rejected,
+        lambda: (visit + 1, self._next(tree, proposal, target_probs, values, visit)),
+        lambda: (visit, values),
+      )
+      decisions = Decisions.of_one(
+        is_made=is_visiting & (node != 0) & (proposal.tokens[node - 1] >= 0),
+        node=node,
+        share=jnp.exp(values.log_value[node]),
+        uniform=uniforms[node],
+        is_chosen=~is_rejected,
+        numbers={'log_kept': values.log_value[node]},
+      )
+      return (following, is_visiting & is_rejected), decisions
+
+    start = jnp.zeros((), jnp.int32), self._start(tree, proposal, target_probs)
+    ((visit, values), _), decisions = jax.lax.scan(one_visit, (start, jnp.ones((), bool)), length=len(visits))
+    node = visits[visit]
+    weights = self._weights(tree, proposal, target_probs, values, node)
+    return Record({'keep': decisions}, node, weights, uniforms[-1])
 
   def law(self, tree, proposal, target_probs, state):
     del state

@@ -41,7 +41,8 @@ class Verifier(Protocol):
   """A verification algorithm; hashable, options are fields.
 
   `verify` draws; `law` is the exact law of what it draws, built from the same deterministic steps. Proofs enumerate
-  `law`; tests hold the draws of `verify` against it.
+  `law`; tests hold the draws of `verify` against it. A verifier may have a method `record`, of the arguments of
+  `verify`, that gives a `Record` of the same decisions, to be shown.
 
   Attributes:
     proposal_rules: The types of rules whose candidates it is right for.
