@@ -20,23 +20,11 @@ from decode import report
 from decode.auto import choose, predict_all
 from decode.generation_file import GenerationFile, part_path, write_index
 from decode.options import DecodeOptions
-from decode.settings import Setting, expand
+from decode.settings import only_setting
 from decode.workload import Notify, Workload
 from spectr_jax.io import command_line, processes
 from spectr_jax.sharding import is_primary
 from spectr_jax.stream import Request, generate_many
-
-
-def _only_setting(workload: Workload, notify: Notify) -> Setting:
-  options = workload.options
-  if options.is_auto:
-    return choose(predict_all(workload, notify))
-  settings = expand(options)
-  if len(settings) != 1:
-    raise ValueError(f'one method, K, L and tree at a time, got {len(settings)}: {", ".join(map(str, settings))}')
-  if settings[0].spec is not None and settings[0].spec.name == 'optimal':
-    raise ValueError('optimal trees are chosen by decode.main; name the shape that it printed, such as prefix:4,2,1')
-  return settings[0]
 
 
 def decode_bulk(
@@ -64,8 +52,10 @@ def decode_bulk(
   """
   notify = notify or (lambda what, done, total: None)
   process, num_processes = jax.process_index(), jax.process_count()
+  setting = None if options.is_auto else only_setting(options)
   work = Workload.load(options, is_local=True)
-  setting = _only_setting(work, notify)
+  if setting is None:
+    setting = choose(predict_all(work, notify))
   prompts = work.prompts
   settings = report.describe_setting(options, setting) | {
     name: getattr(options, name) for name in ('top_k', 'top_p', 'max_new_tokens')

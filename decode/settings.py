@@ -150,3 +150,19 @@ def expand(options: DecodeOptions) -> list[Setting]:
     ValueError: A tree is too large, or a method's theory does not cover it.
   """
   return list(dict.fromkeys(setting for method in options.methods for setting in settings_of(method, options)))
+
+
+def only_setting(options: DecodeOptions) -> Setting:
+  """The one setting of a command that runs no grid.
+
+  Raises:
+    ValueError: There are several, or it depends on what is measured.
+  """
+  if options.is_auto:
+    raise ValueError('auto is not for this command; name a method')
+  settings = expand(options)
+  if len(settings) != 1:
+    raise ValueError(f'one method, K, L and tree at a time, got {len(settings)}: {", ".join(map(str, settings))}')
+  if settings[0].spec is not None and settings[0].spec.name == 'optimal':
+    raise ValueError('optimal trees are chosen by decode.main; name the shape that it printed, such as prefix:4,2,1')
+  return settings[0]

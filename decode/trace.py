@@ -1,0 +1,170 @@
+"""Writes a page that steps through a run: `python -m decode.trace --prompt=TEXT --output=trace.html`.
+
+The page is one file that needs no network: the drafts of every round, what both models think of them, what the method
+kept and why, and what other methods make of the same drafts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+from typing import Any
+
+from absl import flags
+
+import spectr_jax
+from decode.options import DecodeOptions
+from decode.settings import Setting, only_setting
+from decode.trace_data import describe_trace
+from decode.workload import Notify, Workload
+from spectr_jax import METHODS, Method, TokenTree, get_method
+from spectr_jax.io import command_line
+from spectr_jax.trace import make_judge, trace_decode
+
+MAX_BYTES = 1_000_000
+_PAGE = pathlib.Path(__file__).parent / 'trace_page'
+# Compared where nothing else is asked for, as far as they can judge the drafts.
+_USUAL = ('speculative', 'block', 'specinfer', 'spectr', 'race', 'race_block', 'traversal', 'gsd')
+
+
+def choose_others(names: tuple[str, ...], method: Method, tree: TokenTree) -> list[str]:
+  """The methods that judge the drafts of a run.
+
+  Args:
+    names: Those that are asked for; none for all usual ones that can.
+    method, tree: Of the run.
+
+  Raises:
+    ValueError: One that is asked for cannot judge these drafts, or does not exist.
+  """
+  for name in names:
+    make_judge(get_method(name), method, tree)
+  found = []
+  for name in names or _USUAL:
+    try:
+      make_judge(METHODS[name], method, tree)
+    except ValueError:
+      continue
+    if name != method.name and name not in found:
+      found.append(name)
+  return found
+
+
+def _describe_run(options: DecodeOptions, setting: Setting, models: dict[str, Any], prompt: str) -> dict[str, Any]:
+  return {
+    'prompt': prompt,
+    'models': {role: f'{info["path"]} ({info["num_params"] / 1e6:.1f}M)' for role, info in models.items()},
+    'tree': setting.tree_name,
+    'num_drafts': setting.num_drafts,
+    'draft_length': setting.draft_length,
+    'temperature': options.temperature,
+    'top_k': options.top_k,
+    'top_p': options.top_p,
+    'seed': options.seed,
+    'version': spectr_jax.__version__,
+  }
+
+
+def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: Notify | None = None) -> dict[str, Any]:
+  """Decodes the first prompt and keeps what every round saw.
+
+  Args:
+    options: What to run: one method, K, L and tree.
+    compare: Methods that judge the same drafts; none for all usual ones that can.
+    notify: Called with what is being done, what is done so far, and what there is to do.
+
+  Returns:
+    JSON values: `run`, and those of `describe_trace`.
+
+  Raises:
+    ValueError: Prompts, models or options are unusable, or a method cannot judge the drafts; the message says why.
+  """
+  notify = notify or (lambda what, done, total: None)
+  setting = only_setting(options)
+  if not setting.tree.num_nodes:
+    raise ValueError(f'{setting.method.name} drafts nothing: there is nothing to trace')
+  others = choose_others(compare, setting.method, setting.tree)
+  if options.mesh or options.num_seeds > 1:
+    raise ValueError('a trace is of one seed, on one device: leave out mesh and num_seeds')
+  work = Workload.load(dataclasses.replace(options, num_prompts=1))
+  notify(f'{setting}: decoding, and {len(others)} methods judge its drafts', 0, 1)
+  trace = trace_decode(
+    work.keys(options.seed),
+    work.target,
+    work.draft,
+    work.tokens[0, : work.lengths[0]],
+    method=setting.method,
+    tree=setting.tree,
+    others=others,
+    max_new_tokens=options.max_new_tokens,
+    temperature=options.temperature,
+    top_k=options.top_k,
+    top_p=options.top_p,
+    eos_id=work.tokenizer.eos_id,
+  )
+  notify('done', 1, 1)
+  run = _describe_run(options, setting, work.info['models'], work.prompts[0].text)
+  return {'run': run} | describe_trace(trace, work.tokenizer)
+
+
+def _embed(data: Any) -> str:
+  """JSON that may stand in a script element: nothing in it ends the element or begins a comment."""
+  text = json.dumps(data, ensure_ascii=False, separators=(',', ':'), allow_nan=False)
+  for character in '<>&\u2028\u2029':
+    text = text.replace(character, f'\\u{ord(character):04x}')
+  return text
+
+
+def make_page(data: dict[str, Any]) -> str:
+  """The page, with its style, scripts and data inside.
+
+  Args:
+    data: Of `record_trace`.
+
+  Raises:
+    ValueError: It would be larger than a page should be.
+  """
+
+  def inline(name: str, element: str) -> str:
+    return f'<{element}>\n{(_PAGE / name).read_text(encoding="utf-8")}</{element}>'
+
+  page = (_PAGE / 'page.html').read_text(encoding='utf-8')
+  page = re.sub(r'<link rel="stylesheet" href="(.+?)">', lambda match: inline(match[1], 'style'), page)
+  page = re.sub(r'<script src="(.+?)"></script>', lambda match: inline(match[1], 'script'), page)
+  page = page.replace('{{data}}', _embed(data))
+  size = len(page.encode())
+  if size > MAX_BYTES:
+    raise ValueError(
+      f'the page would have {size / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:g}: lower max_new_tokens or the number of'
+      ' guesses, or name fewer methods with --compare'
+    )
+  return page
+
+
+if __name__ == '__main__':
+  from decode import report
+  from decode.option_flags import read_options  # defines flags
+
+  _COMPARE = flags.DEFINE_list(
+    'compare', [], 'Methods that judge the same drafts, separated by commas; default: all usual ones that can.'
+  )
+  _OUTPUT = flags.DEFINE_string('output', None, 'HTML file for the page.', required=True)
+  flags.FLAGS.set_default('method', ['race_block'])
+  flags.FLAGS.set_default('draft_length', ['6'])
+
+  def main(argv):
+    del argv
+    options = read_options()
+    with report.OutputFiles(output=_OUTPUT.value) as outputs:
+      with report.show_progress() as notify:
+        data = record_trace(options, tuple(name.strip() for name in _COMPARE.value), notify)
+      outputs.write(output=make_page(data))
+    num_tokens = sum(len(played['origins']) for played in data['rounds'])
+    print(
+      f'{num_tokens} tokens in {len(data["rounds"])} rounds, {num_tokens / len(data["rounds"]):.2f} per target call;'
+      f' {_OUTPUT.value}'
+    )
+
+  command_line.run(main)

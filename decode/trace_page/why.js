@@ -1,0 +1,162 @@
+'use strict';
+// Why: one decision in words, on the line from 0 to 1, and as a table of the numbers behind it.
+
+function isBlock(method, decision) {
+  return decision.kind === 'keep' && decision.kept !== undefined && method.rule.includes('h = S');
+}
+
+/** One decision in a sentence. */
+function decisionSentence(round, method, decision) {
+  const {kind, chosen, nodes, uniform} = decision;
+  const name = chosen >= 0 ? quoted(tokenOf(round, chosen)) : '';
+  const u = number(uniform);
+  if (kind === 'accept') {
+    if (chosen >= 0) return `u = ${u} falls into the share of ${name}: accepted.`;
+    const sum = decision.shares.reduce((total, share) => total + share, 0);
+    return `u = ${u} lies behind all shares, which end at ${number(sum)}: ` +
+      (nodes.length > 1 ? `none of ${nodes.length} candidates is accepted.` : 'the candidate is rejected.');
+  }
+  if (kind === 'pick') {
+    return nodes.length > 1
+      ? `A race among ${nodes.length} candidates: u = ${u} falls into the share of ${name}, which is picked.`
+      : `The path goes on with ${name}, the only candidate.`;
+  }
+  if (kind === 'race') {
+    const winner = quoted(decision.winner);
+    return chosen >= 0 ? `The target’s winner ${winner} is among the candidates: accepted.`
+      : `The target’s winner ${winner} is not among the candidates.`;
+  }
+  const threshold = isBlock(method, decision) ? 'h' : decision.kept !== undefined ? 'P' : 'h';
+  const share = number(decision.shares[0]);
+  const where = `down to ${quoted(tokenOf(round, decision.node))}, position ${TREE.depths[decision.node]}`;
+  return chosen >= 0 ? `u = ${u} < ${threshold} = ${share}: the path is kept ${where}.`
+    : `u = ${u} ≥ ${threshold} = ${share}: not kept ${where}${isBlock(method, decision) ? '; a deeper token may still keep it' : ''}.`;
+}
+
+/** The line from 0 to 1, divided into shares, with u. */
+function unitLine(round, decision) {
+  const line = make('div', {class: 'unit', role: 'img'});
+  const isKeep = decision.kind === 'keep';
+  const words = [];
+  let sum = 0;
+  decision.shares.forEach((share, i) => {
+    const node = decision.nodes[i];
+    const slice = make('span', {class: `slice s${i % 2} ${node === decision.chosen ? 'chosen' : ''}`});
+    slice.style.width = `${100 * share}%`;
+    if (share > (isKeep ? 0.12 : 0.07)) slice.append(isKeep ? 'kept' : String(i + 1));
+    words.push(`${tokenText(tokenOf(round, node))} from ${number(sum)} to ${number(sum + share)}`);
+    sum += share;
+    line.append(slice);
+  });
+  const rest = make('span', {class: `slice rest ${decision.chosen < 0 ? 'chosen' : ''}`});
+  rest.style.width = `${100 * Math.max(0, 1 - sum)}%`;
+  if (1 - sum > 0.2) rest.append(isKeep ? 'not kept' : 'none');
+  line.append(rest);
+  const marker = make('span', {class: 'marker'}, make('b', {}, `u ${number(decision.uniform)}`));
+  marker.style.left = `${100 * decision.uniform}%`;
+  marker.classList.toggle('late', decision.uniform > 0.8);
+  line.append(marker);
+  line.setAttribute('aria-label', `Shares: ${words.join('; ')}; u is ${number(decision.uniform)}`);
+  return line;
+}
+
+const COLUMN_NAMES = {
+  draft_prob: 'p', target_prob: 'q', ratio: 'q/p', pick_prob: 'picked', picked_prob: 'p̃',
+  draft_time: 'E/p', target_time: 'E/q',
+};
+
+/** The candidates of a decision with the numbers that their shares come from. */
+function decisionTable(round, decision) {
+  const keys = Object.keys(COLUMN_NAMES).filter((key) => Array.isArray(decision[key]));
+  const heads = ['', 'token', ...keys.map((key) => COLUMN_NAMES[key])];
+  const isPick = decision.kind === 'pick';
+  const withTurn = decision.kind === 'accept';
+  if (withTurn) heads.push(decision.pick_prob ? 'min(1, q/p̃)' : 'on its turn');
+  if (decision.shares) heads.push('share');
+  const body = make('tbody');
+  let before = 0;
+  decision.nodes.forEach((node, i) => {
+    const row = make('tr', {class: node === decision.chosen ? 'chosen' : ''});
+    row.append(make('td', {}, String(i + 1)),
+      make('th', {scope: 'row'}, tokenText(tokenOf(round, node)), node === decision.chosen ? ' ✓' : ''));
+    for (const key of keys) row.append(make('td', {}, number(decision[key][i], 2)));
+    if (withTurn) {
+      const left = decision.pick_prob ? decision.pick_prob[i] : 1 - before;
+      row.append(make('td', {}, left > 1e-6 ? number(Math.min(1, decision.shares[i] / left)) : '–'));
+    }
+    if (decision.shares) {
+      row.append(make('td', {}, number(decision.shares[i])));
+      before += decision.shares[i];
+    }
+    body.append(row);
+  });
+  const table = make('table', {class: 'numbers'},
+    make('thead', {}, make('tr', {}, ...heads.map((head) => make('th', {scope: 'col'}, head)))), body);
+  table.setAttribute('aria-label', isPick ? 'Candidates and the chance to be picked' : 'Candidates and their shares');
+  return make('div', {class: 'table-scroll'}, table);
+}
+
+/** The numbers of a decision that are not of a candidate. */
+function decisionFacts(method, decision) {
+  const facts = [];
+  if (decision.gamma !== undefined) facts.push(`γ = ${number(decision.gamma)}`);
+  if (decision.epsilon !== undefined) facts.push(`ε = ${number(decision.epsilon)}`);
+  if (decision.winner_time !== undefined) facts.push(`the target’s winner arrives at ${number(decision.winner_time)}`);
+  if (decision.kind === 'keep' && decision.kept !== undefined) facts.push(`P = ${number(decision.kept)}`);
+  if (isBlock(method, decision)) facts.push(`h = ${number(decision.shares[0])}`);
+  return facts.length ? make('p', {class: 'facts'}, facts.join(', ')) : null;
+}
+
+/** The whole card of a decision. */
+function decisionCard(round, method, decision, place, count) {
+  const title = {accept: 'Candidates', pick: 'Pick', keep: 'Keep the path?', race: 'Race'}[decision.kind];
+  const after = decision.kind === 'keep' ? `down to ${quoted(tokenOf(round, decision.node))}`
+    : `at position ${TREE.depths[decision.node] + 1}, after ${quoted(tokenOf(round, decision.node))}`;
+  const card = make('div', {class: 'why-card'},
+    make('h4', {}, `${title} `, make('span', {class: 'note'}, `${after} · ${place} of ${count}`)),
+    make('p', {class: 'sentence'}, decisionSentence(round, method, decision)));
+  if (decision.shares) card.append(unitLine(round, decision));
+  const facts = decisionFacts(method, decision);
+  if (facts) card.append(facts);
+  if (decision.kind !== 'keep') card.append(decisionTable(round, decision));
+  return card;
+}
+
+/** How the round ends for a method: its tokens, and where the last of them comes from. */
+function verdictCard(round, method, judgement) {
+  const kind = ORIGINS[judgement.origin];
+  const chips = judgement.path.map((node) => make('span', {class: 'origin draft'}, tokenText(tokenOf(round, node))));
+  chips.push(make('span', {class: `origin ${kind}`}, tokenText(judgement.next)));
+  const count = judgement.path.length;
+  const words = kind === 'bonus'
+    ? `The path is accepted to its end, so the target’s own next token comes with it, from q.`
+    : `The next token corrects what was rejected${method.residual ? `: drawn from ${method.residual}` : ''}.`;
+  const card = make('div', {class: 'why-card'},
+    make('h4', {}, `${plural(count + 1, 'token')} `,
+      make('span', {class: 'note'}, `${plural(count, 'guess', 'guesses')} and a ${kind}${kind === 'bonus' ? ' token' : ''}`)),
+    make('p', {class: 'chips'}, ...chips), make('p', {class: 'sentence'}, words));
+  if (judgement.law) {
+    const rows = judgement.law.some(([token]) => token === judgement.next)
+      ? judgement.law : [...judgement.law, [judgement.next, judgement.next_prob]];
+    card.append(lawBars(rows.map(([token, prob]) => ({label: tokenText(token), values: [prob], isMarked: token === judgement.next})),
+      [kind === 'bonus' ? 'q' : 'r']));
+  } else {
+    card.append(make('p', {class: 'note'}, 'This verifier keeps no record: path and laws are shown without the numbers.'));
+  }
+  return card;
+}
+
+/** Bars of one or two laws over tokens. */
+function lawBars(rows, names) {
+  const list = make('ul', {class: 'bars'});
+  for (const {label, values, isMarked} of rows) {
+    const bars = make('span', {class: 'bar-group'});
+    values.forEach((value, i) => {
+      const fill = make('i', {class: `fill ${names[i]}`});
+      fill.style.width = `${100 * (value ?? 0)}%`;
+      bars.append(make('span', {class: 'bar-row'}, make('span', {class: 'track'}, fill), make('em', {}, number(value))));
+    });
+    list.append(make('li', {class: isMarked ? 'marked' : ''}, make('span', {class: 'bar-label'}, label, isMarked ? ' ✓' : ''), bars));
+  }
+  return list;
+}

@@ -1,0 +1,289 @@
+"""The trace page in a browser: `pytest -m browser`, with the extra `browser` and a Chromium."""
+
+import contextlib
+import json
+import re
+import shutil
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from decode import trace
+from decode.options import DecodeOptions
+from spectr_jax import theory
+
+pytestmark = pytest.mark.browser
+_PROMPT = 'the quick <b>brown</b> fox </script>'
+_SIZES = {'desktop': (1280, 860), 'tablet': (768, 1024), 'phone': (390, 844)}
+
+
+@pytest.fixture(scope='module')
+def data(pair):
+  options = DecodeOptions(
+    **pair, method=('race_block',), num_drafts=(3,), draft_length=(3,), prompt=_PROMPT, max_new_tokens=12
+  )
+  return trace.record_trace(options, ('spectr', 'speculative', 'traversal'))
+
+
+@pytest.fixture(scope='module')
+def address(data, tmp_path_factory):
+  path = tmp_path_factory.mktemp('page') / 'trace.html'
+  path.write_text(trace.make_page(data), encoding='utf-8')
+  return path.as_uri()
+
+
+@pytest.fixture(scope='module')
+def browser():
+  playwright = pytest.importorskip('playwright.sync_api', reason='needs the extra `browser`')
+  names = 'chromium', 'chromium-browser', 'google-chrome'
+  found = next(filter(None, map(shutil.which, names)), None)  # else the one that playwright has installed
+  with playwright.sync_playwright() as running:
+    browser = running.chromium.launch(executable_path=found, args=['--no-sandbox'])
+    yield browser
+    browser.close()
+
+
+@contextlib.contextmanager
+def _opened(browser, address, size='desktop', **options):
+  """A page on which nothing may go wrong and which may load nothing but itself."""
+  width, height = _SIZES[size]
+  page = browser.new_page(viewport={'width': width, 'height': height}, **options)
+  problems, requests = [], []
+  page.on('console', lambda message: problems.append(message.text) if message.type in ('error', 'warning') else None)
+  page.on('pageerror', lambda error: problems.append(str(error)))
+  page.on('request', lambda request: requests.append(request.url))
+  page.goto(address)
+  try:
+    yield page
+    assert not problems
+    assert [url for url in requests if not url.startswith('data:')] == [address]
+  finally:
+    page.close()
+
+
+@pytest.fixture
+def page(browser, address):
+  with _opened(browser, address) as page:
+    yield page
+
+
+def _press(page, *keys):
+  for key in keys:
+    page.keyboard.press(key)
+
+
+def _place(page):
+  return int(page.input_value('#place'))
+
+
+def test_steps_by_keyboard_and_buttons(page, data):
+  assert page.title() == 'race_block, step by step'
+  assert page.inner_text('#text') == _PROMPT
+  assert page.locator('#text b').count() == 0  # a prompt is text, not markup
+  assert page.inner_text('#round-title') == f'Round 1 of {len(data["rounds"])}'
+  _press(page, 'ArrowRight', 'ArrowRight')
+  assert _place(page) == 2
+  _press(page, 'ArrowLeft')
+  assert _place(page) == 1
+  page.click('#forward')
+  page.click('#back')
+  assert _place(page) == 1
+  page.click('#next-round')
+  assert page.inner_text('#round-title').startswith('Round 2 ')
+  _press(page, 'PageDown', 'PageUp', 'PageUp')
+  assert page.inner_text('#round-title').startswith('Round 1 ')
+  page.focus('#place')  # the slider has the arrow keys of its own
+  _press(page, 'ArrowRight')
+  assert _place(page) == 1
+  page.evaluate('document.activeElement.blur()')
+  _press(page, 'End')
+  text = ''.join(piece for played in data['rounds'] for piece in played['pieces'])
+  assert page.text_content('#text') == _PROMPT + text
+  num_tokens = sum(len(played['pieces']) for played in data['rounds'])
+  assert page.inner_text('#rate') == f'{num_tokens / len(data["rounds"]):.2f}'
+  assert page.is_disabled('#forward')
+  for origin, kind in enumerate(('draft', 'correction', 'bonus')):
+    shown = [
+      piece
+      for played in data['rounds']
+      for piece, own in zip(played['pieces'], played['origins'])
+      if own == origin and piece
+    ]
+    assert page.locator(f'#text .origin.{kind}').all_text_contents() == shown
+  _press(page, 'Home')
+  assert _place(page) == 0
+
+
+def test_every_step_shows_without_error(page, data):
+  last = int(page.get_attribute('#place', 'max'))
+  assert last > 4 * len(data['rounds'])
+  for _ in range(last):
+    _press(page, 'ArrowRight')
+    assert page.inner_text('#caption')
+  assert _place(page) == last
+  own = data['rounds'][-1]['judgements'][0]
+  kept = page.locator('.panel.first .node.is-kept:not(.root)').evaluate_all('nodes => nodes.map(n => +n.dataset.node)')
+  assert kept == own['path']
+
+
+def test_plays_and_pauses(page):
+  page.select_option('#speed', label='fast')
+  page.evaluate('document.activeElement.blur()')
+  _press(page, ' ')
+  assert page.get_attribute('#play', 'aria-label') == 'Pause'
+  begin = time.monotonic()
+  while _place(page) < 2:
+    assert time.monotonic() < begin + 20
+    page.wait_for_timeout(50)
+  page.click('#play')
+  assert page.get_attribute('#play', 'aria-label') == 'Play'
+  stopped = _place(page)
+  page.wait_for_timeout(700)
+  assert _place(page) == stopped
+
+
+def test_two_methods_on_the_same_drafts(page, data):
+  def tokens(panel):
+    return page.locator(f'.panel.{panel} .node .token').all_text_contents()
+
+  def numbers(panel):
+    return page.locator(f'.panel.{panel} .prob em').all_text_contents()
+
+  for name in ('spectr', 'speculative', 'traversal'):
+    page.select_option('#other', label=name)
+    page.evaluate('document.activeElement.blur()')
+    assert page.locator('.panel h3').all_text_contents() == ['race_block', name]
+    assert tokens('first') == tokens('second')
+    assert numbers('first') == numbers('second')
+    index = [method['name'] for method in data['methods']].index(name)
+    _press(page, 'Home', 'PageDown', 'PageDown', 'ArrowLeft')  # how the second round ends
+    judgement = data['rounds'][1]['judgements'][index]
+    assert page.locator('.panel.second .node.is-kept:not(.root)').count() == len(judgement['path'])
+    assert page.locator('.panel.second .chips .origin').count() == len(judgement['path']) + 1
+    outside = page.locator('.panel.second .node.is-outside').count()
+    assert outside == len(data['parents']) + 1 - len(data['methods'][index]['nodes'])
+  page.select_option('#other', label='nothing')
+  assert page.locator('.panel').count() == 1
+
+
+def test_a_decision_is_shown_with_its_numbers(page, data):
+  page.select_option('#other', label='spectr')
+  page.evaluate('document.activeElement.blur()')
+  _press(page, 'ArrowRight', 'ArrowRight')
+  index = [method['name'] for method in data['methods']].index('spectr')
+  decision = data['rounds'][0]['judgements'][index]['decisions'][0]
+  rows = page.locator('.panel.second table.numbers tbody tr')
+  assert rows.count() == len(decision['nodes'])
+  assert f'γ = {decision["gamma"]:.2f}' in page.inner_text('.panel.second .facts')
+  share = float(rows.nth(0).locator('td').last.inner_text().replace('−', '-'))
+  assert share == pytest.approx(decision['shares'][0], abs=6e-4)
+  line = page.locator('.panel.second .unit').bounding_box()
+  marker = page.locator('.panel.second .marker').bounding_box()
+  assert (marker['x'] - line['x']) / line['width'] == pytest.approx(decision['uniform'], abs=0.02)
+  slices = page.locator('.panel.second .slice').evaluate_all('all => all.map(s => s.getBoundingClientRect().width)')
+  assert slices[0] / sum(slices) == pytest.approx(decision['shares'][0], abs=0.02)
+
+
+def test_laws_of_a_node_go_to_the_sandbox(page, data):
+  _press(page, 'ArrowRight')
+  page.click('.panel.first .node[data-node="1"]')
+  played = data['rounds'][0]
+  rows = played['laws'][str(played['places'][1])]
+  assert page.locator('#laws li').count() == len(rows)
+  page.click('#to-sandbox')
+  assert page.input_value('#preset') == 'laws of the trace'
+  assert page.locator('#sliders .slider').count() == 2 * (len(rows) + 1)
+  shown = page.locator('#sliders output').all_text_contents()
+  assert float(shown[1]) == pytest.approx(rows[0][2], abs=2e-3)
+
+
+_THEORY = {
+  'specinfer': theory.recursive_acceptance,
+  'kseq': theory.kseq_acceptance,
+  'race': theory.race_acceptance,
+  'optimum': theory.optimal_acceptance,
+}
+
+
+def test_the_sandbox_computes_what_the_theory_does(page):
+  """The script's rules against the library's on random laws with zeros, and the numbers that are shown."""
+  rng = np.random.default_rng(0)
+  laws = rng.dirichlet(np.full(7, 0.6), (12, 2))
+  laws[rng.random(laws.shape) < 0.1] = 0
+  laws /= laws.sum(-1, keepdims=True)
+  for num_drafts in (1, 2, 4, 9):
+    found = page.evaluate(
+      '([laws, n]) => laws.map(([p, q]) => Object.fromEntries('
+      '["speculative", "specinfer", "kseq", "race", "optimum"].map((rule) => [rule, RULES[rule](p, q, n)])))',
+      [laws.tolist(), num_drafts],
+    )
+    p, q = np.float32(laws[:, 0]), np.float32(laws[:, 1])
+    np.testing.assert_allclose([each['speculative'] for each in found], np.minimum(p, q).sum(-1), atol=1e-5)
+    for rule, acceptance in _THEORY.items():
+      wanted = jax.jit(acceptance, static_argnums=2)(p, q, num_drafts)
+      # A threshold is found up to (n - 1) / 2^16, and classes can fall differently where a ratio is on an edge.
+      tolerance = {'kseq': 2e-4, 'race': 1e-3}.get(rule, 2e-5)
+      np.testing.assert_allclose([each[rule] for each in found], wanted, atol=tolerance, err_msg=rule)
+  page.select_option('#preset', label='Ber(¼) to Ber(½)')
+  page.fill('#candidates', '2')
+  shown = page.locator('#acceptance li').evaluate_all('all => all.map((li) => [li.dataset.rule, li.innerText])')
+  shown = {rule: float(re.search(r'[\d.]+$', text.strip())[0]) for rule, text in shown}
+  assert shown['speculative'] == 0.75
+  assert shown['optimum'] == 0.9375
+  assert shown['kseq'] == pytest.approx(0.8476, abs=1e-4)
+  page.locator('#sliders input.p').first.fill('50')
+  page.locator('#sliders input.p').nth(1).fill('50')
+  values = page.locator('#acceptance li').evaluate_all('all => all.map((li) => +li.dataset.value)')
+  np.testing.assert_allclose(values, 1)
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize('size', _SIZES)
+def test_fits_every_size(browser, address, size, scheme):
+  with _opened(browser, address, size, color_scheme=scheme, reduced_motion='reduce') as page:
+    width = _SIZES[size][0]
+    for keys in ((), ('ArrowRight',) * 3, ('PageDown',), ('End',)):
+      _press(page, *keys)
+      assert page.evaluate('document.documentElement.scrollWidth') <= width
+    # The player is always there, and nothing of it is cut off.
+    for name in ('#previous-round', '#play', '#next-round', '#place', '#place-out'):
+      box = page.locator(name).bounding_box()
+      assert box['x'] >= 0
+      assert box['x'] + box['width'] <= width
+      assert box['y'] + box['height'] <= _SIZES[size][1]
+    assert page.evaluate('getComputedStyle(document.body).colorScheme') == scheme
+
+
+def _luminance(color):
+  channels = np.array(json.loads(re.sub(r'rgba?\((.*)\)', r'[\1]', color))[:3]) / 255
+  return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722]
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_is_accessible(browser, address, scheme):
+  with _opened(browser, address, color_scheme=scheme) as page:
+    _press(page, 'End')
+    unnamed = page.evaluate(
+      '[...document.querySelectorAll("button, select, input")].filter((e) => !(e.innerText.trim() ||'
+      ' e.getAttribute("aria-label") || e.labels?.length)).map((e) => e.outerHTML)'
+    )
+    assert unnamed == []
+    page.focus('body')
+    _press(page, 'Tab')
+    assert page.evaluate('document.activeElement.className') == 'skip'
+    _press(page, 'Tab')
+    assert page.evaluate('getComputedStyle(document.activeElement).outlineStyle') == 'solid'
+    # Text on its ground, by WCAG's contrast: at least 4.5.
+    for text, ground in (
+      ('#caption', 'body'),
+      ('.origin.prompt', '.card'),
+      ('#text .origin.draft', '#text .origin.draft'),
+      ('.note', '.card'),
+      ('#about', 'body'),
+    ):
+      color = page.evaluate('(s) => getComputedStyle(document.querySelector(s)).color', text)
+      behind = page.evaluate('(s) => getComputedStyle(document.querySelector(s)).backgroundColor', ground)
+      light, dark = sorted((_luminance(color), _luminance(behind)), reverse=True)
+      assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, color, behind)

@@ -1,0 +1,167 @@
+"""The data of the trace page are those of the run, and the page is one file that holds them safely."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from decode import trace
+from decode.options import DecodeOptions
+from decode.run import run_decode
+from decode.trace_data import pieces_of_tokens
+from spectr_jax import METHODS, ORIGIN_BONUS, ORIGIN_DRAFT, TokenTree
+
+ROOT = pathlib.Path(__file__).parents[2]
+_PROMPT = 'the </script><b>fox</b> & \u2028 ü'
+
+
+def _options(pair, **more):
+  fields = {'method': ('spectr',), 'num_drafts': (2,), 'draft_length': (2,), 'max_new_tokens': 8, 'prompt': _PROMPT}
+  return DecodeOptions(**pair, **fields | more)
+
+
+@pytest.fixture(scope='module')
+def traced(pair):
+  before = jax.config.read('jax_disable_most_optimizations')
+  jax.config.update('jax_disable_most_optimizations', True)
+  with jax.default_matmul_precision('highest'):
+    yield trace.record_trace(_options(pair), ('speculative',))
+  jax.config.update('jax_disable_most_optimizations', before)
+
+
+@pytest.mark.usefixtures('highest', 'quickly')
+def test_the_run_is_the_one_that_decoding_makes(pair, traced):
+  run = run_decode(_options(pair))
+  found = run.measurements[0]
+  length = found.lengths[0]
+  text = run.tokenizer.decode(found.tokens[0, :length])
+  assert ''.join(piece for played in traced['rounds'] for piece in played['pieces']) == text
+  assert [origin for played in traced['rounds'] for origin in played['origins']] == found.origins[0, :length].tolist()
+  assert len(traced['rounds']) == found.calls[0]
+  assert traced['run']['prompt'] == _PROMPT
+
+
+def test_every_round_says_what_was_kept_and_why(traced):
+  assert [method['name'] for method in traced['methods']] == ['spectr', 'speculative']
+  assert all(method['is_lossless'] and method['rule'] and method['residual'] for method in traced['methods'])
+  assert traced['methods'][1]['nodes'] == [0, 1, 3]  # the first draft
+  parents = [0, *traced['parents']]
+  for played, following in zip(traced['rounds'], [*traced['rounds'][1:], None]):
+    own = played['judgements'][0]
+    if following:  # the limit cuts nothing off
+      assert played['origins'] == [ORIGIN_DRAFT] * len(own['path']) + [own['origin']]
+      assert following['root'] == own['next']
+    assert [parents[node] for node in own['path']] == [0, *own['path'][:-1]][: len(own['path'])]
+    assert (own['origin'] == ORIGIN_BONUS) == (len(own['path']) == 2)
+    for judgement in played['judgements']:
+      assert sum(weight for _, weight in judgement['law']) <= 1 + 1e-4
+      assert judgement['next_prob'] > 0
+      kept = [decision['chosen'] for decision in judgement['decisions'] if decision['chosen'] >= 0]
+      spelled = [[played['tokens'][node - 1] for node in nodes] for nodes in (kept, judgement['path'])]
+      assert spelled[0] == spelled[1]
+      for decision in judgement['decisions']:
+        ends = np.cumsum(decision['shares'])
+        slot = np.searchsorted(ends, decision['uniform'], side='right')
+        assert decision['chosen'] == ([*decision['nodes'], -1][slot])
+    for node, (token, p, q) in enumerate(zip(played['tokens'], played['draft'], played['target']), start=1):
+      assert 0 < p <= 1
+      assert 0 <= q <= 1
+      rows = {row[0]: row[1:] for row in played['laws'][str(played['places'][parents[node]])]}
+      assert rows.get(token, [p, q]) == [p, q]
+      assert str(token) in traced['names']
+
+
+def test_the_page_is_one_file_that_holds_its_data(traced):
+  page = trace.make_page(traced)
+  assert len(page.encode()) < trace.MAX_BYTES
+  inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
+  assert json.loads(inside) == json.loads(json.dumps(traced))
+  assert not set('<>&\u2028') & set(inside)
+  assert '<b>fox' not in page
+  assert '{{' not in page
+  # Nothing is loaded from elsewhere.
+  assert not re.findall(r'<script src|<link rel="stylesheet"|@import|url\(', page)
+  assert set(re.findall(r'https?://[^\s"\']+', page)) <= {'http://www.w3.org/2000/svg'}
+
+
+def test_a_page_that_is_too_large_is_refused(traced):
+  with pytest.raises(ValueError, match=r'the page would have \d+\.\d MB, more than 1: lower max_new_tokens'):
+    trace.make_page(traced | {'rounds': traced['rounds'] * 500})
+
+
+def test_who_is_compared():
+  tree, spectr = TokenTree.chains(2, 2), METHODS['spectr']
+  usual = ['speculative', 'block', 'specinfer', 'race', 'race_block', 'traversal']
+  assert trace.choose_others((), spectr, tree) == usual
+  assert trace.choose_others(('race', 'spectr'), spectr, tree) == ['race']
+  assert trace.choose_others((), METHODS['gsd'], tree) == ['traversal']
+  assert trace.choose_others((), METHODS['ersd'], tree) == []
+  with pytest.raises(ValueError, match='only if children are drawn independent'):
+    trace.choose_others(('spectr',), METHODS['gsd'], tree)
+  with pytest.raises(ValueError, match='unknown method'):
+    trace.choose_others(('nothing',), spectr, tree)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'method': ('autoregressive',)}, 'autoregressive drafts nothing'),
+    ({'method': ('spectr', 'race')}, 'one method, K, L and tree at a time, got 2'),
+    ({'max_new_tokens': 60}, 'the prompt is too long'),
+  ],
+)
+def test_bad_options_are_refused(pair, fields, message):
+  with pytest.raises(ValueError, match=message):
+    trace.record_trace(_options(pair, **fields))
+
+
+class _Bytes:
+  """A tokenizer of single bytes."""
+
+  def decode(self, ids):
+    return bytes(int(i) for i in ids).decode(errors='replace')
+
+
+@pytest.mark.parametrize(
+  ('tokens', 'pieces'),
+  [
+    ('aüb'.encode(), ['a', '', 'ü', 'b']),
+    ('x\U0001f600y'.encode(), ['x', '', '', '', '\U0001f600', 'y']),
+    ('€'.encode()[:2], ['\ufffd', '']),  # cut off
+    (b'', []),
+  ],
+)
+def test_pieces_put_together_are_the_text(tokens, pieces):
+  assert pieces_of_tokens(np.frombuffer(tokens, np.uint8), _Bytes()) == pieces
+
+
+def _run(pair, *arguments):
+  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true'}
+  flags = [f'--{name}={value}' for name, value in pair.items()]
+  command = [sys.executable, '-m', 'decode.trace', *flags, *arguments]
+  return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_bad_input_is_one_line(pair, tmp_path):
+  ran = _run(pair, '--method=autoregressive', f'--output={tmp_path / "trace.html"}')
+  assert ran.returncode == 1
+  assert not ran.stdout
+  assert ran.stderr == 'error: autoregressive drafts nothing: there is nothing to trace\n'
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_page(pair, tmp_path):
+  path = tmp_path / 'trace.html'
+  ran = _run(pair, '--prompt=the fox', '--max_new_tokens=6', '--compare=spectr,block', f'--output={path}')
+  assert ran.returncode == 0, ran.stderr
+  data = json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(encoding='utf-8'))[1])
+  assert [method['name'] for method in data['methods']] == ['race_block', 'spectr', 'block']
+  assert (data['run']['num_drafts'], data['run']['draft_length']) == (4, 6)
+  assert f'6 tokens in {len(data["rounds"])} rounds' in ran.stdout
