@@ -47,6 +47,10 @@ def _rules(method: Method) -> dict[str, str]:
   verifier = method.verifier
   if isinstance(verifier, Walk) and type(verifier.coupling) in _COUPLINGS:
     rule, residual = _COUPLINGS[type(verifier.coupling)]
+    if verifier.coupling == Recursive(with_replacement=False):
+      rule += ' Candidates differ: p loses each rejected token.'
+    elif not verifier.is_pooled:
+      rule += ' After the first position only the accepted draft goes on.'
   elif isinstance(verifier, Block) and type(verifier.selection) in _SELECTIONS:
     picks, law = _SELECTIONS[type(verifier.selection)]
     rule = (

@@ -138,7 +138,7 @@ const PLAYER = (() => {
           height: Math.max(unit - 1.5, 1), rx: 1.5, class: ORIGINS[origin]}));
       });
       if (other >= 0) {
-        const y = height - (each.judgements[other].path.length + 1) * unit;
+        const y = Math.max(1.5, height - (each.judgements[other].path.length + 1) * unit);
         group.append(makeSvg('line', {x1: x + 1, x2: x + column - 1, y1: y, y2: y, class: 'other'}));
       }
       if (i === round) group.append(makeSvg('rect', {x: x + 0.5, y: 0.5, width: column - 1, height: height - 0.5, class: 'now', rx: 3}));

@@ -143,5 +143,13 @@ class TreeView {
         this.edges[node].setAttribute('class', isOn ? `on ${state}` : state);
       }
     }
+    const chosen = decision?.chosen >= 0 ? decision.chosen : decision?.node;
+    this.reveal(chosen ?? states.findLastIndex((state) => state === 'kept'));
+  }
+
+  /** Brings a node of a tree that is wider than its place into the middle. */
+  reveal(node) {
+    const box = this.boxes[node];
+    this.element.scrollLeft = box.offsetLeft + (box.offsetWidth - this.element.clientWidth) / 2;
   }
 }

@@ -46,10 +46,9 @@ function unitLine(round, decision) {
     if (share > (isKeep ? 0.12 : 0.07)) slice.append(isKeep ? 'kept' : String(i + 1));
     words.push(`${tokenText(tokenOf(round, node))} from ${number(sum)} to ${number(sum + share)}`);
     sum += share;
-    line.append(slice);
+    if (share > 0) line.append(slice);
   });
   const rest = make('span', {class: `slice rest ${decision.chosen < 0 ? 'chosen' : ''}`});
-  rest.style.width = `${100 * Math.max(0, 1 - sum)}%`;
   if (1 - sum > 0.2) rest.append(isKeep ? 'not kept' : 'none');
   line.append(rest);
   const marker = make('span', {class: 'marker'}, make('b', {}, `u ${number(decision.uniform)}`));
@@ -101,7 +100,7 @@ function decisionFacts(method, decision) {
   const facts = [];
   if (decision.gamma !== undefined) facts.push(`γ = ${number(decision.gamma)}`);
   if (decision.epsilon !== undefined) facts.push(`ε = ${number(decision.epsilon)}`);
-  if (decision.winner_time !== undefined) facts.push(`the target’s winner arrives at ${number(decision.winner_time)}`);
+  if (decision.winner_time !== undefined) facts.push(`First arrival of the target’s race: ${number(decision.winner_time)}`);
   if (decision.kind === 'keep' && decision.kept !== undefined) facts.push(`P = ${number(decision.kept)}`);
   if (isBlock(method, decision)) facts.push(`h = ${number(decision.shares[0])}`);
   return facts.length ? make('p', {class: 'facts'}, facts.join(', ')) : null;

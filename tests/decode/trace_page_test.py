@@ -199,6 +199,21 @@ def test_laws_of_a_node_go_to_the_sandbox(page, data):
   assert float(shown[1]) == pytest.approx(rows[0][2], abs=2e-3)
 
 
+def test_a_method_without_a_record_is_said_to_have_none(browser, data, tmp_path):
+  silent = json.loads(json.dumps(data))
+  for played in silent['rounds']:
+    for name in ('decisions', 'law', 'next_prob'):
+      del played['judgements'][0][name]
+  path = tmp_path / 'trace.html'
+  path.write_text(trace.make_page(silent), encoding='utf-8')
+  with _opened(browser, path.as_uri()) as page:
+    page.select_option('#other', label='nothing')
+    page.evaluate('document.activeElement.blur()')
+    _press(page, 'ArrowRight', 'ArrowRight')  # there is nothing between the target's call and the verdict
+    assert 'keeps no record' in page.inner_text('.panel.first .why')
+    assert page.locator('.panel.first .chips .origin').count() == len(data['rounds'][0]['judgements'][0]['path']) + 1
+
+
 _THEORY = {
   'specinfer': theory.recursive_acceptance,
   'kseq': theory.kseq_acceptance,
