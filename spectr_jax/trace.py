@@ -143,14 +143,19 @@ def _record(method: Method, tree: TokenTree, keys, proposal, target_probs, state
   return method.verifier.record(keys, tree, proposal, target_probs, state)
 
 
+def _agrees(tree: TokenTree, tokens: np.ndarray, verdict: Verdict, record: Record) -> bool:
+  """Whether a record is of this verdict; a node that spells the same may stand for the deepest one."""
+  path = tree.paths[record.node]
+  spelled = tokens[path[path > 0] - 1], tokens[verdict.path[: verdict.num_accepted] - 1]
+  return np.array_equal(*spelled) and bool(record.weights[verdict.next_token] > 0)
+
+
 def _judgement(judge: Judge, whole: TokenTree, keys, proposal, target_probs, state, verdict=None) -> Judgement:
   part = judge.part_of(whole, proposal, target_probs)
   if verdict is None:
     verdict = _verify(judge.method, judge.tree, keys, *part, state)
   verdict, record = jax.device_get((verdict, _record(judge.method, judge.tree, keys, *part, state)))
-  deepest = verdict.path[verdict.num_accepted - 1] if verdict.num_accepted else 0
-  # A node that spells the same and has children may stand for the deepest one.
-  if record is not None and judge.tree.depths[record.node] != judge.tree.depths[deepest]:
+  if record is not None and not _agrees(judge.tree, np.asarray(part[0].tokens), verdict, record):
     record = None
   return Judgement(verdict, record)
 
