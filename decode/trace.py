@@ -16,6 +16,7 @@ from absl import flags
 
 import spectr_jax
 from decode.options import DecodeOptions
+from decode.output_files import OutputFiles
 from decode.settings import Setting, only_setting
 from decode.trace_data import describe_trace
 from decode.workload import Notify, Workload
@@ -157,7 +158,7 @@ if __name__ == '__main__':
   def main(argv):
     del argv
     options = read_options()
-    with report.OutputFiles(output=_OUTPUT.value) as outputs:
+    with OutputFiles(output=_OUTPUT.value) as outputs:
       with report.show_progress() as notify:
         data = record_trace(options, tuple(name.strip() for name in _COMPARE.value), notify)
       outputs.write(output=make_page(data))
