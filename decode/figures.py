@@ -9,24 +9,11 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from decode import plots
 from decode.table import Panel, Row, Table, Value
 
-
-def check_available() -> None:
-  """Raises `ValueError` if figures cannot be drawn."""
-  try:
-    import matplotlib  # noqa: F401
-  except ImportError as error:
-    raise ValueError(f"figures need matplotlib ({error}): pip install -e '.[plots]'") from error
-
-
-# A colour for a method wherever it is drawn, distinct for colour-blind readers too; what a method has not is grey.
-_COLORS = {
-  'autoregressive': '#555555', 'speculative': '#E69F00', 'block': '#56B4E9', 'spectr': '#009E73',
-  'greedy_block': '#8C6D00', 'spectr_gbv': '#CC79A7', 'race_block': '#0072B2', 'draft': '#E69F00', 'target': '#0072B2',
-  'verification': '#D55E00', 'rest': '#999999',
-}  # fmt: skip
-_SHADES = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#D55E00', '#56B4E9', '#8C6D00', '#555555')
+# Parts of a round stand in for methods where these are stacked.
+_COLORS = plots.COLORS | {'draft': '#E69F00', 'target': '#0072B2', 'verification': '#D55E00', 'rest': '#999999'}
 _MARKERS = 'osD^vP*X<>'
 _HATCHES = ('', '//', '..', 'xx', '--', '++', 'oo')
 
@@ -75,7 +62,7 @@ def _groups(rows: Sequence[Row], panel: Panel) -> list[_Group]:
     key = (row[column].split()[0] if column == 'method' else row[column] for column in telling)
     by_key.setdefault(tuple(key), []).append(row)
   looks: dict[tuple, int] = {}
-  groups = []
+  groups, num_shades = [], len(plots.SHADES)
   for place, (key, members) in enumerate(by_key.items()):
     parts = dict(zip(telling, key))
     if 'method' in parts:
@@ -83,7 +70,7 @@ def _groups(rows: Sequence[Row], panel: Panel) -> list[_Group]:
     name = ', '.join(value if isinstance(value, str) else f'{column}={value}' for column, value in parts.items())
     method = parts.pop('method', None)
     if method is None:
-      groups.append(_Group(name or 'measured', members, _SHADES[place % len(_SHADES)], place // len(_SHADES)))
+      groups.append(_Group(name or 'measured', members, plots.SHADES[place % num_shades], place // num_shades))
       continue
     look = looks.setdefault(tuple(parts.values()), len(looks))
     groups.append(_Group(name, members, _COLORS.get(method.split()[0], '#999999'), look))

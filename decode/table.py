@@ -50,10 +50,12 @@ class Sizes:
     num_seeds: Runs of every setting.
     max_new_tokens: Tokens of each continuation, at most.
     batch_size: Prompts decoded together.
-    num_runs: Repetitions of a timed call.
+    num_runs: Repetitions of a timed call, or texts of a simulation.
     context: Tokens that the caches of a timed call have room for.
     num_drafts: K, several.
     draft_length: L, several.
+    num_nodes: N, tokens drafted in a call, several.
+    epsilon: Over-acceptance, several.
   """
 
   num_prompts: int = 0
@@ -64,10 +66,31 @@ class Sizes:
   context: int = 0
   num_drafts: tuple[int, ...] = ()
   draft_length: tuple[int, ...] = ()
+  num_nodes: tuple[int, ...] = ()
+  epsilon: tuple[float, ...] = ()
 
   @property
   def used(self) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(self).items() if value}
+
+  def choose(self, given: Mapping[str, Any], what: str) -> Sizes:
+    """These sizes, those that are given (not None) in their place.
+
+    Args:
+      given: Sizes by name.
+      what: What they are the sizes of.
+
+    Raises:
+      ValueError: One is given that is not used.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+      if name not in self.used:
+        sizes = ', '.join(self.used)
+        raise ValueError(
+          f'{name} is not for this {what}, ' + (f'whose sizes are {sizes}' if sizes else 'which has none')
+        )
+    return dataclasses.replace(self, **given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,18 +195,6 @@ class Table:
     """
     check(request)
     return self.measure(request, notify)
-
-  def choose_sizes(self, given: Mapping[str, int | tuple[int, ...] | None]) -> Sizes:
-    """The default sizes, those that are given (not None) in their place.
-
-    Raises:
-      ValueError: One is given that is not used.
-    """
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in given:
-      if name not in self.sizes.used:
-        raise ValueError(f'{name} is not for this table, whose sizes are {", ".join(self.sizes.used)}')
-    return dataclasses.replace(self.sizes, **given)
 
 
 def check(request: Request) -> None:

@@ -28,7 +28,7 @@ from spectr_jax.generation import NotFiniteError
 Notify = Callable[[str, int, int], None]
 
 
-def _portable(path: str) -> str:
+def portable(path: str) -> str:
   """`path` as it reads on any machine, if it is a file of the repository."""
   return path.removeprefix(f'{ROOT}/')
 
@@ -43,7 +43,7 @@ def load_models(options: DecodeOptions) -> tuple[Model, Model | None, Tokenizer,
     model, tokenizer = spectr_jax.load_model(path, dtype=options.dtype or None)
     models[role], tokenizers[role] = model, tokenizer
     info[role] = {
-      'path': _portable(path),
+      'path': portable(path),
       'num_params': sum(leaf.size for leaf in jax.tree.leaves(model.params)),
       'dtype': spectr_jax.transformer.config_of(model).dtype,
       'tokenizer': tokenizer.fingerprint,
@@ -60,7 +60,7 @@ def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
   """Flags, versions, device and models, as JSON values."""
   device = jax.devices()[0]
   return {
-    'flags': dataclasses.asdict(options) | {'target': _portable(options.target), 'draft': _portable(options.draft)},
+    'flags': dataclasses.asdict(options) | {'target': portable(options.target), 'draft': portable(options.draft)},
     'versions': {
       'spectr_jax': spectr_jax.__version__,
       'python': platform.python_version(),

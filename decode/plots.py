@@ -1,0 +1,144 @@
+"""What all pictures share: a colour and a marker for each method, panels, lines with intervals, legends outside."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+
+def check_available() -> None:
+  """Raises `ValueError` if nothing can be drawn."""
+  try:
+    import matplotlib  # noqa: F401
+  except ImportError as error:
+    raise ValueError(f"figures need matplotlib ({error}): pip install -e '.[plots]'") from error
+
+
+OPTIMUM = 'optimum'
+
+# A method looks the same wherever it is drawn. The colours are those of Okabe and Ito, and for what these do not
+# suffice for, colours that stay apart from all others for readers with any kind of colour blindness.
+_LOOKS = {
+  'autoregressive': ('#555555', 'h'), 'speculative': ('#E69F00', 'o'), 'block': ('#56B4E9', 's'),
+  'spectr': ('#009E73', 'D'), 'greedy_block': ('#8C6D00', '^'), 'spectr_gbv': ('#CC79A7', 'v'),
+  'race_block': ('#0072B2', 'P'), 'race': ('#4D004B', 'X'), 'specinfer': ('#DDCC77', '*'), 'batch': ('#661100', '<'),
+  'gsd': ('#B2182B', '>'), 'ersd': ('#332288', 'p'), 'traversal': ('#8FC9AE', 'd'),
+  'decoding_opt': ('#1A9850', 'H'), 'decoding_uno': ('#C5B0D5', '8'), OPTIMUM: ('#000000', '.'),
+}  # fmt: skip
+COLORS = {name: color for name, (color, _) in _LOOKS.items()}
+MARKERS = {name: marker for name, (_, marker) in _LOOKS.items()}
+# For lines that are no methods. What theory says has the first one, and no marker.
+SHADES = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#D55E00', '#56B4E9', '#8C6D00', '#555555')
+THEORY = '#D55E00'
+_TEXT_SIZE = 8
+
+Style = Mapping[str, Any]
+
+
+def style_of(name: str) -> dict[str, Any]:
+  """Colour and marker of a method, of its first word; grey for what is none."""
+  method = name.split()[0]
+  return {'color': COLORS.get(method, '#999999'), 'marker': MARKERS.get(method, 'o')}
+
+
+def scale_of(values: Iterable[Hashable]) -> dict[Hashable, dict[str, Any]]:
+  """A colour and a marker for each value of a quantity that is no method, from dark to light in their order."""
+  from matplotlib import colormaps
+
+  values = list(dict.fromkeys(values))
+  places = [0.85 * index / max(len(values) - 1, 1) for index in range(len(values))]
+  markers = 'osD^vP*X<>'
+  return {
+    value: {'color': colormaps['viridis'](place), 'marker': markers[index % len(markers)]}
+    for index, (value, place) in enumerate(zip(values, places))
+  }
+
+
+def panels(number: int, *, width: float = 3.4, height: float = 3.1, sharey: bool = False) -> tuple[Any, list[Any]]:
+  """A figure, and its panels in one row."""
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(width * number + 1.8, height), dpi=110, layout='constrained')
+  FigureCanvasAgg(figure)
+  axes = list(figure.subplots(1, number, squeeze=False, sharey=sharey)[0])
+  for each in axes:
+    each.grid(alpha=0.3)
+    each.tick_params(labelsize=_TEXT_SIZE)
+  return figure, axes
+
+
+def name_axes(axes, *, x: str, y: str = '', title: str = '', **more) -> None:
+  """Labels, a title above, and what `Axes.set` takes."""
+  axes.set_title(title, fontsize=_TEXT_SIZE + 1)
+  axes.set_xlabel(x, fontsize=_TEXT_SIZE)
+  axes.set_ylabel(y, fontsize=_TEXT_SIZE)
+  axes.set(**more)
+
+
+def number_ticks(axes, values: Iterable[float], *, base: int = 2) -> None:
+  """A logarithmic horizontal axis with plain numbers at the values, some left out where they are many."""
+  values = sorted(set(values))
+  axes.set_xscale('log', base=base)
+  shown = [value for value in values if math.log(value, base).is_integer()] if len(values) > 6 else values
+  axes.set_xticks(shown, [f'{value:g}' for value in shown])
+  axes.minorticks_off()
+
+
+def draw_line(axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, label: str, band: bool = False, **style):
+  """One line through the rows, ordered by `x`, with the intervals from `low` to `high` where rows have them.
+
+  Args:
+    axes: Where to draw.
+    rows: The points; without a `y` (None) a row is left out.
+    x: Column of the horizontal axis.
+    y: Column of the vertical axis.
+    label: Its name in the legend.
+    band: Whether intervals are one band instead of bars.
+    **style: As `Axes.plot` takes it.
+  """
+  rows = sorted((row for row in rows if row[y] is not None), key=lambda row: row[x])
+  xs, ys = [row[x] for row in rows], [row[y] for row in rows]
+  style = {'markersize': 4, 'linewidth': 1.2} | style
+  axes.plot(xs, ys, label=label, **style)
+  known = [row for row in rows if row.get('low') is not None]
+  if not known:
+    return
+  xs, ys, lows, highs = zip(*((row[x], row[y], row['low'], row['high']) for row in known))
+  if band:
+    axes.fill_between(xs, lows, highs, color=style.get('color'), alpha=0.25, linewidth=0)
+    return
+  errors = [[y - low for y, low in zip(ys, lows)], [high - y for y, high in zip(ys, highs)]]
+  axes.errorbar(xs, ys, errors, fmt='none', ecolor=style.get('color'), elinewidth=1, capsize=2)
+
+
+def draw_lines(
+  axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, by: str, style: Callable[[Any], Style] = style_of, **more
+) -> None:
+  """A line for each value of the column `by`, in the order of the rows; see `draw_line`."""
+  for value in dict.fromkeys(row[by] for row in rows):
+    own = [row for row in rows if row[by] == value]
+    draw_line(axes, own, x=x, y=y, label=str(value), **(dict(style(value)) | more))
+
+
+def legend(figure, axes, *, title: str = '') -> None:
+  """One legend right of all panels, a line for each name."""
+  entries = {}
+  for each in axes if isinstance(axes, list) else [axes]:
+    handles, labels = each.get_legend_handles_labels()
+    entries |= {label: handle for handle, label in zip(handles, labels) if label not in entries}
+  figure.legend(
+    entries.values(), entries, loc='outside right center', fontsize=_TEXT_SIZE, title=title, title_fontsize=_TEXT_SIZE
+  )
+
+
+def to_png(figure, *, title: str) -> bytes:
+  """The picture, under its title."""
+  width = int(figure.get_figwidth() * 13)
+  figure.suptitle('\n'.join(textwrap.wrap(title, width)), fontsize=_TEXT_SIZE + 2, parse_math=False)
+  content = io.BytesIO()
+  figure.savefig(content, format='png', metadata={'Software': None})
+  return content.getvalue()
