@@ -21,12 +21,12 @@ from absl import flags
 import spectr_jax
 from benchmarks.verification import environment
 from decode import metrics
+from decode.laws import laws_after
 from decode.options import DecodeOptions
 from decode.prompts import encode_prompts
 from decode.workload import row_keys
-from spectr_jax import Model, SamplingParams, theory
+from spectr_jax import theory
 from spectr_jax.io import command_line
-from spectr_jax.sampling import logits_to_probs
 
 RULES = {
   'optimum': theory.optimal_acceptance,
@@ -34,30 +34,6 @@ RULES = {
   'K-SEQ': theory.kseq_acceptance,
   'recursive': theory.recursive_acceptance,
 }
-
-
-@jax.jit(static_argnames='num_new')
-def laws_after(model: Model, prompts, lengths, tokens, temperature, *, num_new: int) -> jax.Array:
-  """A model's laws `[B, num_new, V]` of the tokens that follow each prompt, given those before.
-
-  Args:
-    model: The model.
-    prompts: int32 `[B, P]`, right-padded.
-    lengths: int32 `[B]`.
-    tokens: int32 `[B, num_new]`.
-    temperature: Scalar.
-    num_new: Tokens after the prompt.
-  """
-  batch_size, longest = prompts.shape
-  cache = model.init_cache_fn(batch_size, longest)
-  # The prompt's last token is the first of the call, whose laws are wanted.
-  cache = model.prefill(prompts, lengths - 1, cache)
-  last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)
-  called = jnp.concatenate([last, tokens[:, :-1]], axis=1)
-  positions = lengths[:, None] - 1 + jnp.arange(num_new)
-  causal = jnp.tril(jnp.ones((num_new, num_new), bool))
-  logits = model.apply(called, positions, causal, cache).logits
-  return logits_to_probs(logits, SamplingParams.make(batch_size, temperature=temperature))
 
 
 def measure(

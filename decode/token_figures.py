@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from decode import plots
+from decode import metrics, plots
+from decode.laws import target_texts, written_laws
+from decode.options import DecodeOptions
 from decode.paper_figure import Figure, Row, column, select
 from decode.table import Request, Sizes
-from decode.workload import Notify
+from decode.workload import Notify, Workload
 from spectr_jax import theory
 
 SPECTR = 'SpecTr (Sun et al. 2023)'
@@ -115,6 +117,145 @@ def _tell_bernoulli(rows: Sequence[Row]) -> str:
   )
 
 
+# Of a pair of models: SpecTr, Figure 5, and the share of the optimum.
+
+# The prompt that the paper names.
+PROMPT = 'He said he also has asked prosecutors to'
+_NUM_LIKELIEST = 10
+_LAWS, _ACCEPTANCE, _SHARE = 'laws', 'acceptance', 'share of the optimum'
+_PAIR_RULES = RULES | {'specinfer': theory.recursive_acceptance}
+
+
+def _workload(request: Request, **options) -> Workload:
+  return Workload.load(
+    DecodeOptions(target=request.target, draft=request.draft, dtype=request.dtype, seed=request.seed, **options)
+  )
+
+
+def likeliest_laws(draft_probs: np.ndarray, target_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """The tokens that are among the likeliest of draft or target, likeliest for the target first, and both laws on them.
+
+  As in SpecTr, Appendix D.2, where ten of each make the linear program small enough.
+  """
+  kept = np.union1d(*(np.argsort(-law, kind='stable')[:_NUM_LIKELIEST] for law in (draft_probs, target_probs)))
+  kept = kept[np.argsort(-target_probs[kept], kind='stable')]
+  p, q = (law[kept].astype(np.float64) for law in (draft_probs, target_probs))
+  return kept, p / p.sum(), q / q.sum()
+
+
+def _compute_pair(request: Request, notify: Notify) -> list[Row]:
+  notify('laws after the prompt', 0, 1)
+  workload = _workload(request, prompt=PROMPT, max_new_tokens=1)
+  [(_, laws)] = written_laws(workload, (workload.draft, workload.target), np.zeros((1, 1), np.int32))
+  kept, p, q = likeliest_laws(*(np.asarray(law[0, 0]) for law in laws))
+  empty = dict.fromkeys(('panel', 'token', 'draft', 'target', 'rule', 'k', 'acceptance'))
+  rows = [
+    # In quotes: spaces count, and no token is a number.
+    empty | {'panel': _LAWS, 'token': repr(workload.tokenizer.decode([token])), 'draft': float(a), 'target': float(b)}
+    for token, a, b in zip(kept.tolist(), p, q)
+  ]
+  for n in request.sizes.num_drafts:
+    for rule, value in acceptances(p, q, n).items():
+      rows.append(empty | {'panel': _ACCEPTANCE, 'rule': rule, 'k': n, 'acceptance': float(value)})
+  return rows
+
+
+def _draw_pair(rows: Sequence[Row]):
+  figure, (laws, curves) = plots.panels(2, width=4.2, height=3.6)
+  own = select(rows, panel=_LAWS)
+  places = np.arange(len(own))
+  for shift, model, color in ((-0.2, 'target', '#0072B2'), (0.2, 'draft', '#E69F00')):
+    laws.bar(places + shift, column(own, model), 0.4, color=color, label=f'{model}: its law')
+  laws.set_xticks(places, [row['token'] for row in own], rotation=60, ha='right', rotation_mode='anchor')
+  title = f'after "{PROMPT}"'
+  plots.name_axes(laws, x='token (likeliest ten of either model)', y='probability', title=title)
+  laws.tick_params(axis='x', labelsize=7)
+  laws.grid(axis='x', visible=False)
+  own = select(rows, panel=_ACCEPTANCE)
+  for rule in dict.fromkeys(column(own, 'rule')):
+    style = plots.style_of(rule) | ({'markersize': 8} if rule == plots.OPTIMUM else {})
+    plots.draw_line(curves, select(own, rule=rule), x='k', y='acceptance', label=RULE_NAMES[rule], **style)
+  plots.name_axes(curves, x='candidates k', y='acceptance probability', title='what is accepted')
+  plots.number_ticks(curves, column(own, 'k'))
+  plots.legend(figure, [laws, curves])
+  return figure
+
+
+def _tell_pair(rows: Sequence[Row]) -> str:
+  own = select(rows, panel=_ACCEPTANCE)
+  most = max(column(own, 'k'))
+  first = {row['rule']: row['acceptance'] for row in select(own, k=min(column(own, 'k')))}
+  gap, where = _largest_gap(own, 'spectr')
+  race_gap, race_where = _largest_gap(own, 'race')
+  last = {row['rule']: row['acceptance'] for row in select(own, k=most)}
+  return (
+    f"Laws of both models after the paper's prompt, on the {len(select(rows, panel=_LAWS))} tokens that are among the"
+    f' ten likeliest of either. With {min(column(own, "k"))} candidate(s) the optimum is {first[plots.OPTIMUM]:.3f}, with'
+    f' {most} it is {last[plots.OPTIMUM]:.3f}. K-SEQ stays below it, by {gap:.3f} at most (k = {where["k"]}): the gap'
+    f' that the paper leaves as future work. The race closes it to {race_gap:.3f} at most (k = {race_where["k"]}).'
+  )
+
+
+def _compute_optimum(request: Request, notify: Notify) -> list[Row]:
+  sizes = request.sizes
+  [path] = request.prompts.values()
+  workload = _workload(
+    request, prompts=path, num_prompts=sizes.num_prompts, skip_long=True, max_new_tokens=sizes.max_new_tokens,
+    batch_size=sizes.batch_size, num_seeds=sizes.num_seeds,
+  )  # fmt: skip
+  numbers = sizes.num_drafts
+  sums = {(n, rule): np.zeros(len(workload.prompts)) for n in numbers for rule in _PAIR_RULES}
+  counts = np.zeros(len(workload.prompts))
+  for seed in workload.options.seeds:
+    tokens = target_texts(workload, seed)
+    batches = written_laws(workload, (workload.draft, workload.target), tokens)
+    for done, (rows, (p, q)) in enumerate(batches):
+      notify(f'seed {seed}: acceptance at {rows.size} prompts at a time', done, len(workload.batches))
+      is_there = tokens[rows] >= 0
+      counts[rows] += is_there.sum(axis=1)
+      for n in numbers:
+        for name, rule in _PAIR_RULES.items():
+          sums[n, name][rows] += (np.asarray(_compiled(rule)(p, q, n), np.float64) * is_there).sum(axis=1)
+  rows = []
+  for (n, rule), own in sums.items():
+    for quantity, whole in ((_ACCEPTANCE, counts), (_SHARE, sums[n, plots.OPTIMUM])):
+      low, high = metrics.ratio_interval(own, whole) or (None, None)
+      value = metrics.ratio(own, whole)
+      rows.append({'quantity': quantity, 'rule': rule, 'n': n, 'value': value, 'low': low, 'high': high})
+  return rows
+
+
+def _draw_optimum(rows: Sequence[Row]):
+  figure, axes = plots.panels(2, width=3.4, height=3.4)
+  for each, quantity in zip(axes, (_ACCEPTANCE, _SHARE)):
+    own = select(rows, quantity=quantity)
+    for rule in dict.fromkeys(column(own, 'rule')):
+      style = plots.style_of(rule) | ({'markersize': 8} if rule == plots.OPTIMUM else {})
+      plots.draw_line(each, select(own, rule=rule), x='n', y='value', label=RULE_NAMES[rule], **style)
+    y = 'acceptance probability' if quantity == _ACCEPTANCE else 'acceptance / optimum'
+    plots.name_axes(each, x='candidates n', y=y, title=quantity)
+    plots.number_ticks(each, column(own, 'n'))
+  plots.legend(figure, axes, title='bars: 95% over prompts')
+  return figure
+
+
+def _tell_optimum(rows: Sequence[Row]) -> str:
+  shares = {(row['rule'], row['n']): row['value'] for row in select(rows, quantity=_SHARE) if row['n'] > 1}
+  best = {row['n']: row['value'] for row in select(rows, quantity=_ACCEPTANCE, rule=plots.OPTIMUM)}
+  ranges = ', '.join(
+    f'{RULE_NAMES[rule]} {min(values):.3f} to {max(values):.3f}'
+    for rule in ('race', 'spectr', 'specinfer')
+    if (values := [share for (name, _), share in shares.items() if name == rule])
+  )
+  return (
+    'Acceptance of the next token from n independent candidates, computed from the laws of both models at every position'
+    " of the target's own continuations: no candidate is drawn, so that intervals are over prompts alone. The optimum"
+    f' rises from {best[min(best)]:.3f} with {min(best)} candidate(s) to {best[max(best)]:.3f} with {max(best)}. The share'
+    f' of it that rules reach with several candidates: {ranges}. That K-SEQ reaches 1 - 1/e = .632 is all that its'
+    ' guarantee says.'
+  )
+
+
 FIGURES = {
   'spectr_fig1': Figure(
     title=f'{SPECTR}, Figure 1: acceptance of k candidates, uniform laws',
@@ -136,5 +277,21 @@ FIGURES = {
     draw=functools.partial(_draw_rules, 'b', 'k', 'target Ber(b): b', 'candidates k ='),
     tell=_tell_bernoulli,
     sizes=Sizes(num_drafts=(1, 2, 4, 8)),
+  ),
+  'spectr_fig5': Figure(
+    title=f'{SPECTR}, Figure 5: acceptance of k candidates, laws of a pair of models',
+    compute=_compute_pair,
+    draw=_draw_pair,
+    tell=_tell_pair,
+    sizes=Sizes(num_drafts=_MANY),
+    has_models=True,
+  ),
+  'optimum': Figure(
+    title='The share of the optimum that rules reach, over the number of candidates',
+    compute=_compute_optimum,
+    draw=_draw_optimum,
+    tell=_tell_optimum,
+    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=32, batch_size=8, num_drafts=(1, 2, 4, 8, 16)),
+    has_models=True,
   ),
 }
