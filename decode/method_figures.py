@@ -86,8 +86,7 @@ def _tell_methods(rows: Sequence[Row]) -> str:
   return (
     'Tokens per target call of every method that drafts; sampling from the target alone has 1. The best three that are'
     f' lossless, {"; ".join(parts)}. Intervals are over prompts, which all methods share, so that differences are surer'
-    ' than they look. With one draft the methods for several are speculative decoding or block verification, and are left'
-    " out. spectr_gbv does not keep the target's law with several drafts, and is drawn for comparison."
+    " than they look. spectr_gbv does not keep the target's law with several drafts, and is drawn for comparison."
   )
 
 
@@ -204,9 +203,9 @@ def _tell_over_acceptance(rows: Sequence[Row]) -> str:
   clear = [row for row in won if row['low'] is not None and (row['low'] > 0.5 or row['high'] < 0.5)]
   first, last = min(opt), max(opt)
   return (
-    f"Decoding-OPT redraws a rejected token from the best law, Decoding-UNO from the target's whole law. OPT is the less"
-    f' biased for every ε, by {opt[first]:.3f} to {uno[first]:.3f} in total variation at ε = {first:g} and'
-    f' {opt[last]:.3f} to {uno[last]:.3f} at {last:g}; both reject equally often. Text of OPT has'
+    "Decoding-OPT redraws a rejected token from the best law, Decoding-UNO from the target's whole law. The bias of"
+    f' OPT is the least possible: {opt[first]:.3f} in total variation where UNO has {uno[first]:.3f} at ε = {first:g},'
+    f' and {opt[last]:.3f} where UNO has {uno[last]:.3f} at {last:g}; both reject equally often. Text of OPT has'
     f' {likelihood[OPT][first]:.2f} nats per token under the target at ε = {first:g} and {likelihood[OPT][last]:.2f} at'
     f" {last:g}, that of UNO {likelihood[UNO][first]:.2f} and {likelihood[UNO][last]:.2f}, the target's own text"
     f' {own[first]:.2f}: to be likelier than that is a bias too. With the target as scorer OPT wins {each};'
@@ -222,7 +221,7 @@ FIGURES = {
     draw=_draw_over_acceptance,
     tell=_tell_over_acceptance,
     sizes=Sizes(
-      num_prompts=64, num_seeds=2, max_new_tokens=32, batch_size=32, draft_length=(4,), epsilon=(0.0, 0.1, 0.2, 0.4, 0.8)
+      num_prompts=64, num_seeds=2, max_new_tokens=32, batch_size=32, draft_length=(4,), epsilon=(0, 0.1, 0.2, 0.4, 0.8)
     ),
     has_models=True,
   ),

@@ -190,9 +190,9 @@ def _tell_pair(rows: Sequence[Row]) -> str:
   last = {row['rule']: row['acceptance'] for row in select(own, k=most)}
   return (
     f"Laws of both models after the paper's prompt, on the {len(select(rows, panel=_LAWS))} tokens that are among the"
-    f' ten likeliest of either. With {min(column(own, "k"))} candidate(s) the optimum is {first[plots.OPTIMUM]:.3f}, with'
-    f' {most} it is {last[plots.OPTIMUM]:.3f}. K-SEQ stays below it, by {gap:.3f} at most (k = {where["k"]}): the gap'
-    f' that the paper leaves as future work. The race closes it to {race_gap:.3f} at most (k = {race_where["k"]}).'
+    f' {_NUM_LIKELIEST} likeliest of either. The optimum is {first[plots.OPTIMUM]:.3f} for k = {min(column(own, "k"))}'
+    f' and {last[plots.OPTIMUM]:.3f} for k = {most}. K-SEQ stays below it, by {gap:.3f} at most (k = {where["k"]}): the'
+    f' gap that the paper leaves as future work. The race closes it to {race_gap:.3f} at most (k = {race_where["k"]}).'
   )
 
 
@@ -248,11 +248,10 @@ def _tell_optimum(rows: Sequence[Row]) -> str:
     if (values := [share for (name, _), share in shares.items() if name == rule])
   )
   return (
-    'Acceptance of the next token from n independent candidates, computed from the laws of both models at every position'
-    " of the target's own continuations: no candidate is drawn, so that intervals are over prompts alone. The optimum"
-    f' rises from {best[min(best)]:.3f} with {min(best)} candidate(s) to {best[max(best)]:.3f} with {max(best)}. The share'
-    f' of it that rules reach with several candidates: {ranges}. That K-SEQ reaches 1 - 1/e = .632 is all that its'
-    ' guarantee says.'
+    'Acceptance of the next token from n independent candidates, computed from the laws of both models at every'
+    " position of the target's own continuations: no candidate is drawn, so that intervals are over prompts alone. The"
+    f' optimum is {best[min(best)]:.3f} for n = {min(best)} and {best[max(best)]:.3f} for n = {max(best)}. The share of'
+    f' it that rules reach with several candidates: {ranges}. For K-SEQ 1 - 1/e = .632 is guaranteed.'
   )
 
 

@@ -206,12 +206,12 @@ def _tell_tokens(rows: Sequence[Row]) -> str:
     bound = select(own, line=_FEW)[-1]['tokens']
     parts.append(f'{method}: {", ".join(found)}, bound {bound:.2f}')
   return (
-    f'Tokens per target call at the most drafted tokens, measured and (in brackets) expected: {"; ".join(parts)}. A batch'
-    ' yields at most one drafted token and levels off below 2, a sequence levels off where its draft ends; only the'
-    ' optimal tree goes on growing, about with the logarithm of N. Theory takes acceptance for independent from one'
-    ' position to the next; real text has stretches that are easy to guess, so deep trees are measured above it, and can'
-    ' exceed even the bound, which holds under the same assumption. Acceptance rates are measured with a batch of the'
-    ' most candidates, on the same prompts.'
+    f'Tokens per target call at the most drafted tokens, measured and (in brackets) expected: {"; ".join(parts)}. A'
+    ' batch yields at most one drafted token and levels off below 2, a sequence where it is almost always rejected'
+    ' before its end; only the optimal tree goes on growing, about with the logarithm of N. Theory takes acceptance for'
+    ' independent from one position to the next; real text has stretches that are easy to guess, so deep trees can be'
+    ' measured above it, and even above the bound, which holds under the same assumption. Acceptance rates are'
+    ' measured with a batch of the most candidates, on the same prompts.'
   )
 
 
@@ -225,11 +225,11 @@ def _tell_marginals(rows: Sequence[Row]) -> str:
     parts.append(f'{method}: {each}, bound {fixed:.4f}')
   most = max(column(rows, 'N'))
   return (
-    f'What one more drafted token adds to the tokens of a call, by theory, for the {most}th token: {"; ".join(parts)}. In'
-    ' a batch it is the chance that just this candidate is accepted, in a sequence that all before it are, too: both fall'
-    ' quickly. The optimal tree always takes the best that is left, and falls like 1/N, as does the slope of the bound'
-    f' of Lemma 4.2 with s fixed to {_NUM_REST}. Measured points are slopes between the numbers of drafted tokens that'
-    ' were measured.'
+    f'What one more drafted token adds to the tokens of a call, by theory, for token {most}: {"; ".join(parts)}. In a'
+    ' batch it is the chance that just this candidate is accepted, in a sequence that it and all before it are: both'
+    ' fall quickly. The optimal tree always takes the best that is left, and falls like 1/N, as does the slope of the'
+    f' bound of Lemma 4.2 with s fixed to {_NUM_REST}. Measured points are slopes between the numbers of drafted'
+    ' tokens that were measured.'
   )
 
 
