@@ -17,7 +17,11 @@ _SHIPPED = 'shipped'
 _ALL = 'all'
 
 _TABLE = flags.DEFINE_string('table', None, f'A table to measure: {", ".join(TABLES)}.')
-_FIGURE = flags.DEFINE_string('figure', None, f'A figure to make: {", ".join(FIGURES)}; or {_ALL}.')
+_FIGURE = flags.DEFINE_list(
+  'figure',
+  None,
+  f'Figures to make, separated by commas, of {", ".join(FIGURES)}; or {_ALL}. Default sizes take minutes.',
+)
 _TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'Directory of the target model.')
 _DRAFT = flags.DEFINE_list(
   'draft', [DecodeOptions.draft], 'Directory of the draft model, or NAME=DIRECTORY; several for spectr_table2 and 4.'
@@ -151,18 +155,23 @@ def _make_figures(names) -> None:
         )
 
 
-def main(argv):
-  del argv
-  name = _TABLE.value or _FIGURE.value
-  if (_TABLE.value is None) == (_FIGURE.value is None):
-    raise ValueError('give --table=NAME or --figure=NAME, one of the two')
-  kind, allowed = ('table', [*TABLES]) if _FIGURE.value is None else ('figure', [*FIGURES, _ALL])
+def _check_name(kind: str, name: str, allowed) -> None:
   if name not in allowed:
     raise ValueError(f'{kind} must be one of {", ".join(allowed)}, got {name or "none"}')
-  if kind == 'table':
-    _measure_table(name)
-  else:
-    _make_figures(list(FIGURES) if name == _ALL else [name])
+
+
+def main(argv):
+  del argv
+  if (_TABLE.value is None) == (_FIGURE.value is None):
+    raise ValueError('give --table=NAME or --figure=NAME, one of the two')
+  if _TABLE.value is not None:
+    _check_name('table', _TABLE.value, TABLES)
+    _measure_table(_TABLE.value)
+    return
+  names = list(dict.fromkeys(_FIGURE.value))
+  for name in names or ['']:
+    _check_name('figure', name, [*FIGURES, _ALL])
+  _make_figures(list(FIGURES) if _ALL in names else names)
 
 
 if __name__ == '__main__':

@@ -41,7 +41,7 @@ UNIFORM_SIZE = 120
 _RATIOS = (1.5, 2, 4, 8, 30)
 _DRAFT_BERNOULLI = 0.25
 _TARGET_BERNOULLIS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
-_MANY = (1, 2, 3, 4, 6, 8, 16, 32)
+_MANY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def _uniform(size: int) -> np.ndarray:
@@ -110,7 +110,8 @@ def _tell_bernoulli(rows: Sequence[Row]) -> str:
   best = where['acceptance'] + gap
   return (
     f'Drafts are Ber({_DRAFT_BERNOULLI:g}) and targets Ber(b). Two equal laws always agree; the farther b is from'
-    f' {_DRAFT_BERNOULLI:g}, the less is accepted, and a b above it takes more candidates than one below. K-SEQ is not'
+    f' {_DRAFT_BERNOULLI:g}, the less is accepted of one candidate, and targets that are mostly 1 take the most'
+    ' candidates, since few drafts are 1. K-SEQ is not'
     f' optimal here: for b = {where["b"]:g} and k = {where["k"]} it accepts {where["acceptance"]:.3f} where'
     f' {best:.3f} is possible, the widest gap of the figure. The race is at most'
     f' {_largest_gap(rows, "race")[0]:.3f} below the optimum.'
