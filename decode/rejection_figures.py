@@ -258,9 +258,10 @@ def _tell_pareto(rows: Sequence[Row]) -> str:
     f'One token of two chains of 7 states with a total variation TV of {distance:.3f}. No rule rejects and is biased by'
     f' less than TV together: the least sum among {2 * _NUM_RULES} random rules and all others here is'
     f' {min(anything):.3f}. Decoding-OPT, with the best law after a rejection, is on that front for every ε, from'
-    f' speculative decoding (no bias) to keeping whatever was drafted (no rejections): its sums differ from TV by at most'
-    f" {max(abs(each - distance) for each in best):.0e}. Decoding-UNO, which redraws from the target's whole law, is off the front, at ε ="
-    f' {worst[0]["epsilon"]:g} with a bias of {worst[1]["bias"]:.3f} instead of {worst[0]["bias"]:.3f}.'
+    ' speculative decoding (no bias) to keeping whatever was drafted (no rejections): its sums differ from TV by at'
+    f" most {max(abs(each - distance) for each in best):.0e}. Decoding-UNO, which redraws from the target's whole law,"
+    f' is off the front, at ε = {worst[0]["epsilon"]:g} with a bias of {worst[1]["bias"]:.3f} instead of'
+    f' {worst[0]["bias"]:.3f}.'
   )
 
 
