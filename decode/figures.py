@@ -73,7 +73,7 @@ def _groups(rows: Sequence[Row], panel: Panel) -> list[_Group]:
       groups.append(_Group(name or 'measured', members, plots.SHADES[place % num_shades], place // num_shades))
       continue
     look = looks.setdefault(tuple(parts.values()), len(looks))
-    groups.append(_Group(name, members, _COLORS.get(method.split()[0], '#999999'), look))
+    groups.append(_Group(name, members, _COLORS.get(method.split()[0], plots.OTHER), look))
   return groups
 
 

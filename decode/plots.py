@@ -32,16 +32,20 @@ COLORS = {name: color for name, (color, _) in _LOOKS.items()}
 MARKERS = {name: marker for name, (_, marker) in _LOOKS.items()}
 # For lines that are no methods. What theory says has the first one, and no marker.
 SHADES = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#D55E00', '#56B4E9', '#8C6D00', '#555555')
-THEORY = '#D55E00'
+THEORY, OTHER = '#D55E00', '#999999'
 _TEXT_SIZE = 8
 
 Style = Mapping[str, Any]
 
 
+def method_color(name: str) -> str:
+  """The colour of a method, of its first word, as `#RRGGBB`; grey for what is none."""
+  return COLORS.get(name.split()[0], OTHER)
+
+
 def style_of(name: str) -> dict[str, Any]:
   """Colour and marker of a method, of its first word; grey for what is none."""
-  method = name.split()[0]
-  return {'color': COLORS.get(method, '#999999'), 'marker': MARKERS.get(method, 'o')}
+  return {'color': method_color(name), 'marker': MARKERS.get(name.split()[0], 'o')}
 
 
 def scale_of(values: Iterable[Hashable]) -> dict[Hashable, dict[str, Any]]:
