@@ -45,8 +45,9 @@ setuptools.setup(
     'tokenizers>=0.21',
   ],
   extras_require={
-    'test': ['hypothesis>=6.100', 'matplotlib>=3.9', 'pytest>=8.0', 'pytest-xdist>=3.6', 'ruff>=0.9'],
+    'test': ['hypothesis>=6.100', 'matplotlib>=3.9', 'nbformat>=5.10', 'pytest>=8.0', 'pytest-xdist>=3.6', 'ruff>=0.9'],
     'plots': ['matplotlib>=3.9'],
+    'notebooks': ['ipykernel>=6.29', 'matplotlib>=3.9', 'nbclient>=0.10', 'nbformat>=5.10'],
     'lm1b': ['array_record>=0.5', 'importlib_resources>=6.0', 'tensorflow-datasets>=4.9.7'],
     'docs': ['mkdocs>=1.6'],
     'browser': ['playwright>=1.45'],

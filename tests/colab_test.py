@@ -1,0 +1,152 @@
+"""The notebooks: what is stored of them, and that they run; `pytest -m slow` with the extra `notebooks` runs them."""
+
+import ast
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+
+import nbformat
+import pytest
+
+_ROOT = pathlib.Path(__file__).parent.parent
+_PATHS = sorted((_ROOT / 'colab').glob('*.ipynb'))
+
+_spec = importlib.util.spec_from_file_location('execute_notebooks', _ROOT / 'colab' / 'execute.py')
+execute = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(execute)
+
+
+@pytest.fixture(params=_PATHS, ids=lambda path: path.stem)
+def path(request):
+  return request.param
+
+
+@pytest.fixture
+def notebook(path):
+  return nbformat.read(path, as_version=4)
+
+
+def _code_cells(notebook):
+  return [cell for cell in notebook.cells if cell.cell_type == 'code']
+
+
+def test_there_are_four():
+  assert [path.stem for path in _PATHS] == ['quickstart', 'tpu_pod', 'train_pair', 'verification']
+
+
+def test_format(path, notebook):
+  nbformat.validate(notebook)
+  # As the tool that runs them writes them: a change shows as a difference of the lines it is about.
+  assert path.read_text(encoding='utf-8') == nbformat.writes(notebook) + '\n'
+  for cell in notebook.cells:
+    # Named by hand: they stay when a notebook is run again.
+    assert re.fullmatch(r'[a-z]+(-[a-z]+)*', cell.id)
+
+
+def test_code(path, notebook):
+  lines = path.read_text(encoding='utf-8').splitlines()
+  assert not [line for line in lines if re.search(r'/(home|root|Users|tmp|work|content)/|[A-Z]:\\\\Users', line)]
+  for source in execute.code_of(notebook):
+    ast.parse(source)
+    assert max(map(len, source.splitlines())) <= 120
+
+
+def test_stored_outputs(path, notebook):
+  cells = _code_cells(notebook)
+  if path.stem not in execute.KEPT:
+    assert not any(cell.outputs or cell.execution_count for cell in cells)
+    return
+  assert execute.is_current(notebook), f'the code is not what was run: python colab/execute.py {path.stem}'
+  assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+  outputs = [output for cell in cells for output in cell.outputs]
+  assert not [output for output in outputs if output.output_type == 'error' or output.get('name') == 'stderr']
+  pictures = [output.data['image/png'] for output in outputs if 'image/png' in output.get('data', {})]
+  assert len(pictures) >= 2
+  assert path.stat().st_size < 600_000
+
+
+def test_changed_code_is_not_current(path, notebook):
+  execute.keep(notebook, pathlib.Path(os.devnull))
+  assert execute.is_current(notebook)
+  notebook.cells[-2].source += '\n1'
+  _code_cells(notebook)[-1].source += '\n1'
+  assert not execute.is_current(notebook)
+
+
+class _Commands(list):
+  """In the place of `subprocess.run`: keeps what would have run."""
+
+  def __call__(self, command, check):
+    assert check
+    self.append(command)
+
+
+@pytest.fixture
+def commands(monkeypatch, tmp_path):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'home').mkdir()
+  monkeypatch.chdir(tmp_path / 'home')
+  commands = _Commands()
+  monkeypatch.setattr('subprocess.run', commands)
+  return commands
+
+
+def test_first_cell_does_nothing_here(notebook, commands, tmp_path):
+  exec(_code_cells(notebook)[0].source, {})
+  assert not commands
+  assert pathlib.Path.cwd() == tmp_path / 'home'
+  assert not list(pathlib.Path.cwd().iterdir())
+
+
+def test_first_cell_installs_in_colab(notebook, commands, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'google.colab', object())
+  source = _code_cells(notebook)[0].source
+  with pytest.raises(ValueError, match='set REPOSITORY'):
+    exec(source, {})
+  assert not commands
+  source, count = re.subn(r"^REPOSITORY = ''", "REPOSITORY = 'https://example.org/library'", source, flags=re.MULTILINE)
+  assert count == 1
+  monkeypatch.setattr('os.chdir', lambda path: commands.append(['cd', path]))
+  exec(source, {})
+  assert commands[0] == ['git', 'clone', '--depth=1', 'https://example.org/library', 'spectr_jax']
+  assert commands[1][1:] == ['-m', 'pip', 'install', '--quiet', './spectr_jax[plots]']
+  assert commands[2] == ['cd', 'spectr_jax']
+
+
+@pytest.mark.slow
+def test_runs(path):
+  pytest.importorskip('nbclient', reason='needs the extra notebooks')
+  pytest.importorskip('ipykernel', reason='needs the extra notebooks')
+  env = {'SPECTR_SMALL': '1', 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true'}
+  executed = execute.execute(path, timeout=300, env=env)
+  cells = _code_cells(executed)
+  assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+  said = '\n'.join(
+    output.text
+    for cell in cells
+    for output in cell.outputs
+    if output.output_type == 'stream' and output.name == 'stdout'
+  )
+  for expected in _SAID[path.stem]:
+    assert re.search(expected, said), f'{expected!r} is not in what the notebook printed:\n{said}'
+
+
+# What the small runs print where they show what they are there for.
+_SAID = {
+  'quickstart': [r'\d+ tokens by \d+ target calls'],
+  'verification': [
+    r'speculative: largest error of the joint law of 3 tokens \d\.\de-1[4-9]',
+    r'as it should be: PROVED',
+    r'accepts too much: FAILS',
+    r'my rule: FAILS',
+  ],
+  'train_pair': [r'target after 20 steps: held-out perplexity', r'draft after 20 steps: .* probability 0\.\d+'],
+  'tpu_pod': [
+    r'data:4,model:2.* --dry_run',
+    r'held-out loss',
+    r'mesh data:4,model:2 of 8 devices',
+    r'[34] of 4 texts are the same',
+  ],
+}
