@@ -1,0 +1,195 @@
+"""The documentation is true as far as a machine can tell: it builds, its code and commands run, its figures are measured."""
+
+import dataclasses
+import inspect
+import json
+import re
+import subprocess
+import sys
+
+import documented
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from documented import ROOT, Command
+
+import spectr_jax
+from spectr_jax import METHODS, TokenTree, couplings, draft, generate, table, testing, theory, verify
+from spectr_jax.testing import chi_square, prove
+
+_DOCS = ROOT / 'docs'
+_COMMANDS = list(dict.fromkeys(command for page in documented.PAGES for command in documented.commands(page)))
+# What stands for something else, and what it can be.
+_STAND_INS = {
+  '--config=...': '--config=configs/stdlib_pair.py:target',
+  '--config=configs/NAME.py': '--config=configs/stdlib_pair.py:target',
+}
+_FLAGS_OF_OTHERS = {'worker'}  # of gcloud
+
+
+def _read(name):
+  return (_DOCS / name).read_text(encoding='utf-8')
+
+
+# The site.
+
+
+def test_site_builds_without_warnings(tmp_path):
+  pytest.importorskip('mkdocs', reason='needs the extra docs')
+  pytest.importorskip('mkdocstrings', reason='needs the extra docs')
+  built = subprocess.run(
+    [sys.executable, '-m', 'mkdocs', 'build', '--strict', f'--site-dir={tmp_path}'],
+    cwd=ROOT, capture_output=True, text=True, timeout=300,
+  )  # fmt: skip
+  assert built.returncode == 0, built.stderr
+  assert 'WARNING' not in built.stderr
+  html = (tmp_path / 'api.html').read_text(encoding='utf-8')
+  for text in ('Continues prompts with the target', 'Picks a candidate with weights', 'gamma*, the root in'):
+    assert text in html  # docstrings, not only names
+  assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css)', html)  # nothing is fetched
+
+
+@pytest.mark.parametrize('page', sorted(path.relative_to(_DOCS).as_posix() for path in _DOCS.rglob('*.md')))
+def test_pages_are_in_the_navigation(page):
+  settings = (ROOT / 'mkdocs.yml').read_text(encoding='utf-8')
+  assert page.startswith('tables/') or re.search(rf'\b{re.escape(page)}$', settings, re.MULTILINE)
+
+
+def test_everything_public_is_in_the_reference():
+  listed = set(re.findall(r'^::: (\S+)$', _read('api.md'), re.MULTILINE))
+  names = set()
+  for package in (spectr_jax, couplings, draft, testing, theory, verify):
+    for name in package.__all__:
+      thing = getattr(package, name)
+      if inspect.ismodule(thing) or not hasattr(thing, '__qualname__'):
+        assert f'`{name}`' in _read('api.md') or f'`spectr_jax.{name}`' in _read('api.md'), name
+      else:
+        names.add(f'{thing.__module__}.{thing.__qualname__}')
+  assert names <= listed
+  for path in listed - names:
+    module, _, name = path.rpartition('.')
+    assert not name.startswith('_')
+    assert inspect.getdoc(getattr(__import__(module, fromlist=[name]), name)), path
+
+
+# What it says.
+
+
+def _measured():
+  """Block efficiency with its interval by method and shape, at temperature 1."""
+  found = {}
+  for record in json.loads(_read('block_efficiency.json')):
+    if record['temperature'] == 1:
+      low, high = record['block_efficiency_ci95']
+      found[record['method'], record['shape']] = f'{record["block_efficiency"]:.2f} ± {(high - low) / 2:.2f}'
+  return found
+
+
+def test_table_of_methods():
+  """Every method with its lossless mark, and the figures of the files that the pages beside it show."""
+  measured = _measured()
+  times = {
+    record['method']: f'{record["microseconds"]["random"]["median"] / 1000:.2f}'
+    for record in json.loads(_read('verification_cost.json'))['results']
+    if record['rows'] == 1 and not record['filters']
+  }
+  rows = re.findall(r'^\| `(\w+)` \|(.*)\|$', _read('methods/index.md'), re.MULTILINE)
+  assert {name for name, _ in rows} == set(METHODS)
+  for name, row in rows:
+    _, lossless, tokens, milliseconds, page = (cell.strip() for cell in row.split('|'))
+    method = METHODS[name]
+    assert lossless == ('yes' if method.is_lossless else '**no**')
+    if method.max_drafts != 0:
+      assert tokens == measured[name, '1 x 8' if method.max_drafts == 1 else '8 x 8']
+    assert milliseconds == times[name]
+    text = _read('methods/' + re.search(r'\((.*)\)', page)[1])
+    assert f'`{name}`' in text
+    assert all(part in text for part in ('**Source.**', '**Guarantee.**', '**Cost.**', '**When.**'))
+
+
+# Code.
+
+
+@pytest.fixture(scope='module')
+def extended():
+  """What the code of docs/extending.md leaves behind, its blocks one after another, and what it prints."""
+  printed = []
+  scope = {'print': lambda *args: printed.append(args)}
+  before = jax.config.read('jax_disable_most_optimizations')
+  jax.config.update('jax_disable_most_optimizations', True)
+  try:
+    exec('\n'.join(documented.code_blocks(_read('extending.md'), 'python')), scope)
+  finally:
+    jax.config.update('jax_disable_most_optimizations', before)
+    METHODS.pop('any_one', None)
+  return scope, printed
+
+
+def test_extending(extended):
+  scope, (errors, speed, agreed) = extended
+  assert scope['errors']['any_one'] <= 1e-10 < 1e-3 < scope['errors']['likeliest']
+  assert errors == ({'any_one': f'{scope["errors"]["any_one"]:.0e}', 'likeliest': f'{scope["errors"]["likeliest"]:.0e}'},)
+  assert speed[1] > 2
+  assert agreed[0] is True
+  assert agreed[1] < 10  # target calls: guesses were accepted
+
+
+@pytest.mark.slow
+def test_verifier_of_the_page_in_all_proofs(extended):
+  scope, _ = extended
+  assert prove(scope['any_one'], num_samples=10_000).is_passed
+  assert not prove(scope['likeliest'], num_samples=10_000).is_passed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('quickly')
+@pytest.mark.parametrize('method', ['spectr', 'gsd'])
+def test_drafter_of_the_page_keeps_the_law(extended, method):
+  """Its guesses depend on the whole text of a row; what comes out has the law of the chain, unless it lies."""
+  scope, _ = extended
+  probs = np.array([[0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.45, 0.1, 0.45]])
+  num_rows, prompt = 20_000, [0, 1, 2, 0, 1, 1]
+  law = np.einsum('a,ab,bc,cd->abcd', probs[prompt[-1]], probs, probs, probs).reshape(-1)
+
+  def p_value(drafter):
+    new = generate(
+      jax.random.key(3), table.table_model(jnp.log(probs)), drafter, np.tile(prompt, (num_rows, 1)),
+      np.full(num_rows, len(prompt)), method=method, tree=TokenTree.prefix((2, 1)), max_new_tokens=4,
+    )  # fmt: skip
+    counts = np.bincount(np.asarray(new.tokens) @ [27, 9, 3, 1], minlength=81)
+    return chi_square(counts, law).p_value
+
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass(frozen=True)
+  class Lying(scope['Lookup']):
+    def propose(self, *arguments):
+      proposal = super().propose(*arguments)
+      return dataclasses.replace(proposal, probs=jnp.full_like(proposal.probs, 1 / 3))
+
+  assert p_value(scope['Lookup'](3, smoothing=0.3)) > 1e-4
+  assert p_value(Lying(3, smoothing=0.3)) < 1e-9
+
+
+# Commands.
+
+
+def _task(command: Command, arguments=None, **more):
+  arguments = command.arguments if arguments is None else arguments
+  return {'module': command.module, 'arguments': [_STAND_INS.get(a, a) for a in arguments], 'env': {}} | more
+
+
+def test_every_documented_command_has_its_flags():
+  assert len(_COMMANDS) > 30
+  assert {command.module for command in _COMMANDS} >= {
+    'benchmarks.share_of_optimum', 'benchmarks.tabulate', 'benchmarks.verification', 'decode.aot', 'decode.bulk',
+    'decode.main', 'decode.prove', 'decode.reproduce', 'decode.trace', 'train.aot', 'train.evaluate', 'train.main',
+    'train.prepare_data', 'train.tokenizer',
+  }  # fmt: skip
+  wrong = Command('here', 'decode.main', ('--num_draft=4', '--no_such_flag'))
+  *found, caught = documented.attempt([_task(command, is_run=False) for command in (*_COMMANDS, wrong)])
+  assert not {str(command): result['error'] for command, result in zip(_COMMANDS, found) if result['error']}
+  assert 'Unknown command line flag' in caught['error']
+  known = {name for result in found for name in result['flags']} | _FLAGS_OF_OTHERS
+  mentioned = {page.name: documented.inline_flags(page) - known for page in documented.PAGES}
+  assert not {page: unknown for page, unknown in mentioned.items() if unknown}

@@ -1,0 +1,157 @@
+"""Commands and code that the documentation shows, for tests; run as a program it parses, or runs, such commands.
+
+As a program it reads JSON from stdin, a list of tasks: `module`, `arguments`, `env`, and `is_run`. Each is a process of
+its own, forked after what is slow has been imported: many commands cost little more than one. It writes, as JSON, what
+came of each: '' or what was wrong, and the flags that the command has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = (ROOT / 'README.md', ROOT / 'pretrained/README.md', *sorted((ROOT / 'docs').rglob('*.md')))
+_PACKAGES = 'decode', 'train', 'benchmarks'
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+  """A command as documented: `python -m module arguments`, and what is set before it."""
+
+  page: str
+  module: str
+  arguments: tuple[str, ...]
+  env: tuple[tuple[str, str], ...] = ()
+
+  def __str__(self):
+    return f'{self.page}: {self.module} {shlex.join(self.arguments)}'
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+  """The fenced blocks of a language."""
+  return re.findall(rf'^```{language}\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
+
+
+def _inline(text: str) -> list[str]:
+  """Code between single backticks; it may go on on the next line."""
+  text = re.sub(r'^```.*?^```', '', text, flags=re.DOTALL | re.MULTILINE)
+  return [' '.join(code.split()) for code in re.findall(r'`([^`]+)`', text)]
+
+
+def _of_line(page: str, line: str) -> list[Command]:
+  found, words = [], shlex.split(line, comments=True)
+  while words:
+    end = words.index('&&') if '&&' in words else len(words)
+    part, words = words[:end], words[end + 1 :]
+    env = []
+    while part and re.match(r'[A-Z_]+=', part[0]):
+      env.append(tuple(part.pop(0).split('=', 1)))
+    for word in part:  # a command for another machine
+      if word.startswith('--command='):
+        found += _of_line(page, word.removeprefix('--command='))
+    is_python = part and pathlib.PurePosixPath(part[0]).name in ('python', 'python3')
+    if is_python and part[1:2] == ['-m'] and part[2].split('.')[0] in _PACKAGES:
+      found.append(Command(page, part[2], tuple(part[3:]), tuple(env)))
+  return found
+
+
+def commands(page: pathlib.Path) -> list[Command]:
+  """The commands of this project that a page shows, in blocks and within lines."""
+  text = page.read_text(encoding='utf-8')
+  blocks = '\n'.join(code_blocks(text, 'bash')).replace('\\\n', ' ')
+  inline = [code for code in _inline(text) if re.search(r'python -m \S+ \S', code)]  # not just a command's name
+  name = str(page.relative_to(ROOT))
+  return [command for line in [*blocks.splitlines(), *inline] for command in _of_line(name, line)]
+
+
+def inline_flags(page: pathlib.Path) -> set[str]:
+  """Names of flags that a page mentions within its lines, outside of commands."""
+  codes = [code for code in _inline(page.read_text(encoding='utf-8')) if code.startswith('--')]
+  return {match for code in codes for match in re.findall(r'(?:^| )--(\w+)', code)}
+
+
+def attempt(tasks: list[dict], timeout: float = 600) -> list[dict]:
+  """Parses or runs commands, see above."""
+  env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'PYTHONIOENCODING': 'utf-8'}
+  env |= {'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true', 'COLUMNS': '120'}
+  ran = subprocess.run(
+    [sys.executable, __file__], input=json.dumps(tasks), cwd=ROOT, env=env, capture_output=True, text=True,
+    timeout=timeout,
+  )  # fmt: skip
+  assert ran.returncode == 0, ran.stderr
+  return json.loads(ran.stdout.splitlines()[-1])
+
+
+def _parse(module: str) -> dict:
+  """Lets a command define its flags and read them, and stops it there."""
+  from absl import flags
+
+  from spectr_jax.io import command_line
+
+  def parse(main):
+    rest = flags.FLAGS(sys.argv)
+    assert len(rest) == 1, f'unexpected argument {rest[1]!r}'
+    options = sys.modules.get('decode.option_flags')
+    if options is not None:
+      options.read_options()
+
+  command_line.run = parse
+  runpy.run_module(module, run_name='__main__')
+  return {'error': '', 'flags': list(flags.FLAGS)}
+
+
+def _run(module: str) -> dict:
+  with open(os.devnull, 'w') as nowhere, contextlib.redirect_stdout(nowhere):
+    runpy.run_module(module, run_name='__main__')
+  return {'error': ''}
+
+
+def _child(task: dict) -> dict:
+  os.environ.update(task['env'])
+  sys.argv = [task['module'], *task['arguments']]
+  try:
+    return _run(task['module']) if task['is_run'] else _parse(task['module'])
+  except SystemExit as stop:
+    return {'error': '' if not stop.code else f'exit code {stop.code}'}
+  except BaseException as error:  # whatever is wrong is to be said
+    return {'error': f'{type(error).__name__}: {error}'}
+
+
+def _forked(task: dict) -> dict:
+  reader, writer = os.pipe()
+  pid = os.fork()
+  if not pid:
+    os.close(reader)
+    found = _child(task)
+    with os.fdopen(writer, 'w') as pipe:
+      json.dump(found, pipe)
+    os._exit(0)
+  os.close(writer)
+  with os.fdopen(reader) as pipe:
+    text = pipe.read()
+  os.waitpid(pid, 0)
+  return json.loads(text) if text else {'error': 'crashed'}
+
+
+if __name__ == '__main__':
+  import importlib
+  import warnings
+
+  # What defines no flags; JAX's threads do not run before something is computed.
+  for slow in (
+    'decode.run', 'decode.report', 'decode.auto', 'decode.tables', 'decode.figures', 'decode.trace_data', 'train.train',
+    'ml_collections.config_flags',
+  ):  # fmt: skip
+    importlib.import_module(slow)
+  warnings.filterwarnings('ignore', category=RuntimeWarning)
+  warnings.filterwarnings('ignore', category=DeprecationWarning)
+  print(json.dumps([_forked(task) for task in json.load(sys.stdin)]))
