@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import pathlib
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from documented import ROOT, Command
 
 import spectr_jax
-from spectr_jax import METHODS, TokenTree, couplings, draft, generate, table, testing, theory, verify
+from spectr_jax import METHODS, TokenTree, couplings, draft, generate, table, testing, theory, transformer, verify
 from spectr_jax.testing import chi_square, prove
 
 _DOCS = ROOT / 'docs'
@@ -111,28 +112,42 @@ def test_table_of_methods():
 # Code.
 
 
+def _execute(text, scope):
+  """Runs the blocks of a page one after another; what they print, as tuples."""
+  printed = []
+  scope['print'] = lambda *values: printed.append(values)
+  exec('\n'.join(documented.code_blocks(text, 'python')), scope)
+  return printed
+
+
+_VERIFIER_AND_DRAFTER, _MODEL = _read('extending.md').split('\n## A model\n')
+
+
 @pytest.fixture(scope='module')
 def extended():
-  """What the code of docs/extending.md leaves behind, its blocks one after another, and what it prints."""
-  printed = []
-  scope = {'print': lambda *args: printed.append(args)}
+  """What the code of docs/extending.md leaves behind, up to the model, and what it prints."""
   before = jax.config.read('jax_disable_most_optimizations')
   jax.config.update('jax_disable_most_optimizations', True)
-  try:
-    exec('\n'.join(documented.code_blocks(_read('extending.md'), 'python')), scope)
-  finally:
-    jax.config.update('jax_disable_most_optimizations', before)
-    METHODS.pop('any_one', None)
-  return scope, printed
+  scope = {}
+  printed = _execute(_VERIFIER_AND_DRAFTER, scope)
+  yield scope, printed
+  jax.config.update('jax_disable_most_optimizations', before)
+  METHODS.pop('any_one', None)
 
 
-def test_extending(extended):
-  scope, (errors, speed, agreed) = extended
+def test_verifier_and_drafter_of_the_page(extended):
+  scope, (errors, speed) = extended
   assert scope['errors']['any_one'] <= 1e-10 < 1e-3 < scope['errors']['likeliest']
-  assert errors == ({'any_one': f'{scope["errors"]["any_one"]:.0e}', 'likeliest': f'{scope["errors"]["likeliest"]:.0e}'},)
+  assert errors == ({name: f'{error:.0e}' for name, error in scope['errors'].items()},)
   assert speed[1] > 2
-  assert agreed[0] is True
-  assert agreed[1] < 10  # target calls: guesses were accepted
+
+
+@pytest.mark.slow
+def test_model_of_the_page(extended):
+  scope, _ = extended
+  ((is_same, num_target_calls),) = _execute(_MODEL, dict(scope))
+  assert is_same is True
+  assert num_target_calls < 10  # guesses were accepted
 
 
 @pytest.mark.slow
@@ -143,7 +158,6 @@ def test_verifier_of_the_page_in_all_proofs(extended):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', ['spectr', 'gsd'])
 def test_drafter_of_the_page_keeps_the_law(extended, method):
   """Its guesses depend on the whole text of a row; what comes out has the law of the chain, unless it lies."""
@@ -193,3 +207,95 @@ def test_every_documented_command_has_its_flags():
   known = {name for result in found for name in result['flags']} | _FLAGS_OF_OTHERS
   mentioned = {page.name: documented.inline_flags(page) - known for page in documented.PAGES}
   assert not {page: unknown for page, unknown in mentioned.items() if unknown}
+
+
+# Commands that are not run here, by what is in them, and why.
+_NOT_RUN = {
+  'decode.aot': 'needs the extra tpu: tests/tpu_test.py',
+  'train.aot': 'needs the extra tpu: tests/tpu_test.py',
+  'train.prepare_data': 'needs the archive of LM1B: tests/train/lm1b_test.py',
+  'gs://BUCKET': 'needs a pod and a bucket',
+  '--coordinator_address': 'needs several processes: tests/train/sharded_test.py',
+  '--mesh=data:8,model:2': 'needs a pod: tests/decode/mesh_test.py',
+  '--method=auto': 'times every method: tests/decode/auto_test.py',
+  'decode.prove': 'takes a minute: tests/decode/prove_test.py',
+  'decode.reproduce': 'times several settings: tests/decode/reproduce_test.py',
+  'train.main': 'trains: tests/train/command_test.py',
+}
+# Options of the same name have the same small value wherever they are given.
+_SMALL = {
+  'num_prompts': 2, 'num_seeds': 1, 'max_new_tokens': 4, 'num_drafts': 2, 'draft_length': 2, 'rows': 1,
+}  # fmt: skip
+_MODELS_AND_PROMPTS = {
+  'decode.main': ('num_prompts', 'max_new_tokens', 'prompts'),
+  'decode.bulk': ('num_prompts', 'max_new_tokens', 'prompts'),
+  'decode.trace': ('max_new_tokens',),
+  'benchmarks.share_of_optimum': ('num_prompts', 'max_new_tokens'),
+}
+_MORE = {
+  'benchmarks.verification': ('--vocab_size=50', '--repeats=1', '--num_proposals=2', '--methods=speculative'),
+  'benchmarks.share_of_optimum': ('--num_drafts=2', '--temperature=1'),
+}
+
+
+def _not_run(command):
+  words = command.module, *command.arguments
+  return next((why for part, why in _NOT_RUN.items() if any(part in word for word in words)), None)
+
+
+def _reduced(command, directory):
+  """The arguments with tiny models and small sizes; what is written goes to a directory, and is read from there."""
+  values = dict(argument.removeprefix('--').partition('=')[::2] for argument in command.arguments)
+  own = _MODELS_AND_PROMPTS.get(command.module, ())
+  if own:
+    values |= {role: directory / role for role in ('target', 'draft')}
+  if 'prompts' in own and 'prompt' not in values:
+    values['prompts'] = directory / 'prompts.txt'
+  values |= {name: _SMALL[name] for name in (*values, *own) if name in _SMALL}
+  if 'batch_size' in values:
+    values['batch_size'] = 8 if 'mesh' in values else 2
+  if 'method' in values:
+    values['method'] = ','.join(values['method'].split(',')[:2])
+  if values.get('tree', '').startswith('optimal:'):
+    values['tree'] = 'optimal:4'
+  for name in ('output', 'generations'):
+    if name in values:
+      values[name] = directory / pathlib.Path(values[name]).name
+  if command.module == 'benchmarks.tabulate':
+    values['files'] = values['files'].replace('runs/', f'{directory}/')
+  if command.module == 'train.tokenizer':
+    values |= {'config.source': 'files', 'config.files': directory / 'prompts.txt', 'config.vocab_size': 280}
+    values['output'] = directory / f'{pathlib.Path(values["config"]).stem}.json'
+  if command.module == 'train.evaluate':
+    values |= {'model': directory / 'target', 'files': directory / 'prompts.txt'}
+  return [f'--{name}={value}' if value != '' else f'--{name}' for name, value in values.items()] + [
+    *_MORE.get(command.module, ())
+  ]
+
+
+def test_what_is_not_run_is_there():
+  assert all(any(_not_run(command) == why for command in _COMMANDS) for why in _NOT_RUN.values())
+
+
+@pytest.mark.slow
+def test_documented_commands_run(tmp_path):
+  words = 'the quick brown fox jumps over the lazy dog while seven wise owls watch from the old oak tree'
+  tokenizer = spectr_jax.Tokenizer.train([words] * 4, 290)
+  config = transformer.TransformerConfig(290, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=128)
+  for seed, role in enumerate(('target', 'draft')):
+    params = transformer.init_params(jax.random.key(seed), config)
+    spectr_jax.save_model(tmp_path / role, transformer.transformer_model(params, config), tokenizer)
+  (tmp_path / 'prompts.txt').write_text('\n'.join([words] * 3) + '\n')
+  tasks, seen = [], set()
+  for command in _COMMANDS:
+    if _not_run(command):
+      continue
+    arguments = _reduced(command, tmp_path)
+    # Reduced, many are the same but for the file they write.
+    own = command.module, *(a for a in arguments if not a.startswith(('--output', '--generations')))
+    if own not in seen:
+      seen.add(own)
+      tasks.append(_task(command, arguments, is_run=True, env=dict(command.env)))
+  assert {task['module'] for task in tasks} >= {'decode.main', 'decode.bulk', 'decode.trace', 'benchmarks.tabulate'}
+  results = documented.attempt(tasks)
+  assert not {str(task): result['error'] for task, result in zip(tasks, results) if result['error']}
