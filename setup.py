@@ -49,7 +49,7 @@ setuptools.setup(
     'plots': ['matplotlib>=3.9'],
     'notebooks': ['ipykernel>=6.29', 'matplotlib>=3.9', 'nbclient>=0.10', 'nbformat>=5.10'],
     'lm1b': ['array_record>=0.5', 'importlib_resources>=6.0', 'tensorflow-datasets>=4.9.7'],
-    'docs': ['mkdocs>=1.6'],
+    'docs': ['mkdocs>=1.6,<2', 'mkdocstrings[python]>=0.26'],
     'browser': ['playwright>=1.45'],
     'tpu': ['jax[tpu]'],
     'cuda': ['jax[cuda12]'],

@@ -2,7 +2,7 @@
 
 As a program it reads JSON from stdin, a list of tasks: `module`, `arguments`, `env`, and `is_run`. Each is a process of
 its own, forked after what is slow has been imported: many commands cost little more than one. It writes, as JSON, what
-came of each: '' or what was wrong, and the flags that the command has.
+came of each: '' or what was wrong, the seconds of a processor it took, and the flags that the command has.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ def _forked(task: dict) -> dict:
   os.close(writer)
   with os.fdopen(reader) as pipe:
     text = pipe.read()
-  os.waitpid(pid, 0)
-  return json.loads(text) if text else {'error': 'crashed'}
+  _, _, usage = os.wait4(pid, 0)
+  found = json.loads(text) if text else {'error': 'crashed'}
+  return found | {'seconds': usage.ru_utime + usage.ru_stime}
 
 
 if __name__ == '__main__':
