@@ -183,6 +183,9 @@ def _draw_over_acceptance(rows: Sequence[Row]):
     own = select(rows, quantity=quantity)
     plots.draw_lines(axes, own, x='epsilon', y='value', by='method')
     plots.name_axes(axes, x='over-acceptance ε', y=y, title=title)
+    axes.set_xscale('symlog', linthresh=1e-3)
+    axes.set_xticks([0, 0.001, 0.01, 0.1, 1], ['0', '.001', '.01', '.1', '1'])
+    axes.minorticks_off()
   own = select(rows, quantity=_REJECTION)
   plots.draw_line(bias, own, x='epsilon', y='value', label='P(reject), both', color='#D55E00', linestyle='--')
   rate.axhline(0.5, color='#555555', linestyle=':', linewidth=1, label='no difference')
@@ -201,14 +204,17 @@ def _tell_over_acceptance(rows: Sequence[Row]) -> str:
   won = select(rows, quantity=_WIN_RATE)
   each = ', '.join(f'{row["value"]:.0%} at ε = {row["epsilon"]:g}' for row in won)
   clear = [row for row in won if row['low'] is not None and (row['low'] > 0.5 or row['high'] < 0.5)]
+  biases = ', '.join(f'{opt[epsilon]:.3f} and {uno[epsilon]:.3f} at ε = {epsilon:g}' for epsilon in opt)
   first, last = min(opt), max(opt)
+  rejection = numbers(_REJECTION, 'both')
+  few = [epsilon for epsilon in opt if rejection[epsilon] < 0.01]
+  alike = f', below 1% from ε = {few[0]:g} on, where both keep whatever was drafted' if few else ''
   return (
-    "Decoding-OPT redraws a rejected token from the best law, Decoding-UNO from the target's whole law. The bias of"
-    f' OPT is the least possible: {opt[first]:.3f} in total variation where UNO has {uno[first]:.3f} at ε = {first:g},'
-    f' and {opt[last]:.3f} where UNO has {uno[last]:.3f} at {last:g}; both reject equally often. Text of OPT has'
-    f' {likelihood[OPT][first]:.2f} nats per token under the target at ε = {first:g} and {likelihood[OPT][last]:.2f} at'
-    f" {last:g}, that of UNO {likelihood[UNO][first]:.2f} and {likelihood[UNO][last]:.2f}, the target's own text"
-    f' {own[first]:.2f}: to be likelier than that is a bias too. With the target as scorer OPT wins {each};'
+    "Decoding-OPT redraws a rejected token from the best law, Decoding-UNO from the target's whole law. Their biases,"
+    f' in total variation: {biases}. Both reject equally often{alike}. Text of OPT has {likelihood[OPT][first]:.2f}'
+    f' nats per token under the target at ε = {first:g} and {likelihood[OPT][last]:.2f} at {last:g}, that of UNO'
+    f" {likelihood[UNO][first]:.2f} and {likelihood[UNO][last]:.2f}, the target's own text {own[first]:.2f}: to be"
+    f' likelier than that is a bias too. With the target as scorer OPT wins {each};'
     f' {len(clear)} of {len(won)} differ from one half by more than chance (95%). The paper, whose scorers are reward'
     ' models and which compares 500 texts of each prompt, prints 52.5% to 57.5%.'
   )
@@ -221,7 +227,8 @@ FIGURES = {
     draw=_draw_over_acceptance,
     tell=_tell_over_acceptance,
     sizes=Sizes(
-      num_prompts=64, num_seeds=2, max_new_tokens=32, batch_size=32, draft_length=(4,), epsilon=(0, 0.1, 0.2, 0.4, 0.8)
+      num_prompts=64, num_seeds=2, max_new_tokens=32, batch_size=32, draft_length=(4,),
+      epsilon=(0, 0.001, 0.01, 0.1, 0.2, 0.4, 0.8),
     ),
     has_models=True,
   ),

@@ -85,7 +85,8 @@ def theory_rows(method: str, num_nodes: Sequence[int], acceptance: np.ndarray) -
       empty | {'line': line, 'kind': BOUND, 'N': number, 'tokens': float(value)}
       for number, value in zip(num_nodes, bounds)
     ]
-    rows += with_marginals(bound)
+    first, *others = with_marginals(bound)
+    rows += [first | {'marginal': None}, *others]  # of no token at all there is no bound to start from
   return rows
 
 
@@ -210,8 +211,9 @@ def _tell_tokens(rows: Sequence[Row]) -> str:
     ' batch yields at most one drafted token and levels off below 2, a sequence where it is almost always rejected'
     ' before its end; only the optimal tree goes on growing, about with the logarithm of N. Theory takes acceptance for'
     ' independent from one position to the next; real text has stretches that are easy to guess, so deep trees can be'
-    ' measured above it, and even above the bound, which holds under the same assumption. Acceptance rates are'
-    ' measured with a batch of the most candidates, on the same prompts.'
+    ' measured above it, and even above the bound, which holds under the same assumption. What the limit of new tokens'
+    ' cuts off is lost, on the other hand, which takes most from long drafts. Acceptance rates are measured with a'
+    ' batch of the most candidates, on the same prompts.'
   )
 
 
