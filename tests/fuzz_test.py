@@ -142,8 +142,10 @@ def _is_cache(x):
   return isinstance(x, KVCache)
 
 
-def _spoil(cache: KVCache) -> KVCache:
-  """Other garbage in every slot that is not committed."""
+def _spoil(cache):
+  """Other garbage in every slot that is not committed; what is no cache stays."""
+  if not _is_cache(cache):
+    return cache
   is_free = jnp.arange(cache.keys[0].shape[-1]) >= cache.lengths[:, None]
   return dataclasses.replace(
     cache, keys=tuple(jnp.where(is_free[:, None, None], 7 * _GARBAGE, keys) for keys in cache.keys)
