@@ -21,8 +21,8 @@ Rules = Sequence[tuple[str, tuple[str | None, ...]]]
 # what is left, so that parameters and what the optimizer keeps for them are stored once.
 TRANSFORMER_RULES = (
   (r'embedding', (MODEL, DATA)),
-  (r'(qkv|mlp_in)/kernel', (MODEL, DATA)),
-  (r'(attention_out|mlp_out)/kernel', (DATA, MODEL)),
+  (r'(qkv|mlp_in)/kernel', (DATA, MODEL)),
+  (r'(attention_out|mlp_out)/kernel', (MODEL, DATA)),
   (r'gain', ()),
 )
 

@@ -1,6 +1,7 @@
 """Models and tokenizers on disk: what is saved comes back, and what is damaged is refused."""
 
 import argparse
+import dataclasses
 import hashlib
 import inspect
 import itertools
@@ -90,22 +91,25 @@ def test_float32_is_stored_exactly_if_asked(model, tokenizer, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, loaded.params, model.params)
 
 
-def test_models_of_the_first_format_are_read(model, tokenizer, tmp_path):
-  """There, all queries stood before all keys, and those before all values."""
+@pytest.mark.parametrize('number', [1, 2])
+def test_models_of_older_formats_are_read(model, tokenizer, tmp_path, number):
+  """Their kernels are `[out, in]`; in the first all queries stand before all keys, and those before all values."""
   config = transformer.config_of(model)
   rows = np.arange(3 * config.embed_dim)
   head, part, place = rows // (3 * config.head_dim), rows // config.head_dim % 3, rows % config.head_dim
   old_row = (part * config.num_heads + head) * config.head_dim + place
   old = jax.tree.map(np.asarray, model.params)
   for layer in range(config.num_layers):
-    kernel = old[f'layer_{layer}']['qkv']['kernel']
-    moved = np.empty_like(kernel)
-    moved[old_row] = kernel
-    old[f'layer_{layer}']['qkv'] = {'kernel': moved}
+    for name, own in old[f'layer_{layer}'].items():
+      if 'kernel' not in own:
+        continue
+      moved = own['kernel'].T.copy()
+      if name == 'qkv' and number == 1:
+        moved[old_row] = own['kernel'].T
+      old[f'layer_{layer}'][name] = {'kernel': moved}
   path = tmp_path / 'model'
-  save_model(path, transformer.transformer_model(old, config), tokenizer, param_dtype='float32')
-  assert not np.array_equal(_logits(load_model(path)[0]), _logits(model))
-  _edit_description(path, format=1)
+  save_model(path, dataclasses.replace(model, params=old), tokenizer, param_dtype='float32')
+  _edit_description(path, format=number)
   np.testing.assert_array_equal(_logits(load_model(path)[0]), _logits(model))
 
 
@@ -173,7 +177,7 @@ def test_description_that_is_not_text(copy):
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'format': 3}, 'format 3; this version reads formats 1 and 2'),
+    ({'format': 4}, 'format 4; this version reads formats 1 to 3'),
     ({'config': {}}, 'damaged or not a model description'),
     ({'config': None}, 'model.json'),
     ({'sha256': None}, 'model.json'),

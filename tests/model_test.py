@@ -204,15 +204,15 @@ def test_commit_gathers_the_path():
 def test_one_bfloat16_row_is_one_of_two():
   keys = jax.random.split(jax.random.key(0))
   x = jax.random.normal(keys[0], (2, 64), jnp.bfloat16)
-  kernel = jax.random.normal(keys[1], (48, 64), jnp.bfloat16)
-  alone, together = transformer.matmul_nt(x[:1], kernel), transformer.matmul_nt(x, kernel)[:1]
+  kernel = jax.random.normal(keys[1], (64, 48), jnp.bfloat16)
+  alone, together = transformer.matmul(x[:1], kernel), transformer.matmul(x, kernel)[:1]
   assert alone.dtype == together.dtype == jnp.float32
   assert alone.shape == (1, 48)
   # Products of bfloat16 are exact in float32; what is left is the order of a sum of 64 terms of size 1.
   np.testing.assert_allclose(alone, together, atol=1e-4)
-  exact = np.asarray(x[:1], np.float64) @ np.asarray(kernel, np.float64).T
+  exact = np.asarray(x[:1], np.float64) @ np.asarray(kernel, np.float64)
   np.testing.assert_allclose(alone, exact, atol=1e-4)
-  assert transformer.matmul_nt(x[None, :1], kernel).shape == (1, 1, 48)
+  assert transformer.matmul(x[None, :1], kernel).shape == (1, 1, 48)
 
 
 def test_bfloat16_follows_float32(target):

@@ -138,8 +138,8 @@ def init_state(seed: int, optimizer: optax.GradientTransformation, model_config:
     'step': jnp.zeros((), jnp.int32),
     'best_loss': jnp.asarray(jnp.finfo(jnp.float32).max),  # not inf, which would be a sign of trouble
     'best_step': jnp.zeros((), jnp.int32),
-    # Of a checkpoint without it the kernels of queries, keys and values are in another order: it is refused.
-    'layout': jnp.full((), 2, jnp.int32),
+    # Of a checkpoint without it kernels are `[out, in]`, some with the same shape: it is refused.
+    'layout_in_out': jnp.ones((), jnp.int32),
   }
 
 

@@ -18,8 +18,9 @@ from etils import epath
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.model import Model
 from spectr_jax.models import transformer
+from spectr_jax.sharding import path_of
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 def _file_hashes(directory: epath.Path) -> dict[str, str]:
@@ -43,16 +44,26 @@ def _checkpointer() -> ocp.StandardCheckpointer:
   return ocp.StandardCheckpointer(multiprocessing_options=alone)
 
 
-def _from_format_1(params: Any, config: transformer.TransformerConfig) -> Any:
-  """Kernels of queries, keys and values by head; in format 1 all queries came first, then all keys, then all values."""
+def _transposed_kernels(params: Any) -> Any:
+  return jax.tree_util.tree_map_with_path(lambda keys, x: x.T if path_of(keys).endswith('kernel') else x, params)
+
+
+def _from_older_format(params: Any, config: transformer.TransformerConfig, number: int) -> Any:
+  """Kernels as they are now.
+
+  In format 2 they were `[out, in]`. In format 1, moreover, all queries stood before all keys, and those before all
+  values; now they stand by head.
+  """
 
   def by_head(keys, kernel):
-    if 'qkv' not in (getattr(key, 'key', None) for key in keys):
+    if not path_of(keys).endswith('qkv/kernel'):
       return kernel
     parts = kernel.reshape(3, config.num_heads, config.head_dim, config.embed_dim)
     return parts.swapaxes(0, 1).reshape(kernel.shape)
 
-  return jax.tree_util.tree_map_with_path(by_head, params)
+  if number == 1:
+    params = jax.tree_util.tree_map_with_path(by_head, params)
+  return _transposed_kernels(params)
 
 
 def save_model(
@@ -135,8 +146,8 @@ def _read_spec(path: epath.Path) -> _Spec:
     spec = _Spec(content['format'], config, param_dtype, content['tokenizer'], dict(content['sha256']))
   except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
     raise ValueError(f'{path / "model.json"} is damaged or not a model description: {error!r}') from error
-  if spec.format not in (1, _FORMAT):
-    raise ValueError(f'{path} has format {spec.format}; this version reads formats 1 and {_FORMAT}')
+  if spec.format not in range(1, _FORMAT + 1):
+    raise ValueError(f'{path} has format {spec.format}; this version reads formats 1 to {_FORMAT}')
   return spec
 
 
@@ -177,8 +188,10 @@ def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model
     lambda x: np.empty(x.shape, spec.param_dtype),
     jax.eval_shape(functools.partial(transformer.init_params, config=config), jax.random.key(0)),
   )
+  if spec.format < _FORMAT:
+    like = _transposed_kernels(like)
   with contextlib.closing(_checkpointer()) as checkpointer:
     params = checkpointer.restore((path / 'params').resolve(), like)
-  if spec.format == 1:
-    params = _from_format_1(params, config)
+  if spec.format < _FORMAT:
+    params = _from_older_format(params, config, spec.format)
   return transformer.transformer_model(params, config), tokenizer

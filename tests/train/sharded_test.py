@@ -206,7 +206,7 @@ def test_the_plan_counts_what_devices_hold(config):
   for copy in ('params', 'opt_state/1/0/mu', 'opt_state/1/0/nu'):
     assert held[f'{copy}/embedding'].axes == ('model', 'data')
     assert held[f'{copy}/embedding'].device_bytes == 4 * 304 * 20 / 8
-    assert held[f'{copy}/layer_0/mlp_out/kernel'].axes == ('data', 'model')
+    assert held[f'{copy}/layer_0/mlp_out/kernel'].axes == ('model', 'data')
     assert held[f'{copy}/final_norm/gain'].device_bytes == 4 * 20
   # A width that data:8 does not divide stays whole.
   config.mesh = 'data:8'

@@ -1,0 +1,167 @@
+"""How a round's time and memory grow with nodes, K, L, rows, cache length and vocabulary.
+
+Command   python -m benchmarks.growth --output=growth.json --picture=growth.png
+Models    random weights: a target of 6 layers, width 256, and a draft of 2 layers, width 96; float32
+Point     K = 4, L = 4, one row, room for 256 tokens, vocabulary 4096; one size at a time is another
+
+Timed are whole rounds of the loop, medians over runs of several rounds in which all points take turns, and the parts of
+a round as programs of their own. Rows are in the middle of their caches. Memory is what the compiler says that the
+program takes, beside its floor: weights, caches and the two models' laws.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+import spectr_jax
+from decode import latency, plots
+from decode.options import DecodeOptions
+from decode.output_files import OutputFiles
+from decode.workload import describe
+from spectr_jax import TokenTree
+from spectr_jax.compiled import Memory
+from spectr_jax.decode_sharding import DecodeSharding
+from spectr_jax.draft import ModelDrafter
+from spectr_jax.generate import compile_decode
+from spectr_jax.io import command_line
+from spectr_jax.methods import METHODS, get_method
+from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
+from spectr_jax.sharding import make_mesh
+
+NUM_ROUNDS = 8  # per timed run
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+  """Sizes of a round; `nodes` is K L, drafts of two tokens each, where it is what grows."""
+
+  num_drafts: int = 4
+  draft_length: int = 4
+  batch_size: int = 1
+  cache_length: int = 256
+  vocab_size: int = 4096
+
+
+AXES: dict[str, tuple[Point, ...]] = {
+  'K, drafts of 4 tokens': tuple(Point(num_drafts=n) for n in (1, 2, 4, 8, 16, 32)),
+  'L, 4 drafts': tuple(Point(draft_length=n) for n in (1, 2, 4, 8, 16)),
+  'rows': tuple(Point(batch_size=n) for n in (1, 2, 4, 8, 16, 32)),
+  'tokens of room': tuple(Point(cache_length=n) for n in (128, 256, 512, 1024, 2048, 4096)),
+  'vocabulary': tuple(Point(vocab_size=n) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)),
+}
+_FIELDS = dict(zip(AXES, ('num_drafts', 'draft_length', 'batch_size', 'cache_length', 'vocab_size')))
+TIMES = ('round', 'draft', 'target', 'verification')
+
+
+def _models(point: Point):
+  sizes = {'vocab_size': point.vocab_size, 'max_length': point.cache_length}
+  configs = (
+    TransformerConfig(embed_dim=256, num_layers=6, num_heads=8, mlp_dim=1792, **sizes),
+    TransformerConfig(embed_dim=96, num_layers=2, num_heads=4, mlp_dim=384, **sizes),
+  )
+  return [transformer_model(init_params(jax.random.key(i), config), config) for i, config in enumerate(configs)]
+
+
+def _request(point: Point, method: str) -> dict:
+  return {
+    'method': get_method(method),
+    'tree': TokenTree.chains(1 if METHODS[method].max_drafts == 1 else point.num_drafts, point.draft_length),
+    'max_new_tokens': point.cache_length // 2,
+  }
+
+
+def begin(point: Point, method: str):
+  """A state with half of its room taken."""
+  length = point.cache_length // 2
+  prompts = np.random.default_rng(0).integers(0, point.vocab_size, (point.batch_size, length)).astype(np.int32)
+  return spectr_jax.init_decode(
+    jax.random.key(0), *_models(point), prompts, np.full(point.batch_size, length), **_request(point, method)
+  )
+
+
+def memory(point: Point, method: str) -> dict[str, int]:
+  """Bytes that the loop takes, and the least that it could."""
+  target, draft = _models(point)
+  drafter = ModelDrafter(draft)
+  request = _request(point, method)
+  sharding = DecodeSharding(make_mesh({'data': 1, 'model': 1}, jax.devices()[:1]))
+  sizes = {'batch_size': point.batch_size, 'prompt_length': point.cache_length // 2, 'sharding': sharding}
+  compiled = compile_decode(target, drafter, **request, **sizes)
+  num_laws = 2 * request['tree'].num_nodes + 1
+  caches = [jax.eval_shape(lambda m=m: m.init_cache_fn(point.batch_size, point.cache_length)) for m in (target, draft)]
+  arrays = jax.tree.leaves([target.params, draft.params, caches])
+  floor = sum(x.size * x.dtype.itemsize for x in arrays) + 4 * point.batch_size * num_laws * point.vocab_size
+  return {'bytes': Memory.of(compiled).total, 'floor_bytes': floor}
+
+
+def measure(points: list[Point], method: str, num_runs: int) -> list[dict[str, float]]:
+  """Seconds and bytes of each point."""
+  found = []
+  for point in points:
+    found.append(latency.time_parts(begin(point, method), num_runs) | memory(point, method))
+    print(point, flush=True)
+
+  def seconds_per_round(point):
+    state = jax.block_until_ready(begin(point, method))
+    start = time.perf_counter()
+    result = jax.block_until_ready(spectr_jax.decode_rounds(state, NUM_ROUNDS)).result
+    seconds = time.perf_counter() - start
+    return seconds / int(jnp.max(result.num_target_calls))
+
+  rounds = [[] for _ in points]
+  for run in range(num_runs + 1):
+    for point, times in zip(points, rounds):
+      seconds = seconds_per_round(point)
+      if run:  # the first compiles
+        times.append(seconds)
+  return [each | {'round': float(np.median(times))} for each, times in zip(found, rounds)]
+
+
+def draw(rows: list[dict], method: str) -> bytes:
+  """Panels of times over each size, and of memory below them."""
+  figure, axes = plots.panels(len(AXES), width=2.6, height=2.8)
+  for panel, (name, points) in zip(axes, AXES.items()):
+    own = [next(row for row in rows if row['point'] == dataclasses.asdict(point)) for point in points]
+    sizes = [row['point'][_FIELDS[name]] for row in own]
+    for shade, part in zip(plots.SHADES, TIMES):
+      panel.plot(sizes, [1e3 * row[part] for row in own], 'o-', color=shade, label=part, markersize=3)
+    panel.set_xscale('log', base=2)
+    panel.set_yscale('log')
+    plots.name_axes(panel, x=name, y='milliseconds' if panel is axes[0] else '')
+  axes[-1].legend(fontsize=7, loc='upper left', bbox_to_anchor=(1.02, 1))
+  return plots.to_png(figure, title=f'Time of a round and of its parts, {method}')
+
+
+if __name__ == '__main__':
+  _METHOD = flags.DEFINE_string('method', 'race_block', f'One of {", ".join(METHODS)}, with a draft.')
+  _NUM_RUNS = flags.DEFINE_integer('num_runs', 7, 'Runs of each point.', lower_bound=1)
+  _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
+  _PICTURE = flags.DEFINE_string('picture', None, 'PNG file for the picture.')
+
+  def main(argv):
+    del argv
+    if get_method(_METHOD.value).max_drafts == 0:
+      raise ValueError(f'{_METHOD.value} has no draft; nothing grows')
+    if _PICTURE.value:
+      plots.check_available()
+    points = list(dict.fromkeys(point for points in AXES.values() for point in points))
+    with OutputFiles(output=_OUTPUT.value, picture=_PICTURE.value) as files:
+      found = measure(points, _METHOD.value, _NUM_RUNS.value)
+      rows = [{'point': dataclasses.asdict(point)} | each for point, each in zip(points, found)]
+      for row in rows:
+        times = ', '.join(f'{part} {1e3 * row[part]:.2f}' for part in TIMES)
+        print(f'{row["point"]}: ms {times}; {row["bytes"] / row["floor_bytes"]:.2f} of the least memory')
+      files.write(
+        output=json.dumps({'run': describe(DecodeOptions(), {}), 'method': _METHOD.value, 'rows': rows}, indent=2)
+        + '\n',
+        picture=draw(rows, _METHOD.value) if _PICTURE.value else None,
+      )
+
+  command_line.run(main)

@@ -1,0 +1,81 @@
+"""The same shapes in Hugging Face's transformers, for `benchmarks.speed`; needs `pip install torch transformers`.
+
+Llama has what the project's transformer has (RMSNorm, rotary positions, tied embeddings), but for a gate in the MLP:
+with 2/3 of the hidden width it has as many weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from spectr_jax.models.transformer import TransformerConfig
+
+_DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
+
+
+def make_model(config: TransformerConfig, dtype: str) -> LlamaForCausalLM:
+  """A model of this shape, its weights drawn at random."""
+  torch.set_num_threads(os.cpu_count())
+  model = LlamaForCausalLM(
+    LlamaConfig(
+      vocab_size=config.vocab_size,
+      hidden_size=config.embed_dim,
+      intermediate_size=2 * config.mlp_dim // 3,
+      num_hidden_layers=config.num_layers,
+      num_attention_heads=config.num_heads,
+      max_position_embeddings=config.max_length,
+      hidden_act='gelu',
+      tie_word_embeddings=True,
+      bos_token_id=None,
+      eos_token_id=None,
+      pad_token_id=None,
+    )
+  )
+  return model.to(_DTYPES[dtype]).eval()
+
+
+def count_calls(model: LlamaForCausalLM) -> list[int]:
+  """A list of one number that every call of the model adds one to."""
+  counter = [0]
+
+  def add_one(*_):
+    counter[0] += 1
+
+  model.register_forward_pre_hook(add_one)
+  return counter
+
+
+def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Callable[[], None]:
+  """A call that samples so many tokens; options are those of `generate`."""
+  tokens = torch.tensor(np.asarray(prompts), dtype=torch.long)
+  mask = torch.ones_like(tokens)
+
+  def sample():
+    with torch.inference_mode():
+      found = model.generate(
+        tokens, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=max_new_tokens, **options
+      )
+    if found.shape[1] != tokens.shape[1] + max_new_tokens:
+      raise RuntimeError(f'{max_new_tokens} tokens were asked for, {found.shape[1] - tokens.shape[1]} came')
+
+  return sample
+
+
+def compiled_sampler(config: TransformerConfig, dtype: str, prompts: np.ndarray, max_new_tokens: int):
+  """`sampler` of a model of its own, compiled, with a static cache."""
+  model = make_model(config, dtype)
+  model.forward = torch.compile(model.forward)
+  return sampler(model, prompts, max_new_tokens, cache_implementation='static')
+
+
+def assisted_sampler(model, draft, prompts: np.ndarray, max_new_tokens: int, draft_length: int):
+  """`sampler` with an assistant that always guesses so many tokens."""
+  draft.generation_config.num_assistant_tokens = draft_length
+  draft.generation_config.num_assistant_tokens_schedule = 'constant'
+  draft.generation_config.assistant_confidence_threshold = 0.0
+  return sampler(model, prompts, max_new_tokens, assistant_model=draft)

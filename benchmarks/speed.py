@@ -1,0 +1,215 @@
+"""Speed beside Hugging Face's transformers: autoregressive decoding, rounds with a draft, and what they are made of.
+
+Command   pip install torch transformers
+          python -m benchmarks.speed --output=speed.json
+Models    target A and draft B of benchmarks/README.md, random weights
+Peer      `generate` with its dynamic cache, and with a static cache and torch.compile; with a draft `assistant_model`
+          and a constant number of guesses. `--nopeer` leaves it out
+
+All ways that do the same take turns in one process; printed are medians and ranges. Calls include the prompt's prefill.
+With a draft what counts is a round, one call of the target, since random weights agree by chance: both systems use
+their draft in its faster type. The floor of a step is the time to read the target's weights once, at the rate at which
+all cores together find the largest of 2^28 numbers.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from absl import flags
+
+import spectr_jax
+from decode import latency
+from decode.options import DecodeOptions
+from decode.output_files import OutputFiles
+from decode.workload import describe
+from spectr_jax import TokenTree
+from spectr_jax.io import command_line
+from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
+
+SHAPES = {
+  'A': TransformerConfig(32000, 768, num_layers=10, num_heads=12, mlp_dim=3072, max_length=512),
+  'B': TransformerConfig(32000, 144, num_layers=6, num_heads=4, mlp_dim=576, max_length=512),
+}
+PROMPT_LENGTH, NEW_TOKENS = 64, 128
+# How often a call was made: a call runs and says how many steps it took.
+Call = Callable[[], int]
+
+
+def make_model(shape: str, dtype: str):
+  config = SHAPES[shape].__class__(**{**SHAPES[shape].__dict__, 'dtype': dtype})
+  return transformer_model(init_params(jax.random.key(0), config), config)
+
+
+def read_rate() -> float:
+  """Bytes per second that all cores read together, the best of several passes over 1 GiB."""
+  num_cpus = os.cpu_count()
+  parts = np.split(np.ones(2**28 // num_cpus * num_cpus, np.float32), num_cpus)
+  with concurrent.futures.ThreadPoolExecutor(num_cpus) as pool:
+
+    def seconds():
+      start = time.perf_counter()
+      list(pool.map(np.max, parts))
+      return time.perf_counter() - start
+
+    return sum(part.nbytes for part in parts) / min(seconds() for _ in range(10))
+
+
+def time_steps(calls: dict[str, Call], num_runs: int) -> dict[str, dict]:
+  """Milliseconds per step of each, in turns, after a call that is not counted: median, lowest and highest."""
+  found = {name: [] for name in calls}
+  for call in calls.values():
+    call()
+  for _ in range(num_runs):
+    for name, call in calls.items():
+      start = time.perf_counter()
+      num_steps = call()
+      found[name].append(1e3 * (time.perf_counter() - start) / num_steps)
+  return {
+    name: {'median': float(np.median(times)), 'low': min(times), 'high': max(times)} for name, times in found.items()
+  }
+
+
+def prompts(batch_size: int) -> np.ndarray:
+  return np.random.default_rng(0).integers(0, 32000, (batch_size, PROMPT_LENGTH)).astype(np.int32)
+
+
+def own_call(models, batch_size: int, method: str, tree: TokenTree | None) -> Call:
+  """A call of `generate`; says how many rounds it took."""
+
+  def call():
+    result = spectr_jax.generate(
+      jax.random.key(0),
+      *models,
+      prompts(batch_size),
+      np.full(batch_size, PROMPT_LENGTH),
+      method=method,
+      tree=tree,
+      max_new_tokens=NEW_TOKENS,
+    )
+    return int(result.num_target_calls.max())
+
+  return call
+
+
+def autoregressive_calls(dtype: str, batch_size: int, has_peer: bool) -> dict[str, Call]:
+  calls = {'spectr_jax': own_call((make_model('A', dtype), None), batch_size, 'autoregressive', None)}
+  if has_peer:
+    from benchmarks import peer
+
+    config, rows = SHAPES['A'], prompts(batch_size)
+    ways = {
+      'transformers': peer.sampler(peer.make_model(config, dtype), rows, NEW_TOKENS),
+      'transformers, static and compiled': peer.compiled_sampler(config, dtype, rows, NEW_TOKENS),
+    }
+    calls |= {name: functools.partial(lambda way: way() or NEW_TOKENS, way) for name, way in ways.items()}
+  return calls
+
+
+def round_calls(dtype: str, draft_length: int, has_peer: bool) -> dict[str, Call]:
+  target, tree, calls = make_model('A', dtype), TokenTree.chains(1, draft_length), {}
+  draft_dtypes = ['float32'] if dtype == 'float32' else ['float32', 'bfloat16']
+  for draft_dtype in draft_dtypes:
+    own = own_call((target, make_model('B', draft_dtype)), 1, 'speculative', tree)
+    calls[f'spectr_jax, draft {draft_dtype}'] = own
+    if has_peer:
+      from benchmarks import peer
+
+      model, draft = peer.make_model(SHAPES['A'], dtype), peer.make_model(SHAPES['B'], draft_dtype)
+      counter = peer.count_calls(model)
+      sample = peer.assisted_sampler(model, draft, prompts(1), NEW_TOKENS, draft_length)
+
+      def call(counter=counter, sample=sample):
+        before = counter[0]
+        sample()
+        return counter[0] - before
+
+      calls[f'transformers, draft {draft_dtype}'] = call
+  return calls
+
+
+def parts(dtype: str, method: str, num_drafts: int, draft_length: int, num_runs: int) -> dict[str, float]:
+  """Milliseconds of a round and of its parts, each a program of its own."""
+  tree = TokenTree.chains(num_drafts, draft_length)
+
+  def begin():
+    return spectr_jax.init_decode(
+      jax.random.key(0), make_model('A', dtype), make_model('B', 'float32'), prompts(1), np.array([PROMPT_LENGTH]),
+      method=method, tree=tree, max_new_tokens=NEW_TOKENS,
+    )  # fmt: skip
+
+  found = latency.time_parts(begin(), num_runs)
+
+  def rounds():
+    state = jax.block_until_ready(begin())
+    start = time.perf_counter()
+    state = jax.block_until_ready(spectr_jax.decode_rounds(state))
+    return (time.perf_counter() - start) / int(state.result.num_target_calls.max())
+
+  rounds()
+  found['round'] = float(np.median([rounds() for _ in range(num_runs)]))
+  return {name: 1e3 * seconds for name, seconds in found.items()}
+
+
+def best(times: dict[str, dict], system: str) -> dict:
+  """The fastest way of a system."""
+  return min((found for name, found in times.items() if name.startswith(system)), key=lambda found: found['median'])
+
+
+def describe_times(title: str, times: dict[str, dict], tokens_per_step: int | None) -> list[str]:
+  lines = [title]
+  for name, found in times.items():
+    speed = f', {1e3 * tokens_per_step / found["median"]:.1f} tokens/s' if tokens_per_step else ''
+    lines.append(f'  {name:<34} {found["median"]:7.2f} ms ({found["low"]:.2f} to {found["high"]:.2f}){speed}')
+  if any(name.startswith('transformers') for name in times):
+    ratio = best(times, 'transformers')['median'] / best(times, 'spectr_jax')['median']
+    lines.append(f'  {ratio:.2f} times as fast as the fastest of the peer')
+  return lines
+
+
+def measure(num_runs: int, has_peer: bool) -> dict:
+  """All of it, printed as it comes; JSON values."""
+  rate, results = read_rate(), {}
+  print(f'read rate {rate / 1e9:.1f} GB/s')
+  for dtype in ('bfloat16', 'float32'):
+    num_bytes = SHAPES['A'].num_params * (2 if dtype == 'bfloat16' else 4)
+    for batch_size in (1, 8):
+      times = time_steps(autoregressive_calls(dtype, batch_size, has_peer), num_runs)
+      times['floor'] = {'median': 1e3 * num_bytes / rate, 'low': 1e3 * num_bytes / rate, 'high': 1e3 * num_bytes / rate}
+      results[f'autoregressive {dtype} batch {batch_size}'] = times
+      title = f'\nA, {dtype}, batch {batch_size}: autoregressive, per step'
+      print('\n'.join(describe_times(title, times, batch_size)), flush=True)
+    for draft_length in (4, 8):
+      times = time_steps(round_calls(dtype, draft_length, has_peer), num_runs)
+      results[f'rounds {dtype} L={draft_length}'] = times
+      title = f'\nA and B, target {dtype}, K=1, L={draft_length}: per round'
+      print('\n'.join(describe_times(title, times, None)), flush=True)
+    for method in ('spectr', 'race_block'):
+      found = parts(dtype, method, 4, 4, num_runs)
+      results[f'parts {dtype} {method} K=4 L=4'] = found
+      share = found['verification'] / found['round']
+      print(
+        f'\nA and B, target {dtype}, {method}, K=4, L=4, ms: {found}\n  verification {share:.1%} of a round', flush=True
+      )
+  return {'read_bytes_per_second': rate, 'milliseconds': results}
+
+
+if __name__ == '__main__':
+  _NUM_RUNS = flags.DEFINE_integer('num_runs', 5, 'Runs of each, in turns.', lower_bound=1)
+  _PEER = flags.DEFINE_bool('peer', True, "Whether to run Hugging Face's transformers as well.")
+  _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
+
+  def main(argv):
+    del argv
+    with OutputFiles(output=_OUTPUT.value) as files:
+      found = {'run': describe(DecodeOptions(), {})} | measure(_NUM_RUNS.value, _PEER.value)
+      files.write(output=json.dumps(found, indent=2) + '\n')
+
+  command_line.run(main)
