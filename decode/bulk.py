@@ -117,13 +117,7 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
-    processes.initialize()
-    try:
-      decode()
-    except (ValueError, OSError) as error:
-      if jax.process_count() == 1:
-        raise
-      processes.fail(error)
+    processes.run_together(decode)
 
   def decode():
     options = read_options()

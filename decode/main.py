@@ -4,7 +4,6 @@ With several processes each runs this command: those of a TPU pod find each othe
 `--coordinator_address`, `--num_processes` and `--process_id`. The first one prints and writes.
 """
 
-import jax
 from absl import flags
 
 from decode import report
@@ -20,13 +19,7 @@ _GENERATIONS = flags.DEFINE_string('generations', None, 'JSONL file for the cont
 
 def main(argv):
   del argv
-  processes.initialize()
-  try:
-    decode()
-  except (ValueError, OSError) as error:
-    if jax.process_count() == 1:
-      raise
-    processes.fail(error)
+  processes.run_together(decode)
 
 
 def decode():

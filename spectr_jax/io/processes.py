@@ -6,6 +6,7 @@ import glob
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 import jax
@@ -63,3 +64,18 @@ def fail(error: Exception) -> NoReturn:
   print('error: ' + ' '.join(command_line.message_of(error).split()), file=sys.stderr, flush=True)
   sys.stdout.flush()
   os._exit(1)
+
+
+def run_together(work: Callable[[], None]) -> None:
+  """Joins the other processes, if there are any, and does the work; what fails in one of several ends all of them.
+
+  Raises:
+    ValueError, OSError: Of the work, where there is one process alone.
+  """
+  initialize()
+  try:
+    work()
+  except (ValueError, OSError) as error:
+    if jax.process_count() == 1:
+      raise
+    fail(error)
