@@ -6,8 +6,9 @@ The time of a round is taken apart as
 
 where the rest is verification, the caches' commit and the loop. Draft and target are timed by themselves for every
 tree; whole rounds, and what they yield, are measured by decoding some prompts. Methods that decide token by token are
-decoded with the longest drafts only: whether a position is accepted does not depend on how many come after it, so
-shorter ones follow from the same run, their round from the two costs and a rest that grows with the nodes. In all
+decoded with the longest drafts only, but for one that stands for them on every tree: whether a position is accepted
+does not depend on how many come after it, so what shorter drafts yield follows from the same run. Their round takes
+what that one's does, and the difference of the two on the longest drafts, in proportion to the nodes. In all
 
     seconds of a batch = prefill + rounds * round,
 
@@ -61,9 +62,18 @@ def _is_chains(setting: Setting) -> bool:
   return setting.spec is not None and setting.spec.name == 'chains'
 
 
+def _decides_by_token(setting: Setting) -> bool:
+  return _is_chains(setting) and isinstance(setting.method.verifier, Walk | SeedExact)
+
+
+def reference_of(setting: Setting, settings: list[Setting]) -> Setting:
+  """The setting on the same chains whose rounds are measured for all that decide token by token: the first of them."""
+  return next(other for other in settings if _decides_by_token(other) and _tree_name(other) == _tree_name(setting))
+
+
 def source_of(setting: Setting, settings: list[Setting]) -> Setting:
   """The setting whose run tells what `setting` yields: itself, or the one with the longest drafts."""
-  if not (_is_chains(setting) and isinstance(setting.method.verifier, Walk | SeedExact)):
+  if not _decides_by_token(setting) or reference_of(setting, settings) == setting:
     return setting
   alike = [
     other
@@ -207,18 +217,19 @@ def predict(calibration: Calibration, settings: list[Setting]) -> list[Predictio
   def rest(setting):
     return calibration.observations[str(setting)].round_seconds - sum(parts(setting))
 
-  alone = next(setting for setting in settings if not setting.tree.num_nodes)
   predictions = []
   for setting in settings:
     source = source_of(setting, settings)
     seen = calibration.observations[str(source)]
     draft, target = parts(setting)
-    fixed, share = rest(alone), 1.0
+    rest_seconds, yields = rest(source), 1.0
     if source != setting:
+      # What the method's rest has over that of the reference is its verification's.
       share = setting.tree.num_nodes / source.tree.num_nodes
-    rest_seconds = rest(source) if source == setting else fixed + share * (rest(source) - fixed)
+      more = rest(source) - rest(reference_of(source, settings))
+      rest_seconds = rest(reference_of(setting, settings)) + share * more
+      yields = seen.share_of_tokens(setting.draft_length)
     seconds = draft + target + rest_seconds
-    yields = seen.share_of_tokens(setting.draft_length) if source != setting else 1.0
     batch_seconds = seen.prefill_seconds + seen.num_rounds / seen.num_batches / yields * seconds
     predictions.append(
       Prediction(

@@ -56,8 +56,8 @@ def test_predictions_are_those_of_the_closed_form():
   assert alone.tokens_per_call == 1
   assert alone.tokens_per_second == pytest.approx(100 / (2e-3 + 100 * 4e-3))
   for name, length, nodes, is_observed in (
-    ('speculative K=1 L=8', 8, 8, True), ('speculative K=1 L=2', 2, 2, False), ('spectr K=8 L=4', 4, 32, False),
-    ('block K=1 L=4', 4, 4, True), ('race_block K=4 L=2', 2, 8, True),
+    ('speculative K=1 L=8', 8, 8, True), ('speculative K=1 L=2', 2, 2, True), ('spectr K=8 L=4', 4, 32, True),
+    ('specinfer K=8 L=4', 4, 32, False), ('block K=1 L=4', 4, 4, True), ('race_block K=4 L=2', 2, 8, True),
   ):  # fmt: skip
     tokens = sum(0.8**depth for depth in range(length + 1))
     seconds = 0.5e-3 * length + 3e-3 + 0.1e-3 * nodes + 1e-3 * (1 + 0.01 * nodes)
@@ -69,6 +69,21 @@ def test_predictions_are_those_of_the_closed_form():
     rounds = per_batch / tokens
     assert found[name].tokens_per_second == pytest.approx(per_batch / (2e-3 + rounds * seconds), rel=1e-3)
     assert found[name].is_observed == is_observed
+
+
+def test_the_round_of_shorter_drafts_is_that_of_the_reference_and_its_own_share():
+  settings = auto.grid(_options(num_drafts=(4,), draft_length=(2, 8)))
+  by_name = {str(setting): setting for setting in settings}
+  longest, short = by_name['specinfer K=4 L=8'], by_name['specinfer K=4 L=2']
+  assert str(auto.reference_of(short, settings)) == 'spectr K=4 L=2'
+  assert auto.source_of(short, settings) == longest
+  calibration = _calibration(settings)
+  for name, seconds in (('spectr K=4 L=2', 0.030), ('spectr K=4 L=8', 0.050), ('specinfer K=4 L=8', 0.058)):
+    observation = calibration.observations[name]
+    calibration.observations[name] = dataclasses.replace(observation, round_seconds=seconds)
+  found = {str(p.setting): p.round_seconds for p in auto.predict(calibration, settings)}
+  assert found['specinfer K=4 L=8'] == pytest.approx(0.058)
+  assert found['specinfer K=4 L=2'] == pytest.approx(0.030 + 0.008 / 4)
 
 
 def test_the_fastest_is_chosen_and_speculation_left_where_it_does_not_pay():
@@ -124,27 +139,29 @@ def test_what_auto_does_not_take(bad, message):
 @pytest.mark.usefixtures('quickly')
 def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
   path = tmp_path / 'calibration.json'
-  few = {name: METHODS[name] for name in ('autoregressive', 'speculative', 'race_block')}
+  few = {name: METHODS[name] for name in ('autoregressive', 'spectr', 'race')}
   monkeypatch.setattr(
     auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
   )
   options = _options(
-    **pair, prompts=str(prompt_file), num_drafts=(1, 2), draft_length=(1, 3), batch_size=2, max_new_tokens=8,
+    **pair, prompts=str(prompt_file), num_drafts=(2,), draft_length=(1, 3), batch_size=2, max_new_tokens=8,
     calibration=str(path),
   )  # fmt: skip
   said = []
   run = run_decode(options, lambda what, done, total: said.append(what))
   assert 'auto: decoding calibration prompts' in said
   names = {
-    'autoregressive', 'speculative K=1 L=1', 'speculative K=1 L=3', 'race_block K=2 L=1', 'race_block K=2 L=3',
+    'autoregressive', 'spectr K=2 L=1', 'spectr K=2 L=3', 'race K=2 L=1', 'race K=2 L=3',
   }  # fmt: skip
   assert {str(found.setting) for found in run.predictions} == names
   assert run.settings == [run.predictions[0].setting]
   observed = json.loads(path.read_text())['observations']
-  assert set(observed) == names - {'speculative K=1 L=1'}
+  assert set(observed) == names - {'race K=2 L=1'}
   for found in observed.values():
-    assert found['num_tokens'] == 3 * 8
+    assert found['num_calls'] <= found['num_tokens'] <= 3 * 8  # a row may end with its last token before that
     assert found['num_calls'] >= found['num_rounds'] * 3 / 4  # two batches of two, the last row there twice
+  alone = observed['autoregressive']
+  assert alone['num_calls'] == alone['num_tokens']
 
   said.clear()
   again = run_decode(options, lambda what, done, total: said.append(what))
