@@ -6,8 +6,8 @@ Prompts   --num_prompts pieces of the shipped prompts, one after another, of 16 
 Stops     every token whose id is a multiple of --stop ends a row; else --max_new_tokens do
 
 Both decode the same prompts with the same keys, and must give the same tokens but for ties of rounding: the share of
-continuations that differ is printed. They run in turns, after a run of each that compiles. Batches have prompts padded
-to the longest of all, as in `decode.main`.
+continuations that differ is printed (JAX_ENABLE_X64=1 and --dtype=float64 leave no ties). They run in turns, after a
+run of each that compiles. Batches have prompts padded to the longest of all, as in `decode.main`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ if __name__ == '__main__':
   _DEFAULTS = DecodeOptions()
   _TARGET = flags.DEFINE_string('target', _DEFAULTS.target, 'Directory of the target model.')
   _DRAFT = flags.DEFINE_string('draft', _DEFAULTS.draft, 'Directory of the draft model.')
+  _DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float64'], "Weights' type; as stored by default.")
   _METHOD = flags.DEFINE_string('method', 'race_block', 'Method.')
   _NUM_DRAFTS = flags.DEFINE_integer('num_drafts', 2, 'K.', lower_bound=1)
   _DRAFT_LENGTH = flags.DEFINE_integer('draft_length', 4, 'L.', lower_bound=1)
@@ -78,8 +79,8 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
-    target, tokenizer = spectr_jax.load_model(_TARGET.value)
-    models = target, spectr_jax.load_model(_DRAFT.value)[0]
+    target, tokenizer = spectr_jax.load_model(_TARGET.value, dtype=_DTYPE.value)
+    models = target, spectr_jax.load_model(_DRAFT.value, dtype=_DTYPE.value)[0]
     requests = make_requests(tokenizer, _NUM_PROMPTS.value)
     options = {
       'method': _METHOD.value,
