@@ -32,7 +32,7 @@ from spectr_jax.draft import ModelDrafter
 from spectr_jax.generate import compile_decode
 from spectr_jax.io import command_line
 from spectr_jax.methods import METHODS, get_method
-from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
+from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
 
 NUM_ROUNDS = 8  # per timed run
@@ -66,7 +66,9 @@ def _models(point: Point):
     TransformerConfig(embed_dim=256, num_layers=6, num_heads=8, mlp_dim=1792, **sizes),
     TransformerConfig(embed_dim=96, num_layers=2, num_heads=4, mlp_dim=384, **sizes),
   )
-  return [transformer_model(init_params(jax.random.key(i), config), config) for i, config in enumerate(configs)]
+  return [
+    for_decoding(transformer_model(init_params(jax.random.key(i), config), config)) for i, config in enumerate(configs)
+  ]
 
 
 def _request(point: Point, method: str) -> dict:

@@ -32,7 +32,7 @@ from decode.output_files import OutputFiles
 from decode.workload import describe
 from spectr_jax import TokenTree
 from spectr_jax.io import command_line
-from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
+from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
 
 SHAPES = {
   'A': TransformerConfig(32000, 768, num_layers=10, num_heads=12, mlp_dim=3072, max_length=512),
@@ -45,7 +45,7 @@ Call = Callable[[], int]
 
 def make_model(shape: str, dtype: str):
   config = SHAPES[shape].__class__(**{**SHAPES[shape].__dict__, 'dtype': dtype})
-  return transformer_model(init_params(jax.random.key(0), config), config)
+  return for_decoding(transformer_model(init_params(jax.random.key(0), config), config))
 
 
 def read_rate() -> float:

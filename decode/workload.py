@@ -41,11 +41,12 @@ def load_models(options: DecodeOptions) -> tuple[Model, Model | None, Tokenizer,
       continue
     path = getattr(options, role)
     model, tokenizer = spectr_jax.load_model(path, dtype=options.dtype or None)
-    models[role], tokenizers[role] = model, tokenizer
+    config = spectr_jax.transformer.config_of(model)
+    models[role], tokenizers[role] = spectr_jax.transformer.for_decoding(model), tokenizer
     info[role] = {
       'path': portable(path),
-      'num_params': sum(leaf.size for leaf in jax.tree.leaves(model.params)),
-      'dtype': spectr_jax.transformer.config_of(model).dtype,
+      'num_params': config.num_params,
+      'dtype': config.dtype,
       'tokenizer': tokenizer.fingerprint,
     }
   if len({tokenizer.fingerprint for tokenizer in tokenizers.values()}) > 1:

@@ -21,6 +21,7 @@ Rules = Sequence[tuple[str, tuple[str | None, ...]]]
 # what is left, so that parameters and what the optimizer keeps for them are stored once.
 TRANSFORMER_RULES = (
   (r'embedding', (MODEL, DATA)),
+  (r'unembedding', (DATA, MODEL)),
   (r'(qkv|mlp_in)/kernel', (DATA, MODEL)),
   (r'(attention_out|mlp_out)/kernel', (MODEL, DATA)),
   (r'gain', ()),

@@ -232,6 +232,28 @@ def test_bfloat16_follows_float32(target):
   assert np.sqrt(np.mean(error**2)) < 0.1 * np.sqrt(np.mean(np.asarray(wide) ** 2))
 
 
+def test_a_model_for_decoding_has_the_same_logits(target):
+  model = transformer.for_decoding(target)
+  embedding = target.params['embedding']
+  np.testing.assert_array_equal(model.params['unembedding'], embedding.T)
+  tokens, positions = jnp.arange(5)[None], jnp.arange(5)[None]
+  mask = jnp.tril(jnp.ones((5, 5), bool))
+
+  def logits(model):
+    return model.apply(tokens, positions, mask, model.init_cache_fn(1, 8)).logits
+
+  np.testing.assert_allclose(logits(model), logits(target), atol=TOLERANCE)
+  # They are computed by the copy.
+  doubled = {**model.params, 'unembedding': 2 * model.params['unembedding']}
+  np.testing.assert_allclose(logits(dataclasses.replace(model, params=doubled)), 2 * logits(target), atol=2 * TOLERANCE)
+  narrow = transformer.transformer_model(
+    target.params, dataclasses.replace(transformer.config_of(target), dtype='bfloat16')
+  )
+  assert transformer.for_decoding(narrow) is narrow
+  with pytest.raises(ValueError, match='not a model made by transformer_model'):
+    transformer.for_decoding(table.table_model(jnp.zeros((3, 3))))
+
+
 def test_model_is_a_pytree_of_its_params(target):
   leaves, structure = jax.tree.flatten(target)
   assert len(leaves) == len(jax.tree.leaves(target.params))
