@@ -286,9 +286,9 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
 def for_decoding(model: Model) -> Model:
   """The same model as the default backend decodes it fastest.
 
-  On processors a float32 model gets a copy of its embedding as `[embed_dim, V]`, with which logits of several tokens take
-  three quarters of the time. The copy takes as much memory as the embedding, and does not follow a change of it. Such
-  models are not for training or saving.
+  On processors a float32 model gets a copy of its embedding as `[embed_dim, V]`, with which logits of several tokens
+  take three quarters of the time. The copy takes as much memory as the embedding, and does not follow a change of it.
+  Such models are not for training or saving.
 
   Raises:
     ValueError: The model was not made by `transformer_model`.
