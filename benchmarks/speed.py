@@ -9,19 +9,21 @@ Peer      `generate` with its dynamic cache, and with a static cache and torch.c
 All ways that do the same take turns in one process; printed are medians and ranges. Calls include the prompt's prefill.
 With a draft what counts is a round, one call of the target, since random weights agree by chance: both systems use
 their draft in its faster type. The floor of a step is the time to read the target's weights once, at the rate at which
-all cores together find the largest of 2^28 numbers.
+the device finds the largest of 2^28 numbers, a processor with all cores.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
@@ -39,27 +41,32 @@ SHAPES = {
   'B': TransformerConfig(32000, 144, num_layers=6, num_heads=4, mlp_dim=576, max_length=512),
 }
 PROMPT_LENGTH, NEW_TOKENS = 64, 128
-# How often a call was made: a call runs and says how many steps it took.
-Call = Callable[[], int]
+Call = Callable[[], int]  # does something, and says how many steps it took
 
 
 def make_model(shape: str, dtype: str):
-  config = SHAPES[shape].__class__(**{**SHAPES[shape].__dict__, 'dtype': dtype})
+  config = dataclasses.replace(SHAPES[shape], dtype=dtype)
   return for_decoding(transformer_model(init_params(jax.random.key(0), config), config))
 
 
 def read_rate() -> float:
-  """Bytes per second that all cores read together, the best of several passes over 1 GiB."""
+  """Bytes per second that the device reads, the best of several passes over 1 GiB."""
+
+  def rate(largest, num_bytes):
+    def seconds():
+      start = time.perf_counter()
+      largest()
+      return time.perf_counter() - start
+
+    return num_bytes / min(seconds() for _ in range(10))
+
+  if jax.default_backend() != 'cpu':
+    array, largest = jnp.ones(2**28, jnp.float32), jax.jit(jnp.max)
+    return rate(lambda: jax.block_until_ready(largest(array)), array.nbytes)
   num_cpus = os.cpu_count()
   parts = np.split(np.ones(2**28 // num_cpus * num_cpus, np.float32), num_cpus)
   with concurrent.futures.ThreadPoolExecutor(num_cpus) as pool:
-
-    def seconds():
-      start = time.perf_counter()
-      list(pool.map(np.max, parts))
-      return time.perf_counter() - start
-
-    return sum(part.nbytes for part in parts) / min(seconds() for _ in range(10))
+    return rate(lambda: list(pool.map(np.max, parts)), sum(part.nbytes for part in parts))
 
 
 def time_steps(calls: dict[str, Call], num_runs: int) -> dict[str, dict]:
@@ -174,18 +181,20 @@ def describe_times(title: str, times: dict[str, dict], tokens_per_step: int | No
   return lines
 
 
-def measure(num_runs: int, has_peer: bool) -> dict:
+def measure(dtypes: Sequence[str], batch_sizes: Sequence[int], num_runs: int, has_peer: bool) -> dict:
   """All of it, printed as it comes; JSON values."""
   rate, results = read_rate(), {}
   print(f'read rate {rate / 1e9:.1f} GB/s')
-  for dtype in ('bfloat16', 'float32'):
-    num_bytes = SHAPES['A'].num_params * (2 if dtype == 'bfloat16' else 4)
-    for batch_size in (1, 8):
+  for dtype in dtypes:
+    num_bytes = SHAPES['A'].num_params * jnp.dtype(dtype).itemsize
+    for batch_size in batch_sizes:
       times = time_steps(autoregressive_calls(dtype, batch_size, has_peer), num_runs)
-      times['floor'] = {'median': 1e3 * num_bytes / rate, 'low': 1e3 * num_bytes / rate, 'high': 1e3 * num_bytes / rate}
       results[f'autoregressive {dtype} batch {batch_size}'] = times
       title = f'\nA, {dtype}, batch {batch_size}: autoregressive, per step'
-      print('\n'.join(describe_times(title, times, batch_size)), flush=True)
+      floor = 1e3 * num_bytes / rate
+      share = floor / best(times, 'spectr_jax')['median']
+      lines = [*describe_times(title, times, batch_size), f'  floor {floor:.2f} ms, {share:.0%} of our step']
+      print('\n'.join(lines), flush=True)
     for draft_length in (4, 8):
       times = time_steps(round_calls(dtype, draft_length, has_peer), num_runs)
       results[f'rounds {dtype} L={draft_length}'] = times
@@ -202,6 +211,8 @@ def measure(num_runs: int, has_peer: bool) -> dict:
 
 
 if __name__ == '__main__':
+  _DTYPE = flags.DEFINE_list('dtype', ['bfloat16', 'float32'], 'Types of the target.')
+  _BATCH_SIZE = flags.DEFINE_list('batch_size', ['1', '8'], 'Rows in autoregressive decoding.')
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 5, 'Runs of each, in turns.', lower_bound=1)
   _PEER = flags.DEFINE_bool('peer', True, "Whether to run Hugging Face's transformers as well.")
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
@@ -209,7 +220,9 @@ if __name__ == '__main__':
   def main(argv):
     del argv
     with OutputFiles(output=_OUTPUT.value) as files:
-      found = {'run': describe(DecodeOptions(), {})} | measure(_NUM_RUNS.value, _PEER.value)
+      batch_sizes = command_line.parse_numbers('batch_size', _BATCH_SIZE.value)
+      found = measure(_DTYPE.value, batch_sizes, _NUM_RUNS.value, _PEER.value)
+      found = {'run': describe(DecodeOptions(), {})} | found
       files.write(output=json.dumps(found, indent=2) + '\n')
 
   command_line.run(main)

@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from spectr_jax import Model, TokenTree
 from spectr_jax.decode_sharding import DecodeSharding
-from spectr_jax.generate import DecodeState, judge, noise_keys, propose, score
+from spectr_jax.generate import DecodeState, decode_rounds, judge, noise_keys, propose, score
 from spectr_jax.proposal import Proposal
 from spectr_jax.sharding import put
 
@@ -69,6 +70,25 @@ def draft(state: DecodeState) -> tuple[jax.Array, jax.Array]:
   """A round's guesses and their laws."""
   proposal = propose(state, noise_keys(state)[0])
   return proposal.tokens, proposal.probs
+
+
+def profile(state: DecodeState, directory: epath.PathLike, num_rounds: int = 8) -> None:
+  """Records rounds with JAX's profiler, for TensorBoard or Perfetto; the state is donated.
+
+  Args:
+    state: Between two rounds, of a program that has run before.
+    directory: Where to write; it is made if need be.
+    num_rounds: Rounds at most.
+
+  Raises:
+    ValueError: Nothing can be written there.
+  """
+  try:
+    epath.Path(directory).mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise ValueError(f'profile_dir: cannot write {directory}: {error.strerror or error}') from error
+  with jax.profiler.trace(str(directory)):
+    jax.block_until_ready(decode_rounds(state, num_rounds))
 
 
 @jax.jit

@@ -63,6 +63,11 @@ _FLAGS = (
     'Compare acceptance with the most that token-level verification of the same candidates could reach; takes time.',
   ),
   _define(flags.DEFINE_bool, 'breakdown', 'Time the parts of a round: draft, target, verification, and the rest.'),
+  _define(
+    flags.DEFINE_string,
+    'profile_dir',
+    "Directory for what JAX's profiler records of some rounds of every setting; for TensorBoard or Perfetto.",
+  ),
   _define(flags.DEFINE_float, 'temperature', 'Sampling temperature; 0 decodes greedily.'),
   _define(flags.DEFINE_integer, 'top_k', 'Sample from the k likeliest tokens; 0 for all.'),
   _define(flags.DEFINE_float, 'top_p', 'Sample from the fewest likeliest tokens of this mass.'),

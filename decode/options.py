@@ -50,6 +50,7 @@ class DecodeOptions:
     gumbel: Whether methods that draft nothing sample by Gumbel-max with keys per position, as `ersd` does.
     share_of_optimum: Whether to compare acceptance with the most that any token-level verification could reach.
     breakdown: Whether to time the parts of a round one by one.
+    profile_dir: Directory for what JAX's profiler records of some rounds of each setting, or None.
     temperature, top_k, top_p: The law to sample from.
     prompt: One text to continue, or None.
     prompts: File of prompts, or None for the shipped ones; see `read_prompts`.
@@ -80,6 +81,7 @@ class DecodeOptions:
   gumbel: bool = False
   share_of_optimum: bool = False
   breakdown: bool = False
+  profile_dir: str | None = None
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0

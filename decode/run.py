@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
 import spectr_jax
 from decode import latency, metrics
@@ -273,6 +274,9 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
     if options.breakdown and setting.tree.num_nodes:
       notify(f'{setting}: timing its parts', done, total)
       part_seconds[setting] = latency.time_parts(state)
+    if options.profile_dir is not None:
+      notify(f'{setting}: profiling', done, total)
+      latency.profile(state, epath.Path(options.profile_dir) / str(setting).replace(' ', '_').replace(':', '_'))
   # In turns: what else the machine does meanwhile falls on every setting.
   batch_seconds: dict[tuple[Setting, int], list[float]] = collections.defaultdict(list)
   generations: dict[tuple[Setting, int], list[Generation]] = collections.defaultdict(list)

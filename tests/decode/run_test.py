@@ -76,6 +76,16 @@ def test_progress_reaches_its_total(pair, prompt_file):
   assert 'draft' not in run.info['models']
 
 
+def test_rounds_are_profiled(pair, prompt_file, tmp_path):
+  options = DecodeOptions(**pair, method=('autoregressive',), prompts=str(prompt_file), num_prompts=1, max_new_tokens=6)
+  profiled = run_decode(dataclasses.replace(options, profile_dir=str(tmp_path / 'profile')))
+  assert list((tmp_path / 'profile' / 'autoregressive').rglob('*.xplane.pb'))
+  np.testing.assert_array_equal(profiled.measurements[0].tokens, run_decode(options).measurements[0].tokens)
+  (tmp_path / 'file').write_text('text')
+  with pytest.raises(ValueError, match='profile_dir: cannot write .*file/autoregressive: Not a directory'):
+    run_decode(dataclasses.replace(options, profile_dir=str(tmp_path / 'file')))
+
+
 @pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('role', ['target', 'draft'])
 def test_logits_that_are_not_finite_are_named(pair, prompt_file, tmp_path, role):

@@ -1,0 +1,69 @@
+"""Benchmarks and the scripts around them, at sizes where nothing is worth measuring: they run, and what they say adds up."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import growth, speed
+from spectr_jax.models.transformer import TransformerConfig
+
+pytestmark = pytest.mark.slow
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def test_speed(monkeypatch, capsys):
+  tiny = TransformerConfig(32000, 16, num_layers=1, num_heads=2, mlp_dim=16, max_length=256)
+  monkeypatch.setattr(speed, 'SHAPES', {'A': tiny, 'B': tiny})
+  monkeypatch.setattr(speed, 'NEW_TOKENS', 8)
+  monkeypatch.setattr(speed, 'read_rate', lambda: 1e9)
+  found = speed.measure(['float32'], [2], 2, has_peer=False)['milliseconds']
+  assert set(found) == {
+    'autoregressive float32 batch 2', 'rounds float32 L=4', 'rounds float32 L=8', 'parts float32 spectr K=4 L=4',
+    'parts float32 race_block K=4 L=4',
+  }  # fmt: skip
+  times = found['autoregressive float32 batch 2']['spectr_jax']
+  assert 0 < times['low'] <= times['median'] <= times['high']
+  parts = found['parts float32 spectr K=4 L=4']
+  assert set(parts) == {'draft', 'target', 'verification', 'round'}
+  said = capsys.readouterr().out
+  assert f'{2e3 / times["median"]:.1f} tokens/s' in said
+  assert f'floor {1e3 * 4 * tiny.num_params / 1e9:.2f} ms' in said
+  assert f'verification {parts["verification"] / parts["round"]:.1%} of a round' in said
+
+
+def test_growth(monkeypatch):
+  monkeypatch.setattr(growth, 'NUM_ROUNDS', 1)
+  few = [growth.Point(2, 2, 1, 32, 256), growth.Point(2, 2, 4, 32, 256)]
+  one, four = growth.measure(few, 'race_block', 1)
+  for row in (one, four):
+    assert all(row[part] > 0 for part in growth.TIMES)
+    assert row['bytes'] > row['floor_bytes']
+  assert 0 < four['floor_bytes'] - one['floor_bytes'] < four['bytes'] - one['bytes']
+
+
+def test_speed_on_a_gpu_in_pieces(tmp_path):
+  env = {
+    **os.environ, 'OUT': str(tmp_path), 'PYTHON': sys.executable, 'BATCHES': '1 2', 'SHAPES': 'none',
+    'DECODE': '--num_prompts=2 --max_new_tokens=4 --num_drafts=2 --draft_length=1',
+  }  # fmt: skip
+
+  def script(**more):
+    command = ROOT / 'benchmarks' / 'gpu_speed.sh'
+    return subprocess.run([command], cwd=ROOT, env=env | more, capture_output=True, text=True, timeout=500)
+
+  ended = script(SECONDS_PER_PIECE='5')
+  assert (ended.returncode, ended.stdout.splitlines()[-1]) == (3, 'out of time: run again')
+  ended = script()
+  assert ended.returncode == 0, ended
+  for batch in (1, 2):
+    found = json.loads((tmp_path / f'batch_{batch}.json').read_text())
+    assert found['run']['flags']['batch_size'] == batch
+  assert list((tmp_path / 'profile').rglob('*.xplane.pb'))
+  before = (tmp_path / 'batch_2.json').stat().st_mtime
+  assert script().returncode == 0
+  assert (tmp_path / 'batch_2.json').stat().st_mtime == before
