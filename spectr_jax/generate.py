@@ -347,7 +347,9 @@ def commit(
     visited = jax.tree.map(lambda x: jax.vmap(jnp.multiply)(x, ~state.is_done), visited)
     result = dataclasses.replace(result, statistics=result.statistics + visited)
   path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
-  num_committed = jnp.where(state.is_done, 0, verdict.num_accepted + 1)
+  # No token is negative. That a cache is written to after all has been read from it follows from this for the compiler
+  # also where nothing was drafted, and then it need not copy it.
+  num_committed = jnp.where(state.is_done | (verdict.next_token < 0), 0, verdict.num_accepted + 1)
   draft_state = state.draft_state
   if state.drafter is not None:
     draft_state = state.drafter.commit(

@@ -113,7 +113,8 @@ class KVCache:
       return values.at[:, slots].set(pending[:, path], mode='drop')
 
     def keep(function, arrays, pending):
-      return tuple(jax.vmap(function)(*layer, path, slots) for layer in zip(arrays, pending, strict=True))
+      put = jax.vmap(function)
+      return tuple(_as_integers(put, *layer, path, slots) for layer in zip(arrays, pending, strict=True))
 
     return KVCache(
       keys=keep(keep_keys, self.keys, self.pending_keys),
@@ -123,6 +124,21 @@ class KVCache:
       pending_values=(),
       num_pending=jnp.zeros((), jnp.int32),
     )
+
+
+def _as_integers(put: Callable[..., jax.Array], array, pending, *where) -> jax.Array:
+  """`put(array, pending, *where)`, which moves numbers; on processors those of bfloat16 as integers.
+
+  To move them as they are these would convert all of the array to float32 and back.
+  """
+  if array.dtype != jnp.bfloat16:
+    return put(array, pending, *where)
+
+  def moved(array, pending, *where):
+    bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, pending))
+    return jax.lax.bitcast_convert_type(put(*bits, *where), jnp.bfloat16)
+
+  return jax.lax.platform_dependent(array, pending, *where, cpu=moved, default=put)
 
 
 def commit_kv_cache(cache: KVCache, path: jax.Array, num_accepted: jax.Array) -> KVCache:

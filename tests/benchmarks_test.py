@@ -1,4 +1,4 @@
-"""Benchmarks and the scripts around them, at sizes where nothing is worth measuring: they run, and what they say adds up."""
+"""Benchmarks at sizes where nothing is worth measuring: they run, and what they say adds up."""
 
 import json
 import os
