@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -625,6 +626,19 @@ def test_state_is_donated_and_models_are_not(target, draft):
   assert state.target is target
   assert state.drafter.model is draft
   spectr_jax.decode_rounds(state, 1)
+
+
+@pytest.mark.parametrize('name', ['autoregressive', 'speculative'])
+def test_caches_are_not_copied(target, draft, name):
+  """Between two rounds they stay where they are, and what is committed is written into them."""
+  options = {'method': name, 'tree': TREES[name], 'max_new_tokens': NEW}
+  state = spectr_jax.init_decode(_keys(), target, draft, PROMPTS, LENGTHS, **options)
+  carry = dataclasses.replace(state, target=None, drafter=None)
+  program = generate_module._run_rounds.lower(state.target, state.drafter, carry, np.int32(1)).compile().as_text()
+  shapes = {'f32[' + ','.join(map(str, x[0].shape)) + ']' for x in (state.target_cache.keys, state.target_cache.values)}
+  assert all(shape in program for shape in shapes)
+  copied = re.findall(r'= (f32\[[\d,]*\])\S* copy\(', program)
+  assert not shapes & set(copied), copied
 
 
 # Errors at the edge.
