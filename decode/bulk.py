@@ -51,6 +51,9 @@ def decode_bulk(
     ValueError: Prompts, models, options or the file are unusable; the message says why.
   """
   notify = notify or (lambda what, done, total: None)
+  for name in ('breakdown', 'share_of_optimum', 'profile_dir'):
+    if getattr(options, name):
+      raise ValueError(f'{name} is for decode.main, which compares settings; decode.bulk measures nothing')
   process, num_processes = jax.process_index(), jax.process_count()
   setting = None if options.is_auto else only_setting(options)
   work = Workload.load(options, is_local=True)

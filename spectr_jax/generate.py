@@ -347,8 +347,8 @@ def commit(
     visited = jax.tree.map(lambda x: jax.vmap(jnp.multiply)(x, ~state.is_done), visited)
     result = dataclasses.replace(result, statistics=result.statistics + visited)
   path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
-  # No token is negative. That a cache is written to after all has been read from it follows from this for the compiler
-  # also where nothing was drafted, and then it need not copy it.
+  # No token is negative: what is written to the caches depends on the logits, also where nothing was drafted. So the
+  # compiler sees that it is written after all was read, and copies no cache.
   num_committed = jnp.where(state.is_done | (verdict.next_token < 0), 0, verdict.num_accepted + 1)
   draft_state = state.draft_state
   if state.drafter is not None:

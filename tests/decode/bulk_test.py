@@ -232,9 +232,12 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
     ({'method': ('spectr', 'race')}, 'one method, K, L and tree at a time, got 2'),
     ({'num_drafts': (1, 2)}, 'one method, K, L and tree at a time, got 2'),
     ({'tree': ('optimal:4',)}, 'optimal trees are chosen by decode.main'),
+    ({'breakdown': True}, 'breakdown is for decode.main'),
+    ({'share_of_optimum': True}, 'share_of_optimum is for decode.main'),
+    ({'profile_dir': 'profile'}, 'profile_dir is for decode.main'),
   ],
 )
-def test_one_setting_at_a_time(pair, many_prompts, tmp_path, fields, message):
+def test_what_it_does_not_take(pair, many_prompts, tmp_path, fields, message):
   with pytest.raises(ValueError, match=message):
     decode_bulk(_options(pair, many_prompts, **fields), tmp_path / 'out.jsonl')
   assert not (tmp_path / 'out.jsonl').exists()
