@@ -87,8 +87,9 @@ class Linear(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    init = nn.initializers.variance_scaling(self.init_scale, 'fan_in', 'normal')
-    kernel = self.param('kernel', init, (x.shape[-1], self.features))
+    init = nn.initializers.variance_scaling(self.init_scale, 'fan_in', 'normal', in_axis=-1, out_axis=-2)
+    # Drawn as `[out, in]`: a key gives the numbers that it gave when kernels were stored so.
+    kernel = self.param('kernel', lambda key: init(key, (self.features, x.shape[-1])).T)
     return matmul(x, kernel.astype(self.dtype)).astype(self.dtype)
 
 
