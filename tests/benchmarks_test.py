@@ -49,7 +49,7 @@ def test_growth(monkeypatch):
 def test_speed_on_a_gpu_in_pieces(tmp_path):
   env = {
     **os.environ, 'OUT': str(tmp_path), 'PYTHON': sys.executable, 'BATCHES': '1 2', 'SHAPES': 'none',
-    'DECODE': '--num_prompts=2 --max_new_tokens=4 --num_drafts=2 --draft_length=1',
+    'DECODE': '--method=autoregressive,spectr --num_prompts=2 --max_new_tokens=4 --num_drafts=2 --draft_length=1',
   }  # fmt: skip
 
   def script(**more):
