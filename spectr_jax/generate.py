@@ -53,6 +53,8 @@ class DecodeState:
     result: Tokens so far.
     room: Tokens that a row's caches hold, static.
     method, tree, eos_ids, sharding: What the program is compiled for.
+    classes: So are these, of all containers in `target` and `drafter`. JAX takes structures of dataclasses with equal
+      static fields for equal, also of different classes, and might run one drafter with another's program.
   """
 
   target: Model
@@ -71,6 +73,13 @@ class DecodeState:
   tree: TokenTree = dataclasses.field(metadata={'static': True})
   eos_ids: tuple[int, ...] = dataclasses.field(metadata={'static': True})
   sharding: DecodeSharding | None = dataclasses.field(metadata={'static': True})
+  classes: tuple[type, ...] = dataclasses.field(metadata={'static': True})
+
+
+def _classes_in(structure: jax.tree_util.PyTreeDef) -> tuple[type, ...]:
+  """The classes of a tree's nodes, depth first."""
+  node = structure.node_data()
+  return (() if node is None else (node[0],)) + tuple(c for child in structure.children() for c in _classes_in(child))
 
 
 def init_decode(
@@ -127,7 +136,8 @@ def init_decode(
     sharding.check(batch_size, target, drafter)
     rows, (target, drafter) = sharding.put_rows(rows), sharding.put_models(target, drafter)
   prompts, prompt_lengths = rows[2:]
-  sizes = {'max_length': room, 'sharding': sharding}
+  classes = _classes_in(jax.tree.structure((target, drafter)))
+  sizes = {'max_length': room, 'sharding': sharding, 'classes': classes}
   state = _first_state(
     *rows,
     _prefill_target(target, prompts, prompt_lengths, **sizes),
@@ -138,6 +148,7 @@ def init_decode(
     eos_ids=tuple(int(i) for i in eos_ids),
     statistics=statistics,
     sharding=sharding,
+    classes=classes,
     room=room,
   )
   return dataclasses.replace(state, target=target, drafter=drafter)
@@ -148,22 +159,24 @@ _constrain = jax.lax.with_sharding_constraint
 # The prefills are programs of their own, so that methods and trees share them.
 
 
-@functools.partial(jax.jit, static_argnames=('max_length', 'sharding'))
-def _prefill_target(target: Model, prompts, prompt_lengths, *, max_length, sharding):
+@functools.partial(jax.jit, static_argnames=('max_length', 'sharding', 'classes'))
+def _prefill_target(target: Model, prompts, prompt_lengths, *, max_length, sharding, classes):
+  del classes  # compiled for them
   cache = target.init_cache_fn(prompts.shape[0], max_length)
   cache = target.prefill(prompts, prompt_lengths - 1, cache)
   return cache if sharding is None else _constrain(cache, sharding.of_cache(cache, target))
 
 
-@functools.partial(jax.jit, static_argnames=('max_length', 'sharding'))
-def _prefill_draft(drafter: Drafter, prompts, prompt_lengths, *, max_length, sharding):
+@functools.partial(jax.jit, static_argnames=('max_length', 'sharding', 'classes'))
+def _prefill_draft(drafter: Drafter, prompts, prompt_lengths, *, max_length, sharding, classes):
+  del classes  # compiled for them
   state = drafter.init(prompts, prompt_lengths, max_length)
   return state if sharding is None else _constrain(state, sharding.of_draft_state(state, drafter))
 
 
 @functools.partial(
   jax.jit,
-  static_argnames=('method', 'tree', 'max_new_tokens', 'eos_ids', 'statistics', 'sharding', 'room'),
+  static_argnames=('method', 'tree', 'max_new_tokens', 'eos_ids', 'statistics', 'sharding', 'classes', 'room'),
   donate_argnames=('target_cache', 'draft_state'),
 )
 def _first_state(
@@ -180,6 +193,7 @@ def _first_state(
   eos_ids,
   statistics,
   sharding,
+  classes,
   room,
 ):
   """The state before the first round, without its models: a jitted function would return copies of them."""
@@ -213,6 +227,7 @@ def _first_state(
     tree=tree,
     eos_ids=eos_ids,
     sharding=sharding,
+    classes=classes,
     room=room,
   )
   if sharding is None:

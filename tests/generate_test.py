@@ -22,6 +22,7 @@ from spectr_jax import (
   with_epsilon,
   with_gumbel,
 )
+from spectr_jax.draft import ModelDrafter
 from spectr_jax.models.table import table_model
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -613,6 +614,31 @@ def test_one_compilation_per_shape_and_method(tables, method):
     is_drafting = method == 'speculative'
     again = run(jax.random.key(0), max_new_tokens=NEW + 1 + is_drafting)  # of its own, or the prefill is there already
     assert [a > b for a, b in zip(again, first)] == [True, is_drafting, True, True]
+
+
+@pytest.mark.parametrize('is_nested', [False, True])
+def test_programs_are_of_one_class_of_drafter(tables, is_nested):
+  """Structures of dataclasses that differ in their class alone are equal, so the state has to tell them apart."""
+
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass(frozen=True)
+  class Other(ModelDrafter):
+    """Has the fields of its parent."""
+
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass(frozen=True)
+  class Wrapped(ModelDrafter):
+    inner: ModelDrafter
+
+  def carry_of(cls):
+    drafter = cls(tables[1])
+    drafter = Wrapped(tables[1], drafter) if is_nested else drafter
+    options = {'method': 'speculative', 'tree': TREES['speculative'], 'max_new_tokens': NEW}
+    state = spectr_jax.init_decode(_keys(), tables[0], drafter, PROMPTS, LENGTHS, **options)
+    return jax.tree.structure(dataclasses.replace(state, target=None, drafter=None))
+
+  assert carry_of(ModelDrafter) == carry_of(ModelDrafter)
+  assert carry_of(ModelDrafter) != carry_of(Other)
 
 
 def test_state_is_donated_and_models_are_not(target, draft):
