@@ -20,7 +20,7 @@ import jax
 from absl import flags
 
 from decode.options import DRAFT_MESHES
-from spectr_jax.compiled import Memory, count_collectives, estimate_cycles
+from spectr_jax.compiled import Memory, ProgramReport, count_collectives, estimate_cycles
 from spectr_jax.decode_sharding import DecodeSharding
 from spectr_jax.draft import ModelDrafter
 from spectr_jax.generate import ROUNDS, compile_decode
@@ -29,42 +29,26 @@ from spectr_jax.methods import METHODS, Method, get_method
 from spectr_jax.model import Model
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
-from spectr_jax.topology import Chip, chip_of, describe_topology
+from spectr_jax.topology import chip_of, describe_topology
 from spectr_jax.tree import TokenTree
 from train import config_flag, plan
 from train.train import check_config
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-  """What the compiler says about decoding; bytes and operations are per device.
+class Report(ProgramReport):
+  """What the compiler says about a round; what goes in are weights, caches, keys and tokens.
 
   Attributes:
-    devices: Devices of the mesh.
     batch_size: Rows on all devices.
-    memory: Bytes; what goes in are weights, caches, keys and tokens.
-    chip: What is published about the device.
-    target_flops: Floating-point operations of the matrix products of a round's target call, by the closed form.
-    cycles: The compiler's estimate of a device's work in a round, transfers between devices left out.
-    autoregressive_cycles: That of a step of autoregressive decoding with the same target, rows and mesh.
-    collectives: How many operations of each kind move data between devices in a round.
-    compile_seconds: Time to compile the loop.
+    target_flops: Floating-point operations of the matrix products of a round's target call, by the closed form, per
+      device.
+    autoregressive_cycles: Those of a step of autoregressive decoding with the same target, rows and mesh.
   """
 
-  devices: int
   batch_size: int
-  memory: Memory
-  chip: Chip
   target_flops: float
-  cycles: float
   autoregressive_cycles: float
-  collectives: dict[str, int]
-  compile_seconds: float
-
-  @property
-  def seconds(self) -> float:
-    """Estimated time of a round."""
-    return self.cycles / self.chip.clock
 
   @property
   def autoregressive_seconds(self) -> float:

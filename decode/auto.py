@@ -30,6 +30,7 @@ from jax.experimental import multihost_utils
 
 import spectr_jax
 from decode import latency
+from decode.json_file import read_json
 from decode.options import DecodeOptions
 from decode.output_files import OutputFiles
 from decode.settings import Setting, settings_of
@@ -139,13 +140,7 @@ class Calibration:
     Raises:
       ValueError: The file cannot be read or is none.
     """
-    path = epath.Path(path)
-    try:
-      content = json.loads(path.read_text(encoding='utf-8'))
-    except OSError as error:
-      raise ValueError(f'cannot read calibration from {path}: {error.strerror or error}') from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-      raise ValueError(f'{path} is no calibration, it is not JSON ({error}); --calibration writes one') from error
+    content = read_json(path, 'calibration', '--calibration writes one')
     try:
       if content.pop('format') != _FORMAT:
         raise ValueError(f'format {_FORMAT} is read')

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 
 import numpy as np
 from etils import epath
 
+from decode.json_file import read_json
 from decode.settings import Setting
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
 from spectr_jax.proposal import Independent
@@ -122,14 +122,8 @@ def read_acceptance(path: epath.PathLike) -> dict[str, Acceptance]:
   Raises:
     ValueError: The file cannot be read or holds no rates.
   """
-  path = epath.Path(path)
   wanted = 'expected JSON with rates under "acceptance", by method, as --output writes after measuring them'
-  try:
-    content = json.loads(path.read_text(encoding='utf-8'))
-  except OSError as error:
-    raise ValueError(f'cannot read acceptance from {path}: {error.strerror or error}') from error
-  except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-    raise ValueError(f'{path} is not JSON ({error}); {wanted}') from error
+  content = read_json(path, 'acceptance', wanted)
   rates = content.get('acceptance') if isinstance(content, dict) else None
   if not isinstance(rates, dict) or not rates:
     raise ValueError(f'{path}: {wanted}')

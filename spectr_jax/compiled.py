@@ -58,6 +58,32 @@ class Memory:
       raise ValueError(f'does not fit: {self.total / 2**30:.1f} GiB of {chip.memory / 2**30:.0f}')
 
 
+@dataclasses.dataclass(frozen=True)
+class ProgramReport:
+  """What the compiler says about a program; bytes and operations are per device.
+
+  Attributes:
+    devices: Devices of the mesh.
+    memory: Bytes.
+    chip: What is published about the device.
+    cycles: The compiler's estimate of a device's work, transfers between devices left out.
+    collectives: How many operations of each kind move data between devices.
+    compile_seconds: Time to compile once.
+  """
+
+  devices: int
+  memory: Memory
+  chip: Chip
+  cycles: float
+  collectives: dict[str, int]
+  compile_seconds: float
+
+  @property
+  def seconds(self) -> float:
+    """Estimated time of the work."""
+    return self.cycles / self.chip.clock
+
+
 def out_of_memory(error: jax.errors.JaxRuntimeError, advice: str) -> ValueError | None:
   """What to tell the user about an error that says that devices have too little memory; None for any other."""
   if 'RESOURCE_EXHAUSTED' not in str(error):

@@ -10,12 +10,16 @@ os.environ['JAX_COMPILATION_CACHE_DIR'] = ''
 if (0, 8) <= tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11):
   os.environ['XLA_FLAGS'] = f'--xla_cpu_use_fusion_emitters=false {os.environ.get("XLA_FLAGS", "")}'
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from spectr_jax.models import transformer
+
+# Here, since pytest looks for the profile of its flag before it collects tests.
+hypothesis.settings.register_profile('long')
 
 TEXT_SIZE = 32
 CONFIG = transformer.TransformerConfig(

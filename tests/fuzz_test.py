@@ -25,8 +25,7 @@ from spectr_jax.sampling import SamplingParams, logits_to_probs
 _VOCAB, _MODULUS, _LONGEST = 6, 61, 16
 _GARBAGE = 999.0
 
-_SHORT, _LONG = 500, 20_000
-hypothesis.settings.register_profile('long', max_examples=_LONG)
+_SHORT, _LONG = 500, 20_000  # the latter with the profile `long`, which conftest.py registers
 
 
 def _weights(tokens, positions):

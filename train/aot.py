@@ -20,47 +20,30 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from spectr_jax.compiled import Memory, count_collectives, estimate_cycles
+from spectr_jax.compiled import Memory, ProgramReport, count_collectives, estimate_cycles
 from spectr_jax.io.model_files import read_config
 from spectr_jax.models.transformer import init_params, transformer_model
 from spectr_jax.sharding import shardings
-from spectr_jax.topology import Chip, chip_of, describe_topology
+from spectr_jax.topology import chip_of, describe_topology
 from train import config_flag, plan
 from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step, out_of_memory
 from train.train import check_config, check_teacher, make_config_mesh
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-  """What the compiler says about a train step; bytes and operations are per device.
+class Report(ProgramReport):
+  """What the compiler says about a train step; what goes in are state, batch and, for distillation, the teacher.
 
   Attributes:
-    devices: Devices of the mesh.
-    memory: Bytes; what goes in are state, batch and, for distillation, the teacher.
-    chip: What is published about the device.
-    flops: Floating-point operations of a step.
+    flops: Floating-point operations of a step, per device.
     closed_form_flops: Those of the matrix products by the closed form, divided by the devices; a teacher's forward pass
       is among them.
-    cycles: The compiler's estimate of a device's work, transfers between devices left out.
     tokens: Tokens of a step, on all devices.
-    collectives: How many operations of each kind move data between devices.
-    compile_seconds: Time to compile once.
   """
 
-  devices: int
-  memory: Memory
-  chip: Chip
   flops: float
   closed_form_flops: float
-  cycles: float
   tokens: int
-  collectives: dict[str, int]
-  compile_seconds: float
-
-  @property
-  def seconds(self) -> float:
-    """Estimated time of a step, transfers between devices left out."""
-    return self.cycles / self.chip.clock
 
   @property
   def utilisation(self) -> float:

@@ -36,6 +36,14 @@ def _numbers(num_drafts) -> np.ndarray:
   return numbers
 
 
+def _expected_found(draft_law, target_law, num_drafts, found_fn) -> np.ndarray:
+  """Sum over sub-blocks of q (1 - (1 - c)^K), c being the probability `found_fn(p, q)` that one draft has it."""
+  draft, target = _joint_laws(draft_law, target_law)
+  numbers = _numbers(num_drafts)[..., None]
+  pairs = zip(_prefix_laws(draft), _prefix_laws(target))
+  return sum((q * (1 - (1 - found_fn(p, q)) ** numbers)).sum(axis=-1) for p, q in pairs)
+
+
 def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
   """Lemma 5.1 of SpecTr-GBV: sum over sub-blocks x of q(x) (1 - (1 - min(p(x)/q(x), 1))^K), of 1 to L tokens.
 
@@ -63,13 +71,11 @@ def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
   Raises:
     ValueError: Something is no joint law, their shapes differ, or K is below 1.
   """
-  draft, target = _joint_laws(draft_law, target_law)
-  numbers = _numbers(num_drafts)
-  total = np.zeros(numbers.shape)
-  for p, q in zip(_prefix_laws(draft), _prefix_laws(target)):
-    missed = np.divide(np.maximum(q - p, 0), q, out=np.zeros_like(q), where=q > 0)
-    total += (q * (1 - missed ** numbers[..., None])).sum(axis=-1)
-  return total
+
+  def maximal_coupling(p, q):
+    return np.divide(np.minimum(p, q), q, out=np.ones_like(q), where=q > 0)
+
+  return _expected_found(draft_law, target_law, num_drafts, maximal_coupling)
 
 
 def independent_block_acceptance(draft_law, target_law, num_drafts) -> np.ndarray:
@@ -89,12 +95,7 @@ def independent_block_acceptance(draft_law, target_law, num_drafts) -> np.ndarra
   Raises:
     ValueError: Something is no joint law, their shapes differ, or K is below 1.
   """
-  draft, target = _joint_laws(draft_law, target_law)
-  numbers = _numbers(num_drafts)
-  total = np.zeros(numbers.shape)
-  for p, q in zip(_prefix_laws(draft), _prefix_laws(target)):
-    total += (q * (1 - (1 - p) ** numbers[..., None])).sum(axis=-1)
-  return total
+  return _expected_found(draft_law, target_law, num_drafts, lambda p, q: p)
 
 
 def _check_size(num_variables: int) -> None:
