@@ -8,6 +8,7 @@ written by `commit_fn`, so rejecting a draft costs nothing: rollback is never ha
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -105,20 +106,12 @@ class KVCache:
     offsets = jnp.arange(depth)
     slots = jnp.where(offsets < num_accepted[:, None], self.lengths[:, None] + offsets, size)
 
-    # Row by row, not by indices of rows: only so does the compiler see that rows on other devices are not needed.
-    def keep_keys(keys, pending, path, slots):
-      return keys.at[:, :, slots].set(pending[:, :, path], mode='drop')
-
-    def keep_values(values, pending, path, slots):
-      return values.at[:, slots].set(pending[:, path], mode='drop')
-
-    def keep(function, arrays, pending):
-      put = jax.vmap(function)
-      return tuple(_as_integers(put, *layer, path, slots) for layer in zip(arrays, pending, strict=True))
+    def keep(arrays, pending, axis):
+      return tuple(_write(*layer, path, slots, axis) for layer in zip(arrays, pending, strict=True))
 
     return KVCache(
-      keys=keep(keep_keys, self.keys, self.pending_keys),
-      values=keep(keep_values, self.values, self.pending_values),
+      keys=keep(self.keys, self.pending_keys, 3),
+      values=keep(self.values, self.pending_values, 2),
       lengths=jnp.minimum(self.lengths + num_accepted, size),
       pending_keys=(),
       pending_values=(),
@@ -126,19 +119,48 @@ class KVCache:
     )
 
 
-def _as_integers(put: Callable[..., jax.Array], array, pending, *where) -> jax.Array:
-  """`put(array, pending, *where)`, which moves numbers; on processors those of bfloat16 as integers.
+def _write(array: jax.Array, pending: jax.Array, path: jax.Array, slots: jax.Array, axis: int) -> jax.Array:
+  """Writes pending entries `path` `[B, D]` to `slots` `[B, D]` along an axis; slots beyond its end are left out."""
+  by_platform = {'tpu': functools.partial(_select, axis=axis)}
+  if array.dtype == jnp.bfloat16:
+    by_platform['cpu'] = functools.partial(_scatter_integers, axis=axis)
+  return jax.lax.platform_dependent(
+    array, pending, path, slots, **by_platform, default=functools.partial(_scatter, axis=axis)
+  )
 
-  To move them as they are these would convert all of the array to float32 and back.
+
+def _scatter(array, pending, path, slots, *, axis: int):
+  # Row by row, not by indices of rows: only so does the compiler see that rows on other devices are not needed.
+  def keep(row, pending, path, slots):
+    before = (slice(None),) * (axis - 1)
+    return row.at[*before, slots].set(pending[*before, path], mode='drop')
+
+  return jax.vmap(keep)(array, pending, path, slots)
+
+
+def _scatter_integers(array, pending, *where, axis: int):
+  """To move bfloat16 as it is, processors would convert all of the array to float32 and back."""
+  bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, pending))
+  return jax.lax.bitcast_convert_type(_scatter(*bits, *where, axis=axis), array.dtype)
+
+
+def _select(array, pending, path, slots, *, axis: int):
+  """Passes over all slots. For a scatter, TPUs would keep the cache with slots in front, padded to 8 heads of 128
+  numbers, and convert it for attention in every round, which takes several times as long.
   """
-  if array.dtype != jnp.bfloat16:
-    return put(array, pending, *where)
-
-  def moved(array, pending, *where):
-    bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, pending))
-    return jax.lax.bitcast_convert_type(put(*bits, *where), jnp.bfloat16)
-
-  return jax.lax.platform_dependent(array, pending, *where, cpu=moved, default=put)
+  size = array.shape[axis]
+  wide = tuple(i for i in range(1, 4) if i != axis)
+  new = jnp.take_along_axis(pending, jnp.expand_dims(path, wide), axis=axis)
+  new = jnp.where(jnp.expand_dims(slots < size, wide), new, 0)
+  is_here = slots[:, :, None] == jnp.arange(size)
+  # A product with zeros and a single one is exact.
+  spread = jnp.einsum(
+    {2: 'bhid,bis->bhsd', 3: 'bhdi,bis->bhds'}[axis],
+    new,
+    is_here.astype(new.dtype),
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  return jnp.where(jnp.expand_dims(is_here.any(axis=1), wide), spread, array)
 
 
 def commit_kv_cache(cache: KVCache, path: jax.Array, num_accepted: jax.Array) -> KVCache:

@@ -72,6 +72,18 @@ def test_decoding_compiles_for_a_slice(chips, pair, method, tree, is_draft_divid
     assert report.cycles == report.autoregressive_cycles
 
 
+def test_caches_are_neither_copied_nor_padded(chips, pair):
+  small = dict(vocab_size=4096, num_layers=2, mlp_dim=256)
+  small = {role: dataclasses.replace(config, **small) for role, config in pair.items()}
+  options = {'batch_size': 64, 'prompt_length': 4096, 'max_new_tokens': 128}
+  sharding = DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips))
+  report = decode_aot.analyse(sharding, 'speculative', TokenTree.chains(1, 4), **small, **options)
+  print('\nspeculative, room for 4224 tokens\n' + decode_aot.describe(report, (2.0,)))
+  per_layer = [2 * 2 * 8 * 4224 * width for width in (pair['target'].embed_dim // 2, pair['draft'].embed_dim)]
+  assert report.memory.temporaries < 2 * sum(per_layer)
+  assert report.memory.arguments > 2 * sum(per_layer)
+
+
 def test_decoding_that_does_not_fit_is_refused(chips, pair):
   sharding = DecodeSharding(make_mesh({'data': -1}, chips))
   with pytest.raises(ValueError, match='does not fit .*fewer rows'):
