@@ -14,7 +14,8 @@ from etils import epath
 
 from spectr_jax import Model, TokenTree
 from spectr_jax.decode_sharding import DecodeSharding
-from spectr_jax.generate import DecodeState, decode_rounds, judge, noise_keys, propose, score
+from spectr_jax.decode_state import DecodeState
+from spectr_jax.generate import decode_rounds, judge, noise_keys, propose, score
 from spectr_jax.proposal import Proposal
 from spectr_jax.sharding import put
 

@@ -20,8 +20,8 @@ from decode.prompts import Prompt, encode_prompts, without_long
 from decode.settings import Setting
 from spectr_jax import Generation, Model, Tokenizer
 from spectr_jax.decode_sharding import DecodeSharding
+from spectr_jax.decode_state import DecodeState
 from spectr_jax.draft import ModelDrafter
-from spectr_jax.generate import DecodeState
 from spectr_jax.generation import NotFiniteError
 
 # What is being done, how much of it is done, and how much there is.

@@ -1,8 +1,9 @@
 """Lossless multi-draft speculative decoding in JAX."""
 
 from spectr_jax import models
+from spectr_jax.decode_state import DecodeState, init_decode
 from spectr_jax.draft import Drafter, ModelDrafter
-from spectr_jax.generate import DecodeState, decode_rounds, generate, init_decode
+from spectr_jax.generate import decode_rounds, generate
 from spectr_jax.generation import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Generation, NotFiniteError
 from spectr_jax.io.model_files import load_model, save_model
 from spectr_jax.io.tokenizer import Tokenizer

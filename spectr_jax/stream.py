@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.decode_state import DecodeState, init_decode, state_shardings
 from spectr_jax.draft import Drafter
-from spectr_jax.generate import DecodeState, decode_rounds, init_decode, state_shardings
+from spectr_jax.generate import decode_rounds
 from spectr_jax.generation import Generation, NotFiniteError
 from spectr_jax.methods import Method
 from spectr_jax.model import Model

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from spectr_jax.decode_state import init_decode
 from spectr_jax.draft import Drafter
-from spectr_jax.generate import Round, init_decode, run_round
+from spectr_jax.generate import Round, run_round
 from spectr_jax.generation import Generation
 from spectr_jax.methods import Method, get_method, with_children
 from spectr_jax.model import Model

@@ -18,6 +18,7 @@ from spectr_jax import (
   ORIGIN_DRAFT,
   NotFiniteError,
   TokenTree,
+  decode_state,
   with_children,
   with_epsilon,
   with_gumbel,
@@ -594,7 +595,7 @@ def test_one_compilation_per_shape_and_method(tables, method):
     return (
       len(TARGET_TRACES),
       len(DRAFT_TRACES),
-      generate_module._prefill_target._cache_size(),
+      decode_state._prefill_target._cache_size(),
       generate_module._run_rounds._cache_size(),
     )
 

@@ -10,7 +10,8 @@ import pytest
 
 from spectr_jax import METHODS, TokenTree, generate, with_gumbel
 from spectr_jax.decode_sharding import DecodeSharding
-from spectr_jax.generate import decode_rounds, init_decode
+from spectr_jax.decode_state import init_decode
+from spectr_jax.generate import decode_rounds
 from spectr_jax.models.table import table_model
 from spectr_jax.sharding import make_mesh
 from spectr_jax.stream import Request, generate_many, padded_lengths, refill

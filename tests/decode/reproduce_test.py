@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from decode import figures, published, table_report, tables
+from decode import figures, published, table_measurements, table_report
 from decode.options import DecodeOptions
 from decode.settings import Setting, expand
 from decode.table import Request, Sizes, Value
@@ -87,7 +87,7 @@ def test_latency_is_relative_to_the_target(name, pair, prompt_file):
 
 @pytest.mark.usefixtures('quickly')
 def test_comparison_stands_beside_the_set_of_the_same_name(pair, prompt_file, tmp_path, monkeypatch):
-  monkeypatch.setattr(tables, 'GBV_METHODS', ('autoregressive', 'speculative'))
+  monkeypatch.setattr(table_measurements, 'GBV_METHODS', ('autoregressive', 'speculative'))
   other = tmp_path / 'other.txt'
   other.write_text('seven wise owls\n')
   sets = {'humaneval': str(prompt_file), 'other': str(other)}
@@ -119,11 +119,11 @@ def test_comparison_stands_beside_the_set_of_the_same_name(pair, prompt_file, tm
 @pytest.mark.slow
 @pytest.mark.usefixtures('quickly')
 def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
-  monkeypatch.setattr(tables, 'DRAFTING_METHODS', ('speculative', 'block'))
+  monkeypatch.setattr(table_measurements, 'DRAFTING_METHODS', ('speculative', 'block'))
   grid = {'num_drafts': (1,), 'draft_length': (8,), 'num_prompts': 3, 'batch_size': 2, 'num_seeds': 2}
   runs = []
-  real = tables.run_decode
-  monkeypatch.setattr(tables, 'run_decode', lambda *args: runs.append(real(*args)) or runs[-1])
+  real = table_measurements.run_decode
+  monkeypatch.setattr(table_measurements, 'run_decode', lambda *args: runs.append(real(*args)) or runs[-1])
   request, found = _measure('gbv_table5', pair, prompt_file, **grid)
   _check('gbv_table5', request, found)
   here = {row['method']: row for row in found.rows if row['of'] == 'here'}
@@ -147,10 +147,10 @@ def test_published_breakdowns_stand_beside_three_drafts(monkeypatch):
   columns = dict.fromkeys(published.BREAKDOWN_COLUMNS, Value(0.0))
   setting = Setting(METHODS['spectr'], num_drafts=3, draft_length=8, tree=TokenTree.chains(3, 8))
   run = SimpleNamespace(prompts=[1], settings=[setting], summarize=lambda setting: None)
-  monkeypatch.setattr(tables, '_decode', lambda *args, **options: [('gsm8k', run)])
-  monkeypatch.setattr(tables, '_breakdown', lambda *args: columns)
+  monkeypatch.setattr(table_measurements, '_decode', lambda *args, **options: [('gsm8k', run)])
+  monkeypatch.setattr(table_measurements, '_breakdown', lambda *args: columns)
   request = Request(target='t', drafts={'d': 'd'}, prompts={}, sizes=Sizes(num_seeds=1))
-  rows = {(row['of'], row['method']): row for row in tables.measure_breakdown(request, None).rows}
+  rows = {(row['of'], row['method']): row for row in table_measurements.measure_breakdown(request, None).rows}
   assert list(rows)[0] == ('here', 'spectr')
   assert rows['paper: DeepSeek-6.7B, GSM8K', 'spectr']['rounds'] == Value(79.27)
   assert rows['paper: DeepSeek-6.7B, GSM8K', 'spectr_gbv to spectr']['rounds'] == '-1.5%'  # as the paper has it
@@ -159,23 +159,24 @@ def test_published_breakdowns_stand_beside_three_drafts(monkeypatch):
 def test_published_figures_are_of_three_drafts():
   options = DecodeOptions(method=('autoregressive', 'speculative', 'spectr'), num_drafts=(3, 5), draft_length=(8,))
   settings = {(setting.method.name, setting.num_drafts): setting for setting in expand(options)}
-  printed = {key: tables._is_printed(setting) for key, setting in settings.items()}
+  printed = {key: table_measurements._is_printed(setting) for key, setting in settings.items()}
   assert printed == {('autoregressive', 0): True, ('speculative', 1): True, ('spectr', 3): True, ('spectr', 5): False}
   measured = {'block efficiency': Value(2.0), 'speed-up': Value(1.0)}
-  _, *figures = tables.compare_sets('GSM8K', 8)
-  assert tables._beside(settings['spectr', 3], measured, figures)['paper: block efficiency'] == Value(6.55, 0.58)
-  assert tables._beside(settings['spectr', 5], measured, figures)['paper: block efficiency'] is None
+  _, *figures = table_measurements.compare_sets('GSM8K', 8)
+  beside = {k: table_measurements._beside(settings['spectr', k], measured, figures) for k in (3, 5)}
+  assert beside[3]['paper: block efficiency'] == Value(6.55, 0.58)
+  assert beside[5]['paper: block efficiency'] is None
 
 
 def test_no_share_of_nothing():
-  assert tables._change(Value(1.0), Value(0.0)) is None
-  assert tables._change(Value(1.0), Value(-2.0)) is None
-  assert tables._change(Value(1.0), Value(2.0)) == '-50.0%'
+  assert table_measurements._change(Value(1.0), Value(0.0)) is None
+  assert table_measurements._change(Value(1.0), Value(-2.0)) is None
+  assert table_measurements._change(Value(1.0), Value(2.0)) == '-50.0%'
 
 
 @pytest.mark.usefixtures('quickly')
 def test_drafts_are_compared_by_name(pair, prompt_file, monkeypatch):
-  monkeypatch.setattr(tables, 'SPECTR_METHODS', ('speculative',))
+  monkeypatch.setattr(table_measurements, 'SPECTR_METHODS', ('speculative',))
   sizes = _sizes('spectr_table4', num_drafts=(1,), draft_length=(4,))
   drafts = {'20m': pair['draft'], 'tiny': pair['draft']}
   request = Request(target=pair['target'], drafts=drafts, prompts={'x': str(prompt_file)}, sizes=sizes)
@@ -188,7 +189,7 @@ def test_drafts_are_compared_by_name(pair, prompt_file, monkeypatch):
 
 
 def test_what_is_wrong_is_found_before_anything_is_measured(pair, prompt_file, tmp_path, monkeypatch, save_tiny_model):
-  monkeypatch.setattr(tables, 'run_decode', None)
+  monkeypatch.setattr(table_measurements, 'run_decode', None)
   long = tmp_path / 'long.txt'
   long.write_text('owl ' * 200 + '\n')
   stranger = save_tiny_model(tmp_path / 'stranger', 0, 'quite another text, with other words in it ' * 9)
