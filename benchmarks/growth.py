@@ -58,6 +58,7 @@ AXES: dict[str, tuple[Point, ...]] = {
 }
 _FIELDS = dict(zip(AXES, ('num_drafts', 'draft_length', 'batch_size', 'cache_length', 'vocab_size')))
 TIMES = ('round', 'draft', 'target', 'verification')
+_MEMORY = {'memory': 'bytes', 'least memory': 'floor_bytes'}
 
 
 def _models(point: Point):
@@ -128,17 +129,20 @@ def measure(points: list[Point], method: str, num_runs: int) -> list[dict[str, f
 
 def draw(rows: list[dict], method: str) -> bytes:
   """Panels of times over each size, and of memory below them."""
-  figure, axes = plots.panels(len(AXES), width=2.6, height=2.8)
-  for panel, (name, points) in zip(axes, AXES.items()):
+  figure, axes = plots.panels(len(AXES), rows=2, width=2.6, height=2.6)
+  for place, (name, points) in enumerate(AXES.items()):
     own = [next(row for row in rows if row['point'] == dataclasses.asdict(point)) for point in points]
     sizes = [row['point'][_FIELDS[name]] for row in own]
+    of_time, of_memory = axes[place], axes[len(AXES) + place]
     for shade, part in zip(plots.SHADES, TIMES):
-      panel.plot(sizes, [1e3 * row[part] for row in own], 'o-', color=shade, label=part, markersize=3)
-    panel.set_xscale('log', base=2)
-    panel.set_yscale('log')
-    plots.name_axes(panel, x=name, y='milliseconds' if panel is axes[0] else '')
-  axes[-1].legend(fontsize=7, loc='upper left', bbox_to_anchor=(1.02, 1))
-  return plots.to_png(figure, title=f'Time of a round and of its parts, {method}')
+      of_time.plot(sizes, [1e3 * row[part] for row in own], 'o-', color=shade, label=part, markersize=3)
+    for shade, (label, field) in zip(plots.SHADES[len(TIMES) :], _MEMORY.items()):
+      of_memory.plot(sizes, [row[field] / 2**20 for row in own], 's-', color=shade, label=label, markersize=3)
+    for panel, unit in ((of_time, 'milliseconds'), (of_memory, 'MiB')):
+      plots.name_axes(panel, x=name, y='' if place else unit, yscale='log')
+      plots.number_ticks(panel, sizes)
+  plots.legend(figure, axes)
+  return plots.to_png(figure, title=f'Time of a round, of its parts, and memory, {method}')
 
 
 if __name__ == '__main__':

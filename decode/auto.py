@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import time
 from typing import Any
@@ -33,6 +34,7 @@ from decode import latency
 from decode.json_file import read_json
 from decode.options import DecodeOptions
 from decode.output_files import OutputFiles
+from decode.program_memory import in_groups
 from decode.settings import Setting, settings_of
 from decode.workload import Notify, Workload
 from spectr_jax import METHODS, TokenTree
@@ -265,13 +267,15 @@ def _measure_costs(workload: Workload, settings: list[Setting]) -> tuple[dict[st
 def _observe(workload: Workload, settings: list[Setting], notify: Notify) -> dict[str, Observation]:
   """Decodes the workload with every setting, in turns."""
   keys, batches, num_prompts = workload.keys(workload.options.seed), workload.batches, len(workload.prompts)
-  total, found = len(settings) * (len(batches) + 1), {setting: [] for setting in settings}
-  for done, setting in enumerate(settings):
+  done, total, found = 0, len(settings) * len(batches), {setting: [] for setting in settings}
+
+  def prepare(setting):
     notify(f'auto: compiling {setting}', done, total)
     jax.block_until_ready(spectr_jax.decode_rounds(workload.init(setting, keys, batches[0]), 1))
-  for number, rows in enumerate(batches, start=1):
-    for place, setting in enumerate(settings):
-      notify('auto: decoding calibration prompts', number * len(settings) + place, total)
+
+  for group in in_groups(settings, prepare):
+    for rows, setting in itertools.product(batches, group):
+      notify('auto: decoding calibration prompts', done, total)
       start = time.perf_counter()
       state = jax.block_until_ready(workload.init(setting, keys, rows))
       begun = time.perf_counter()
@@ -281,6 +285,7 @@ def _observe(workload: Workload, settings: list[Setting], notify: Notify) -> dic
       result = fetch(result)
       num_rounds = int(result.num_target_calls.max())
       found[setting].append((begun - start, seconds / num_rounds, num_rounds, result))
+      done += 1
   observations = {}
   for setting, runs in found.items():
     prefill_seconds, round_seconds, num_rounds, results = zip(*runs)

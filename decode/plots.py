@@ -61,14 +61,16 @@ def scale_of(values: Iterable[Hashable]) -> dict[Hashable, dict[str, Any]]:
   }
 
 
-def panels(number: int, *, width: float = 3.4, height: float = 3.1, sharey: bool = False) -> tuple[Any, list[Any]]:
-  """A figure, and its panels in one row."""
+def panels(
+  number: int, *, rows: int = 1, width: float = 3.4, height: float = 3.1, sharey: bool = False
+) -> tuple[Any, list[Any]]:
+  """A figure, and its panels row by row, `number` in each."""
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(width * number + 1.8, height), dpi=110, layout='constrained')
+  figure = Figure(figsize=(width * number + 1.8, height * rows), dpi=110, layout='constrained')
   FigureCanvasAgg(figure)
-  axes = list(figure.subplots(1, number, squeeze=False, sharey=sharey)[0])
+  axes = list(figure.subplots(rows, number, squeeze=False, sharey=sharey).flat)
   for each in axes:
     each.grid(alpha=0.3)
     each.tick_params(labelsize=_TEXT_SIZE)

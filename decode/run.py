@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import time
 from typing import Any
 
@@ -23,6 +24,7 @@ from decode.calibrate import (
   read_acceptance,
 )
 from decode.options import DecodeOptions
+from decode.program_memory import in_groups
 from decode.prompts import Prompt
 from decode.settings import Setting, expand
 from decode.workload import Notify, Workload
@@ -265,11 +267,13 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
   options = workload.options
   batches, prompts = workload.batches, workload.prompts
   done, total = 0, len(settings) * options.num_seeds * len(batches)
-  part_seconds = {}
-  for setting in settings:
+  keys = {seed: workload.keys(seed) for seed in options.seeds}
+  part_seconds, groups = {}, []
+
+  def prepare(setting):
     notify(f'{setting}: compiling', done, total)
     # One round compiles what `generate` runs.
-    state = workload.init(setting, workload.keys(options.seed), batches[0], statistics=options.share_of_optimum)
+    state = workload.init(setting, keys[options.seed], batches[0], statistics=options.share_of_optimum)
     state = jax.block_until_ready(spectr_jax.decode_rounds(state, 1))
     if options.breakdown and setting.tree.num_nodes:
       notify(f'{setting}: timing its parts', done, total)
@@ -277,28 +281,27 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
     if options.profile_dir is not None:
       notify(f'{setting}: profiling', done, total)
       latency.profile(state, epath.Path(options.profile_dir) / str(setting).replace(' ', '_').replace(':', '_'))
-  # In turns: what else the machine does meanwhile falls on every setting.
+
   batch_seconds: dict[tuple[Setting, int], list[float]] = collections.defaultdict(list)
   generations: dict[tuple[Setting, int], list[Generation]] = collections.defaultdict(list)
-  for seed in options.seeds:
-    keys = workload.keys(seed)
-    for rows in batches:
-      for setting in settings:
-        notify(f'decoding, seed {seed}', done, total)
-        start = time.perf_counter()
-        generation = workload.generate(setting, keys, rows, statistics=options.share_of_optimum)
-        jax.block_until_ready(generation)
-        batch_seconds[setting, seed].append(time.perf_counter() - start)
-        generations[setting, seed].append(fetch(generation))
-        done += 1
+  for group in in_groups(settings, prepare):
+    groups.append([str(setting) for setting in group])
+    # In turns: what else the machine does meanwhile falls on every setting.
+    for seed, rows, setting in itertools.product(options.seeds, batches, group):
+      notify(f'decoding, seed {seed}', done, total)
+      start = time.perf_counter()
+      generation = workload.generate(setting, keys[seed], rows, statistics=options.share_of_optimum)
+      jax.block_until_ready(generation)
+      batch_seconds[setting, seed].append(time.perf_counter() - start)
+      generations[setting, seed].append(fetch(generation))
+      done += 1
   measurements = [
     _measurement(setting, seed, generations[setting, seed], batch_seconds[setting, seed], len(prompts))
     for setting in settings
     for seed in options.seeds
   ]
-  run = DecodeRun(
-    options, workload.info, prompts, workload.tokenizer, settings, measurements, part_seconds=part_seconds
-  )
+  info = workload.info | {'timed_together': groups}
+  run = DecodeRun(options, info, prompts, workload.tokenizer, settings, measurements, part_seconds=part_seconds)
   slow = [setting for setting in settings if setting.tree.num_nodes and (run.summarize(setting).speedup or 1) < 1]
   if slow:
     notify("measuring the target's cost of a call", done, total)

@@ -1,5 +1,6 @@
 """Benchmarks at sizes where nothing is worth measuring: they run, and what they say adds up."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -44,6 +45,9 @@ def test_growth(monkeypatch):
     assert all(row[part] > 0 for part in growth.TIMES)
     assert row['bytes'] > row['floor_bytes']
   assert 0 < four['floor_bytes'] - one['floor_bytes'] < four['bytes'] - one['bytes']
+  rows = [{'point': dataclasses.asdict(point)} | row for point, row in zip(few, (one, four))]
+  monkeypatch.setattr(growth, 'AXES', {'rows': tuple(few)})
+  assert growth.draw(rows, 'race_block').startswith(b'\x89PNG')
 
 
 def test_speed_on_a_gpu_in_pieces(tmp_path):

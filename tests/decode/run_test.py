@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from decode import report
+from decode import program_memory, report
 from decode.options import DecodeOptions
 from decode.prompts import Prompt
 from decode.run import run_decode
@@ -74,6 +74,45 @@ def test_progress_reaches_its_total(pair, prompt_file):
   assert [found.tokens.shape for found in run.measurements] == [(3, 6), (3, 6)]
   assert not np.array_equal(run.measurements[0].tokens, run.measurements[1].tokens)
   assert 'draft' not in run.info['models']
+
+
+def test_long_grids_are_decoded_in_groups(pair, prompt_file, monkeypatch):
+  """As many as a process can hold, with the same tokens, and a line that says so."""
+  options = DecodeOptions(
+    **pair, method=('autoregressive', 'speculative', 'spectr'), num_drafts=(2,), draft_length=(2,),
+    prompts=str(prompt_file), batch_size=2, max_new_tokens=4,
+  )  # fmt: skip
+  whole = run_decode(options)
+  answers = iter([False, False, True, False])
+  monkeypatch.setattr(program_memory, '_is_half_full', lambda: next(answers))
+  seen = []
+  parts = run_decode(options, lambda *args: seen.append(args))
+  names = [str(setting) for setting in whole.settings]
+  assert whole.info['timed_together'] == [names]
+  assert parts.info['timed_together'] == [names[:2], names[2:]]
+  for one, other in zip(whole.measurements, parts.measurements):
+    assert one.setting == other.setting
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+  assert seen[-1][1:] == (6, 6)
+  assert report.explain_groups(whole) == []
+  [line] = report.explain_groups(parts)
+  assert f'in 2 groups, one after another, and in turns within a group only. New groups begin with {names[2]}' in line
+
+
+def test_programs_are_forgotten_where_there_is_little_room(monkeypatch, tmp_path):
+  limit = tmp_path / 'limit'
+  monkeypatch.setattr(program_memory, '_LIMIT', limit)
+  assert not program_memory.is_half_full()  # another system
+  limit.write_text('2')
+  assert program_memory.is_half_full()
+  limit.write_text('100000000')
+  assert not program_memory.is_half_full()
+  program = jax.jit(lambda x: x + 1)
+  groups = []
+  for group in program_memory.in_groups(range(3), lambda i: (program(float(i)), limit.write_text('2'))):
+    groups.append((group, program._cache_size()))
+  assert groups == [([0], 1), ([1], 1), ([2], 1)]
+  assert list(program_memory.in_groups([], print)) == []
 
 
 def test_rounds_are_profiled(pair, prompt_file, tmp_path):
