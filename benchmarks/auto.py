@@ -4,9 +4,9 @@ Command   python -m benchmarks.auto --num_prompts=32 --batch_size=1 --output=aut
 Models    the pretrained pair, or --target and --draft
 Prompts   --num_prompts of --prompts, from the first; `auto` is calibrated on the first of them with another seed
 
-Every setting that `auto` compares is then decoded, in turns, batch by batch. Printed: the largest and the median error
-of the predictions, the setting that was chosen, the fastest that was measured, and the speed of the one over the
-other's with its 95% interval over batches.
+Every setting that `auto` compares is then decoded, in turns, batch by batch, as far as their programs fit in one
+process. Printed: the largest and the median error of the predictions, the setting that was chosen, the fastest that was
+measured, and the speed of the one over the other's with its 95% interval over batches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from decode import auto, metrics, report
 from decode.option_flags import read_options
 from decode.options import AUTO
 from decode.output_files import OutputFiles
+from decode.program_memory import describe_groups
 from decode.run import measure
 from decode.workload import Workload
 from spectr_jax.io import command_line
@@ -78,6 +79,8 @@ def main(argv):
     predicted, measured = row['predicted'], row['measured']
     ratio = predicted / measured
     print(f'{row["setting"]:28} predicted {predicted:7.1f}, measured {measured:7.1f} tokens/s: {ratio:.2f}')
+  for line in describe_groups(found['run']['timed_together']):
+    print(line)
   low, high = found['chosen_over_best_ci95']
   print(
     f'\nerror: median {found["median_error"]:.1%}, largest {found["largest_error"]:.1%}, at most 10% for'

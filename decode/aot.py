@@ -37,13 +37,15 @@ from train.train import check_config
 
 @dataclasses.dataclass(frozen=True)
 class Report(ProgramReport):
-  """What the compiler says about a round; what goes in are weights, caches, keys and tokens.
+  """What the compiler says about the loop; what goes in are weights, caches, keys and tokens.
+
+  `cycles` and `collectives` are those of one round.
 
   Attributes:
     batch_size: Rows on all devices.
     target_flops: Floating-point operations of the matrix products of a round's target call, by the closed form, per
       device.
-    autoregressive_cycles: Those of a step of autoregressive decoding with the same target, rows and mesh.
+    autoregressive_cycles: As `cycles`, of a step of autoregressive decoding with the same target, rows and mesh.
   """
 
   batch_size: int

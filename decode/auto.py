@@ -265,7 +265,7 @@ def _measure_costs(workload: Workload, settings: list[Setting]) -> tuple[dict[st
 
 
 def _observe(workload: Workload, settings: list[Setting], notify: Notify) -> dict[str, Observation]:
-  """Decodes the workload with every setting, in turns."""
+  """Decodes the workload with every setting, in turns as far as their programs fit in one process."""
   keys, batches, num_prompts = workload.keys(workload.options.seed), workload.batches, len(workload.prompts)
   done, total, found = 0, len(settings) * len(batches), {setting: [] for setting in settings}
 
@@ -273,7 +273,7 @@ def _observe(workload: Workload, settings: list[Setting], notify: Notify) -> dic
     notify(f'auto: compiling {setting}', done, total)
     jax.block_until_ready(spectr_jax.decode_rounds(workload.init(setting, keys, batches[0]), 1))
 
-  for group in in_groups(settings, prepare):
+  for group in in_groups(settings, prepare, is_joint=workload.is_joint):
     for rows, setting in itertools.product(batches, group):
       notify('auto: decoding calibration prompts', done, total)
       start = time.perf_counter()

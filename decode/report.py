@@ -19,6 +19,7 @@ from rich.text import Text
 
 from decode.auto import Prediction
 from decode.options import DecodeOptions
+from decode.program_memory import describe_groups
 from decode.prompts import Prompt
 from decode.run import DecodeRun, Measurement, Summary
 from decode.settings import Setting
@@ -281,18 +282,6 @@ def explain_parts(run: DecodeRun) -> list[str]:
   return lines
 
 
-def explain_groups(run: DecodeRun) -> list[str]:
-  """A line where settings were not all timed in turns."""
-  groups = run.info['timed_together']
-  if len(groups) < 2:
-    return []
-  firsts = ', '.join(group[0] for group in groups[1:])
-  return [
-    f'Programs of all settings do not fit in one process: they were timed in {len(groups)} groups, one after another,'
-    f' and in turns within a group only. New groups begin with {firsts}.'
-  ]
-
-
 def _printable(text: str) -> str:
   """`text` without control characters, which could steer a terminal; line breaks stay."""
   return ''.join(c if c == '\n' or unicodedata.category(c) not in ('Cc', 'Cf') else '\ufffd' for c in text)
@@ -374,6 +363,6 @@ def print_report(run: DecodeRun, console: Console | None = None) -> None:
     console.print('\n' + explain_choice(run.predictions) + '\n', **print_options)
   console.print(make_table(run))
   console.print()
-  for line in explain_bias(run) + explain_slow(run) + explain_parts(run) + explain_groups(run):
+  for line in explain_bias(run) + explain_slow(run) + explain_parts(run) + describe_groups(run.info['timed_together']):
     console.print(line + '\n', **print_options)
   console.print(make_sample(run, is_colored=console.color_system is not None), **print_options)

@@ -24,7 +24,7 @@ from decode.calibrate import (
   read_acceptance,
 )
 from decode.options import DecodeOptions
-from decode.program_memory import in_groups
+from decode.program_memory import in_groups, make_room
 from decode.prompts import Prompt
 from decode.settings import Setting, expand
 from decode.workload import Notify, Workload
@@ -112,7 +112,8 @@ class DecodeRun:
 
   Attributes:
     options: What was asked for.
-    info: Flags, versions, device and models, as JSON values.
+    info: Flags, versions, device, models, how many prompts were too long, and which settings took turns
+      (`timed_together`), as JSON values.
     prompts: The prompts.
     tokenizer: The models' tokenizer.
     settings: What was run: the grid, every tree chosen.
@@ -224,6 +225,7 @@ def _choose_trees(workload: Workload, settings: list[Setting], given, notify: No
       return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(workload.prompts)], *found)
 
     name = rates_name(method)
+    make_room(is_joint=workload.is_joint)
     if given is None:
       acceptance[name] = measure_acceptance(method, budget, measure)
     elif name in given:
@@ -261,6 +263,8 @@ def _measurement(
 def measure(workload: Workload, settings: list[Setting], notify: Notify) -> DecodeRun:
   """Decodes every prompt with every setting, in turns, and every seed of the workload's options.
 
+  Where their programs do not fit in one process, groups of settings take turns, one group after another.
+
   Raises:
     ValueError: A model gives logits that are not finite.
   """
@@ -284,7 +288,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
 
   batch_seconds: dict[tuple[Setting, int], list[float]] = collections.defaultdict(list)
   generations: dict[tuple[Setting, int], list[Generation]] = collections.defaultdict(list)
-  for group in in_groups(settings, prepare):
+  for group in in_groups(settings, prepare, is_joint=workload.is_joint):
     groups.append([str(setting) for setting in group])
     # In turns: what else the machine does meanwhile falls on every setting.
     for seed, rows, setting in itertools.product(options.seeds, batches, group):

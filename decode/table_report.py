@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table as RichTable
 
 from decode import report
+from decode.program_memory import describe_groups
 from decode.table import Found, Request, Row, Sizes, Table, Value
 
 
@@ -55,6 +56,7 @@ def describe(table: Table, request: Request, found: Found) -> list[str]:
     f'paper: {table.setup}; other models and texts, so what compares is the pattern',
     describe_reduction(table, found, request.sizes),
     table.spreads,
+    *(line for info in found.info for line in describe_groups(info.get('timed_together', ()))),
     *table.notes,
   ]
 

@@ -136,6 +136,11 @@ class Workload:
     return cls(options, target, draft, tokenizer, info, prompts, tokens, lengths, sharding)
 
   @property
+  def is_joint(self) -> bool:
+    """Whether several processes decode together."""
+    return self.sharding is not None and len({device.process_index for device in self.sharding.mesh.devices.flat}) > 1
+
+  @property
   def batch_size(self) -> int:
     size = min(self.options.batch_size, len(self.prompts))
     return size if self.sharding is None else self.sharding.round_up(size)

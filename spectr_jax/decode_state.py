@@ -125,19 +125,19 @@ def init_decode(
     sharding.check(batch_size, target, drafter)
     rows, (target, drafter) = sharding.put_rows(rows), sharding.put_models(target, drafter)
   prompts, prompt_lengths = rows[2:]
-  classes = _classes_in(jax.tree.structure((target, drafter)))
-  sizes = {'max_length': room, 'sharding': sharding, 'classes': classes}
+  sizes = {'max_length': room, 'sharding': sharding}
+  classes = [_classes_in(jax.tree.structure(each)) for each in (target, drafter)]
   state = _first_state(
     *rows,
-    _prefill_target(target, prompts, prompt_lengths, **sizes),
-    None if drafter is None else _prefill_draft(drafter, prompts, prompt_lengths, **sizes),
+    _prefill_target(target, prompts, prompt_lengths, classes=classes[0], **sizes),
+    None if drafter is None else _prefill_draft(drafter, prompts, prompt_lengths, classes=classes[1], **sizes),
     method=method,
     tree=tree,
     max_new_tokens=max_new_tokens,
     eos_ids=tuple(int(i) for i in eos_ids),
     statistics=statistics,
     sharding=sharding,
-    classes=classes,
+    classes=classes[0] + classes[1],
     room=room,
   )
   return dataclasses.replace(state, target=target, drafter=drafter)

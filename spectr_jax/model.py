@@ -119,9 +119,14 @@ class KVCache:
     )
 
 
+_MOST_SELECTED = 128  # entries; a prefill may write more, once
+
+
 def _write(array: jax.Array, pending: jax.Array, path: jax.Array, slots: jax.Array, axis: int) -> jax.Array:
   """Writes pending entries `path` `[B, D]` to `slots` `[B, D]` along an axis; slots beyond its end are left out."""
-  by_platform = {'tpu': functools.partial(_select, axis=axis)}
+  by_platform = {}
+  if path.shape[1] <= _MOST_SELECTED:
+    by_platform['tpu'] = functools.partial(_select, axis=axis)
   if array.dtype == jnp.bfloat16:
     by_platform['cpu'] = functools.partial(_scatter_integers, axis=axis)
   return jax.lax.platform_dependent(
@@ -145,8 +150,10 @@ def _scatter_integers(array, pending, *where, axis: int):
 
 
 def _select(array, pending, path, slots, *, axis: int):
-  """Passes over all slots. For a scatter, TPUs would keep the cache with slots in front, padded to 8 heads of 128
-  numbers, and convert it for attention in every round, which takes several times as long.
+  """Passes over all slots, with a product of as many terms as there are entries.
+
+  For a scatter, XLA keeps the cache with slots in front on TPUs, the rest padded to multiples of 8 heads and 128
+  numbers: several times the memory, and a conversion for attention in every round.
   """
   size = array.shape[axis]
   wide = tuple(i for i in range(1, 4) if i != axis)

@@ -617,6 +617,14 @@ def test_one_compilation_per_shape_and_method(tables, method):
     assert [a > b for a, b in zip(again, first)] == [True, is_drafting, True, True]
 
 
+def test_methods_share_the_prefill_of_the_target(tables):
+  def num_programs(method):
+    _generate(tables, method, _keys(), max_new_tokens=NEW + 5)
+    return decode_state._prefill_target._cache_size()
+
+  assert num_programs('autoregressive') == num_programs('speculative') == num_programs('spectr') > 0
+
+
 @pytest.mark.parametrize('is_nested', [False, True])
 def test_programs_are_of_one_class_of_drafter(tables, is_nested):
   """Structures of dataclasses that differ in their class alone are equal, so the state has to tell them apart."""

@@ -57,7 +57,8 @@ def grid(pair, prompt_file, tmp_path_factory):
 
 def test_json_has_its_fields(grid):
   assert grid.files == ['g.jsonl', 'o.json']
-  assert list(grid.run) == ['flags', 'versions', 'device', 'models', 'num_long_prompts']
+  assert list(grid.run) == ['flags', 'versions', 'device', 'models', 'num_long_prompts', 'timed_together']
+  assert [len(group) for group in grid.run['timed_together']] == [4]
   assert grid.acceptance == {}
   assert grid.run['flags']['num_drafts'] == [1, 2]
   assert [list(result) for result in grid.results] == [_RESULT_FIELDS] * 8

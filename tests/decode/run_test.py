@@ -94,9 +94,10 @@ def test_long_grids_are_decoded_in_groups(pair, prompt_file, monkeypatch):
     assert one.setting == other.setting
     np.testing.assert_array_equal(one.tokens, other.tokens)
   assert seen[-1][1:] == (6, 6)
-  assert report.explain_groups(whole) == []
-  [line] = report.explain_groups(parts)
-  assert f'in 2 groups, one after another, and in turns within a group only. New groups begin with {names[2]}' in line
+  said = [''.join(program_memory.describe_groups(run.info['timed_together'])) for run in (whole, parts)]
+  assert said[0] == ''
+  assert 'in 2 groups' in said[1]
+  assert said[1].endswith(f'New groups begin with {names[2]}.')
 
 
 def test_programs_are_forgotten_where_there_is_little_room(monkeypatch, tmp_path):
@@ -108,10 +109,19 @@ def test_programs_are_forgotten_where_there_is_little_room(monkeypatch, tmp_path
   limit.write_text('100000000')
   assert not program_memory.is_half_full()
   program = jax.jit(lambda x: x + 1)
-  groups = []
-  for group in program_memory.in_groups(range(3), lambda i: (program(float(i)), limit.write_text('2'))):
-    groups.append((group, program._cache_size()))
-  assert groups == [([0], 1), ([1], 1), ([2], 1)]
+  program(np.zeros(9))
+
+  def sizes():
+    """How many programs there are whenever a group is given."""
+
+    def compiled(i):
+      program(np.zeros(i + 1))
+
+    return [(group, program._cache_size()) for group in program_memory.in_groups(range(3), compiled)]
+
+  assert sizes() == [([0, 1, 2], 4)]
+  limit.write_text('2')
+  assert sizes() == [([0], 1), ([1], 1), ([2], 1)]
   assert list(program_memory.in_groups([], print)) == []
 
 
