@@ -62,7 +62,7 @@ def _record(state: DecodeState, proposal: Proposal, verdict, failures) -> tuple[
     is_eos |= tokens == eos_id
   has_eos = jnp.any(is_eos, axis=1)
   count = jnp.where(has_eos, jnp.argmax(is_eos, axis=1), verdict.num_accepted) + 1
-  count = jnp.minimum(count, max_new_tokens - result.lengths)
+  count = jnp.minimum(count, max_new_tokens - result.lengths).astype(jnp.int32)
   count = jnp.where(state.is_done | (failures != 0), 0, count)
   is_kept = places < count[:, None]
   slots = jnp.where(is_kept, result.lengths[:, None] + places, max_new_tokens)

@@ -88,8 +88,8 @@ class KVCache:
       )
     at = self.num_pending
     return (
-      jax.lax.dynamic_update_slice(self.pending_keys[layer], new_keys, (0, 0, 0, at)),
-      jax.lax.dynamic_update_slice(self.pending_values[layer], new_values, (0, 0, at, 0)),
+      jax.lax.dynamic_update_slice_in_dim(self.pending_keys[layer], new_keys, at, axis=3),
+      jax.lax.dynamic_update_slice_in_dim(self.pending_values[layer], new_values, at, axis=2),
     )
 
   def commit(self, path: jax.Array, num_accepted: jax.Array) -> KVCache:

@@ -25,6 +25,7 @@ from spectr_jax import (
 )
 from spectr_jax.draft import ModelDrafter
 from spectr_jax.models.table import table_model
+from spectr_jax.models.transformer import config_of, transformer_model
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -382,6 +383,21 @@ def test_temperature_zero_is_greedy_on_tables(tables, method):
 @pytest.mark.parametrize('method', _slow_but(['spectr', 'greedy_block', 'race_block'], LOSSLESS))
 def test_temperature_zero_is_greedy(target, draft, method):
   _assert_greedy((target, draft), method)
+
+
+@pytest.mark.usefixtures('quickly')
+@pytest.mark.parametrize('method', _slow_but(['race_block'], [name for name in KINDS if name != 'autoregressive']))
+def test_double_precision(target, draft, method):
+  with jax.enable_x64(True):
+    models = [
+      transformer_model(model.params, dataclasses.replace(config_of(model), dtype='float64'))
+      for model in (target, draft)
+    ]
+    assert models[0].params['embedding'].dtype == np.float64
+    found = [_generate(models, name, _keys(), temperature=0.0) for name in (method, 'autoregressive')]
+  np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+  assert found[0].num_target_calls.sum() < found[1].num_target_calls.sum()
+  assert found[0].tokens.dtype == found[0].lengths.dtype == np.int32
 
 
 def test_greedy_is_the_argmax_of_the_text(target, uncached_logits):
