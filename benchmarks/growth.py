@@ -109,6 +109,7 @@ def measure(points: list[Point], method: str, num_runs: int) -> list[dict[str, f
   found = []
   for point in points:
     found.append(latency.time_parts(begin(point, method), num_runs) | memory(point, method))
+    jax.clear_caches()  # programs of the parts of all points would not fit in one process
     print(point, flush=True)
 
   def seconds_per_round(point):
