@@ -140,8 +140,9 @@ def draw(rows: list[dict], method: str) -> bytes:
     for shade, (label, field) in zip(plots.SHADES[len(TIMES) :], _MEMORY.items()):
       of_memory.plot(sizes, [row[field] / 2**20 for row in own], 's-', color=shade, label=label, markersize=3)
     for panel, unit in ((of_time, 'milliseconds'), (of_memory, 'MiB')):
-      plots.name_axes(panel, x=name, y='' if place else unit, yscale='log')
-      plots.number_ticks(panel, sizes)
+      plots.name_axes(panel, x=name, y='' if place else unit)
+      plots.number_ticks(panel, sizes if len(sizes) < 7 else sizes[::2])
+      panel.set_ylim(0)
   plots.legend(figure, axes)
   return plots.to_png(figure, title=f'Time of a round, of its parts, and memory, {method}')
 
