@@ -166,9 +166,9 @@ if __name__ == '__main__':
       for row in rows:
         times = ', '.join(f'{part} {1e3 * row[part]:.2f}' for part in TIMES)
         print(f'{row["point"]}: ms {times}; {row["bytes"] / row["floor_bytes"]:.2f} of the least memory')
+      run = {key: value for key, value in describe(DecodeOptions(), {}).items() if key in ('versions', 'device')}
       files.write(
-        output=json.dumps({'run': describe(DecodeOptions(), {}), 'method': _METHOD.value, 'rows': rows}, indent=2)
-        + '\n',
+        output=json.dumps({'run': run, 'method': _METHOD.value, 'rows': rows}, indent=2) + '\n',
         picture=draw(rows, _METHOD.value) if _PICTURE.value else None,
       )
 
