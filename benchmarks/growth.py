@@ -22,9 +22,8 @@ from absl import flags
 
 import spectr_jax
 from decode import latency, plots
-from decode.options import DecodeOptions
 from decode.output_files import OutputFiles
-from decode.workload import describe
+from decode.workload import describe_machine
 from spectr_jax import TokenTree
 from spectr_jax.compiled import Memory
 from spectr_jax.decode_sharding import DecodeSharding
@@ -166,9 +165,8 @@ if __name__ == '__main__':
       for row in rows:
         times = ', '.join(f'{part} {1e3 * row[part]:.2f}' for part in TIMES)
         print(f'{row["point"]}: ms {times}; {row["bytes"] / row["floor_bytes"]:.2f} of the least memory')
-      run = {key: value for key, value in describe(DecodeOptions(), {}).items() if key in ('versions', 'device')}
       files.write(
-        output=json.dumps({'run': run, 'method': _METHOD.value, 'rows': rows}, indent=2) + '\n',
+        output=json.dumps({'run': describe_machine(), 'method': _METHOD.value, 'rows': rows}, indent=2) + '\n',
         picture=draw(rows, _METHOD.value) if _PICTURE.value else None,
       )
 

@@ -29,9 +29,8 @@ from absl import flags
 
 import spectr_jax
 from decode import latency
-from decode.options import DecodeOptions
 from decode.output_files import OutputFiles
-from decode.workload import describe
+from decode.workload import describe_machine
 from spectr_jax import TokenTree
 from spectr_jax.io import command_line
 from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
@@ -222,7 +221,7 @@ if __name__ == '__main__':
     with OutputFiles(output=_OUTPUT.value) as files:
       batch_sizes = command_line.parse_numbers('batch_size', _BATCH_SIZE.value)
       found = measure(_DTYPE.value, batch_sizes, _NUM_RUNS.value, _PEER.value)
-      found = {'run': describe(DecodeOptions(), {})} | found
+      found = {'run': describe_machine()} | found
       files.write(output=json.dumps(found, indent=2) + '\n')
 
   command_line.run(main)

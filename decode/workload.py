@@ -57,11 +57,10 @@ def load_models(options: DecodeOptions) -> tuple[Model, Model | None, Tokenizer,
   return models['target'], models.get('draft'), tokenizers['target'], info
 
 
-def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
-  """Flags, versions, device and models, as JSON values."""
+def describe_machine(num_devices: int = 1) -> dict[str, Any]:
+  """Versions, and the device that `num_devices` are used of, as JSON values."""
   device = jax.devices()[0]
   return {
-    'flags': dataclasses.asdict(options) | {'target': portable(options.target), 'draft': portable(options.draft)},
     'versions': {
       'spectr_jax': spectr_jax.__version__,
       'python': platform.python_version(),
@@ -74,10 +73,15 @@ def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
       'platform': device.platform,
       'kind': device.device_kind,
       'num_cpus': os.cpu_count(),
-      'num_devices': jax.device_count() if options.mesh else 1,
+      'num_devices': num_devices,
     },
-    'models': models,
   }
+
+
+def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
+  """Flags, versions, device and models, as JSON values."""
+  flags = dataclasses.asdict(options) | {'target': portable(options.target), 'draft': portable(options.draft)}
+  return {'flags': flags} | describe_machine(jax.device_count() if options.mesh else 1) | {'models': models}
 
 
 def row_keys(seed: int, prompts: list[Prompt]) -> jax.Array:
