@@ -107,7 +107,9 @@ def test_a_calibration_is_the_same_after_a_file(tmp_path):
 @pytest.mark.parametrize('text', ['', '[]', '{"format": 0}', '{"format": 1}', '{"format": 1, "conditions": {}}'])
 def test_what_is_no_calibration(tmp_path, text):
   (tmp_path / 'x.json').write_text(text)
-  with pytest.raises(ValueError, match='x.json is no calibration' if text else 'x.json is not JSON .*--calibration writes one'):
+  with pytest.raises(
+    ValueError, match='x.json is no calibration' if text else 'x.json is not JSON .*--calibration writes one'
+  ):
     auto.Calibration.read(tmp_path / 'x.json')
 
 
