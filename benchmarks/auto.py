@@ -1,43 +1,63 @@
 """Whether `--method=auto` predicts well: predicted tokens per second against measured, over the whole grid.
 
 Command   python -m benchmarks.auto --num_prompts=32 --batch_size=1 --output=auto.json
-Models    the pretrained pair, or --target and --draft
+Models    the pretrained pair, or --target and --draft; with --shapes random weights in the shapes A and B of
+          benchmarks/README.md, whose laws overlap by 0.4 on average
 Prompts   --num_prompts of --prompts, from the first; `auto` is calibrated on the first of them with another seed
 
 Every setting that `auto` compares is then decoded, in turns, batch by batch, as far as their programs fit in one
-process. Printed: the largest and the median error of the predictions, the setting that was chosen, the fastest that was
+process; where they do not, autoregressive decoding is in every group of them, and speeds are scaled to the first one's
+by it. Printed: the largest and the median error of the predictions, also as multiples of autoregressive decoding, which
+leaves out how the machine's speed changed since it was calibrated; the setting that was chosen, the fastest that was
 measured, and the speed of the one over the other's with its 95% interval over batches.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 from absl import flags
 
+from benchmarks.speed import SHAPES, make_model
 from decode import auto, metrics, report
 from decode.option_flags import read_options
 from decode.options import AUTO
 from decode.output_files import OutputFiles
 from decode.program_memory import describe_groups
 from decode.run import measure
+from decode.settings import baseline_of
 from decode.workload import Workload
 from spectr_jax.io import command_line
 
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
+_SHAPES = flags.DEFINE_bool('shapes', False, 'Random weights in the shapes A and B in place of --target and --draft.')
+
+
+def with_shapes(workload: Workload) -> Workload:
+  """The same prompts, whose ids both vocabularies have, for a target A and a draft B."""
+  dtype = workload.options.dtype or 'float32'
+  described = {
+    role: {'shape': shape, 'num_params': SHAPES[shape].num_params, 'dtype': dtype}
+    for role, shape in (('target', 'A'), ('draft', 'B'))
+  }
+  info = workload.info | {'models': described}
+  return dataclasses.replace(workload, target=make_model('A', dtype), draft=make_model('B', dtype), info=info)
 
 
 def compare_predictions(workload: Workload, predictions, notify) -> dict:
   """Decodes all that was predicted; JSON values."""
   run = measure(workload, [found.setting for found in predictions], notify)
   summaries = {setting: run.summarize(setting) for setting in run.settings}
+  baseline = baseline_of(run.settings)
+  speed = summaries[baseline].tokens_per_second
   rows = [
     {
       'setting': str(found.setting),
       'is_observed': found.is_observed,
       'predicted': found.tokens_per_second,
-      'measured': summaries[found.setting].tokens_per_second,
+      'measured': speed * summaries[found.setting].speedup,
       'predicted_tokens_per_call': found.tokens_per_call,
       'tokens_per_call': summaries[found.setting].block_efficiency,
     }
@@ -45,21 +65,29 @@ def compare_predictions(workload: Workload, predictions, notify) -> dict:
   ]
 
   def batch_speeds(setting):
-    own = [found for found in run.measurements if found.setting == setting]
-    starts = range(0, len(run.prompts), workload.batch_size)
-    return np.add.reduceat(sum(found.lengths for found in own), starts), sum(found.batch_seconds for found in own)
+    (tokens, seconds), (_, beside) = run.batch_speeds(setting)
+    return tokens, seconds * (summaries[baseline].seconds / beside.sum())
 
   chosen = predictions[0].setting
-  best = max(run.settings, key=lambda setting: summaries[setting].tokens_per_second)
+  best = max(run.settings, key=lambda setting: summaries[setting].speedup)
   factor, low, high = metrics.compare(batch_speeds(chosen), batch_speeds(best))
-  errors = np.array([abs(row['predicted'] / row['measured'] - 1) for row in rows])
+  ratios = np.array([row['predicted'] / row['measured'] for row in rows])
+  drift = next(ratio for ratio, row in zip(ratios, rows) if row['setting'] == str(baseline))
+
+  def errors(ratios):
+    of = np.abs(ratios - 1)
+    return {
+      'median': float(np.median(of)),
+      'largest': float(of.max()),
+      'share_within_10_percent': float(np.mean(of <= 0.1)),
+      'of_the_chosen': float(of[0]),
+    }
+
   return {
     'run': run.info,
     'settings': rows,
-    'largest_error': float(errors.max()),
-    'median_error': float(np.median(errors)),
-    'share_within_10_percent': float(np.mean(errors <= 0.1)),
-    'error_of_the_chosen': float(errors[0]),
+    'errors': errors(ratios),
+    'errors_of_speedups': errors(ratios / drift),
     'chosen': str(chosen),
     'best': str(best),
     'chosen_over_best': factor,
@@ -70,9 +98,13 @@ def compare_predictions(workload: Workload, predictions, notify) -> dict:
 def main(argv):
   del argv
   options = read_options(method=(AUTO,))
+  if _SHAPES.value and options.mesh:
+    raise ValueError('shapes are for one device, without a mesh')
   with OutputFiles(output=_OUTPUT.value) as outputs:
     with report.show_progress() as notify:
       workload = Workload.load(options)
+      if _SHAPES.value:
+        workload = with_shapes(workload)
       found = compare_predictions(workload, auto.predict_all(workload, notify), notify)
     outputs.write(output=json.dumps(found, indent=2) + '\n')
   for row in sorted(found['settings'], key=lambda row: -row['measured']):
@@ -82,10 +114,14 @@ def main(argv):
   for line in describe_groups(found['run']['timed_together']):
     print(line)
   low, high = found['chosen_over_best_ci95']
+  for what, field in (('tokens/s', 'errors'), ('multiples of autoregressive decoding', 'errors_of_speedups')):
+    of = found[field]
+    print(
+      f'{what}: errors of {of["median"]:.1%} in the median, {of["largest"]:.1%} at most, {of["of_the_chosen"]:.1%} of'
+      f' the chosen; within 10% for {of["share_within_10_percent"]:.0%} of {len(found["settings"])}'
+    )
   print(
-    f'\nerror: median {found["median_error"]:.1%}, largest {found["largest_error"]:.1%}, at most 10% for'
-    f' {found["share_within_10_percent"]:.0%} of {len(found["settings"])}; of the chosen'
-    f' {found["error_of_the_chosen"]:.1%}\nchosen {found["chosen"]}, fastest measured {found["best"]}:'
+    f'chosen {found["chosen"]}, fastest measured {found["best"]}:'
     f' {found["chosen_over_best"]:.3f} ({low:.3f} to {high:.3f}) times as fast'
   )
 

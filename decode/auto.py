@@ -35,7 +35,7 @@ from decode.json_file import read_json
 from decode.options import DecodeOptions
 from decode.output_files import OutputFiles
 from decode.program_memory import in_groups
-from decode.settings import Setting, settings_of
+from decode.settings import Setting, baseline_of, settings_of
 from decode.workload import Notify, Workload
 from spectr_jax import METHODS, TokenTree
 from spectr_jax.sharding import fetch, is_primary
@@ -260,20 +260,29 @@ def _measure_costs(workload: Workload, settings: list[Setting]) -> tuple[dict[st
       method = METHODS['speculative' if setting.tree.is_chain else 'spectr']
       state = workload.init(dataclasses.replace(setting, method=method), keys, rows)
       calls[name] = functools.partial(latency.draft, state)
-  medians = {name: float(np.median(found)) for name, found in latency.time_in_turns(calls, _NUM_RUNS).items()}
+  medians = {}
+  for names in in_groups(list(calls), lambda name: jax.block_until_ready(calls[name]()), is_joint=workload.is_joint):
+    found = latency.time_in_turns({name: calls[name] for name in names}, _NUM_RUNS)
+    medians |= {name: float(np.median(seconds)) for name, seconds in found.items()}
   return {name: medians.get(name, 0.0) for name in trees}, {size: medians[size] for size in by_size}
 
 
 def _observe(workload: Workload, settings: list[Setting], notify: Notify) -> dict[str, Observation]:
-  """Decodes the workload with every setting, in turns as far as their programs fit in one process."""
+  """Decodes the workload with every setting, in turns as far as their programs fit in one process.
+
+  Otherwise seconds are those of the first group's time, by what autoregressive decoding takes in each group: shared
+  machines drift.
+  """
   keys, batches, num_prompts = workload.keys(workload.options.seed), workload.batches, len(workload.prompts)
-  done, total, found = 0, len(settings) * len(batches), {setting: [] for setting in settings}
+  baseline, paces = baseline_of(settings), []
+  done, total, observations = 0, len(settings) * len(batches), {}
 
   def prepare(setting):
     notify(f'auto: compiling {setting}', done, total)
     jax.block_until_ready(spectr_jax.decode_rounds(workload.init(setting, keys, batches[0]), 1))
 
-  for group in in_groups(settings, prepare, is_joint=workload.is_joint):
+  for group in in_groups(settings, prepare, baseline=baseline, is_joint=workload.is_joint):
+    found = {setting: [] for setting in group}
     for rows, setting in itertools.product(batches, group):
       notify('auto: decoding calibration prompts', done, total)
       start = time.perf_counter()
@@ -285,22 +294,28 @@ def _observe(workload: Workload, settings: list[Setting], notify: Notify) -> dic
       result = fetch(result)
       num_rounds = int(result.num_target_calls.max())
       found[setting].append((begun - start, seconds / num_rounds, num_rounds, result))
-      done += 1
-  observations = {}
-  for setting, runs in found.items():
-    prefill_seconds, round_seconds, num_rounds, results = zip(*runs)
-    every = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_prompts], *results)
-    observations[str(setting)] = Observation(
-      num_prompts=num_prompts,
-      num_batches=len(batches),
-      num_tokens=int(every.lengths.sum()),
-      num_calls=int(every.num_target_calls.sum()),
-      kept=every.accepted_by_depth.sum(0).tolist(),
-      num_rounds=sum(num_rounds),
-      prefill_seconds=float(np.median(prefill_seconds)),
-      round_seconds=float(np.median(round_seconds)),
-    )
+      done += str(setting) not in observations
+    paces.append(np.median([seconds for _, seconds, _, _ in found[baseline]]))
+    for setting in group:
+      if str(setting) not in observations:
+        observations[str(setting)] = _observation(found[setting], num_prompts, pace=paces[-1] / paces[0])
   return observations
+
+
+def _observation(runs: list[tuple], num_prompts: int, *, pace: float) -> Observation:
+  """Batches put together, each the seconds of prefill and of a round, rounds, and a `Generation`."""
+  prefill_seconds, round_seconds, num_rounds, results = zip(*runs)
+  every = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_prompts], *results)
+  return Observation(
+    num_prompts=num_prompts,
+    num_batches=len(runs),
+    num_tokens=int(every.lengths.sum()),
+    num_calls=int(every.num_target_calls.sum()),
+    kept=every.accepted_by_depth.sum(0).tolist(),
+    num_rounds=sum(num_rounds),
+    prefill_seconds=float(np.median(prefill_seconds) / pace),
+    round_seconds=float(np.median(round_seconds) / pace),
+  )
 
 
 def calibrate(workload: Workload, settings: list[Setting], notify: Notify) -> Calibration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -42,24 +43,31 @@ def make_room(*, is_joint: bool = False) -> None:
     jax.clear_caches()
 
 
-def in_groups(items: Sequence[T], compile_fn: Callable[[T], None], *, is_joint: bool = False) -> Iterator[list[T]]:
+def in_groups(
+  items: Sequence[T], compile_fn: Callable[[T], None], *, baseline: T | None = None, is_joint: bool = False
+) -> Iterator[list[T]]:
   """Compiles as many as the process can hold, gives these, forgets their programs and goes on.
 
   Args:
     items: What has programs.
     compile_fn: Compiles the programs of one.
+    baseline: One of them that is the first of every group, for the others to be compared with; None for none.
     is_joint: As for `is_half_full`.
   """
   make_room(is_joint=is_joint)
-  group: list[T] = []
-  for item in items:
-    if group and is_half_full(is_joint=is_joint):
-      yield group
+  common = [] if baseline is None else [baseline]
+  left = collections.deque(item for item in items if item != baseline)
+  is_first = True
+  while left or (is_first and common):
+    if not is_first:
       jax.clear_caches()
-      group = []
-    compile_fn(item)
-    group.append(item)
-  if group:
+    is_first, group = False, []
+    for item in common:
+      compile_fn(item)
+      group.append(item)
+    while left and (len(group) == len(common) or not is_half_full(is_joint=is_joint)):
+      compile_fn(left[0])
+      group.append(left.popleft())
     yield group
 
 
@@ -67,8 +75,10 @@ def describe_groups(groups: Sequence[Sequence[str]]) -> list[str]:
   """A line where not all were timed in turns; none otherwise."""
   if len(groups) < 2:
     return []
+  first, *others = groups
+  has_baseline = all(group[0] == first[0] for group in others)
+  says = f'with {first[0]} in each, to which speed-ups refer' if has_baseline else 'so speeds compare less well'
   return [
     f'Programs of all settings do not fit in one process: they were timed in {len(groups)} groups, one after another,'
-    ' and in turns within a group only, so speeds of different groups compare less well. New groups begin with'
-    f' {", ".join(group[0] for group in groups[1:])}.'
+    f' {says}. New groups begin with {", ".join(group[has_baseline] for group in others)}.'
   ]

@@ -26,7 +26,7 @@ from decode.calibrate import (
 from decode.options import DecodeOptions
 from decode.program_memory import in_groups, make_room
 from decode.prompts import Prompt
-from decode.settings import Setting, expand
+from decode.settings import Setting, baseline_of, expand
 from decode.workload import Notify, Workload
 from spectr_jax import Generation, Statistics, Tokenizer, TokenTree
 from spectr_jax.sharding import fetch
@@ -44,6 +44,7 @@ class Measurement:
     calls: int32 `[P]`, target calls.
     accepted_by_depth: int32 `[P, L]`.
     batch_seconds: `[number of batches]`, wall time of each, prefill included and compilation not.
+    baseline_seconds: The same of autoregressive decoding, in turns with this; None if that was not run.
     rounds: Rounds the device ran: a batch runs until its last row is done.
     statistics: Of each prompt, or None if not asked for.
   """
@@ -56,6 +57,7 @@ class Measurement:
   calls: np.ndarray
   accepted_by_depth: np.ndarray
   batch_seconds: np.ndarray
+  baseline_seconds: np.ndarray | None
   rounds: int
   statistics: Statistics | None = None
 
@@ -77,7 +79,7 @@ class Summary:
     seconds: Time of all batches, compilation excluded.
     num_rounds: Rounds the device ran, each for a whole batch.
     tokens_per_second: New tokens over seconds.
-    speedup: Tokens per second over those of autoregressive decoding, None if that was not run.
+    speedup: Tokens per second over those of autoregressive decoding in turns with it, None if that was not run.
     speedup_interval: Its 95% interval over batches, None for a single batch and for autoregressive decoding itself.
     round_cost: Time of a round over that of an autoregressive step, None if that was not run.
     tokens_per_round: Tokens per round and row, rows that wait for the rest of their batch counted.
@@ -135,36 +137,46 @@ class DecodeRun:
   part_seconds: dict[Setting, dict[str, float]] = dataclasses.field(default_factory=dict)
   predictions: list[Prediction] = dataclasses.field(default_factory=list)
 
+  def batch_speeds(self, setting: Setting, seeds=None) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Tokens and seconds of each batch over `seeds`, and those of autoregressive decoding beside it if that was run."""
+    seeds = self.options.seeds if seeds is None else seeds
+    starts = range(0, len(self.prompts), self.options.batch_size)
+
+    def tokens(wanted):
+      lengths = [each.lengths for each in self.measurements if each.seed in seeds and each.setting == wanted]
+      return np.add.reduceat(sum(lengths), starts)
+
+    own = [each for each in self.measurements if each.seed in seeds and each.setting == setting]
+    speeds = tokens(setting), sum(each.batch_seconds for each in own)
+    baseline = baseline_of(self.settings)
+    if baseline is None:
+      return (speeds,)
+    return speeds, (tokens(baseline), sum(each.baseline_seconds for each in own))
+
   def summarize(self, setting: Setting, seeds=None) -> Summary:
     """The numbers of one setting over `seeds`, by default all that were run."""
     seeds = self.options.seeds if seeds is None else seeds
 
-    def select(is_wanted):
-      return [found for found in self.measurements if found.seed in seeds and is_wanted(found.setting)]
+    def select(wanted):
+      return [found for found in self.measurements if found.seed in seeds and found.setting == wanted]
 
-    def speed(group):
-      return sum(int(found.lengths.sum()) for found in group) / sum(found.seconds for found in group)
-
-    def batch_speeds(group):
-      starts = range(0, len(self.prompts), self.options.batch_size)
-      return np.add.reduceat(sum(found.lengths for found in group), starts), sum(found.batch_seconds for found in group)
-
-    def round_time(group):
-      return sum(found.seconds for found in group) / sum(found.rounds for found in group)
-
-    own = select(lambda other: other == setting)
-    baseline = select(lambda other: other.method.max_drafts == 0)
+    own, baseline = select(setting), select(baseline_of(self.settings))
+    num_rounds, seconds = sum(found.rounds for found in own), sum(found.seconds for found in own)
+    speedup, speedup_interval, round_cost = None, None, None
+    if baseline:
+      speeds, others = self.batch_speeds(setting, seeds)
+      speedup = metrics.ratio(*speeds) / metrics.ratio(*others)
+      if len(speeds[0]) > 1 and setting.method.max_drafts != 0:
+        speedup_interval = metrics.compare(speeds, others)[1:]
+      round_cost = seconds / num_rounds / (float(others[1].sum()) / sum(found.rounds for found in baseline))
     # Continuations of one prompt under several seeds are one unit of the sample.
     tokens, calls = sum(found.lengths for found in own), sum(found.calls for found in own)
     parts = self.part_seconds.get(setting, {})
     if parts:
-      whole = round_time(own)
+      whole = seconds / num_rounds
       parts = {'round': whole} | parts | {'rest': whole - sum(parts.values())}
     num_batches = -(-len(self.prompts) // self.options.batch_size)
     rows_per_batch = len(self.prompts) / num_batches
-    speedup_interval = None
-    if baseline and num_batches > 1 and setting.method.max_drafts != 0:
-      speedup_interval = metrics.compare(batch_speeds(own), batch_speeds(baseline))[1:]
     share, share_interval = None, None
     is_compared = setting.method.max_drafts is None and has_independent_children(setting.method)
     if self.options.share_of_optimum and is_compared:
@@ -179,13 +191,13 @@ class DecodeRun:
       block_efficiency=metrics.ratio(tokens, calls),
       interval=metrics.ratio_interval(tokens, calls),
       acceptance_by_position=metrics.acceptance_by_position(sum(found.accepted_by_depth for found in own), calls),
-      seconds=sum(found.seconds for found in own),
-      num_rounds=sum(found.rounds for found in own),
-      tokens_per_second=speed(own),
-      speedup=speed(own) / speed(baseline) if baseline else None,
+      seconds=seconds,
+      num_rounds=num_rounds,
+      tokens_per_second=int(tokens.sum()) / seconds,
+      speedup=speedup,
       speedup_interval=speedup_interval,
-      round_cost=round_time(own) / round_time(baseline) if baseline else None,
-      tokens_per_round=int(tokens.sum()) / (sum(found.rounds for found in own) * rows_per_batch),
+      round_cost=round_cost,
+      tokens_per_round=int(tokens.sum()) / (num_rounds * rows_per_batch),
       share_of_optimum=share,
       share_interval=share_interval,
       seconds_per_round=parts,
@@ -242,7 +254,12 @@ def _choose_trees(workload: Workload, settings: list[Setting], given, notify: No
 
 
 def _measurement(
-  setting: Setting, seed: int, generations: list[Generation], batch_seconds: list[float], num_prompts: int
+  setting: Setting,
+  seed: int,
+  generations: list[Generation],
+  batch_seconds: list[float],
+  baseline_seconds: list[float] | None,
+  num_prompts: int,
 ) -> Measurement:
   """Batches put together, without the copies that fill the last one up."""
   every: Generation = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_prompts], *generations)
@@ -255,6 +272,7 @@ def _measurement(
     calls=every.num_target_calls,
     accepted_by_depth=every.accepted_by_depth,
     batch_seconds=np.array(batch_seconds),
+    baseline_seconds=None if baseline_seconds is None else np.array(baseline_seconds),
     rounds=sum(int(generation.num_target_calls.max()) for generation in generations),
     statistics=every.statistics,
   )
@@ -263,7 +281,8 @@ def _measurement(
 def measure(workload: Workload, settings: list[Setting], notify: Notify) -> DecodeRun:
   """Decodes every prompt with every setting, in turns, and every seed of the workload's options.
 
-  Where their programs do not fit in one process, groups of settings take turns, one group after another.
+  Where their programs do not fit in one process, groups of settings take turns, one group after another, each with
+  autoregressive decoding if that is among them.
 
   Raises:
     ValueError: A model gives logits that are not finite.
@@ -286,24 +305,24 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
       notify(f'{setting}: profiling', done, total)
       latency.profile(state, epath.Path(options.profile_dir) / str(setting).replace(' ', '_').replace(':', '_'))
 
-  batch_seconds: dict[tuple[Setting, int], list[float]] = collections.defaultdict(list)
-  generations: dict[tuple[Setting, int], list[Generation]] = collections.defaultdict(list)
-  for group in in_groups(settings, prepare, is_joint=workload.is_joint):
+  baseline, found = baseline_of(settings), {}
+  for group in in_groups(settings, prepare, baseline=baseline, is_joint=workload.is_joint):
     groups.append([str(setting) for setting in group])
+    seconds: dict[tuple[Setting, int], list[float]] = collections.defaultdict(list)
+    generations: dict[tuple[Setting, int], list[Generation]] = collections.defaultdict(list)
     # In turns: what else the machine does meanwhile falls on every setting.
     for seed, rows, setting in itertools.product(options.seeds, batches, group):
       notify(f'decoding, seed {seed}', done, total)
       start = time.perf_counter()
       generation = workload.generate(setting, keys[seed], rows, statistics=options.share_of_optimum)
       jax.block_until_ready(generation)
-      batch_seconds[setting, seed].append(time.perf_counter() - start)
+      seconds[setting, seed].append(time.perf_counter() - start)
       generations[setting, seed].append(fetch(generation))
-      done += 1
-  measurements = [
-    _measurement(setting, seed, generations[setting, seed], batch_seconds[setting, seed], len(prompts))
-    for setting in settings
-    for seed in options.seeds
-  ]
+      done += (setting, seed) not in found
+    for setting, seed in seconds.keys() - found.keys():
+      times = seconds[setting, seed], seconds.get((baseline, seed))
+      found[setting, seed] = _measurement(setting, seed, generations[setting, seed], *times, len(prompts))
+  measurements = [found[setting, seed] for setting in settings for seed in options.seeds]
   info = workload.info | {'timed_together': groups}
   run = DecodeRun(options, info, prompts, workload.tokenizer, settings, measurements, part_seconds=part_seconds)
   slow = [setting for setting in settings if setting.tree.num_nodes and (run.summarize(setting).speedup or 1) < 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from decode.options import DecodeOptions
 from spectr_jax import Method, TokenTree
@@ -50,6 +50,11 @@ class TreeSpec:
 
   def __str__(self):
     return self.name + (':' + ','.join(map(str, self.numbers)) if self.numbers else '')
+
+
+def baseline_of(settings: Sequence[Setting]) -> Setting | None:
+  """What the speed of the others is compared with: the first that drafts nothing, None if all do."""
+  return next((setting for setting in settings if setting.method.max_drafts == 0), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,17 +9,27 @@ import sys
 
 import pytest
 
-from benchmarks import growth, speed
+import spectr_jax
+from benchmarks import auto as auto_benchmark
+from benchmarks import growth, refill, speed
+from decode import auto
+from decode.options import DecodeOptions
+from decode.workload import Workload
 from spectr_jax.models.transformer import TransformerConfig
 
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[1]
+TINY = TransformerConfig(32000, 16, num_layers=1, num_heads=2, mlp_dim=16, max_length=512)
+
+
+@pytest.fixture(autouse=True)
+def _tiny_shapes(monkeypatch):
+  for shape in speed.SHAPES:
+    monkeypatch.setitem(speed.SHAPES, shape, TINY)
 
 
 def test_speed(monkeypatch, capsys):
-  tiny = TransformerConfig(32000, 16, num_layers=1, num_heads=2, mlp_dim=16, max_length=256)
-  monkeypatch.setattr(speed, 'SHAPES', {'A': tiny, 'B': tiny})
   monkeypatch.setattr(speed, 'NEW_TOKENS', 8)
   monkeypatch.setattr(speed, 'read_rate', lambda: 1e9)
   found = speed.measure(['float32'], [2], 2, has_peer=False)['milliseconds']
@@ -33,8 +43,45 @@ def test_speed(monkeypatch, capsys):
   assert set(parts) == {'draft', 'target', 'verification', 'round'}
   said = capsys.readouterr().out
   assert f'{2e3 / times["median"]:.1f} tokens/s' in said
-  assert f'floor {1e3 * 4 * tiny.num_params / 1e9:.2f} ms' in said
+  assert f'floor {1e3 * 4 * TINY.num_params / 1e9:.2f} ms' in said
   assert f'verification {parts["verification"] / parts["round"]:.1%} of a round' in said
+
+
+def test_auto():
+  options = DecodeOptions(
+    method=('auto',), num_drafts=(1,), draft_length=(2,), num_prompts=4, max_new_tokens=4, calibration_prompts=2
+  )
+  workload = auto_benchmark.with_shapes(Workload.load(options))
+  predictions = auto.predict_all(workload, lambda *_: None)
+  found = auto_benchmark.compare_predictions(workload, predictions, lambda *_: None)
+  assert found['run']['models'] == {
+    role: {'shape': shape, 'num_params': TINY.num_params, 'dtype': 'float32'}
+    for role, shape in (('target', 'A'), ('draft', 'B'))
+  }
+  rows = found['settings']
+  assert {row['setting'] for row in rows} == {
+    'autoregressive', *(f'{name} K=1 L=2' for name in ('speculative', 'block', 'greedy_block', 'ersd'))
+  }  # fmt: skip
+  assert [row['predicted'] for row in rows] == sorted((row['predicted'] for row in rows), reverse=True)
+  assert found['chosen'] == rows[0]['setting']
+  assert found['best'] == max(rows, key=lambda row: row['measured'])['setting']
+  errors, relative = found['errors'], found['errors_of_speedups']
+  assert errors['of_the_chosen'] == abs(rows[0]['predicted'] / rows[0]['measured'] - 1) <= errors['largest']
+  assert 0 <= relative['median'] <= relative['largest']
+  assert found['chosen_over_best'] <= 1 + 1e-9
+
+
+def test_refill():
+  target, draft = speed.make_model('A', 'float32'), speed.make_model('B', 'float32')
+  _, tokenizer = spectr_jax.load_model(ROOT / 'pretrained/draft')
+  requests = refill.make_requests(tokenizer, 5)
+  assert sorted(len(request.tokens) for request in requests) == [16, 76, 136, 196, 256]
+  options = {'method': 'speculative', 'tree': spectr_jax.TokenTree.chains(1, 2), 'max_new_tokens': 4, 'eos_id': None}
+  whole = refill.run_batches((target, draft), requests, 2, **options)
+  refilled = refill.run_refilled((target, draft), requests, 2, **options)
+  assert whole == refilled
+  assert set(whole) == set(range(5))
+  assert all(len(tokens) == 4 for tokens in whole.values())
 
 
 def test_growth(monkeypatch):

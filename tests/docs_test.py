@@ -205,7 +205,7 @@ def test_every_documented_command_has_its_flags():
   assert not {str(command): result['error'] for command, result in zip(_COMMANDS, found) if result['error']}
   assert 'Unknown command line flag' in caught['error']
   known = {name for result in found for name in result['flags']} | _FLAGS_OF_OTHERS
-  mentioned = {page.name: documented.inline_flags(page) - known for page in documented.PAGES}
+  mentioned = {str(page.relative_to(ROOT)): documented.inline_flags(page) - known for page in documented.PAGES}
   assert not {page: unknown for page, unknown in mentioned.items() if unknown}
 
 
@@ -222,6 +222,10 @@ _NOT_RUN = {
   'decode.reproduce': 'times several settings: tests/decode/reproduce_test.py',
   'train.main': 'trains: tests/train/command_test.py',
   'benchmarks.share_of_optimum': 'tests/decode/run_test.py measures such shares',
+  **dict.fromkeys(
+    ('benchmarks.auto', 'benchmarks.growth', 'benchmarks.refill', 'benchmarks.speed'),
+    'times large models or many settings: tests/benchmarks_test.py',
+  ),
 }
 # Options of the same name have the same small value wherever they are given.
 _SMALL = {
@@ -273,6 +277,32 @@ def _reduced(command, directory):
   return [f'--{name}={value}' if value != '' else f'--{name}' for name, value in values.items()] + [
     *_MORE.get(command.module, ())
   ]
+
+
+# Commands of which no run is recorded, by what is in them, and why.
+_NOT_RECORDED = {
+  'train.prepare_data': 'needs the archive of LM1B',
+  'gs://BUCKET': 'needs a pod and a bucket',
+  '--coordinator_address': 'needs several machines',
+  '--mesh=data:8,model:2 --output': 'needs a pod',
+  '--config=configs/NAME.py': 'shows the form of others',
+}
+_RECORDS = 'docs/runs.md'
+
+
+def test_a_whole_run_of_every_command_is_recorded():
+  def words(command):
+    return ' '.join((command.module, *command.arguments))
+
+  recorded = {words(command) for command in _COMMANDS if command.page == _RECORDS}
+  assert len(recorded) > 30
+  missing = {words(command) for command in _COMMANDS} - recorded
+  reasons = {command: [why for part, why in _NOT_RECORDED.items() if part in command] for command in missing}
+  assert not [command for command, why in reasons.items() if not why]
+  assert {why for every in reasons.values() for why in every} == set(_NOT_RECORDED.values())
+  for line in _read('runs.md').splitlines():
+    if line.startswith('| `'):
+      assert re.search(r'\| \d+(\.\d)? (s|min|h) \|', line), line
 
 
 def test_what_is_not_run_is_there():

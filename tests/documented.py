@@ -19,7 +19,8 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = (ROOT / 'README.md', ROOT / 'pretrained/README.md', *sorted((ROOT / 'docs').rglob('*.md')))
+_READMES = 'README.md', 'pretrained/README.md', 'benchmarks/README.md'
+PAGES = (*(ROOT / name for name in _READMES), *sorted((ROOT / 'docs').rglob('*.md')))
 _PACKAGES = 'decode', 'train', 'benchmarks'
 
 

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from decode import auto
 from decode.options import AUTO_GRID, DecodeOptions
 from decode.run import run_decode
-from spectr_jax import METHODS
+from spectr_jax import METHODS, Generation
 
 
 def _options(**changes):
@@ -47,6 +48,16 @@ def _calibration(settings, *, draft=0.5e-3, node=0.1e-3, rest=1e-3, rate=0.8, pr
       prefill_seconds=prefill, round_seconds=drafts[name] + targets[size] + rest * (1 + 0.01 * size),
     )  # fmt: skip
   return auto.Calibration({'device': 'test'}, drafts, targets, observations)
+
+
+def test_seconds_of_a_group_are_those_of_the_first_groups_time():
+  def batch(seconds, calls):
+    calls = np.array(calls)
+    return seconds, seconds / 100, 7, Generation(calls, 2 * calls, calls, calls[:, None], calls, 0 * calls)
+
+  found = auto._observation([batch(3.0, [5, 6]), batch(5.0, [7, 7])], 3, pace=2)  # the last row is a copy
+  assert (found.prefill_seconds, found.round_seconds) == (2.0, 0.02)
+  assert (found.num_calls, found.num_tokens, found.num_rounds, found.kept) == (18, 36, 14, [18])
 
 
 def test_predictions_are_those_of_the_closed_form():

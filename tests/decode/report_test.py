@@ -32,7 +32,17 @@ def run(tokenizer):
     accepted = np.full((1, setting.draft_length), 2)
     origins = np.resize([0, 1, 0, 2], (1, 8))
     measurements.append(
-      Measurement(setting, 0, ids, origins, np.array([8]), np.array([calls]), accepted, np.array([seconds]), calls)
+      Measurement(
+        setting,
+        0,
+        ids,
+        origins,
+        np.array([8]),
+        np.array([calls]),
+        accepted,
+        *[np.array([s]) for s in (seconds, 1.0)],
+        calls,
+      )
     )
   info = {'models': {'target': {'path': 't', 'num_params': 10}}, 'device': {'platform': 'cpu', 'kind': 'cpu'}}
   info['device']['num_cpus'] = 1

@@ -83,13 +83,13 @@ def test_long_grids_are_decoded_in_groups(pair, prompt_file, monkeypatch):
     prompts=str(prompt_file), batch_size=2, max_new_tokens=4,
   )  # fmt: skip
   whole = run_decode(options)
-  answers = iter([False, False, True, False])
+  answers = iter([False, True])
   monkeypatch.setattr(program_memory, '_is_half_full', lambda: next(answers))
   seen = []
   parts = run_decode(options, lambda *args: seen.append(args))
   names = [str(setting) for setting in whole.settings]
   assert whole.info['timed_together'] == [names]
-  assert parts.info['timed_together'] == [names[:2], names[2:]]
+  assert parts.info['timed_together'] == [names[:2], [names[0], names[2]]]
   for one, other in zip(whole.measurements, parts.measurements):
     assert one.setting == other.setting
     np.testing.assert_array_equal(one.tokens, other.tokens)
@@ -111,18 +111,21 @@ def test_programs_are_forgotten_where_there_is_little_room(monkeypatch, tmp_path
   program = jax.jit(lambda x: x + 1)
   program(np.zeros(9))
 
-  def sizes():
+  def sizes(**more):
     """How many programs there are whenever a group is given."""
 
     def compiled(i):
       program(np.zeros(i + 1))
 
-    return [(group, program._cache_size()) for group in program_memory.in_groups(range(3), compiled)]
+    return [(group, program._cache_size()) for group in program_memory.in_groups(range(3), compiled, **more)]
 
   assert sizes() == [([0, 1, 2], 4)]
+  assert sizes(baseline=1) == [([1, 0, 2], 4)]
   limit.write_text('2')
   assert sizes() == [([0], 1), ([1], 1), ([2], 1)]
+  assert sizes(baseline=0) == [([0, 1], 2), ([0, 2], 2)]
   assert list(program_memory.in_groups([], print)) == []
+  assert list(program_memory.in_groups([0], print, baseline=0)) == [[0]]
 
 
 def test_rounds_are_profiled(pair, prompt_file, tmp_path):
@@ -178,7 +181,8 @@ def test_speed_is_compared_batch_by_batch(pair, prompt_file):
   for found in run.measurements:
     name = found.setting.method.name
     own = np.array({'autoregressive': (4.0, 2.0), 'speculative': (2.0, 1.0)}[name])
-    measurements.append(dataclasses.replace(found, batch_seconds=own, lengths=np.array([6, 6, 6])))
+    seconds = {'batch_seconds': own, 'baseline_seconds': np.array([4.0, 2.0])}
+    measurements.append(dataclasses.replace(found, **seconds, lengths=np.array([6, 6, 6])))
   run = dataclasses.replace(run, measurements=measurements)
   baseline, summary = map(run.summarize, run.settings)
   # Twice as fast in either batch: nothing is left to chance.
@@ -193,6 +197,14 @@ def test_speed_is_compared_batch_by_batch(pair, prompt_file):
   ]
   low, high = dataclasses.replace(run, measurements=measurements).summarize(run.settings[1]).speedup_interval
   assert low < 1.5 < high
+  # In a group of its own, when the machine was half as fast: it is compared with what was beside it.
+  measurements = [
+    dataclasses.replace(found, baseline_seconds=np.array([8.0, 4.0])) if found.setting.method.max_drafts else found
+    for found in measurements
+  ]
+  slower = dataclasses.replace(run, measurements=measurements).summarize(run.settings[1])
+  assert (slower.speedup, slower.tokens_per_second) == (pytest.approx(3), pytest.approx(4.5))
+  assert slower.round_cost == pytest.approx(8 / slower.num_rounds / (24 / baseline.num_rounds))
 
 
 @pytest.mark.usefixtures('quickly')
