@@ -17,7 +17,7 @@ from decode.options import DecodeOptions
 from decode.workload import Workload
 from spectr_jax.models.transformer import TransformerConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('quickly')]
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = TransformerConfig(32000, 16, num_layers=1, num_heads=2, mlp_dim=16, max_length=512)
@@ -100,6 +100,7 @@ def test_growth(monkeypatch):
 def test_speed_on_a_gpu_in_pieces(tmp_path):
   env = {
     **os.environ, 'OUT': str(tmp_path), 'PYTHON': sys.executable, 'BATCHES': '1 2', 'SHAPES': 'none',
+    'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true',
     'DECODE': '--method=autoregressive,spectr --num_prompts=2 --max_new_tokens=4 --num_drafts=2 --draft_length=1',
   }  # fmt: skip
 

@@ -4,8 +4,9 @@ import dataclasses
 import importlib.metadata
 import os
 
-# Before JAX is imported, and for commands that tests run: nothing is left in the cache of whoever runs them, and XLA
-# compiles for CPUs with its older code for fusions, where it knows this flag: in half the time.
+# Before JAX is imported, and for commands that tests run: nothing is left in the cache of whoever runs them (commands
+# get one of their own below), and XLA compiles for CPUs with its older code for fusions, where it knows this flag: in
+# half the time.
 os.environ['JAX_COMPILATION_CACHE_DIR'] = ''
 if (0, 8) <= tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11):
   os.environ['XLA_FLAGS'] = f'--xla_cpu_use_fusion_emitters=false {os.environ.get("XLA_FLAGS", "")}'
@@ -25,6 +26,13 @@ TEXT_SIZE = 32
 CONFIG = transformer.TransformerConfig(
   vocab_size=17, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, max_length=64
 )
+
+
+@pytest.fixture(autouse=True, scope='session')
+def _programs_of_commands(tmp_path_factory):
+  """Commands that tests run compile nothing that one before them has."""
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = str(tmp_path_factory.mktemp('programs'))
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
 
 
 @pytest.fixture(autouse=True, scope='module')

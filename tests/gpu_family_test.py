@@ -25,7 +25,7 @@ def _piece(out, corpus, seconds):
   env = {
     **os.environ, 'FILES': str(corpus), 'OUT': str(out), 'PYTHON': sys.executable, 'SIZES': '97m 6m 2m', 'TRAIN': _TINY,
     'SECONDS_PER_PIECE': str(seconds), 'PROMPTS': f'HumanEval={out}.txt', 'TEXTS': f'{out}.txt',
-    'TABLES': ' '.join(_TABLES),
+    'TABLES': ' '.join(_TABLES), 'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true',
     'LATENCY': '--num_runs=2 --num_drafts=1 --draft_length=2 --context=8',
     'DECODE': '--num_drafts=2 --draft_length=2 --num_prompts=2 --batch_size=2 --max_new_tokens=8',
   }  # fmt: skip
