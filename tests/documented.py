@@ -54,7 +54,7 @@ def _of_line(page: str, line: str) -> list[Command]:
     end = words.index('&&') if '&&' in words else len(words)
     part, words = words[:end], words[end + 1 :]
     env = []
-    while part and re.match(r'[A-Z_]+=', part[0]):
+    while part and re.match(r'[A-Z_]\w*=', part[0]):
       env.append(tuple(part.pop(0).split('=', 1)))
     for word in part:  # a command for another machine
       if word.startswith('--command='):

@@ -2,9 +2,13 @@
 
 import dataclasses
 import math
+import os
 import re
+import subprocess
+import sys
 
 import pytest
+from commands import ROOT
 
 from configs import lm1b
 from decode import aot as decode_aot
@@ -36,6 +40,29 @@ def pair():
     role: dataclasses.replace(check_config(lm1b.get_config(size)), dtype='bfloat16')
     for role, size in (('target', '97m'), ('draft', '6m'))
   }
+
+
+_COMPILE = """
+import jax, numpy as np
+from spectr_jax.topology import describe_topology
+from jax.sharding import NamedSharding, PartitionSpec
+mesh = jax.sharding.Mesh(np.array(describe_topology('v5e:2x2')), ('data',))
+x = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=NamedSharding(mesh, PartitionSpec('data')))
+print(jax.jit(lambda x: x + 1).lower(x).compile().memory_analysis().output_size_in_bytes)
+"""
+
+
+@pytest.mark.usefixtures('chips')
+def test_programs_that_cannot_be_read_back_are_not_kept(tmp_path):
+  env = {**os.environ, 'JAX_COMPILATION_CACHE_DIR': str(tmp_path), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+  for _ in range(2):
+    ran = subprocess.run(
+      [sys.executable, '-c', _COMPILE], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) == 1024
+    assert 'persistent' not in ran.stderr
+  assert not list(tmp_path.iterdir())
 
 
 def test_the_pair_of_the_paper_decodes_on_one_chip(chips, pair):
