@@ -77,8 +77,9 @@ def describe_groups(groups: Sequence[Sequence[str]]) -> list[str]:
     return []
   first, *others = groups
   has_baseline = all(group[0] == first[0] for group in others)
-  says = f'with {first[0]} in each, to which speed-ups refer' if has_baseline else 'so speeds compare less well'
+  says = f' with {first[0]} in each, to which speed-ups refer;' if has_baseline else ''
   return [
     f'Programs of all settings do not fit in one process: they were timed in {len(groups)} groups, one after another,'
-    f' {says}. New groups begin with {", ".join(group[has_baseline] for group in others)}.'
+    f'{says} tokens/s of different groups compare less well. New groups begin with'
+    f' {", ".join(group[has_baseline] for group in others)}.'
   ]

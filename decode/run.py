@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 
 import spectr_jax
 from decode import latency, metrics
@@ -44,7 +45,8 @@ class Measurement:
     calls: int32 `[P]`, target calls.
     accepted_by_depth: int32 `[P, L]`.
     batch_seconds: `[number of batches]`, wall time of each, prefill included and compilation not.
-    baseline_seconds: The same of autoregressive decoding, in turns with this; None if that was not run.
+    baseline_seconds: The same of autoregressive decoding (`baseline_of` the settings), in turns with this; None if that
+      was not run.
     rounds: Rounds the device ran: a batch runs until its last row is done.
     statistics: Of each prompt, or None if not asked for.
   """
@@ -78,7 +80,7 @@ class Summary:
     acceptance_by_position: `[L]`, the share of rounds that kept at least d + 1 drafted tokens.
     seconds: Time of all batches, compilation excluded.
     num_rounds: Rounds the device ran, each for a whole batch.
-    tokens_per_second: New tokens over seconds.
+    tokens_per_second: New tokens over seconds; of settings that were not timed together they compare less well.
     speedup: Tokens per second over those of autoregressive decoding in turns with it, None if that was not run.
     speedup_interval: Its 95% interval over batches, None for a single batch and for autoregressive decoding itself.
     round_cost: Time of a round over that of an autoregressive step, None if that was not run.
@@ -166,7 +168,7 @@ class DecodeRun:
     if baseline:
       speeds, others = self.batch_speeds(setting, seeds)
       speedup = metrics.ratio(*speeds) / metrics.ratio(*others)
-      if len(speeds[0]) > 1 and setting.method.max_drafts != 0:
+      if len(speeds[0]) > 1 and setting != baseline_of(self.settings):
         speedup_interval = metrics.compare(speeds, others)[1:]
       round_cost = seconds / num_rounds / (float(others[1].sum()) / sum(found.rounds for found in baseline))
     # Continuations of one prompt under several seeds are one unit of the sample.
@@ -291,7 +293,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
   batches, prompts = workload.batches, workload.prompts
   done, total = 0, len(settings) * options.num_seeds * len(batches)
   keys = {seed: workload.keys(seed) for seed in options.seeds}
-  part_seconds, groups = {}, []
+  baseline, part_seconds, groups = baseline_of(settings), {}, []
 
   def prepare(setting):
     notify(f'{setting}: compiling', done, total)
@@ -301,11 +303,11 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
     if options.breakdown and setting.tree.num_nodes:
       notify(f'{setting}: timing its parts', done, total)
       part_seconds[setting] = latency.time_parts(state)
-    if options.profile_dir is not None:
+    if options.profile_dir is not None and not (groups and setting == baseline):
       notify(f'{setting}: profiling', done, total)
       latency.profile(state, epath.Path(options.profile_dir) / str(setting).replace(' ', '_').replace(':', '_'))
 
-  baseline, found = baseline_of(settings), {}
+  found = {}
   for group in in_groups(settings, prepare, baseline=baseline, is_joint=workload.is_joint):
     groups.append([str(setting) for setting in group])
     seconds: dict[tuple[Setting, int], list[float]] = collections.defaultdict(list)
@@ -325,7 +327,10 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
   measurements = [found[setting, seed] for setting in settings for seed in options.seeds]
   info = workload.info | {'timed_together': groups}
   run = DecodeRun(options, info, prompts, workload.tokenizer, settings, measurements, part_seconds=part_seconds)
-  slow = [setting for setting in settings if setting.tree.num_nodes and (run.summarize(setting).speedup or 1) < 1]
+  is_slow = np.array([bool(each.tree.num_nodes) and (run.summarize(each).speedup or 1) < 1 for each in settings])
+  if workload.is_joint:  # clocks differ
+    is_slow = multihost_utils.broadcast_one_to_all(is_slow)
+  slow = [setting for setting, value in zip(settings, is_slow) if value]
   if slow:
     notify("measuring the target's cost of a call", done, total)
     trees = {setting.tree.num_nodes: setting.tree for setting in slow}

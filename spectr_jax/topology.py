@@ -42,7 +42,7 @@ def is_compiler_installed() -> bool:
 def describe_topology(name: str) -> list[jax.Device]:
   """The chips of a slice such as `v5e:4x4`, as descriptions.
 
-  From here on JAX keeps no compiled programs on disk: those for described chips cannot be read back.
+  JAX does not begin after it to keep compiled programs on disk: those for described chips cannot be read back.
 
   Raises:
     ValueError: The compiler is missing or does not know the topology.
@@ -57,11 +57,12 @@ def describe_topology(name: str) -> list[jax.Device]:
     ('ALLOW_MULTIPLE_LIBTPU_LOAD', '1'),
   ):  # fmt: skip
     os.environ.setdefault(variable, value)
-  jax.config.update('jax_enable_compilation_cache', False)
   try:
-    return list(topologies.get_topology_desc(platform='tpu', topology_name=name).devices)
+    devices = list(topologies.get_topology_desc(platform='tpu', topology_name=name).devices)
   except Exception as error:  # the plug-in raises many types
     raise ValueError(f'no TPU topology {name!r}: {error}') from error
+  jax.config.update('jax_enable_compilation_cache', False)
+  return devices
 
 
 def chip_of(device: jax.Device) -> Chip:

@@ -33,7 +33,7 @@ def _hits(*arguments, **env):
   """Runs the program and returns how many compiled ones it found."""
   env = {
     'PYTHONPATH': str(_REPOSITORY),
-    **{k: v for k, v in os.environ.items() if k != 'JAX_COMPILATION_CACHE_DIR'},
+    **{k: v for k, v in os.environ.items() if 'CACHE' not in k},
     **env,
   }
   ran = subprocess.run(

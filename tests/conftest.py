@@ -33,6 +33,13 @@ def _programs_of_commands(tmp_path_factory):
   """Commands that tests run compile nothing that one before them has."""
   os.environ['JAX_COMPILATION_CACHE_DIR'] = str(tmp_path_factory.mktemp('programs'))
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
+  os.environ['JAX_COMPILATION_CACHE_MAX_SIZE'] = str(2**30)  # with a limit JAX locks what it writes
+
+
+@pytest.fixture
+def own_programs(tmp_path, monkeypatch):
+  """For commands that are killed: what they leave half-written is no other test's."""
+  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path / 'programs'))
 
 
 @pytest.fixture(autouse=True, scope='module')

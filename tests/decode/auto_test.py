@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from decode import auto
 from decode.options import AUTO_GRID, DecodeOptions
 from decode.run import run_decode
+from decode.workload import Workload
 from spectr_jax import METHODS, Generation
 
 
@@ -58,6 +60,34 @@ def test_seconds_of_a_group_are_those_of_the_first_groups_time():
   found = auto._observation([batch(3.0, [5, 6]), batch(5.0, [7, 7])], 3, pace=2)  # the last row is a copy
   assert (found.prefill_seconds, found.round_seconds) == (2.0, 0.02)
   assert (found.num_calls, found.num_tokens, found.num_rounds, found.kept) == (18, 36, 14, [18])
+
+
+@pytest.mark.usefixtures('quickly')
+def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch):
+  options = _options(
+    **pair, prompts=str(prompt_file), num_prompts=2, num_drafts=(2,), draft_length=(1,), max_new_tokens=4
+  )
+  alone, spectr = (each for each in auto.grid(options) if each.method.name in ('autoregressive', 'spectr'))
+  now, tick = 0.0, 1.0  # every look at the clock takes a tick
+
+  def look():
+    nonlocal now
+    now += tick
+    return now
+
+  def groups(settings, prepare, *, baseline, is_joint):
+    nonlocal tick
+    assert (settings, baseline, is_joint) == ([alone, spectr], alone, False)
+    yield [alone]
+    tick = 2.0
+    yield [alone, spectr]
+
+  monkeypatch.setattr(auto, 'time', types.SimpleNamespace(perf_counter=look))
+  monkeypatch.setattr(auto, 'in_groups', groups)
+  found = auto._observe(Workload.load(options), [alone, spectr], lambda *_: None)
+  assert set(found) == {str(alone), str(spectr)}
+  assert [each.prefill_seconds for each in found.values()] == [1.0, 1.0]
+  assert all(0.25 <= each.round_seconds <= 1 for each in found.values())
 
 
 def test_predictions_are_those_of_the_closed_form():

@@ -135,6 +135,7 @@ def test_parts_are_of_one_number_of_processes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('own_programs')
 def test_a_run_that_is_killed_at_any_moment_is_gone_on_with(pair, many_prompts, tmp_path):
   straight = start(pair, many_prompts, tmp_path / 'straight.jsonl', num_seeds=3)
   _, err = straight.communicate(timeout=300)

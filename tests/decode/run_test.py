@@ -93,7 +93,11 @@ def test_long_grids_are_decoded_in_groups(pair, prompt_file, monkeypatch):
   for one, other in zip(whole.measurements, parts.measurements):
     assert one.setting == other.setting
     np.testing.assert_array_equal(one.tokens, other.tokens)
+  assert [done for what, done, _ in seen if what.startswith('decoding')] == [0, 1, 2, 3, 4, 4, 5, 5]
   assert seen[-1][1:] == (6, 6)
+  alone, together, later = parts.measurements
+  np.testing.assert_array_equal(together.baseline_seconds, alone.batch_seconds)
+  assert not np.array_equal(later.baseline_seconds, alone.batch_seconds)
   said = [''.join(program_memory.describe_groups(run.info['timed_together'])) for run in (whole, parts)]
   assert said[0] == ''
   assert 'in 2 groups' in said[1]

@@ -105,6 +105,7 @@ def test_arguments_that_name_no_configuration(monkeypatch, arguments, message):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('own_programs')
 def test_a_tokenizer_and_a_model_are_trained_and_training_goes_on_after_a_kill(tmp_path, corpus):
   settings = (
     '--config=configs/base.py', '--config.source=files', f'--config.files={corpus}', '--config.vocab_size=280',

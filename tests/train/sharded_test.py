@@ -129,7 +129,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, base, on_one_devi
   arguments = (*base(cache_dir=on_one_device / 'data'), f'--workdir={tmp_path}')
   finish(start(*arguments, '--config.num_steps=6'))
   # No file may grow beyond what metrics need.
-  limited = start(*arguments, wrapper=('bash', '-c', 'ulimit -f 8; exec "$@"', 'limited'))
+  limited = start(*arguments, wrapper=('bash', '-c', 'ulimit -f 8; exec "$@"', 'limited'), JAX_COMPILATION_CACHE_DIR='')
   _, err = limited.communicate(timeout=120)
   assert limited.returncode == 1
   assert len(err.splitlines()) == 1, err
@@ -146,6 +146,7 @@ def test_sigterm_stops_two_processes_at_one_step(tmp_path, base):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('own_programs')
 def test_two_processes_survive_being_killed(tmp_path, base, on_one_device):
   """Killed without warning in the middle, and started again: the end is that of a run that was left alone.
 
