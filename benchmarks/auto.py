@@ -19,11 +19,9 @@ import dataclasses
 import json
 
 import numpy as np
-from absl import flags
 
 from benchmarks.speed import SHAPES, make_model
 from decode import auto, metrics, report
-from decode.option_flags import read_options
 from decode.options import AUTO
 from decode.output_files import OutputFiles
 from decode.program_memory import describe_groups
@@ -31,9 +29,6 @@ from decode.run import measure
 from decode.settings import baseline_of
 from decode.workload import Workload
 from spectr_jax.io import command_line
-
-_OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
-_SHAPES = flags.DEFINE_bool('shapes', False, 'Random weights in the shapes A and B in place of --target and --draft.')
 
 
 def with_shapes(workload: Workload) -> Workload:
@@ -97,38 +92,44 @@ def compare_predictions(workload: Workload, predictions, notify) -> dict:
   }
 
 
-def main(argv):
-  del argv
-  options = read_options(method=(AUTO,))
-  if _SHAPES.value and options.mesh:
-    raise ValueError('shapes are for one device, without a mesh')
-  with OutputFiles(output=_OUTPUT.value) as outputs:
-    with report.show_progress() as notify:
-      workload = Workload.load(options)
-      if _SHAPES.value:
-        workload = with_shapes(workload)
-      if len(workload.batches) < 2:
-        raise ValueError(f'intervals are over batches: num_prompts must be above batch_size {options.batch_size}')
-      found = compare_predictions(workload, auto.predict_all(workload, notify), notify)
-    outputs.write(output=json.dumps(found, indent=2) + '\n')
-  for row in sorted(found['settings'], key=lambda row: -row['measured']):
-    predicted, measured = row['predicted'], row['measured']
-    ratio = predicted / measured
-    print(f'{row["setting"]:28} predicted {predicted:7.1f}, measured {measured:7.1f} tokens/s: {ratio:.2f}')
-  for line in describe_groups(found['run']['timed_together']):
-    print(line)
-  low, high = found['chosen_over_best_ci95']
-  for what, field in (('tokens/s', 'errors'), ('multiples of autoregressive decoding', 'errors_of_speedups')):
-    of = found[field]
-    print(
-      f'{what}: errors of {of["median"]:.1%} in the median, {of["largest"]:.1%} at most, {of["of_the_chosen"]:.1%} of'
-      f' the chosen; within 10% for {of["share_within_10_percent"]:.0%} of {len(found["settings"])} settings'
-    )
-  print(
-    f'chosen {found["chosen"]}, fastest measured {found["best"]}:'
-    f' {found["chosen_over_best"]:.3f} ({low:.3f} to {high:.3f}) times as fast'
-  )
-
-
 if __name__ == '__main__':
+  from absl import flags
+
+  from decode.option_flags import read_options
+
+  _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
+  _SHAPES = flags.DEFINE_bool('shapes', False, 'Random weights in the shapes A and B in place of --target and --draft.')
+
+  def main(argv):
+    del argv
+    options = read_options(method=(AUTO,))
+    if _SHAPES.value and options.mesh:
+      raise ValueError('shapes are for one device, without a mesh')
+    with OutputFiles(output=_OUTPUT.value) as outputs:
+      with report.show_progress() as notify:
+        workload = Workload.load(options)
+        if _SHAPES.value:
+          workload = with_shapes(workload)
+        if len(workload.batches) < 2:
+          raise ValueError(f'intervals are over batches: num_prompts must be above batch_size {options.batch_size}')
+        found = compare_predictions(workload, auto.predict_all(workload, notify), notify)
+      outputs.write(output=json.dumps(found, indent=2) + '\n')
+    for row in sorted(found['settings'], key=lambda row: -row['measured']):
+      predicted, measured = row['predicted'], row['measured']
+      ratio = predicted / measured
+      print(f'{row["setting"]:28} predicted {predicted:7.1f}, measured {measured:7.1f} tokens/s: {ratio:.2f}')
+    for line in describe_groups(found['run']['timed_together']):
+      print(line)
+    low, high = found['chosen_over_best_ci95']
+    for what, field in (('tokens/s', 'errors'), ('multiples of autoregressive decoding', 'errors_of_speedups')):
+      of = found[field]
+      print(
+        f'{what}: errors of {of["median"]:.1%} in the median, {of["largest"]:.1%} at most, {of["of_the_chosen"]:.1%} of'
+        f' the chosen; within 10% for {of["share_within_10_percent"]:.0%} of {len(found["settings"])} settings'
+      )
+    print(
+      f'chosen {found["chosen"]}, fastest measured {found["best"]}:'
+      f' {found["chosen_over_best"]:.3f} ({low:.3f} to {high:.3f}) times as fast'
+    )
+
   command_line.run(main)
