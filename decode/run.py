@@ -139,30 +139,24 @@ class DecodeRun:
   part_seconds: dict[Setting, dict[str, float]] = dataclasses.field(default_factory=dict)
   predictions: list[Prediction] = dataclasses.field(default_factory=list)
 
+  def _of(self, setting: Setting | None, seeds) -> list[Measurement]:
+    seeds = self.options.seeds if seeds is None else seeds
+    return [found for found in self.measurements if found.seed in seeds and found.setting == setting]
+
   def batch_speeds(self, setting: Setting, seeds=None) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Tokens and seconds of each batch over `seeds`, and those of autoregressive decoding beside it if that was run."""
-    seeds = self.options.seeds if seeds is None else seeds
     starts = range(0, len(self.prompts), self.options.batch_size)
+    own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
 
-    def tokens(wanted):
-      lengths = [each.lengths for each in self.measurements if each.seed in seeds and each.setting == wanted]
-      return np.add.reduceat(sum(lengths), starts)
+    def tokens(group):
+      return np.add.reduceat(sum(found.lengths for found in group), starts)
 
-    own = [each for each in self.measurements if each.seed in seeds and each.setting == setting]
-    speeds = tokens(setting), sum(each.batch_seconds for each in own)
-    baseline = baseline_of(self.settings)
-    if baseline is None:
-      return (speeds,)
-    return speeds, (tokens(baseline), sum(each.baseline_seconds for each in own))
+    speeds = tokens(own), sum(found.batch_seconds for found in own)
+    return (speeds, (tokens(baseline), sum(found.baseline_seconds for found in own))) if baseline else (speeds,)
 
   def summarize(self, setting: Setting, seeds=None) -> Summary:
     """The numbers of one setting over `seeds`, by default all that were run."""
-    seeds = self.options.seeds if seeds is None else seeds
-
-    def select(wanted):
-      return [found for found in self.measurements if found.seed in seeds and found.setting == wanted]
-
-    own, baseline = select(setting), select(baseline_of(self.settings))
+    own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
     num_rounds, seconds = sum(found.rounds for found in own), sum(found.seconds for found in own)
     speedup, speedup_interval, round_cost = None, None, None
     if baseline:
