@@ -9,7 +9,7 @@ import numpy as np
 from spectr_jax.couplings import KSeq, Maximal, Only, OverAccept, Race, Recursive, Selected
 from spectr_jax.proposal import FirstArrivals, Independent, ProposalRule, WithoutReplacement
 from spectr_jax.tree import TokenTree
-from spectr_jax.verify import Block, GreedyBlock, SeedExact, Traversal, Verifier, Walk
+from spectr_jax.verify import Block, GreedyBlock, RaceTraversal, SeedExact, Traversal, Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +181,13 @@ _METHODS = (
     proposal_rule=Independent(),
     is_lossless=True,
     source='Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding"',
+  ),
+  Method(
+    name='race_traversal',
+    verifier=RaceTraversal(),
+    proposal_rule=Independent(),
+    is_lossless=True,
+    source='this library: every branch of the tree, leaves first, with the shares of races as credit',
   ),
   Method(
     name='decoding_opt',

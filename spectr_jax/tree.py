@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+_NOTHING = 'nothing is ever accepted, so no tree is better than none'
+
 
 def _integer(name: str, value) -> int:
   try:
@@ -150,7 +152,8 @@ class TokenTree:
     A node is accepted with the product of the probabilities along its path, and the tree holds the N nodes for which
     it is largest, fewer only if no others can be accepted at all. Of equally likely nodes the shallower one comes
     first, then the one with fewer siblings before it, then the one whose parent came first. Takes O(N log N) steps; the
-    tree is that of a Tunstall code.
+    tree is that of a Tunstall code. Methods whose siblings are exchangeable have `optimal_factors`, and those that try
+    every branch `optimal_chains`.
 
     Source: "Speculative Decoding via Exponential Races", Algorithm 3.
 
@@ -199,8 +202,63 @@ class TokenTree:
       offer(parent, child + 1)
       offer(len(parents), 0)
     if not parents:
-      raise ValueError('nothing is ever accepted, so no tree is better than none')
+      raise ValueError(_NOTHING)
     return cls.from_parents(parents)
+
+  @classmethod
+  def optimal_chains(cls, kept, num_nodes: int, max_depth: int | None = None, *, tolerance: float = 0.0) -> TokenTree:
+    """The best K chains of L tokens with at most N nodes: the search for methods that try every branch.
+
+    Such a method goes on to the next branch where one fails. What it keeps is no product of one chance per depth, so
+    neither `optimal` nor `optimal_factors` describes it. With c_d(k) the probability that at least d + 1 tokens of k
+    chains are kept in a call, K chains of L tokens yield c_0(K) + ... + c_{L-1}(K) tokens. That is what the search
+    maximises over all K and L. It takes c_d(k) to be the same however long the chains are, as it is for
+    `spectr_jax.theory.stateless_kept_bound`. Trees that branch below the root are not among those searched.
+
+    Source: this library.
+
+    Args:
+      kept: `[D, W]`: c_d(k) at `[d, k - 1]`, as predicted or measured. NaN where it is not known; k chains are no
+        longer than the numbers above the first NaN in their column. No more than W chains, no longer than D.
+      num_nodes: N, at least 1.
+      max_depth: The longest chain allowed, or None for any.
+      tolerance: Share of the tokens that shorter chains may cost. Of the K whose best chains yield at least
+        (1 - tolerance) times the most, the one with the shortest chains is taken: every depth is one more step of the
+        draft, and steps follow each other.
+
+    Returns:
+      The chains. Among equally good ones those with the fewest nodes, then the fewest chains.
+
+    Raises:
+      ValueError: `kept` has another shape, values outside [0, 1], or no number in its first row for at most N chains;
+        `num_nodes` or `max_depth` is below 1; or nothing is ever kept.
+    """
+    num_nodes = _positive('num_nodes', num_nodes)
+    max_depth = num_nodes if max_depth is None else _positive('max_depth', max_depth)
+    table = _probabilities('kept', kept)
+    if table.ndim != 2 or not table.size:
+      raise ValueError(f'kept must have the shape [D, W] with entries, got {list(table.shape)}')
+    table = table[:, :num_nodes]
+    if np.isnan(table[0]).all():
+      raise ValueError(f'kept must hold a number in its first row for at most {num_nodes} chains, got only NaN')
+    if not 0 <= tolerance < 1:
+      raise ValueError(f'tolerance must be from 0 to below 1, got {tolerance}')
+    found = []
+    for num_drafts, column in enumerate(table.T, start=1):
+      best, tokens = (0.0, 0, num_drafts), 0.0
+      for length, chance in enumerate(column[: min(num_nodes // num_drafts, max_depth)], start=1):
+        if math.isnan(chance):
+          break
+        tokens += chance
+        best = min(best, (-tokens, num_drafts * length, num_drafts))
+      found.append(best)
+    most, used, num_drafts = min(found)
+    if not used:
+      raise ValueError(_NOTHING)
+    if tolerance:
+      enough = [each for each in found if each[1] and 1 - each[0] >= (1 - tolerance) * (1 - most)]
+      _, used, num_drafts = min(enough, key=lambda each: (each[1] // each[2], each))
+    return cls.chains(num_drafts, used // num_drafts)
 
   @property
   def num_nodes(self) -> int:

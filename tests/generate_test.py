@@ -42,7 +42,9 @@ TREES = {
   for name, method in VERSIONS.items()
 }
 # One of each kind of verifier, proposal and state.
-KINDS = 'autoregressive', 'speculative', 'spectr', 'gsd', 'ersd', 'greedy_block', 'race_block', 'traversal'
+KINDS = (
+  'autoregressive', 'speculative', 'spectr', 'gsd', 'ersd', 'greedy_block', 'race_block', 'traversal', 'race_traversal',
+)  # fmt: skip
 LOSSLESS = [name for name, method in VERSIONS.items() if method.is_lossless]
 NEW = 12
 PROMPTS = np.array([[3, 0, 0, 0, 0, 0], [1, 4, 0, 0, 0, 0], [5, 2, 0, 3, 1, 4], [2, 2, 5, 0, 0, 0]])
@@ -297,7 +299,7 @@ def _assert_rows_alone(models, method, *, shapes, seed, **options):
 
 
 @pytest.mark.usefixtures('quickly')
-@pytest.mark.parametrize('method', _slow_but(['autoregressive', 'spectr', 'gsd', 'greedy_block', 'race_block']))
+@pytest.mark.parametrize('method', _slow_but(['autoregressive', 'spectr', 'gsd', 'greedy_block', 'race_traversal']))
 def test_table_rows_do_not_depend_on_their_batch(tables, method):
   _assert_rows_alone(tables, method, shapes=[((3, 1, 0, 2), 6), ((2, 0, 1), 9)], seed=0)
 
@@ -309,7 +311,7 @@ def test_a_row_alone(tables, method):
 
 
 @pytest.mark.usefixtures('quickly')
-@pytest.mark.parametrize('method', _slow_but(['autoregressive', 'greedy_block', 'race_block']))
+@pytest.mark.parametrize('method', _slow_but(['autoregressive', 'greedy_block', 'race_traversal']))
 def test_transformer_rows_do_not_depend_on_their_batch(target, draft, method):
   """In float32 a row's sums may be ordered by the shape of its batch; a token changes only if a uniform is that close
   to a boundary, about one in 10^5 draws. With these keys there is none.
@@ -380,13 +382,13 @@ def test_temperature_zero_is_greedy_on_tables(tables, method):
   _assert_greedy((tables[0], sharper), method)
 
 
-@pytest.mark.parametrize('method', _slow_but(['spectr', 'greedy_block', 'race_block'], LOSSLESS))
+@pytest.mark.parametrize('method', _slow_but(['spectr', 'greedy_block', 'race_traversal'], LOSSLESS))
 def test_temperature_zero_is_greedy(target, draft, method):
   _assert_greedy((target, draft), method)
 
 
 @pytest.mark.usefixtures('quickly')
-@pytest.mark.parametrize('method', _slow_but(['race_block'], [name for name in KINDS if name != 'autoregressive']))
+@pytest.mark.parametrize('method', _slow_but(['race_traversal'], [name for name in KINDS if name != 'autoregressive']))
 def test_double_precision(target, draft, method):
   with jax.enable_x64(True):
     models = [

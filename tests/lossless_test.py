@@ -23,7 +23,7 @@ from spectr_jax.testing import (
   random_tables,
   sample_counts,
 )
-from spectr_jax.verify import Block, Walk
+from spectr_jax.verify import Block, RaceTraversal, Walk
 
 # (tree, vocabulary, tokens compared): several rounds each, since a round emits at most L + 1 tokens.
 _SMALL = [
@@ -80,11 +80,16 @@ def _coarse(method):
     verifier = Block(dataclasses.replace(verifier.selection, **coarse))
   elif isinstance(verifier, Walk) and isinstance(verifier.coupling, Selected):
     verifier = Walk(Selected(dataclasses.replace(verifier.coupling.selection, **coarse)))
+  elif isinstance(verifier, RaceTraversal):
+    verifier = dataclasses.replace(verifier, race=dataclasses.replace(verifier.race, **coarse))
   return dataclasses.replace(method, verifier=verifier)
 
 
 # One method of each kind by default.
-_KINDS = 'speculative', 'block', 'greedy_block', 'spectr', 'gsd', 'race_block', 'traversal_without_replacement'
+_KINDS = (
+  'speculative', 'block', 'greedy_block', 'spectr', 'gsd', 'race_block', 'traversal_without_replacement',
+  'race_traversal',
+)  # fmt: skip
 
 
 @pytest.mark.usefixtures('quickly')
@@ -103,7 +108,7 @@ def test_exact_large(method, tree, vocab_size, num_tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['race', 'race_block'])
+@pytest.mark.parametrize('name', ['race', 'race_block', 'race_traversal'])
 def test_exact_with_all_classes(name):
   assert _error(METHODS[name], TokenTree.chains(2, 2), 3, 4, seeds=1) <= 1e-10
 
@@ -111,7 +116,8 @@ def test_exact_with_all_classes(name):
 # A threshold or a competing draft shows with two candidates; tickets with three, one of which is twice the same.
 _CANDIDATES_NEEDED = {
   'spectr_gamma_too_small': 2, 'speculative_many_drafts': 2, 'spectr_gbv': 2, 'race_one_ticket': 3,
-  'race_block_one_ticket': 3,
+  'race_block_one_ticket': 3, 'race_traversal_one_ticket': 3, 'race_traversal_copies_have_credit': 3,
+  'race_traversal_credit_not_divided': 2, 'race_traversal_likelier_kept_first': 2, 'race_traversal_second_if_first': 2,
 }  # fmt: skip
 
 
@@ -123,8 +129,17 @@ def _visible(cases):
       yield case
 
 
+def _rest_slow(cases):
+  """The first case of each method by default, the others among the slow tests."""
+  seen = set()
+  for case in cases:
+    name = case.values[0].name
+    yield pytest.param(*case.values, id=case.id, marks=pytest.mark.slow if name in seen else case.marks)
+    seen.add(name)
+
+
 # Three candidates for one token are enough for tickets to show, and few for an enumeration.
-_BROKEN_CASES = list(_visible(_cases(_BROKEN, [*_SMALL[:3], (TokenTree.chains(3, 1), 3, 2)])))
+_BROKEN_CASES = list(_rest_slow(_visible(_cases(_BROKEN, [(TokenTree.chains(3, 1), 3, 2), *_SMALL[:3]]))))
 
 
 @pytest.mark.usefixtures('quickly')
@@ -156,6 +171,7 @@ def test_acceptance_in_closed_form():
     (converged, 0.5 + gamma / 4),
     (METHODS['race'], 0.9375),
     (METHODS['race_block'], 0.9375),
+    (METHODS['race_traversal'], 0.9375),
     (METHODS['specinfer'], 0.8125),
   ):
     found = expected_acceptance(method, TokenTree.chains(2, 1), tables)
@@ -235,6 +251,8 @@ _SAMPLED = [
   ('greedy_block', TokenTree.chains(1, 3)),
   ('race', TokenTree.chains(3, 2)),
   ('race_block', _IRREGULAR),
+  ('race_traversal', _IRREGULAR),
+  ('race_traversal', TokenTree.chains(3, 2)),
   ('traversal', _IRREGULAR),
   ('traversal_without_replacement', _IRREGULAR),
 ]
@@ -270,6 +288,9 @@ _CAUGHT_BY_SAMPLING = [
   ('greedy_block_level_too_few', TokenTree.chains(1, 3)),
   ('block_keyed_by_position', TokenTree.chains(1, 3)),
   ('race_one_ticket', TokenTree.chains(3, 1)),
+  ('race_traversal_credit_not_divided', TokenTree.chains(3, 2)),
+  ('race_traversal_residual_of_parent', TokenTree.chains(3, 2)),
+  ('race_traversal_second_if_first', TokenTree.chains(2, 2)),
   ('spectr_gbv', TokenTree.chains(3, 2)),
 ]
 

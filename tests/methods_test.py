@@ -27,7 +27,7 @@ CHILDREN = {name: {'independent'} for name in METHODS} | {
 
 
 def test_the_methods():
-  assert list(METHODS)[:15] == [  # others may have been registered
+  assert list(METHODS)[:16] == [  # others may have been registered
     'autoregressive',
     'speculative',
     'spectr',
@@ -41,6 +41,7 @@ def test_the_methods():
     'race',
     'race_block',
     'traversal',
+    'race_traversal',
     'decoding_opt',
     'decoding_uno',
   ]

@@ -88,7 +88,7 @@ def _spelled(tree, tokens, node):
 
 
 # One of each kind of verifier by default.
-_QUICK = ('spectr', 'block', 'traversal', 'ersd')
+_QUICK = ('spectr', 'block', 'traversal', 'race_traversal', 'ersd')
 _RECORDED = [
   pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow)
   for name, method in METHODS.items()
@@ -138,9 +138,9 @@ def test_uniforms_and_shares_lead_to_the_verdict(name):
     else:
       kept = kinds['keep'].chosen[kinds['keep'].is_made]
       kept = kept[kept >= 0]
-      if len(kept):  # the first in a traversal, which ends there; else the deepest
+      if len(kept):  # the first in either traversal, which ends there; else the deepest
         end = int(kept[np.argmax(tree.depths[kept])])
-      if name == 'traversal':
+      if name in ('traversal', 'race_traversal'):
         assert len(kept) <= 1
     assert _spelled(tree, proposal.tokens, end) == _spelled(tree, proposal.tokens, record.node)
   assert 100 < num_chosen < num_decisions or name in ('batch', 'greedy_block')
@@ -268,6 +268,56 @@ def test_traversal_by_another_route():
         np.testing.assert_allclose(made.shares[place, 0], value, rtol=5e-3, atol=5e-4)
         compared += 1
   assert compared > 150
+
+
+@pytest.mark.usefixtures('quickly')
+def test_race_traversal_by_another_route():
+  """Contexts as lists of nodes, changed one by one, recursively."""
+  tree, rows = _played('race_traversal')
+  select = jax.jit(Race())
+  padding = np.zeros(tree.num_nodes, np.int32)
+
+  def visit(nodes, credit, share, tokens, laws, seen):
+    """Appends (node, P, s, h) of what is visited below a context, and of itself, as if all were rejected."""
+    candidates = [int(child) for child in range(1, tree.num_nodes + 1) if tree.parent_of[child] in nodes]
+    if not candidates:
+      seen.append((min(nodes), credit, share, credit))
+      return
+    p, q = laws(nodes[0])
+    drawn = padding.copy()
+    drawn[: len(candidates)] = tokens[np.array(candidates) - 1]
+    pick = select(p.astype(np.float32), q.astype(np.float32), drawn, np.arange(len(drawn)) < len(candidates))
+    shares, picked = np.asarray(pick.pick_probs), np.asarray(pick.probs, np.float64)
+    groups = {}
+    for child in candidates:
+      groups.setdefault(tokens[child - 1], []).append(child)
+    share_of = {token: sum(shares[candidates.index(child)] for child in group) for token, group in groups.items()}
+    spent = 0.0
+    for token in sorted(groups, key=share_of.get):  # of equal ones the one that was drawn first
+      mass = share_of[token] * min(1.0, credit * q[token] / picked[token]) if share_of[token] else 0.0
+      visit(groups[token], mass / (1 - spent) if mass else 0.0, share_of[token], tokens, laws, seen)
+      spent += mass
+    excess = np.maximum(credit * q - picked, 0).sum()
+    total = excess + 1 - credit
+    seen.append((min(nodes), credit, share, min(excess / total if total > 1e-6 else 1.0, credit)))
+
+  compared = num_visits = 0
+  for proposal, target_probs, _, record in rows[:64]:
+    seen, made = [], record.decisions['keep']
+    visit([0], 1.0, 0.0, proposal.tokens, functools.partial(_laws, tree, proposal, target_probs), seen)
+    places = np.flatnonzero(made.is_made)
+    assert (places == np.arange(len(places))).all()
+    assert len(places) == len(seen) - 1 or made.chosen[places[-1]] >= 0
+    for (node, credit, share, keep), place in zip(seen, places):
+      assert made.node[place] == node
+      np.testing.assert_allclose(np.exp(made.numbers['log_kept'][place]), credit, rtol=2e-3, atol=2e-4)
+      np.testing.assert_allclose(made.numbers['picked_share'][place], share, rtol=1e-4, atol=1e-6)
+      num_visits += 1
+      if 1e-4 < keep < 1 - 1e-4:
+        np.testing.assert_allclose(made.shares[place, 0], keep, rtol=5e-3, atol=5e-4)
+        compared += 1
+  assert compared > 50
+  assert num_visits > 100
 
 
 _ROLES = 'draft', 'target'

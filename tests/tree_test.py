@@ -408,6 +408,103 @@ def test_sums_may_be_rounded():
   assert TokenTree.optimal(thirds, 3).parents == (0, 0, 0)
 
 
+# Chains.
+
+NAN = float('nan')
+
+
+def _all_chains(table, num_nodes, max_depth):
+  """Of every K and L that are allowed: what counts, the less the better."""
+  for num_drafts in range(1, len(table[0]) + 1):
+    for length in range(1, len(table) + 1):
+      known = [row[num_drafts - 1] for row in table[:length]]
+      if num_drafts * length <= num_nodes and length <= (max_depth or length) and not np.isnan(known).any():
+        yield -sum(known), num_drafts * length, num_drafts
+
+
+@pytest.mark.parametrize('num_nodes', [1, 2, 5, 12, 40])
+@pytest.mark.parametrize('max_depth', [None, 1, 3])
+def test_optimal_chains_beat_all_others(num_nodes, max_depth):
+  """Powers of two, of which sums are exact, so that ties count; and with gaps."""
+  rng = np.random.default_rng(num_nodes)
+  shapes = set()
+  for _ in range(40):
+    table = np.maximum.accumulate(rng.choice([0, 0.125, 0.25, 0.5, 1], (6, 5), p=[0.3, 0.3, 0.2, 0.1, 0.1])[::-1])[::-1]
+    table[rng.random(table.shape) < 0.05] = NAN
+    table[0, 0] = rng.choice([0.25, 0.5])
+    _, nodes, num_drafts = min(_all_chains(table, num_nodes, max_depth))
+    tree = TokenTree.optimal_chains(table, num_nodes, max_depth)
+    assert tree == TokenTree.chains(num_drafts, nodes // num_drafts)
+    shapes.add(tree)
+  assert num_nodes == 1 or len(shapes) > 1
+
+
+@pytest.mark.parametrize('num_nodes', [1, 7, 8, 30])
+def test_optimal_chains_of_a_closed_form(num_nodes):
+  """Of k drafts, each right with chance a at every token, some one is right for d tokens: 1 - (1 - a^d)^k."""
+  depth, number = np.arange(1, 31)[:, None], np.arange(1, 9)
+  for a in (0.1, 0.5, 0.8, 0.95):
+    table = 1 - (1 - a**depth) ** number
+    best = max(range(1, 9), key=lambda k: sum(1 - (1 - a**d) ** k for d in range(1, num_nodes // k + 1)))
+    tree = TokenTree.optimal_chains(table, num_nodes)
+    assert (tree.num_children[0], tree.max_depth) == (best, num_nodes // best)
+
+
+@pytest.mark.parametrize(
+  ('kept', 'arguments', 'shape'),
+  [
+    # 1 x 4: .9 + .8 = 1.7 and no more is known; 2 x 2: .95 + .9.
+    ([[0.9, 0.95], [0.8, 0.9]], (4,), (2, 2)),
+    ([[0.9, 0.95], [0.8, 0.9]], (3,), (1, 2)),
+    ([[0.9, 0.95], [0.8, 0.9]], (1,), (1, 1)),
+    ([[0.9, 0.95], [0.8, 0.9]], (4, 1), (2, 1)),
+    # Ties: the fewest nodes, then the fewest chains.
+    ([[0.5, 0.5], [0.0, 0.0]], (4,), (1, 1)),
+    ([[0.5, 0.75], [0.25, 0.0]], (4,), (1, 2)),
+    ([[0.5, 0.5], [0.25, 0.25]], (9,), (1, 2)),
+    # Not known: a chain ends above, and what is below a gap does not count.
+    ([[0.5, 0.7], [NAN, 0.1], [0.5, 0.1]], (6,), (2, 3)),
+    ([[0.5, 0.6], [NAN, NAN], [0.5, 0.5]], (6,), (2, 1)),
+    ([[NAN, 0.1], [0.9, NAN]], (6,), (2, 1)),
+    ([[0.5, NAN, 0.6]], (2,), (1, 1)),
+    ([[None, 0.4]], (3,), (2, 1)),
+  ],
+)
+def test_optimal_chains_by_hand(kept, arguments, shape):
+  assert TokenTree.optimal_chains(kept, *arguments) == TokenTree.chains(*shape)
+
+
+def test_optimal_chains_may_be_shorter_for_a_small_loss():
+  """Of 12 nodes 1 x 12 yields 4.0 tokens, 2 x 6 3.9, 3 x 4 3.7."""
+  table = np.zeros((12, 3))
+  table[:, 0], table[:6, 1], table[:4, 2] = 3.0 / 12, 2.9 / 6, 2.7 / 4
+  for tolerance, shape in ((0.0, (1, 12)), (0.02, (1, 12)), (0.03, (2, 6)), (0.1, (3, 4))):
+    assert TokenTree.optimal_chains(table, 12, tolerance=tolerance) == TokenTree.chains(*shape)
+  for tolerance in (-0.1, 1.0, NAN):
+    with pytest.raises(ValueError, match='tolerance must be from 0 to below 1'):
+      TokenTree.optimal_chains(table, 12, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+  ('kept', 'arguments', 'message'),
+  [
+    ([[0.5, -0.1]], (2,), r'kept must be probabilities between 0 and 1, got -0\.1'),
+    ([[1.5]], (2,), r'between 0 and 1, got 1\.5'),
+    ([0.5, 0.5], (2,), r'kept must have the shape \[D, W\] with entries, got \[2\]'),
+    ([[]], (2,), r'with entries, got \[1, 0\]'),
+    ([[NAN, NAN], [0.5, 0.5]], (2,), 'a number in its first row for at most 2 chains, got only NaN'),
+    ([[NAN, 0.5]], (1,), 'a number in its first row for at most 1 chains, got only NaN'),
+    ([[0.5]], (0,), 'num_nodes must be at least 1, got 0'),
+    ([[0.5]], (2.0,), r'num_nodes must be an integer, got 2\.0'),
+    ([[0.5]], (2, 0), 'max_depth must be at least 1, got 0'),
+    ([[0.0, 0.0], [0.0, 0.0]], (4,), 'nothing is ever accepted'),
+  ],
+)
+def test_optimal_chains_refuses(kept, arguments, message):
+  with pytest.raises(ValueError, match=message):
+    TokenTree.optimal_chains(kept, *arguments)
+
+
 def _tokens(table, factors):
   """Expected accepted tokens of a prefix tree."""
   chances = [table[min(depth, len(table) - 1)][factor - 1] for depth, factor in enumerate(factors)]
@@ -453,9 +550,6 @@ def test_ties_of_factors(budget, width):
     table = np.sort(rng.choice([0, 0.25, 0.5, 1], (1 + trial % 3, width)), axis=1)
     ranked = ((-_tokens(table, factors), _nodes(factors), factors) for factors in FACTORS[budget, width])
     assert optimal_factors(table, budget) == min(ranked)[2]
-
-
-NAN = float('nan')
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, with_children, with_epsilon
+from spectr_jax.couplings import Race
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.testing import chi_square
 from spectr_jax.verify.greedy_block import Modifications
+from spectr_jax.verify.race_traversal import RACES_AT_ONCE
 
 # Every method, traversal verification in both its versions.
 ALL = {**METHODS, 'traversal_without_replacement': with_children(METHODS['traversal'], 'without_replacement')}
@@ -89,6 +91,9 @@ _DRAWS = [
   ('race', SMALL, [4, 2, 0], {}),
   ('race_block', SMALL, [2, 2, 0], {}),
   ('race_block', SMALL, [4, 2, 0], {}),
+  ('race_traversal', UNEQUAL, _DUPLICATES, {}),
+  ('race_traversal', UNEQUAL, _DISTINCT, {}),
+  ('race_traversal', CHAINS, [2, 2, 0, 1, 1, 3], {}),
   ('traversal', UNEQUAL, _DUPLICATES, {}),
   ('traversal_without_replacement', UNEQUAL, _DISTINCT, {}),
   ('traversal_without_replacement', UNEQUAL, _RAN_OUT, {(): _ONE[2]}),
@@ -97,7 +102,7 @@ _DRAWS = [
   ('decoding_uno', CHAIN, [2, 0, 1], {}),
 ]
 # By default one of each kind, the others among the slow tests.
-_KINDS = 'speculative', 'spectr', 'gsd', 'greedy_block', 'race_block', 'traversal'
+_KINDS = 'speculative', 'spectr', 'gsd', 'greedy_block', 'race_block', 'race_traversal', 'traversal'
 _FIRST = [next(case for case in _DRAWS if case[0] == name) for name in _KINDS]
 _DRAWS = [pytest.param(*case, marks=() if case in _FIRST else pytest.mark.slow) for case in _DRAWS]
 # Two rounds ago a draft of three was cut after its first token, and now one after its root.
@@ -174,8 +179,11 @@ def test_draws_follow_the_law(name, tree, tokens, laws):
 
 @pytest.mark.parametrize(
   'name',
-  ['block', *(pytest.param(name, marks=pytest.mark.slow) for name in ('greedy_block', 'race_block', 'traversal'))],
-)
+  [
+    'block', 'race_traversal',
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ('greedy_block', 'race_block', 'traversal')),
+  ],
+)  # fmt: skip
 def test_a_path_may_be_less_likely_than_any_float32(name):
   """Fourteen tokens that the target likes a thousand times less than the draft, then as many that it likes more."""
   tree = TokenTree.chains(1, 28)
@@ -290,7 +298,7 @@ def test_block_verification_in_closed_form():
 
   rows = _many_guesses(CHAIN)
   expected = [_one_draft(*row, chance, left) for row in rows]
-  for name in ('block', 'race_block', 'traversal', 'traversal_without_replacement'):
+  for name in ('block', 'race_block', 'race_traversal', 'traversal', 'traversal_without_replacement'):
     np.testing.assert_allclose(_law64(name, CHAIN, rows), expected, rtol=0, atol=EXACT, err_msg=name)
 
 
@@ -352,14 +360,88 @@ def test_token_by_token_in_closed_form():
     assert np.abs(_law64(name, CHAIN, rows) - expected).max() > 0.05
 
 
+def _by_text(law, proposal, tree):
+  """A law `[N + 1, V]` with what nodes that spell the same have at the first of them."""
+  tokens = np.pad(proposal.tokens, (1, 0))
+  firsts, merged = {}, np.zeros_like(law)
+  for node, path in enumerate(tree.paths):
+    merged[firsts.setdefault(tuple(tokens[path[path >= 0]]), node)] += law[node]
+  return merged
+
+
 def test_blocks_of_one_token_are_token_by_token():
   """One position: nothing deeper can make up for a token, so race block verification is race selection."""
   tree = TokenTree.chains(3, 1)
   rows = _many_guesses(tree)
   np.testing.assert_allclose(_law64('race_block', tree, rows), _law64('race', tree, rows), rtol=0, atol=EXACT)
   assert np.abs(_law64('spectr', tree, rows) - _law64('race', tree, rows)).max() > 0.05
+  # Race traversal keeps a token that was drawn twice at one of its nodes, a walk at either.
+  race, traversal = (
+    [_by_text(law, proposal, tree) for law, (proposal, _) in zip(_law64(name, tree, rows), rows)]
+    for name in ('race', 'race_traversal')
+  )
+  np.testing.assert_allclose(traversal, race, rtol=0, atol=EXACT)
   # ... and visiting leaves in order is trying candidates in order.
   np.testing.assert_allclose(_law64('traversal', tree, rows), _law64('specinfer', tree, rows), rtol=0, atol=EXACT)
+
+
+def _race_traversal(proposal, targets, tree, select):
+  """The law of race traversal, context by context in the order of visits; recursive, over texts in dictionaries."""
+  tokens = np.pad(proposal.tokens, (1, 0))
+  texts = [tuple(tokens[path[path >= 0]]) for path in tree.paths]
+  nodes_of = {}
+  for node, text in enumerate(texts):
+    nodes_of.setdefault(text, []).append(node)
+  law, left = np.zeros_like(targets), [1.0]
+
+  def keep(text, chance, weights):
+    law[nodes_of[text][0]] += left[0] * chance * _normalised(weights, q_of(text))
+    left[0] *= 1 - chance
+
+  def q_of(text):
+    return targets[nodes_of[text][0]]
+
+  def visit(text, credit):
+    q = q_of(text)
+    children = [node for node in range(1, tree.num_nodes + 1) if texts[tree.parent_of[node]] == text]
+    if not children:
+      return keep(text, credit if text else 1.0, q)
+    p = proposal.probs[tree.law_index[tree.parent_of[children[0]]]]
+    pick = select(p, q, tokens[children])
+    law_of_pick = np.asarray(pick.probs)
+    shares = {}
+    for node, share in zip(children, np.asarray(pick.pick_probs)):
+      shares[tokens[node]] = shares.get(tokens[node], 0.0) + share
+    spent = 0.0
+    for token in sorted(shares, key=lambda token: (shares[token], nodes_of[(*text, token)][0])):
+      passed = shares[token] * min(1.0, credit * q[token] / law_of_pick[token])
+      if shares[token] > 0:
+        visit((*text, token), passed / (1 - spent))
+      spent += passed
+    weights = np.maximum(credit * q - law_of_pick, 0)
+    total = weights.sum() + 1 - credit
+    return keep(text, 1.0 if not text or total <= 1e-13 else weights.sum() / total, weights)
+
+  visit((), 1.0)
+  return law
+
+
+@pytest.mark.parametrize('tree', [UNEQUAL, CHAINS, TokenTree.prefix((3, 2))], ids=['unequal', 'chains', 'prefix'])
+def test_race_traversal_by_another_route(tree):
+  rows = _many_guesses(tree, count=15)
+  race = ALL['race_traversal'].verifier.race
+  with jax.enable_x64(True):
+    pick = jax.jit(race)
+
+    def select(p, q, candidates):
+      return jax.device_get(pick(p, q, candidates, np.ones(len(candidates), bool)))
+
+    expected = [_race_traversal(*row, tree, select) for row in rows]
+  found = [_by_text(law, proposal, tree) for law, (proposal, _) in zip(_law64('race_traversal', tree, rows), rows)]
+  # Races are solved in float64 by both, in programs of their own; ties of shares may fall either way.
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
+  token_level = [_by_text(law, proposal, tree) for law, (proposal, _) in zip(_law64('race', tree, rows), rows)]
+  assert np.abs(np.array(found) - token_level).max() > 0.05
 
 
 def test_siblings_that_share_no_prefix_need_no_pool():
@@ -439,8 +521,10 @@ def test_no_product_in_low_precision_no_sort_and_no_large_array(name):
   assert not primitives & {'sort', 'top_k', 'approx_top_k'}
   assert not any(map(_is_in_low_precision, equations))
   largest = max(np.prod(out.aval.shape) for equation in equations for out in equation.outvars)
-  # The laws themselves, or for a race what tells classes apart, [C, V]. V^2 and K^L would be 16 million per row.
-  assert largest <= batch_size * vocab_size * max(tree.num_nodes + 1, 64)
+  # The laws themselves, or for a race what tells classes apart, [C, V], on an accelerator of several races at once; it
+  # is part of a sum and never stored. V^2 and K^L would be 16 million per row.
+  num_races = RACES_AT_ONCE if name == 'race_traversal' else 1
+  assert largest <= batch_size * vocab_size * max(tree.num_nodes + 1, 64, num_races * Race().num_classes)
 
 
 def test_what_must_not_be_there_would_be_seen():
@@ -462,7 +546,7 @@ def _compiled(name, batch_size):
   return tree, jax.jit(_verification(method, tree)).lower(*_arguments(method, tree, 4096, batch_size)).compile()
 
 
-_COMPILED = ['speculative', 'spectr', 'gsd', 'ersd', 'greedy_block', 'race_block', 'traversal']
+_COMPILED = ['speculative', 'spectr', 'gsd', 'ersd', 'greedy_block', 'race_block', 'race_traversal', 'traversal']
 
 
 @pytest.mark.parametrize(
@@ -478,7 +562,7 @@ def test_no_second_copy_of_the_laws(name):
   assert analysis.temp_size_in_bytes < batch_size * (tree.num_nodes + 1) * 4096 * 4
 
 
-_LOOPS_OVER_ROWS = ['spectr', 'race_block']
+_LOOPS_OVER_ROWS = ['spectr', 'race_block', 'race_traversal']
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Work on the vocabulary that only some rows need."""
+"""Work on the vocabulary that only some rows or nodes need."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Operands this large are worth a turn of a loop per row on a processor.
 _MANY = 4096
@@ -70,3 +71,113 @@ def where_needed(is_needed: jax.Array, function: Callable[..., Any], otherwise: 
     return result, jax.tree.map(lambda _: True, result)
 
   return call(jnp.asarray(is_needed), otherwise, operands)
+
+
+def _rows(laws: jax.Array, places: np.ndarray) -> jax.Array:
+  """`laws[places]`, without a copy where the places are the first ones in order."""
+  is_start = np.array_equal(places, np.arange(len(places)))
+  return laws[: len(places)] if is_start else laws[places]
+
+
+def map_needed(
+  function: Callable[..., Any],
+  is_needed: jax.Array,
+  otherwise: Any,
+  laws: tuple[tuple[jax.Array, np.ndarray], ...],
+  items: Any = (),
+  *,
+  at_once: int | None = None,
+) -> Any:
+  """`function` of some laws and an item, for each of M entries that needs it; `otherwise` for the others.
+
+  A CPU visits the entries that are needed one by one, under vmap those of all rows. An accelerator computes `at_once`
+  of them together, and as often as the row with the most of them requires; or all entries, in one pass without a loop.
+  With a small vocabulary all entries are computed everywhere.
+
+  Args:
+    function: Takes one law `[V]` of each array of `laws`, then one item. It must not close over traced values.
+    is_needed: bool `[M]`.
+    otherwise: Arrays `[M, ...]` like those that `function` returns.
+    laws: Pairs of an array `[R, V]` and int `[M]`, static: which of its laws belongs to each entry. The laws are read
+      where they are, so no second copy of them is made.
+    items: Arrays `[M, ...]`.
+    at_once: Entries that an accelerator computes together; None for all.
+
+  Returns:
+    Arrays `[M, ...]`.
+  """
+  arrays, places = zip(*laws)
+  num_entries = len(is_needed)
+
+  def choose(is_chosen, new, old):
+    return jax.tree.map(lambda x, y: jnp.where(is_chosen.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)
+
+  def in_one_pass(is_needed, otherwise, arrays, items):
+    computed = jax.vmap(function)(*map(_rows, arrays, places), *jax.tree.leaves(items))
+    return choose(is_needed, computed, otherwise)
+
+  def needed_first(is_needed):
+    """The numbers of the needed entries, then M."""
+    order = jnp.full(is_needed.shape, len(is_needed), jnp.int32)
+    to = jnp.where(is_needed, jnp.cumsum(is_needed) - 1, len(is_needed))
+    return order.at[to].set(jnp.arange(len(is_needed), dtype=jnp.int32), mode='drop')
+
+  def in_parts(is_needed, otherwise, arrays, items):
+    size = min(at_once, num_entries)
+    order = jnp.pad(needed_first(is_needed), (0, size), constant_values=num_entries)
+
+    def is_unfinished(carry):
+      return carry[0] < jnp.sum(is_needed)
+
+    def compute(carry):
+      start, results = carry
+      entries = jax.lax.dynamic_slice_in_dim(order, start, size)
+      own = (array[jnp.asarray(place)[entries]] for array, place in zip(arrays, places))
+      computed = jax.vmap(function)(*own, *(x[entries] for x in jax.tree.leaves(items)))
+      return start + size, jax.tree.map(lambda x, y: x.at[entries].set(y, mode='drop'), results, computed)
+
+    return jax.lax.while_loop(is_unfinished, compute, (jnp.zeros((), jnp.int32), otherwise))[1]
+
+  def one_by_one(is_needed, otherwise, arrays, items):
+    """The same for B rows: arguments `[B, ...]`."""
+    num_rows = is_needed.shape[0]
+
+    def flat(tree):
+      return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+    laws, items, order = flat(arrays), flat(items), needed_first(flat(is_needed))
+
+    def compute(i, results):
+      entry = order[i]
+      row, own = entry // num_entries, entry % num_entries
+      law = (x[row * array.shape[1] + jnp.asarray(place)[own]] for x, array, place in zip(laws, arrays, places))
+      computed = function(*law, *(x[entry] for x in jax.tree.leaves(items)))
+      return jax.tree.map(lambda x, y: x.at[entry].set(y), results, computed)
+
+    results = jax.lax.fori_loop(0, jnp.sum(is_needed), compute, flat(otherwise))
+    return jax.tree.map(lambda x: x.reshape(num_rows, num_entries, *x.shape[1:]), results)
+
+  together = in_one_pass if at_once is None else in_parts
+  arguments = is_needed, otherwise, arrays, items
+  if arrays[0].shape[-1] < _MANY:
+    return in_one_pass(*arguments)
+
+  @jax.custom_batching.custom_vmap
+  def call(*arguments):
+    def alone(*arguments):
+      rows = one_by_one(*jax.tree.map(lambda x: x[None], arguments))
+      return jax.tree.map(lambda x: x[0], rows)
+
+    return jax.lax.platform_dependent(*arguments, cpu=alone, default=together)
+
+  @call.def_vmap
+  def call_rows(num_rows, in_batched, *arguments):
+    arguments = jax.tree.map(
+      lambda is_batched, x: x if is_batched else jnp.broadcast_to(x, (num_rows, *jnp.shape(x))),
+      tuple(in_batched),
+      arguments,
+    )
+    results = jax.lax.platform_dependent(*arguments, cpu=one_by_one, default=jax.vmap(together))
+    return results, jax.tree.map(lambda _: True, results)
+
+  return call(*arguments)

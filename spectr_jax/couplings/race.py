@@ -109,25 +109,42 @@ class Race:
     is_some, is_many = num_valid > 0, num_valid > 1
     # A single candidate is what it is.
     alone = is_valid.astype(draft_probs.dtype), jnp.zeros(self.num_classes, draft_probs.dtype)
-    pick_probs, scale = where_needed(
-      is_many, self._select, alone, draft_probs, target_probs, candidates, is_valid, num_valid
-    )
+    pick_probs, scale = where_needed(is_many, self.select, alone, draft_probs, target_probs, candidates, is_valid)
     alone = jnp.where(is_some, draft_probs, 0)
-    probs = where_needed(is_many, self._law, alone, draft_probs, target_probs, scale)
+    probs = where_needed(is_many, self.picked_probs, alone, draft_probs, target_probs, scale)
     p, q = draft_probs[candidates], target_probs[candidates]
-    law = jnp.where(is_many, self._law(p, q, scale), p)
+    law = jnp.where(is_many, self.picked_probs(p, q, scale), p)
     return Pick(pick_probs, probs, jnp.where(is_valid, law, 0))
 
   def _classes(self, draft_probs, target_probs):
     sizes = {'octave_bits': self.octave_bits, 'num_classes': self.num_classes}
     return _classes(draft_probs, target_probs, lowest=1 / 23, **sizes)
 
-  def _law(self, draft_probs, target_probs, scale):
-    """The picked token's law where the draft's and the target's are these: within a class it is proportional to p."""
+  def picked_probs(self, draft_probs: jax.Array, target_probs: jax.Array, scale: jax.Array) -> jax.Array:
+    """The probability that a token is the one picked: within a class it is proportional to p.
+
+    Args:
+      draft_probs: Probabilities of tokens under the draft, of any shape.
+      target_probs: Those of the same tokens under the target.
+      scale: `[C]`, from `select`; ones give the law of a single candidate, the draft's.
+
+    Returns:
+      Probabilities of the tokens' shape.
+    """
     return draft_probs * scale[self._classes(draft_probs, target_probs)]
 
-  def _select(self, draft_probs, target_probs, candidates, is_valid, num_valid):
-    """Probabilities of picking each candidate, `[n]`, and the picked token's law in units of p, by class."""
+  def select(
+    self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """The pick among two candidates or more, with its law as the factors of `picked_probs`.
+
+    Args:
+      draft_probs, target_probs, candidates, is_valid: As of a `Coupling`; at least two candidates are valid.
+
+    Returns:
+      `[n]`, the probability that each candidate is picked; `[C]`, the picked token's law in units of p, by class.
+    """
+    num_valid = jnp.sum(is_valid)
     classes = self._classes(draft_probs, target_probs)
     masses = jnp.stack([_class_masses(law, classes, self.num_classes) for law in (draft_probs, target_probs)], axis=-1)
     log_weights, is_high, law = self.fit(masses, num_valid.astype(draft_probs.dtype))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from spectr_jax.couplings import Coupling, KSeq, Maximal, Only, Outcome, Pick, Race, Selected
+from spectr_jax.couplings import Coupling, KSeq, Maximal, Only, Outcome, Race, Selected
 from spectr_jax.methods import Method
 from spectr_jax.proposal import Independent
-from spectr_jax.verify import Block, GreedyBlock, Stateless, Verifier, Walk
+from spectr_jax.verify import Block, GreedyBlock, RaceTraversal, Stateless, Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +58,94 @@ class LawBeforeTopP(Stateless):
 class OneTicket(Race):
   """A race in which a token drawn twice has one ticket, while the law of the winner is taken to be that with two."""
 
-  def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Pick:
-    pick = super().__call__(draft_probs, target_probs, candidates, is_valid)
+  def select(self, draft_probs, target_probs, candidates, is_valid):
+    pick_probs, scale = super().select(draft_probs, target_probs, candidates, is_valid)
     is_repeat = jnp.any(jnp.tril(candidates[:, None] == candidates, -1) & is_valid, axis=-1)
-    tickets = jnp.where(is_repeat, 0, pick.pick_probs)
+    tickets = jnp.where(is_repeat, 0, pick_probs)
     total = jnp.sum(tickets)
-    return dataclasses.replace(pick, pick_probs=tickets / jnp.where(total > 0, total, 1))
+    return tickets / jnp.where(total > 0, total, 1), scale
+
+
+@dataclasses.dataclass(frozen=True)
+class CreditNotDivided(RaceTraversal):
+  """Race traversal with credit m in place of m / (1 - sum of m before): what is visited late is visited rarely."""
+
+  def _divisor(self, shares, kept_back, is_before, is_sibling):
+    return jnp.ones_like(shares)
+
+
+@dataclasses.dataclass(frozen=True)
+class LikelierKeptFirst(RaceTraversal):
+  """Race traversal that, of the branches in which something is kept, takes the one with the largest share.
+
+  Which branch comes first then depends on what is accepted, while the credit is that of an order fixed before.
+  """
+
+  def _first_kept(self, tree, contexts, races, is_kept):
+    return super()._first_kept(tree, contexts, self._reversed(races), is_kept)
+
+  def _arrivals(self, contexts, races, keep_probs):
+    return super()._arrivals(contexts, self._reversed(races), keep_probs)
+
+  def _reversed(self, races):
+    is_other = ~jnp.eye(races.is_before.shape[-1], dtype=bool)
+    return dataclasses.replace(races, is_before=races.is_sibling & ~races.is_before & is_other)
+
+
+@dataclasses.dataclass(frozen=True)
+class CopiesHaveCredit(RaceTraversal):
+  """Race traversal in which a token that was drawn twice is visited twice, each time with the credit of both."""
+
+  def _stands(self, is_same, has_children):
+    stands, first = super()._stands(is_same, has_children)
+    exists = jnp.any(is_same, axis=-1)
+    # The root's depth has nothing else.
+    return exists.at[0].set(stands[0]), first
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualOfParent(RaceTraversal):
+  """Race traversal that draws the next token from the residual of the context above the one that is kept."""
+
+  def _weights(self, tree, proposal, target_probs, races, log_credit, node):
+    return super()._weights(tree, proposal, target_probs, races, log_credit, jnp.asarray(tree.parent_of)[node])
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondIfFirst(Independent):
+  """Children after the first exist only if the first is token 0: their number depends on what was drawn."""
+
+  may_run_out: bool = dataclasses.field(default=True, init=False)
+
+  def _grown(self, tokens):
+    is_there = (jnp.arange(tokens.shape[0]) == 0) | (tokens[0] == 0)
+    return jnp.where(is_there, tokens, -1)
+
+  def __call__(self, key, probs, first_child, num_children):
+    return self._grown(super().__call__(key, probs, first_child, num_children))
+
+  def probability(self, probs, tokens):
+    is_consistent = jnp.all((tokens >= 0) == (self._grown(jnp.maximum(tokens, 0)) >= 0))
+    return jnp.where(is_consistent, jnp.prod(jnp.where(tokens >= 0, probs[jnp.maximum(tokens, 0)], 1)), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reranked(Independent):
+  """One child more than needed is drawn, and the one with the least draft probability is dropped."""
+
+  def _best(self, probs, tokens):
+    return tokens[jnp.sort(jnp.argsort(-probs[tokens], stable=True)[:-1])]
+
+  def __call__(self, key, probs, first_child, num_children):
+    def draw_from(part):
+      return super(Reranked, self).__call__(jax.random.fold_in(key, part), probs, first_child, num_children)
+
+    return self._best(probs, jnp.concatenate([draw_from(0), draw_from(1)[:1]]))
+
+  def probability(self, probs, tokens):
+    drawn = np.array(list(itertools.product(range(probs.shape[0]), repeat=tokens.shape[0] + 1)), np.int32)
+    is_kept = jax.vmap(lambda own: jnp.all(self._best(probs, own) == tokens))(drawn)
+    return jnp.sum(jnp.where(is_kept, jnp.prod(probs[drawn], axis=-1), 0))
 
 
 _broken = functools.partial(Method, proposal_rule=Independent(), is_lossless=False, source='negative control')
@@ -77,6 +162,13 @@ CONTROLS: dict[str, Method] = {
     _broken('greedy_block_level_too_few', GreedyBlock(num_levels_dropped=1), max_drafts=1),
     _broken('block_keyed_by_position', Block(Only()), max_drafts=1, is_seed_exact=True),
     _broken('race_block_keyed_by_position', Block(Race()), is_seed_exact=True),
+    _broken('race_traversal_one_ticket', RaceTraversal(OneTicket())),
+    _broken('race_traversal_credit_not_divided', CreditNotDivided()),
+    _broken('race_traversal_likelier_kept_first', LikelierKeptFirst()),
+    _broken('race_traversal_copies_have_credit', CopiesHaveCredit()),
+    _broken('race_traversal_residual_of_parent', ResidualOfParent()),
+    _broken('race_traversal_second_if_first', RaceTraversal(), proposal_rule=SecondIfFirst()),
+    _broken('race_traversal_reranked', RaceTraversal(), proposal_rule=Reranked()),
     _broken('speculative_law_before_top_p', LawBeforeTopP(Walk(Maximal())), max_drafts=1),
     _broken('spectr_law_before_top_p', LawBeforeTopP(Walk(KSeq()))),
   )

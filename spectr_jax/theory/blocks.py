@@ -7,26 +7,11 @@ import itertools
 import numpy as np
 from scipy import optimize, sparse
 
-from spectr_jax.theory.laws import as_laws
+from spectr_jax.theory.laws import as_joint_laws, prefix_laws
 
 MAX_PROGRAM_SIZE = 10**5
 # As for one token: masses are scaled up, since the solver's tolerances are absolute.
 _SCALE, _TOLERANCE = 2.0**10, 1e-10
-
-
-def _joint_laws(draft_law, target_law) -> tuple[np.ndarray, np.ndarray]:
-  """Joint laws `[V] * L` in float64, normalised again."""
-  shapes = np.shape(draft_law), np.shape(target_law)
-  if shapes[0] != shapes[1] or not shapes[0] or len(set(shapes[0])) > 1:
-    raise ValueError(f'draft_law and target_law must both be [V] * L, got shapes {shapes[0]} and {shapes[1]}')
-  laws = (as_laws(np.reshape(law, -1), name) for law, name in ((draft_law, 'draft_law'), (target_law, 'target_law')))
-  return tuple(law.reshape(shapes[0]) for law in laws)
-
-
-def _prefix_laws(law: np.ndarray):
-  """The laws of the first 1, 2, ..., L tokens, each flat."""
-  for length in range(1, law.ndim + 1):
-    yield law.sum(axis=tuple(range(length, law.ndim))).reshape(-1)
 
 
 def _numbers(num_drafts) -> np.ndarray:
@@ -38,9 +23,9 @@ def _numbers(num_drafts) -> np.ndarray:
 
 def _expected_found(draft_law, target_law, num_drafts, found_fn) -> np.ndarray:
   """Sum over sub-blocks of q (1 - (1 - c)^K), c being the probability `found_fn(p, q)` that one draft has it."""
-  draft, target = _joint_laws(draft_law, target_law)
+  draft, target = as_joint_laws(draft_law, target_law)
   numbers = _numbers(num_drafts)[..., None]
-  pairs = zip(_prefix_laws(draft), _prefix_laws(target))
+  pairs = zip(prefix_laws(draft), prefix_laws(target))
   return sum((q * (1 - (1 - found_fn(p, q)) ** numbers)).sum(axis=-1) for p, q in pairs)
 
 
@@ -98,9 +83,39 @@ def independent_block_acceptance(draft_law, target_law, num_drafts) -> np.ndarra
   return _expected_found(draft_law, target_law, num_drafts, lambda p, q: p)
 
 
-def _check_size(num_variables: int) -> None:
-  if num_variables > MAX_PROGRAM_SIZE:
-    raise ValueError(f'at most {MAX_PROGRAM_SIZE} combinations of drafts and target are allowed, got {num_variables}')
+def check_size(num_combinations: int) -> None:
+  """Refuses what would take too long to solve.
+
+  Raises:
+    ValueError: There are more than `MAX_PROGRAM_SIZE` combinations.
+  """
+  if num_combinations > MAX_PROGRAM_SIZE:
+    raise ValueError(
+      f'at most {MAX_PROGRAM_SIZE} combinations of guesses and texts are allowed, got {num_combinations}'
+    )
+
+
+def largest_value(values, matrix, limits) -> float:
+  """max values . x over x >= 0 with matrix x <= limits, where x and the limits are probabilities.
+
+  Args:
+    values: `[X]`.
+    matrix: `[C, X]`, sparse.
+    limits: `[C]`.
+
+  Raises:
+    RuntimeError: The solver failed.
+  """
+  result = optimize.linprog(
+    -np.asarray(values, np.float64),
+    A_ub=matrix,
+    b_ub=_SCALE * limits,
+    method='highs',
+    options={'primal_feasibility_tolerance': _TOLERANCE, 'dual_feasibility_tolerance': _TOLERANCE},
+  )
+  if not result.success:
+    raise RuntimeError(f'linear program failed: {result.message}')
+  return float(-result.fun / _SCALE)
 
 
 def conditional_coupling_error(draft_law, target_law, num_drafts: int) -> float:
@@ -120,9 +135,9 @@ def conditional_coupling_error(draft_law, target_law, num_drafts: int) -> float:
   Raises:
     ValueError: Something is no joint law, their shapes differ, K is below 1, or there are too many combinations.
   """
-  p, q = (law.reshape(-1) for law in _joint_laws(draft_law, target_law))
+  p, q = (law.reshape(-1) for law in as_joint_laws(draft_law, target_law))
   num_drafts = int(_numbers(num_drafts))
-  _check_size(len(p) ** (num_drafts + 1))
+  check_size(len(p) ** (num_drafts + 1))
   both = np.minimum(p, q)
   excess = q - both
   rest = excess.sum()
@@ -156,10 +171,10 @@ def optimal_block_acceptance(draft_law, target_law, num_drafts: int) -> float:
     ValueError: Something is no joint law, their shapes differ, K is below 1, or there are too many combinations.
     RuntimeError: The solver failed.
   """
-  draft, target = _joint_laws(draft_law, target_law)
+  draft, target = as_joint_laws(draft_law, target_law)
   num_drafts = int(_numbers(num_drafts))
   p, q = draft.reshape(-1), target.reshape(-1)
-  _check_size(len(p) ** (num_drafts + 1))
+  check_size(len(p) ** (num_drafts + 1))
   blocks = np.array(list(itertools.product(range(draft.shape[0]), repeat=draft.ndim)))
   agreed = np.cumprod(blocks[:, None] == blocks, axis=-1).sum(axis=-1)
 
@@ -179,13 +194,4 @@ def optimal_block_acceptance(draft_law, target_law, num_drafts: int) -> float:
       sparse.csr_array((ones, (block, variable)), shape=(len(q), len(block))),
     ]
   )
-  result = optimize.linprog(
-    -value[set_index, block].astype(float),
-    A_ub=incidence,
-    b_ub=_SCALE * np.concatenate([set_probs, q]),
-    method='highs',
-    options={'primal_feasibility_tolerance': _TOLERANCE, 'dual_feasibility_tolerance': _TOLERANCE},
-  )
-  if not result.success:
-    raise RuntimeError(f'linear program failed: {result.message}')
-  return float(-result.fun / _SCALE)
+  return largest_value(value[set_index, block], incidence, np.concatenate([set_probs, q]))

@@ -45,6 +45,24 @@ def as_pair(draft_probs, target_probs) -> tuple[np.ndarray, np.ndarray]:
   return draft, target
 
 
+def as_joint_laws(draft_law, target_law) -> tuple[np.ndarray, np.ndarray]:
+  """Joint laws p and q `[V] * L` of L tokens in float64, normalised again.
+
+  Raises:
+    ValueError: Something is no joint law, or their shapes differ.
+  """
+  shapes = np.shape(draft_law), np.shape(target_law)
+  if shapes[0] != shapes[1] or not shapes[0] or len(set(shapes[0])) > 1:
+    raise ValueError(f'draft_law and target_law must both be [V] * L, got shapes {shapes[0]} and {shapes[1]}')
+  laws = (as_laws(np.reshape(law, -1), name) for law, name in ((draft_law, 'draft_law'), (target_law, 'target_law')))
+  return tuple(law.reshape(shapes[0]) for law in laws)
+
+
+def prefix_laws(law: np.ndarray) -> list[np.ndarray]:
+  """The laws of the first 1, 2, ..., L tokens of a joint law `[V] * L`, each flat."""
+  return [law.sum(axis=tuple(range(length, law.ndim))).reshape(-1) for length in range(1, law.ndim + 1)]
+
+
 def total_variation(draft_probs, target_probs) -> np.ndarray:
   """TV(p, q) = 1/2 sum |p - q|, which is 1 - sum min(p, q).
 

@@ -2,6 +2,7 @@
 
 from spectr_jax.verify.block import Block
 from spectr_jax.verify.greedy_block import GreedyBlock
+from spectr_jax.verify.race_traversal import RaceTraversal
 from spectr_jax.verify.record import Decisions, Record
 from spectr_jax.verify.seed_exact import SeedExact
 from spectr_jax.verify.traversal import Traversal
@@ -12,6 +13,7 @@ __all__ = [
   'Block',
   'Decisions',
   'GreedyBlock',
+  'RaceTraversal',
   'Record',
   'SeedExact',
   'Stateless',

@@ -1,0 +1,211 @@
+"""What any stateless lossless rule can keep of a tree in one round: a bound for long texts, the optimum of tiny laws.
+
+A rule is given the guesses of a tree, whose children are independent draws from the draft's law. It accepts a path of
+tau tokens and emits one more. Then ordinary sampling from the target goes on, or another round that knows nothing of
+this one. The rule is lossless if the text that comes out has the target's law q.
+
+Let x be a text of d tokens, and kept(x) the probability that the accepted path starts with x. The whole text starts
+with x and then y with probability q(x) q(y|x). Where it starts with x but fewer than d tokens were accepted, y is an
+ordinary sample: that happens with probability (q(x) - kept(x)) q(y|x). The rest is where x was kept:
+
+    P(x is kept, y comes next) = kept(x) q(y|x), of which kept(xy) is a part.
+
+So kept(x)/q(x), the chance that the start x of a text was kept, depends on x alone and never rises along a text.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+from scipy import sparse
+
+from spectr_jax.theory.blocks import check_size, largest_value
+from spectr_jax.theory.laws import TOLERANCE, as_joint_laws, prefix_laws
+from spectr_jax.tree import TokenTree
+
+# Below it, log(-log(1 - e^u)) and its inverse are u in float64.
+_SMALL = -40.0
+
+
+def _log_probs(values, name: str, tree: TokenTree) -> np.ndarray:
+  """float64 `[..., L]`, at most 0."""
+  values = np.asarray(values, np.float64)
+  if values.ndim == 0 or values.shape[-1] != tree.max_depth:
+    raise ValueError(f'{name} must have shape [..., {tree.max_depth}], as deep as the tree; got {values.shape}')
+  # A NaN fails this comparison.
+  if not (values <= TOLERANCE).all():
+    raise ValueError(f'{name} must be logarithms of probabilities, got {values.max()}')
+  return np.minimum(values, 0)
+
+
+def _log_hazard(log_probs: np.ndarray) -> np.ndarray:
+  """log(-log(1 - e^u)), of any magnitude; where events are independent, e to it adds up."""
+  with np.errstate(divide='ignore'):
+    return np.where(log_probs < _SMALL, log_probs, np.log(-np.log1p(-np.exp(np.maximum(log_probs, _SMALL)))))
+
+
+def _log_prob_of_hazard(log_hazard: np.ndarray) -> np.ndarray:
+  """u such that `log_hazard` is log(-log(1 - e^u))."""
+  return np.where(log_hazard < _SMALL, log_hazard, np.log(-np.expm1(-np.exp(np.maximum(log_hazard, _SMALL)))))
+
+
+def _log_presence_at(tree: TokenTree, log_probs: np.ndarray, length: int) -> np.ndarray:
+  """`[...]`, log D of the first `length` tokens; nodes with equal trees below them, down to that depth, are one."""
+  kind_of = np.where(tree.depths == length, 0, -1)
+  values = [np.zeros(log_probs.shape[:-1])]
+  for depth in reversed(range(length)):
+    hazards = [_log_hazard(log_probs[..., depth] + value) for value in values]
+    kinds, values = {}, []
+    for node in np.flatnonzero((tree.depths == depth) & (tree.num_children > 0)):
+      first = tree.first_child[node]
+      children = collections.Counter(kind_of[first : first + tree.num_children[node]].tolist())
+      del children[-1]  # those with nothing below them so deep
+      if not children:
+        continue
+      kind = tuple(sorted(children.items()))
+      if kind not in kinds:
+        kinds[kind] = len(values)
+        together = [hazards[child] + np.log(count) for child, count in kind]
+        values.append(_log_prob_of_hazard(np.logaddexp.reduce(together, axis=0)))
+      kind_of[node] = kinds[kind]
+  return values[kind_of[0]]
+
+
+def log_presence(tree: TokenTree, draft_log_probs) -> np.ndarray:
+  """log D(x^d): the probability that some path of the tree spells the first d tokens of a text, for every d.
+
+  With g(v) = 1 for nodes v of depth d, and g(v) = 1 - prod over children w of (1 - p(x_{depth(v)+1} | x^{depth(v)})
+  g(w)) for the others, D is g of the root. For K chains it is 1 - (1 - p(x^d))^K. Everything is computed from
+  logarithms, so that D keeps its digits however small the probabilities are.
+
+  Args:
+    tree: The tree. Children of a node are independent draws from the draft's law.
+    draft_log_probs: `[..., L]`, log p of each of a text's first L tokens given the ones before it; L is the tree's
+      depth, -inf is allowed.
+
+  Returns:
+    float64 `[..., L]`.
+
+  Raises:
+    ValueError: The texts do not have L tokens, or something is no logarithm of a probability.
+  """
+  log_probs = _log_probs(draft_log_probs, 'draft_log_probs', tree)
+  found = np.empty_like(log_probs)
+  for length in range(1, tree.max_depth + 1):
+    found[..., length - 1] = _log_presence_at(tree, log_probs, length)
+  return found
+
+
+def stateless_kept_bound(tree: TokenTree, draft_log_probs, target_log_probs) -> np.ndarray:
+  """min(1, min over j up to d of D(x^j)/q(x^j)): with more chance no stateless lossless rule keeps d tokens of a text.
+
+  Given that the text turns out to be x, a rule keeps its first d tokens with a chance that depends on x^d alone and
+  never rises with d. And it keeps x^j only if the tree holds it: q(x^j) times this chance is at most D(x^j).
+
+  For texts drawn from the target the expectation bounds P(tau >= d), so the mean over drawn texts estimates that bound
+  without bias. 1 plus the sum over d bounds the tokens per call after one context. For a single chain `block` attains
+  the bound. `stateless_optimum` is the exact value where there are few guesses.
+
+  Source: re-derived; for a single chain it is what Sun et al. 2024, "Block Verification Accelerates Speculative
+  Decoding", show to be optimal.
+
+  Args:
+    tree: The tree. Children of a node are independent draws from the draft's law.
+    draft_log_probs: `[..., L]`, log p of each of a text's first L tokens given the ones before it; L is the tree's
+      depth.
+    target_log_probs: `[..., L]`, log q of the same tokens.
+
+  Returns:
+    float64 `[..., L]`, never rising along a text. Where q(x^d) is 0, it is that of the tokens before.
+
+  Raises:
+    ValueError: The texts do not have L tokens, the shapes differ, or something is no logarithm of a probability.
+  """
+  presence = log_presence(tree, draft_log_probs)
+  target = _log_probs(target_log_probs, 'target_log_probs', tree)
+  if presence.shape != target.shape:
+    raise ValueError(f'log probabilities must have equal shapes, got {presence.shape} and {target.shape}')
+  target = np.cumsum(target, axis=-1)
+  is_possible = target > -np.inf
+  ratio = np.where(is_possible, presence - np.where(is_possible, target, 0), np.inf)
+  return np.exp(np.minimum(np.minimum.accumulate(ratio, axis=-1), 0))
+
+
+def _tree_of_texts(law: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Of every text of 0 to L tokens: its probability, and that of its last token given the others, 0 where undefined.
+
+  The text c followed by token t has the number c V + 1 + t, and the empty one is 0.
+  """
+  probs = np.concatenate([[1.0], *prefix_laws(law)])
+  before = probs[(np.arange(len(probs)) - 1) // law.shape[0]]
+  before[0] = 1
+  return probs, np.divide(probs, before, out=np.zeros_like(probs), where=before > 0)
+
+
+def stateless_optimum(tree: TokenTree, draft_law, target_law) -> float:
+  """The most tokens of a tree that a stateless lossless rule can keep in one round, on average: an oracle.
+
+  A linear program. Its variables are the probabilities that the guesses are D and the accepted path spells x, for every
+  x that D holds. Over x they sum to P(D). Summed over D and over all that x may go on with, they are kept(x). A
+  lossless rule with these probabilities exists if and only if kept(xy) <= kept(x) q(y|x) for all x of fewer than L
+  tokens, where kept of the empty text is 1. What is missing from equality is the probability that the path ends with x
+  and y is emitted. After L accepted tokens the rule emits a sample of the target's law, so laws of L tokens are enough.
+
+  For L = 1 the value is `optimal_acceptance`, and for a single chain `block` attains it. Rules that carry state over to
+  the next round may keep more; of chains at most `optimal_block_acceptance`.
+
+  Args:
+    tree: The tree, of depth L. Children of a node are independent draws from the draft's law.
+    draft_law: `[V] * L`, the joint law p of L tokens.
+    target_law: `[V] * L`, the joint law q of the target's next L tokens.
+
+  Returns:
+    Tokens, from 0 to L.
+
+  Raises:
+    ValueError: Something is no joint law, their shapes differ or do not fit the tree, or there are too many
+      combinations of guesses.
+    RuntimeError: The solver failed.
+  """
+  draft, target = as_joint_laws(draft_law, target_law)
+  if draft.ndim != tree.max_depth:
+    raise ValueError(f'laws must be of {tree.max_depth} tokens, as deep as the tree; got {draft.ndim}')
+  vocab_size, num_nodes = draft.shape[0], tree.num_nodes
+  check_size(num_nodes * vocab_size**num_nodes)
+  p_given = _tree_of_texts(draft)[1]
+  q, q_given = _tree_of_texts(target)
+
+  # Only which texts the tree holds matters. What is held twice counts once; the other times it is the empty text.
+  texts = np.zeros((num_nodes + 1, vocab_size**num_nodes), np.int64)
+  for node, parent in enumerate(tree.parents, start=1):
+    token = np.arange(texts.shape[1]) // vocab_size ** (node - 1) % vocab_size
+    texts[node] = texts[parent] * vocab_size + 1 + token
+  guess_probs = p_given[texts[1:]].prod(axis=0)
+  held = np.sort(texts[1:].T, axis=1)
+  is_repeated = held[:, 1:] == held[:, :-1]
+  held[:, 1:][is_repeated] = 0
+  sets, set_of = np.unique(np.sort(held, axis=1), axis=0, return_inverse=True)
+  set_probs = np.bincount(set_of.reshape(-1), guess_probs)
+
+  set_index, place = np.nonzero((sets > 0) & (q[sets] > 0) & (set_probs[:, None] > 0))
+  if not len(place):
+    return 0.0
+  text, variable = sets[set_index, place], np.arange(len(place))
+  kept = sparse.csr_array((len(q), len(text)))
+  last, num_tokens = text, np.zeros(len(text))
+  while (is_text := last > 0).any():
+    kept += sparse.csr_array((is_text.astype(float), (last, variable)), shape=kept.shape)
+    num_tokens += is_text
+    last = np.where(is_text, (last - 1) // vocab_size, 0)
+  kept = kept[1:]
+  # The empty text is kept for certain, which is on the right side.
+  above = (np.arange(1, len(q)) - 1) // vocab_size
+  child = np.flatnonzero(above)
+  allowed = sparse.csr_array((q_given[1:][child], (child, above[child] - 1)), shape=(len(above),) * 2)
+  drawn = sparse.csr_array((np.ones(len(text)), (set_index, variable)), shape=(len(sets), len(text)))
+  return largest_value(
+    num_tokens,
+    sparse.vstack([drawn, kept - allowed @ kept]),
+    np.concatenate([set_probs, np.where(above == 0, q[1:], 0)]),
+  )

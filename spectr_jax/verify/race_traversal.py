@@ -1,0 +1,416 @@
+"""Race traversal: the shares of a race become credit, and every branch of the tree is tried, leaves first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.couplings.coupling import ratio
+from spectr_jax.couplings.on_demand import map_needed
+from spectr_jax.couplings.race import Race
+from spectr_jax.proposal import Independent, Proposal
+from spectr_jax.sampling import draw, positive_part
+from spectr_jax.tree import TokenTree
+from spectr_jax.verify.record import Decisions, Record
+from spectr_jax.verify.verifier import Stateless, Verdict
+
+# Races that an accelerator solves together: chains rarely have more contexts with several candidates.
+RACES_AT_ONCE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slots:
+  """Where the nodes of a tree stand in a table `[L + 1, W]` of its depths; NumPy arrays.
+
+  Attributes:
+    nodes: `[L + 1, W]`, the nodes of each depth; 0 where there is none.
+    is_node: bool `[L + 1, W]`.
+    parents: `[L + 1, W]`, the slots of their parents in the depth above.
+    laws: `[L + 1, W]`, their rows in `Proposal.probs`, -1 for leaves.
+    of_nodes: `[N + 1]`, the slot of each node in its depth.
+    of_laws: `[R]` each, depth and slot of the node that each row of `Proposal.probs` follows.
+  """
+
+  nodes: np.ndarray
+  is_node: np.ndarray
+  parents: np.ndarray
+  laws: np.ndarray
+  of_nodes: np.ndarray
+  of_laws: tuple[np.ndarray, np.ndarray]
+
+
+@functools.lru_cache(maxsize=64)
+def _slots(tree: TokenTree) -> _Slots:
+  nodes = tree.levels[:-1]
+  is_node = nodes >= 0
+  nodes = np.maximum(nodes, 0)
+  of_nodes = np.zeros(tree.num_nodes + 1, np.int32)
+  of_nodes[nodes[is_node]] = np.nonzero(is_node)[1]
+  return _Slots(
+    nodes=nodes,
+    is_node=is_node,
+    parents=of_nodes[tree.parent_of[nodes]],
+    laws=np.where(is_node, tree.law_index[nodes], -1),
+    of_nodes=of_nodes,
+    of_laws=(tree.depths[tree.parent_nodes], of_nodes[tree.parent_nodes]),
+  )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Contexts:
+  """The contexts of a tree: nodes that spell the same are one, for which one of them stands.
+
+  Attributes:
+    stands: bool `[L + 1, W]`, whether the node of a slot stands for its context.
+    above: int32 `[L + 1, W]`, the slot, a depth higher, that stands for the context above.
+    is_candidate: bool `[L, W, W]`, at `[d, i, j]` whether slot j of depth d + 1 is a candidate after context i.
+    is_same: bool `[L + 1, W, W]`, which slots of a depth spell the same.
+  """
+
+  stands: jax.Array
+  above: jax.Array
+  is_candidate: jax.Array
+  is_same: jax.Array
+
+  @property
+  def num_candidates(self) -> jax.Array:
+    """int32 `[L, W]`, copies counted."""
+    return jnp.sum(self.is_candidate, axis=-1)
+
+  @property
+  def is_child(self) -> jax.Array:
+    """bool `[L, W, W]`, at `[d, i, j]` whether context j of depth d + 1 stands below context i."""
+    return self.is_candidate & self.stands[1:, None, :]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Races:
+  """What the races say, before anything is accepted; entries of slots that stand for no context mean nothing.
+
+  Attributes:
+    shares: `[L, W]`, s of the contexts from depth 1 on: the chance that the race above picks their token.
+    log_ratios: `[L, W]`, log of q(x) / pt(x) of that token.
+    scale: `[R, C]`, the laws pt by row of `Proposal.probs`, as `Race.picked_probs` takes them.
+    num_candidates: int32 `[R]`, of the contexts that the nodes of these rows stand for; 0 for other nodes.
+    is_before: bool `[L, W, W]`, at `[d, j, k]` whether context k of depth d + 1 is visited before its sibling j.
+    is_sibling: bool `[L, W, W]`, whether k and j follow the same context; each is its own sibling.
+  """
+
+  shares: jax.Array
+  log_ratios: jax.Array
+  scale: jax.Array
+  num_candidates: jax.Array
+  is_before: jax.Array
+  is_sibling: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RaceTraversal(Stateless):
+  """Race traversal verification: lossless on any tree with i.i.d. children; beyond the papers.
+
+  Nodes that spell the same are one *context*, whose n candidates are the children of all of them. At a context c with
+  laws p and q, a race gives each token x the share s(x), the chance that it would pick x, and pt is the law of what it
+  picks. Every context has a credit P, 1 at the root. Below c, for the distinct candidates in ascending order of s,
+
+      m(x) = s(x) min(1, P(c) q(x) / pt(x)),
+      P(cx) = m(x) / (1 - sum of m over the candidates before x).
+
+  Contexts are visited children first, in this order, and the first with u < h is kept, where
+
+      S(c) = sum over y of [P(c) q(y) - pt(y)]+,    h(c) = S(c) / (S(c) + 1 - P(c)).
+
+  The next token comes from [P(c) q - pt]+. A context without candidates has h = P and the residual q; the root has
+  h = 1.
+
+  It is lossless because visiting c with credit P keeps something from c on with probability P, and what is emitted
+  then follows q. By induction: x is arrived at with probability 1 - sum of earlier m, so the mass through x is m(x),
+  min(pt, P q) on average over the candidates. Nothing below is kept with probability
+  1 - sum of min(pt, P q) = S + 1 - P, so c itself adds S times the residual. In all this is P q.
+
+  With one draft it is block verification; with drafts of one token it is the race coupled maximally.
+
+  Attributes:
+    race: The race at contexts with several candidates.
+  """
+
+  race: Race = Race()
+  proposal_rules = (Independent,)
+
+  # The contexts and their races: functions of the guesses and laws alone.
+
+  def _stands(self, is_same, has_children):
+    """bool `[L + 1, W]`: the first of those that spell the same that has children, or the first if none has."""
+    width = is_same.shape[-1]
+    first = jnp.argmax(is_same * jnp.where(has_children, 2, 1)[:, None, :], axis=-1)
+    return (first == jnp.arange(width)) & jnp.diagonal(is_same, axis1=1, axis2=2), first
+
+  def _contexts(self, tree: TokenTree, proposal: Proposal) -> _Contexts:
+    slots = _slots(tree)
+    width = slots.nodes.shape[1]
+    paths = tree.paths[slots.nodes]
+    spelled = jnp.where(paths < 0, 0, proposal.tokens[paths - 1])
+    exists = jnp.all((paths < 0) | (spelled >= 0), axis=-1) & slots.is_node
+    is_same = jnp.all(spelled[:, :, None] == spelled[:, None, :], axis=-1) & exists[:, :, None] & exists[:, None, :]
+    stands, first = self._stands(is_same, slots.laws >= 0)
+    above = jnp.take_along_axis(jnp.roll(first, 1, axis=0), jnp.asarray(slots.parents), axis=1).astype(jnp.int32)
+    is_candidate = (above[1:, None, :] == jnp.arange(width)[:, None]) & exists[1:, None, :]
+    return _Contexts(stands, above, is_candidate, is_same)
+
+  def _order(self, shares, is_sibling):
+    """bool `[L, W, W]`: whether k comes before j; the smaller share first, then the lower slot."""
+    place = jnp.arange(shares.shape[-1])
+    mine, other = shares[..., :, None], shares[..., None, :]
+    return is_sibling & ((other < mine) | ((other == mine) & (place < place[:, None])))
+
+  def _races(self, tree: TokenTree, proposal: Proposal, target_probs, contexts: _Contexts) -> _Races:
+    slots, dtype = _slots(tree), target_probs.dtype
+    num_candidates = contexts.num_candidates
+    own = jnp.where(contexts.stands[slots.of_laws], num_candidates[slots.of_laws], 0)
+    guesses = jnp.where(slots.is_node, proposal.tokens[slots.nodes - 1], 0)
+    is_valid = contexts.is_candidate[slots.of_laws]
+    with jax.named_scope('races'):
+      picks, scale = map_needed(
+        self.race.select,
+        own > 1,
+        # One candidate is picked for certain, and has the draft's law.
+        (is_valid.astype(dtype), jnp.ones((len(own), self.race.num_classes), dtype)),
+        _law_rows(tree, proposal, target_probs),
+        (guesses[slots.of_laws[0] + 1], is_valid),
+        at_once=RACES_AT_ONCE,
+      )
+    # By the slot of the candidate: the row of the context above it, what it is picked with, and its token's sum.
+    above, stands = contexts.above[1:], contexts.stands[1:]
+    rows = jnp.take_along_axis(jnp.asarray(slots.laws[:-1]), above, axis=1)
+    width = above.shape[1]
+    own_share = picks[rows, jnp.arange(width)]
+    shares = jnp.sum(jnp.where(contexts.is_same[1:], own_share[:, None, :], 0), axis=-1)
+    shares = jnp.where(stands, shares, 0)
+    tokens = jnp.maximum(guesses[1:], 0)
+    p = proposal.probs[rows, tokens]
+    q = target_probs[jnp.take_along_axis(jnp.asarray(slots.nodes[:-1]), above, axis=1), tokens]
+    picked = jax.vmap(jax.vmap(self.race.picked_probs))(p, q, scale[rows])
+    # Finite above, so that no credit stays none.
+    log_ratios = jnp.log(jnp.minimum(ratio(q, picked), jnp.finfo(dtype).max))
+    is_sibling = (above[:, :, None] == above[:, None, :]) & stands[:, :, None] & stands[:, None, :]
+    return _Races(shares, log_ratios, scale, own, self._order(shares, is_sibling), is_sibling)
+
+  # Credit, and what it is spent on.
+
+  def _divisor(self, shares, kept_back, is_before, is_sibling):
+    """1 - sum of m before each context of a depth, `[W]`.
+
+    The shares of siblings sum to 1. So this is what the ones before keep back, s - m, and the shares of the others: a
+    sum in which nothing cancels.
+    """
+    return jnp.sum(jnp.where(is_sibling, jnp.where(is_before, kept_back, shares), 0), axis=-1)
+
+  def _log_credits(self, contexts: _Contexts, races: _Races):
+    """log P by slot, `[L + 1, W]`; its logarithm, since products of many ratios underflow."""
+
+    def next_depth(log_credit, depth):
+      above, stands, shares, log_ratios, is_before, is_sibling = depth
+      log_passed = jnp.minimum(0, log_credit[above] + log_ratios)
+      divisor = self._divisor(shares, -shares * jnp.expm1(log_passed), is_before, is_sibling)
+      is_open = stands & (shares > 0)
+      log_next = jnp.log(jnp.where(is_open, shares / jnp.where(is_open, divisor, 1), 1)) + log_passed
+      log_next = jnp.where(is_open, jnp.minimum(log_next, 0), -jnp.inf)
+      return log_next, log_next
+
+    root = jnp.where(jnp.arange(races.shares.shape[1]) == 0, 0, -jnp.inf).astype(races.shares.dtype)
+    depths = (
+      contexts.above[1:], contexts.stands[1:], races.shares, races.log_ratios, races.is_before, races.is_sibling,
+    )  # fmt: skip
+    with jax.named_scope('credits'):
+      return jnp.concatenate([root[None], jax.lax.scan(next_depth, root, depths)[1]])
+
+  def _excess(self, tree: TokenTree, proposal: Proposal, target_probs, races: _Races, log_credits, is_open):
+    """S by row of `Proposal.probs`, `[R]`; 0 where no candidate follows, or where `is_open` `[R]` is False."""
+    laws = _law_rows(tree, proposal, target_probs)
+    credits = jnp.exp(log_credits)
+    nothing = jnp.zeros_like(credits)
+
+    def of_one(p, q, credit):
+      return jnp.sum(positive_part(credit * q - p))
+
+    def of_several(p, q, credit, scale):
+      return jnp.sum(positive_part(credit * q - self.race.picked_probs(p, q, scale)))
+
+    number = races.num_candidates
+    with jax.named_scope('excess'):
+      alone = map_needed(of_one, is_open & (number == 1), nothing, laws, (credits,))
+      return map_needed(
+        of_several, is_open & (number > 1), alone, laws, (credits, races.scale), at_once=RACES_AT_ONCE
+      )  # fmt: skip
+
+  def _keep_probs(self, tree: TokenTree, proposal: Proposal, target_probs, contexts, races, log_credits, uniforms=None):
+    """h by slot, `[L + 1, W]`; with uniforms, 0 where they exclude a context by its credit, since h is at most P."""
+    slots = _slots(tree)
+    is_open = contexts.stands
+    if uniforms is not None:
+      is_open &= (uniforms < jnp.exp(log_credits)) | (jnp.arange(len(log_credits)) == 0)[:, None]
+    own = log_credits[slots.of_laws]
+    is_needed = is_open[slots.of_laws] & (slots.of_laws[0] > 0)
+    excess = self._excess(tree, proposal, target_probs, races, own, is_needed)
+    total = excess - jnp.expm1(own)
+    # P = 1 and nothing in excess: draft and target agree.
+    is_agreed = total <= 0
+    inner = jnp.where(is_agreed, 1, excess / jnp.where(is_agreed, 1, total))
+    rows = jnp.asarray(slots.laws)
+    is_leaf = (rows < 0) | (races.num_candidates[rows] == 0)
+    probs = jnp.where(is_leaf, jnp.exp(log_credits), jnp.minimum(inner[rows], jnp.exp(log_credits)))
+    probs = probs.at[0, 0].set(1)
+    return jnp.where(is_open, probs, 0)
+
+  def _weights(self, tree: TokenTree, proposal: Proposal, target_probs, races: _Races, log_credit, node):
+    """Weights `[V]` of the next token after the context that `node` stands for."""
+    row = jnp.asarray(tree.law_index)[node]
+    q = target_probs[node]
+    picked = self.race.picked_probs(proposal.probs[row], q, races.scale[row])
+    residual = positive_part(jnp.exp(log_credit) * q - picked)
+    is_left = (row >= 0) & (races.num_candidates[row] > 0) & (jnp.sum(residual) > 0)
+    return jnp.where(is_left, residual, q)
+
+  def _first_kept(self, tree: TokenTree, contexts: _Contexts, races: _Races, is_kept):
+    """The node of the first context in the order of visits that is kept; int32 scalar."""
+    slots = _slots(tree)
+    ranks = jnp.sum(races.is_before, axis=-1)
+
+    def shallower(found, depth):
+      """`found` `[W]`: the first node kept from each context on, -1 for none."""
+      is_child, ranks, is_kept, nodes = depth
+      is_found = is_child & (found >= 0)
+      first = jnp.argmin(jnp.where(is_found, ranks, len(found)), axis=-1)
+      found = jnp.where(jnp.any(is_found, axis=-1), found[first], jnp.where(is_kept, nodes, -1))
+      return found, None
+
+    deepest = jnp.where(is_kept[-1], slots.nodes[-1], -1)
+    depths = contexts.is_child, ranks, is_kept[:-1], jnp.asarray(slots.nodes[:-1])
+    with jax.named_scope('visits'):
+      return jax.lax.scan(shallower, deepest, depths, reverse=True)[0][0]
+
+  def _arrivals(self, contexts: _Contexts, races: _Races, keep_probs):
+    """The chance that each context is visited, all before it having been rejected, by slot; `[L + 1, W]`."""
+
+    def shallower(nothing_from, depth):
+      """The chance that nothing is kept from each context on, given that the ones before were rejected."""
+      is_child, keep_probs = depth
+      below = jnp.prod(jnp.where(is_child, nothing_from, 1), axis=-1)
+      nothing_from = (1 - keep_probs) * below
+      return nothing_from, (nothing_from, below)
+
+    ones = jnp.ones_like(keep_probs[-1])
+    leaves = 1 - keep_probs[-1]
+    _, (nothing_from, below) = jax.lax.scan(shallower, leaves, (contexts.is_child, keep_probs[:-1]), reverse=True)
+    nothing_from = jnp.concatenate([nothing_from, leaves[None]])
+
+    def deeper(arrive, depth):
+      above, is_before, nothing_from = depth
+      arrive = arrive[above] * jnp.prod(jnp.where(is_before, nothing_from, 1), axis=-1)
+      return arrive, arrive
+
+    _, arrive = jax.lax.scan(deeper, ones, (contexts.above[1:], races.is_before, nothing_from[1:]))
+    return jnp.concatenate([ones[None], arrive]) * jnp.concatenate([below, ones[None]])
+
+  def _steps(self, tree: TokenTree, proposal: Proposal, target_probs):
+    contexts = self._contexts(tree, proposal)
+    races = self._races(tree, proposal, target_probs, contexts)
+    return contexts, races, self._log_credits(contexts, races)
+
+  def _credit_of(self, tree: TokenTree, log_credits, node):
+    """log P of the context that `node` stands for."""
+    return log_credits[jnp.asarray(tree.depths)[node], jnp.asarray(_slots(tree).of_nodes)[node]]
+
+  def _uniforms(self, keys, tree: TokenTree, dtype):
+    """`[N + 2]`: for every node, and for the next token."""
+    return jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
+
+  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+    uniforms = self._uniforms(keys, tree, target_probs.dtype)
+    if tree.num_nodes == 0:
+      return Verdict.at(tree, jnp.zeros((), jnp.int32), draw(uniforms[-1], target_probs[0]), state)
+    contexts, races, log_credits = self._steps(tree, proposal, target_probs)
+    own = uniforms[_slots(tree).nodes]
+    keep_probs = self._keep_probs(tree, proposal, target_probs, contexts, races, log_credits, own)
+    node = self._first_kept(tree, contexts, races, own < keep_probs)
+    weights = self._weights(tree, proposal, target_probs, races, self._credit_of(tree, log_credits, node), node)
+    return Verdict.at(tree, node, draw(uniforms[-1], weights), state)
+
+  def record(self, keys, tree, proposal, target_probs, state) -> Record:
+    """What `verify` decides, context by context in the order of visits; named `keep`, and the first kept ends it."""
+    del state
+    slots, uniforms = _slots(tree), self._uniforms(keys, tree, target_probs.dtype)
+    contexts, races, log_credits = self._steps(tree, proposal, target_probs)
+    keep_probs = self._keep_probs(tree, proposal, target_probs, contexts, races, log_credits)
+    own = uniforms[slots.nodes]
+    node = self._first_kept(tree, contexts, races, own < keep_probs)
+    visit = jnp.where(contexts.stands, _visits(contexts, races), tree.num_nodes + 1)
+
+    def in_order(values, fill):
+      """`[L + 1, W]` to `[N + 1]`, in the order of visits."""
+      empty = jnp.full(tree.num_nodes + 1, fill, values.dtype)
+      return empty.at[visit].set(values, mode='drop')
+
+    nodes = in_order(jnp.asarray(slots.nodes), 0)
+    is_visited = jnp.arange(tree.num_nodes + 1) <= jnp.argmax(nodes == node)
+    shares = jnp.pad(races.shares, ((1, 0), (0, 0)))
+    decisions = jax.vmap(Decisions.of_one)(
+      is_made=is_visited & (nodes > 0),
+      node=nodes,
+      share=in_order(keep_probs, 0),
+      uniform=in_order(own, 0),
+      is_chosen=nodes == node,
+      numbers={'log_kept': in_order(log_credits, 0), 'picked_share': in_order(shares, 0)},
+    )
+    weights = self._weights(tree, proposal, target_probs, races, self._credit_of(tree, log_credits, node), node)
+    return Record({'keep': decisions}, node, weights, uniforms[-1])
+
+  def law(self, tree, proposal, target_probs, state):
+    del state
+    if tree.num_nodes == 0:
+      return target_probs
+    slots = _slots(tree)
+    contexts, races, log_credits = self._steps(tree, proposal, target_probs)
+    keep_probs = self._keep_probs(tree, proposal, target_probs, contexts, races, log_credits)
+    stops = self._arrivals(contexts, races, keep_probs) * keep_probs
+    stop = jnp.zeros(tree.num_nodes + 1, stops.dtype).at[slots.nodes].add(jnp.where(slots.is_node, stops, 0))
+
+    def weights(node):
+      own = self._credit_of(tree, log_credits, node)
+      found = self._weights(tree, proposal, target_probs, races, own, node)
+      return found / jnp.sum(found)
+
+    return stop[:, None] * jax.vmap(weights)(jnp.arange(tree.num_nodes + 1))
+
+
+def _visits(contexts: _Contexts, races: _Races) -> jax.Array:
+  """The number of each context in the order of visits, by slot; int32 `[L + 1, W]`."""
+  stands = contexts.stands.astype(jnp.int32)
+
+  def shallower(size, depth):
+    is_child, stands = depth
+    size = stands + jnp.sum(jnp.where(is_child, size, 0), axis=-1)
+    return size, size
+
+  _, sizes = jax.lax.scan(shallower, stands[-1], (contexts.is_child, stands[:-1]), reverse=True)
+  sizes = jnp.concatenate([sizes, stands[-1:]])
+
+  def deeper(begin, depth):
+    above, is_before, size = depth
+    begin = begin[above] + jnp.sum(jnp.where(is_before, size, 0), axis=-1)
+    return begin, begin
+
+  _, begins = jax.lax.scan(deeper, jnp.zeros_like(sizes[0]), (contexts.above[1:], races.is_before, sizes[1:]))
+  # Those below come first.
+  return jnp.concatenate([jnp.zeros_like(sizes[:1]), begins]) + sizes - 1
+
+
+def _law_rows(tree: TokenTree, proposal: Proposal, target_probs):
+  """The draft's and the target's laws after the nodes that have children, as `map_needed` takes them."""
+  nodes = tree.parent_nodes
+  return (proposal.probs, np.arange(len(nodes))), (target_probs, nodes)

@@ -1,0 +1,309 @@
+"""What stateless rules can keep: against enumerated guesses, the program written out, and the verifiers themselves."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from scipy import optimize
+
+from spectr_jax import METHODS, TokenTree
+from spectr_jax.couplings import Race
+from spectr_jax.proposal import Independent
+from spectr_jax.testing import expected_acceptance, random_tables
+from spectr_jax.theory import (
+  log_presence,
+  optimal_acceptance,
+  optimal_block_acceptance,
+  stateless_kept_bound,
+  stateless_optimum,
+)
+
+EXACT, SOLVED = 1e-12, 1e-9
+UNEQUAL = TokenTree((0, 0, 1, 1, 2, 4))
+
+
+def _tables(seed, vocab_size, length, **shares):
+  """Tables, and the joint laws of the first tokens, draft and target."""
+  tables = random_tables(seed, vocab_size, length, **shares)
+  draft = dataclasses.replace(tables, target_probs=tables.draft_probs).joint_target_law(length)
+  return tables, draft, tables.joint_target_law(length)
+
+
+def _texts(*laws):
+  """All V^L texts `[V^L, L]`, and of each law the log probability of every token given the ones before, likewise."""
+  texts = np.indices(laws[0].shape).reshape(laws[0].ndim, -1).T
+  log_probs = []
+  for law in laws:
+    probs = [law.sum(tuple(range(length, law.ndim))) for length in range(law.ndim + 1)]
+    found = np.array([[p[tuple(text[:length])] for length, p in enumerate(probs)] for text in texts])
+    given = np.divide(found[:, 1:], found[:, :-1], out=np.zeros(texts.shape), where=found[:, :-1] > 0)
+    log_probs.append(np.log(given, out=np.full(given.shape, -np.inf), where=given > 0))
+  return texts, *log_probs
+
+
+def _expected_bound(tree, draft, target):
+  """The mean of `stateless_kept_bound` over the target's texts, for every d."""
+  _, draft_log_probs, target_log_probs = _texts(draft, target)
+  return target.reshape(-1) @ stateless_kept_bound(tree, draft_log_probs, target_log_probs)
+
+
+def _guesses(tree, tables):
+  """Probability and spelled texts of every possible way to fill the tree; a set for each, the empty text in it."""
+  for tokens in itertools.product(range(tables.vocab_size), repeat=tree.num_nodes):
+    spelled, prob = [()], 1.0
+    for token, parent in zip(tokens, tree.parents):
+      prob *= tables.draft_probs[_number(spelled[parent], tables.vocab_size), token]
+      spelled.append((*spelled[parent], token))
+    if prob > 0:
+      yield prob, set(spelled)
+
+
+def _number(text, vocab_size):
+  """The number of a context in tables."""
+  number = 0
+  for token in text:
+    number = number * vocab_size + 1 + token
+  return number
+
+
+def _coarse(part):
+  """The same with every race of one class to an octave: the full one takes long to compile."""
+  if isinstance(part, Race):
+    return dataclasses.replace(part, num_classes=6, octave_bits=0, num_rounds=1)
+  if dataclasses.is_dataclass(part):
+    fields = [field.name for field in dataclasses.fields(part) if field.init]
+    return dataclasses.replace(part, **{name: _coarse(getattr(part, name)) for name in fields})
+  return part
+
+
+def _is_stateless(method):
+  """Whether it is lossless, keeps nothing between rounds and takes any tree of independent children."""
+  return (
+    method.is_lossless
+    and method.max_drafts is None
+    and not method.needs_chains
+    and isinstance(method.proposal_rule, Independent)
+    and not jax.tree.leaves(method.verifier.init_state(TokenTree.chains(2, 2)))
+  )
+
+
+STATELESS = {name: method for name, method in METHODS.items() if _is_stateless(method)}
+
+
+# What the tree holds.
+
+
+@pytest.mark.parametrize(
+  ('tree', 'vocab_size'),
+  [
+    (TokenTree.chains(3, 2), 2),
+    (TokenTree.chains(2, 2), 3),
+    (TokenTree.prefix((2, 2)), 2),
+    (TokenTree.prefix((1, 2, 1)), 2),
+    (UNEQUAL, 2),
+    (TokenTree((0, 0, 1, 3)), 3),
+  ],
+  ids=str,
+)
+def test_presence_is_that_of_all_guesses(tree, vocab_size):
+  spread = 0
+  for seed in range(3):
+    tables, draft, _ = _tables(seed, vocab_size, tree.max_depth)
+    texts, log_probs = _texts(draft)
+    expected = np.zeros(texts.shape)
+    for prob, spelled in _guesses(tree, tables):
+      for row, text in zip(expected, texts):
+        row += [prob * (tuple(text[: depth + 1]) in spelled) for depth in range(len(text))]
+    found = log_presence(tree, log_probs)
+    np.testing.assert_allclose(np.exp(found), expected, rtol=1e-12, atol=EXACT)
+    # Leading axes of any number.
+    again = log_presence(tree, log_probs.reshape(vocab_size, -1, tree.max_depth))
+    np.testing.assert_array_equal(again.reshape(found.shape), found)
+    spread = max(spread, expected[:, -1].std())
+  assert spread > 0.05
+
+
+@pytest.mark.parametrize('tree', [TokenTree.chains(3, 4), TokenTree.prefix((2, 3, 1)), UNEQUAL], ids=str)
+@pytest.mark.parametrize('log_prob', [-30.0, -39.99, -40.01, -500.0, -5000.0])
+def test_presence_of_the_improbable(tree, log_prob):
+  """Nodes hold it one at a time: D is their number times p, though e to -500 x 4 is 0 in float64."""
+  nodes = np.bincount(tree.depths)[1:]
+  depth = np.arange(1, tree.max_depth + 1)
+  with np.errstate(all='raise', under='ignore'):
+    found = log_presence(tree, np.full(tree.max_depth, log_prob))
+  np.testing.assert_allclose(found - depth * log_prob, np.log(nodes), rtol=0, atol=1e-11)
+  bound = stateless_kept_bound(tree, np.full(tree.max_depth, log_prob), np.full(tree.max_depth, log_prob + 2.5))
+  np.testing.assert_allclose(bound, np.minimum.accumulate(np.minimum(1, nodes * np.exp(-2.5 * depth))), rtol=1e-9)
+
+
+@pytest.mark.parametrize('tree', [TokenTree.chains(3, 3), TokenTree.prefix((2, 3, 1)), UNEQUAL], ids=str)
+def test_presence_of_the_certain_and_the_impossible(tree):
+  np.testing.assert_array_equal(log_presence(tree, np.zeros((2, 3))), np.zeros((2, 3)))
+  np.testing.assert_array_equal(log_presence(tree, [0, -np.inf, 0]), [0, -np.inf, -np.inf])
+  # What the target never says has no say in what is kept.
+  half = np.log(0.5)
+  np.testing.assert_array_equal(stateless_kept_bound(tree, [0, -np.inf, 0], [half, -np.inf, half]), [1, 1, 1])
+  np.testing.assert_array_equal(stateless_kept_bound(tree, [0, -np.inf, 0], [half, half, half]), [1, 0, 0])
+
+
+def test_no_guesses():
+  assert log_presence(TokenTree(), np.zeros((5, 0))).shape == (5, 0)
+
+
+def test_bound_by_hand():
+  """Two drafts of two tokens; the running minimum keeps what the first token lost."""
+  tree, q = TokenTree.chains(2, 2), [0.76, 0.2]
+  # The tree holds the text with .1719, more than the target's .152.
+  found = stateless_kept_bound(tree, np.log([0.1, 0.9]), np.log(q))
+  np.testing.assert_allclose(found, [0.19 / 0.76, 0.19 / 0.76], rtol=1e-12)
+  found = stateless_kept_bound(tree, np.log([0.9, 0.01]), np.log(q))
+  np.testing.assert_allclose(found, [1, 0.017919 / 0.152], rtol=1e-12)
+
+
+def test_bound_of_drawn_texts():
+  _, draft, target = _tables(4, 3, 3)
+  expected = _expected_bound(UNEQUAL, draft, target)
+  _, draft_log_probs, target_log_probs = _texts(draft, target)
+  drawn = np.random.default_rng(0).choice(target.size, 20_000, p=target.reshape(-1))
+  found = stateless_kept_bound(UNEQUAL, draft_log_probs[drawn], target_log_probs[drawn])
+  errors = found.std(axis=0) / np.sqrt(len(drawn))
+  assert (errors > 0).all()
+  assert (np.abs(found.mean(axis=0) - expected) < 4 * errors).all()
+
+
+# The optimum.
+
+
+@pytest.mark.parametrize(('vocab_size', 'num_drafts'), [(2, 2), (3, 2), (4, 3)])
+def test_one_token(vocab_size, num_drafts):
+  for seed in range(4):
+    _, p, q = _tables(seed, vocab_size, 1)
+    found = stateless_optimum(TokenTree.chains(num_drafts, 1), p, q)
+    assert found == pytest.approx(float(optimal_acceptance(p, q, num_drafts)), abs=1e-6)  # float32
+
+
+@pytest.mark.usefixtures('quickly')
+@pytest.mark.parametrize(('vocab_size', 'length'), [(3, 3), (2, 4)])
+def test_one_draft_keeps_what_block_does(vocab_size, length):
+  """Which is the bound as well."""
+  tree = TokenTree.chains(1, length)
+  for seed in range(4):
+    tables, draft, target = _tables(seed, vocab_size, length)
+    kept = expected_acceptance(METHODS['block'], tree, tables)
+    np.testing.assert_allclose(_expected_bound(tree, draft, target), kept, rtol=0, atol=EXACT)
+    assert stateless_optimum(tree, draft, target) == pytest.approx(kept.sum(), abs=SOLVED)
+
+
+def _optimum_written_out(tree, tables):
+  """Over the law of accepted text and next token given every single fill of the tree; texts of L + 1 tokens."""
+  vocab_size, length = tables.vocab_size, tree.max_depth
+  guesses = list(_guesses(tree, tables))
+  emissions = [
+    (index, text, token)
+    for index, (_, spelled) in enumerate(guesses)
+    for text in sorted(spelled)
+    for token in range(vocab_size)
+  ]
+  finals = list(itertools.product(range(vocab_size), repeat=length + 1))
+  constraints = np.zeros((len(guesses) + len(finals), len(emissions)))
+  limits = [prob for prob, _ in guesses]
+  for row, final in enumerate(finals, start=len(guesses)):
+    given = [tables.target_probs[_number(final[:place], vocab_size), final[place]] for place in range(length + 1)]
+    limits.append(np.prod(given))
+    for column, (_, text, token) in enumerate(emissions):
+      if final[: len(text) + 1] == (*text, token):
+        constraints[row, column] = np.prod(given[len(text) + 1 :])
+  for column, (index, _, _) in enumerate(emissions):
+    constraints[index, column] = 1
+  kept = [len(text) for _, text, _ in emissions]
+  result = optimize.linprog(-np.array(kept), A_eq=constraints, b_eq=limits, method='highs')
+  assert result.success
+  return -result.fun
+
+
+@pytest.mark.parametrize(
+  ('tree', 'vocab_size'),
+  [(TokenTree.chains(2, 2), 2), (TokenTree.chains(2, 2), 3), (TokenTree.prefix((1, 2)), 3), (UNEQUAL, 2)],
+  ids=str,
+)
+def test_optimum_is_that_of_the_program_written_out(tree, vocab_size):
+  found = []
+  for seed in range(3):
+    tables, draft, target = _tables(seed, vocab_size, tree.max_depth)
+    found.append(stateless_optimum(tree, draft, target))
+    assert found[-1] == pytest.approx(_optimum_written_out(tree, tables), abs=1e-6)
+  assert 0.01 < min(found) < tree.max_depth - 0.5
+
+
+@pytest.mark.parametrize(('vocab_size', 'num_drafts', 'length'), [(2, 2, 3), (3, 2, 2), (2, 3, 2), (3, 1, 3)])
+def test_optimum_is_below_both_bounds(vocab_size, num_drafts, length):
+  tree, gaps = TokenTree.chains(num_drafts, length), []
+  for seed in range(8):
+    _, draft, target = _tables(seed, vocab_size, length)
+    found = stateless_optimum(tree, draft, target)
+    bounds = _expected_bound(tree, draft, target).sum(), optimal_block_acceptance(draft, target, num_drafts)
+    gaps.append([bound - found for bound in bounds])
+  assert np.min(gaps) > -SOLVED
+  # Statelessness costs something.
+  assert np.max(gaps, axis=0)[1] > 0.01
+
+
+def _cases():
+  """Every method on every tree; on two of them by default only those that come close."""
+  for tree, vocab_size in (
+    (TokenTree.chains(2, 2), 3),
+    (TokenTree.chains(2, 3), 2),
+    (TokenTree.prefix((2, 2)), 2),
+  ):
+    for name in STATELESS:
+      is_first = vocab_size == 3 or name in ('traversal', 'race_traversal')
+      shape = f'{name}-N{tree.num_nodes}-L{tree.max_depth}-V{vocab_size}'
+      yield pytest.param(name, tree, vocab_size, id=shape, marks=() if is_first else pytest.mark.slow)
+
+
+@pytest.mark.usefixtures('quickly')
+@pytest.mark.parametrize(('name', 'tree', 'vocab_size'), list(_cases()))
+def test_no_method_keeps_more(name, tree, vocab_size):
+  method = dataclasses.replace(STATELESS[name], verifier=_coarse(STATELESS[name].verifier))
+  shares = []
+  for seed in range(8):
+    tables, draft, target = _tables(seed, vocab_size, tree.max_depth)
+    optimum = stateless_optimum(tree, draft, target)
+    kept = expected_acceptance(method, tree, tables)
+    assert kept.sum() <= optimum + SOLVED
+    assert (kept <= _expected_bound(tree, draft, target) + EXACT).all()
+    shares.append(kept.sum() / optimum)
+  # None is so weak that the optimum could be twice what it is.
+  assert min(shares) > (0.93 if name == 'race_traversal' else 0.6)
+  assert np.mean(shares) > (0.98 if name == 'race_traversal' else 0.85)
+
+
+def test_stateless_methods():
+  assert {'spectr', 'specinfer', 'race', 'race_block', 'traversal'} <= set(STATELESS)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+  ('call', 'message'),
+  [
+    (lambda: log_presence(TokenTree.chains(2, 3), np.zeros((5, 2))), r'draft_log_probs must have shape \[..., 3\]'),
+    (lambda: log_presence(TokenTree.chains(2, 3), -1.0), r'got \(\)'),
+    (lambda: log_presence(TokenTree.chains(2, 2), [-1, 0.5]), 'logarithms of probabilities, got 0.5'),
+    (lambda: log_presence(TokenTree.chains(2, 2), [-1, np.nan]), 'got nan'),
+    (lambda: stateless_kept_bound(TokenTree.chains(2, 2), [-1, -1], [-1]), 'target_log_probs must have shape'),
+    (lambda: stateless_kept_bound(TokenTree.chains(2, 2), [-1, -1], [np.nan, -1]), 'target_log_probs must be'),
+    (lambda: stateless_kept_bound(TokenTree.chains(1, 2), np.zeros((3, 2)), np.zeros((4, 2))), 'equal shapes'),
+    (lambda: stateless_optimum(TokenTree.chains(2, 2), [0.5, 0.5], [0.5, 0.5]), 'must be of 2 tokens'),
+    (lambda: stateless_optimum(TokenTree.chains(2, 2), np.ones((2, 2)) / 4, [0.5, 0.5]), r'\[V\] \* L'),
+    (lambda: stateless_optimum(TokenTree.chains(1, 1), [0.5, 0.5], [0.5, 0.6]), 'target_law must sum to 1'),
+    (lambda: stateless_optimum(TokenTree(), 1.0, 1.0), r'\[V\] \* L'),
+    (lambda: stateless_optimum(TokenTree.chains(8, 1), np.ones(4) / 4, np.ones(4) / 4), 'at most 100000'),
+  ],
+)
+def test_refuses(call, message):
+  with pytest.raises(ValueError, match=message):
+    call()
