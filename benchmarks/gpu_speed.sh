@@ -40,7 +40,7 @@ for batch in "${batches[@]}"; do
   profile=()
   [[ $batch == "${batches[0]}" ]] && profile=("--profile_dir=$OUT/profile")
   piece "$OUT/batch_$batch.json" "$python" -m decode.main "${models[@]}" "--batch_size=$batch" --skip_long \
-    --method=autoregressive,speculative,block,spectr,race_block --num_drafts=1,4,8 --draft_length=4,8 \
+    --method=autoregressive,speculative,block,spectr,race_block,race_traversal --num_drafts=1,4,8 --draft_length=4,8 \
     "${decode[@]}" "${profile[@]}" "--output=$OUT/batch_$batch.json"
 done
 echo 'all done'

@@ -199,7 +199,7 @@ def measure(dtypes: Sequence[str], batch_sizes: Sequence[int], num_runs: int, ha
       results[f'rounds {dtype} L={draft_length}'] = times
       title = f'\nA and B, target {dtype}, K=1, L={draft_length}: per round'
       print('\n'.join(describe_times(title, times, None)), flush=True)
-    for method in ('spectr', 'race_block'):
+    for method in ('spectr', 'race_block', 'race_traversal'):
       found = parts(dtype, method, 4, 4, num_runs)
       results[f'parts {dtype} {method} K=4 L=4'] = found
       share = found['verification'] / found['round']

@@ -1,10 +1,11 @@
 """Tables in Markdown from runs of `decode.main`: block efficiency by method and tree, methods against each other.
 
-Command   python -m benchmarks.tabulate --files=FILE,... [--output=SUMMARY.json]
-Files     what `decode.main --generations` wrote, or a summary that this program wrote
+Command   python -m benchmarks.tabulate --files=FILE,... [--output=SUMMARY.json] [--nodes=64]
+Files     what `decode.main` or `decode.bulk` wrote with --generations, or a summary that this program wrote
 
 Continuations of one prompt under several seeds are one unit of the sample. Intervals of 95% are over prompts. Ratios
-to `--baseline` are paired: every prompt and seed is decoded by both methods.
+to `--baseline` are paired: every prompt and seed is decoded by both methods. With `--nodes` a table has each method on
+its best shape of at most so many nodes, and how many times as much the best method keeps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import itertools
 import json
 import math
+import operator
 import re
 
 import numpy as np
@@ -143,6 +145,40 @@ def _budget(setting: Setting) -> str:
   return setting.shape.split(' = ')[0]
 
 
+def num_nodes(shape: str) -> int | None:
+  """Nodes of a tree by its name; None for trees of other forms than K x L and prefix trees."""
+  tree = shape.split(' = ')[-1]
+  if ' x ' in tree:
+    return math.prod(map(int, tree.split(' x ')))
+  name, _, factors = tree.partition(':')
+  return sum(itertools.accumulate(map(int, factors.split(',')), operator.mul)) if name == 'prefix' else None
+
+
+def best_shapes(found: dict[Setting, Counts], most_nodes: int) -> list[str]:
+  """Lines of Markdown: per temperature each method on its best shape of at most `most_nodes` nodes, the best first."""
+  lines = []
+  for temperature in sorted({setting.temperature for setting in found}, reverse=True):
+    best: dict[str, tuple[float, Setting]] = {}
+    for setting, counts in found.items():
+      nodes = num_nodes(setting.shape)
+      if setting.temperature == temperature and nodes is not None and nodes <= most_nodes:
+        value = metrics.ratio(*counts.arrays())
+        if value > best.get(setting.method, (0.0,))[0]:
+          best[setting.method] = value, setting
+    if len(best) < 2:
+      continue
+    order = [setting for _, setting in sorted(best.values(), key=lambda item: -item[0])]
+    lines += [
+      f'\nTemperature {temperature:g}, at most {most_nodes} nodes, each method on its best shape:\n',
+      f'| method | tree | tokens per call | `{order[0].method}` to it |',
+      '|---|---|---|---|',
+    ]
+    for setting in order:
+      tree, counts = setting.shape.split(' = ')[-1], found[setting]
+      lines.append(f'| `{setting.method}` | {tree} | {_value(counts)} | {_factor(found[order[0]], counts)} |')
+  return lines
+
+
 def _natural(text: str) -> list:
   """Sorts `2 x 8` before `16 x 1`, and either before `optimal:8`."""
   return [(int(part), '') if part.isdigit() else (math.inf, part) for part in re.findall(r'\d+|\D+', text)]
@@ -182,6 +218,7 @@ def tables(found: dict[Setting, Counts], baseline: str) -> list[str]:
 if __name__ == '__main__':
   _FILES = flags.DEFINE_list('files', [], 'Files to read.')
   _BASELINE = flags.DEFINE_string('baseline', 'spectr', 'Method that others are compared with.')
+  _NODES = flags.DEFINE_integer('nodes', None, 'Also compare best shapes of at most so many nodes.', lower_bound=1)
   _OUTPUT = flags.DEFINE_string('output', None, 'Write counts by prompt to this file, as JSON.')
 
   def main(argv):
@@ -192,6 +229,9 @@ if __name__ == '__main__':
     if _OUTPUT.value:
       with open(_OUTPUT.value, 'w', encoding='utf-8') as file:
         file.write(summarize(found))
-    print('\n'.join(tables(found, _BASELINE.value)))
+    lines = tables(found, _BASELINE.value)
+    if _NODES.value is not None:
+      lines += best_shapes(found, _NODES.value)
+    print('\n'.join(lines))
 
   command_line.run(main)

@@ -18,7 +18,7 @@ ROOT = epath.Path(__file__).resolve().parent.parent
 PRETRAINED = ROOT / 'pretrained'
 AUTO = 'auto'
 # K and L where none are given, for methods by name and for `auto`.
-DEFAULT_GRID = {'num_drafts': (4,), 'draft_length': (4,)}
+DEFAULT_GRID = {'num_drafts': (2,), 'draft_length': (8,)}
 AUTO_GRID = {'num_drafts': (1, 2, 4, 8), 'draft_length': (2, 4, 8)}
 _DTYPES = ('', 'float32', 'bfloat16')
 DRAFT_MESHES = 'whole', 'divided'
@@ -39,7 +39,7 @@ class DecodeOptions:
     dtype: Type to compute in, '' for each model's own.
     method: Names of methods; `auto`, alone or beside `autoregressive`, takes the lossless one that is predicted to be
       the fastest, see `decode.auto`.
-    num_drafts, draft_length: K and L, every pair of which is run, or compared by `auto`; by default 4 and 4, for `auto`
+    num_drafts, draft_length: K and L, every pair of which is run, or compared by `auto`; by default 2 and 8, for `auto`
       1, 2, 4, 8 and 2, 4, 8.
     tree: Trees to guess; see `decode.settings.TreeSpec`.
     acceptance: File of measured acceptance rates for `optimal` trees, or None to measure them on the prompts.
@@ -69,7 +69,7 @@ class DecodeOptions:
   target: str = str(PRETRAINED / 'target')
   draft: str = str(PRETRAINED / 'draft')
   dtype: str = ''
-  method: tuple[str, ...] = ('autoregressive', 'speculative', 'block', 'spectr', 'race_block')
+  method: tuple[str, ...] = ('autoregressive', 'speculative', 'block', 'spectr', 'race_traversal')
   num_drafts: tuple[int, ...] | None = None
   draft_length: tuple[int, ...] | None = None
   tree: tuple[str, ...] = ('chains',)

@@ -173,6 +173,15 @@ def _with_interval(value: float, interval: tuple[float, float] | None) -> str:
   return f'{value:.2f}' + ('' if interval is None else f' ± {(interval[1] - interval[0]) / 2:.2f}')
 
 
+_NUM_POSITIONS = 8
+
+
+def _shares(shares: list[float]) -> str:
+  """Those of the first positions; deep trees have more than a line holds."""
+  shown = [f'{share:.2f}' for share in shares[:_NUM_POSITIONS]]
+  return ' '.join(shown + ['...'] * (len(shares) > _NUM_POSITIONS)) or '-'
+
+
 def make_table(run: DecodeRun) -> Table:
   """A row per setting, all seeds together."""
   has_trees = any(setting.spec is not None and setting.spec.name != 'chains' for setting in run.settings)
@@ -198,7 +207,7 @@ def make_table(run: DecodeRun) -> Table:
       cells += [str(setting.tree.num_nodes or '-'), setting.tree_name]
     cells += [
       _with_interval(summary.block_efficiency, summary.interval),
-      ' '.join(f'{share:.2f}' for share in summary.acceptance_by_position) or '-',
+      _shares(summary.acceptance_by_position),
     ]
     if run.options.share_of_optimum:
       share = summary.share_of_optimum

@@ -18,12 +18,15 @@ from decode import latency, metrics
 from decode.auto import Prediction, choose, predict_all
 from decode.calibrate import (
   Acceptance,
+  bound_kept,
   choose_tree,
   has_independent_children,
+  is_chosen_by_bound,
   measure_acceptance,
   rates_name,
   read_acceptance,
 )
+from decode.laws import target_texts, written_log_probs
 from decode.options import DecodeOptions
 from decode.program_memory import in_groups, make_room
 from decode.prompts import Prompt
@@ -122,7 +125,7 @@ class DecodeRun:
     tokenizer: The models' tokenizer.
     settings: What was run: the grid, every tree chosen.
     measurements: One per setting and seed.
-    acceptance: The rates by method that `optimal` trees were chosen from.
+    acceptance: The rates by method that `optimal` trees were chosen from; see `decode.calibrate`.
     node_costs: Time of a target call on so many tokens over that on one; for settings slower than autoregressive.
     part_seconds: Time of a round's parts by setting, see `decode.latency.time_parts`; if asked for.
     predictions: What `auto` chose from, the fastest first; empty if it was not asked for.
@@ -212,7 +215,8 @@ def _measure_node_costs(workload: Workload, trees: list[TokenTree], num_runs: in
 def _choose_trees(workload: Workload, settings: list[Setting], given, notify: Notify):
   """The settings with `optimal` trees chosen, and the rates by method that they were chosen from.
 
-  Rates that are not `given` by a file are measured on the prompts, with a seed that is not among the options' own.
+  Rates that are not `given` by a file are measured, or bounded, on the prompts, with a seed that is not among the
+  options' own.
   """
   options = workload.options
   budgets = {}
@@ -223,7 +227,8 @@ def _choose_trees(workload: Workload, settings: list[Setting], given, notify: No
   if not budgets:
     return settings, {}
   acceptance: dict[str, Acceptance] = {}
-  keys = workload.keys((options.seeds[-1] + 1) % 2**32)
+  seed = (options.seeds[-1] + 1) % 2**32
+  keys = workload.keys(seed)
   for method, budget in budgets.items():
 
     def measure(tree: TokenTree, method=method) -> Statistics:
@@ -234,7 +239,11 @@ def _choose_trees(workload: Workload, settings: list[Setting], given, notify: No
 
     name = rates_name(method)
     make_room(is_joint=workload.is_joint)
-    if given is None:
+    if given is None and is_chosen_by_bound(method):
+      notify(f"{method.name}: bounding what is kept of chains, on the target's own texts", 0, len(settings))
+      texts = target_texts(workload, seed)
+      acceptance[name] = bound_kept(*written_log_probs(workload, (workload.draft, workload.target), texts))
+    elif given is None:
       acceptance[name] = measure_acceptance(method, budget, measure)
     elif name in given:
       acceptance[name] = given[name]

@@ -20,7 +20,7 @@ class TreeSpec:
 
   `chains` is every pair of K drafts and L tokens; `prefix:4,2,2,1` has four nodes at depth 1, two below each of them,
   and so on; `specinfer` is three chains of L tokens that share their first two; `optimal:BUDGET` is the tree of at most
-  that many nodes that a method gains most from, by measured acceptance.
+  that many nodes that a method gains most from, by measured acceptance or, for `race_traversal`, by what can be kept.
 
   Attributes:
     name: One of the four.

@@ -16,9 +16,9 @@ from decode.table import Found, Request, Row, Value
 from decode.workload import Notify, describe, load_models
 from spectr_jax import TokenTree
 
-SPECTR_METHODS = ('autoregressive', 'speculative', 'block', 'spectr', 'race_block')
-GBV_METHODS = (*published.GBV_METHODS, 'race_block')
-DRAFTING_METHODS = ('spectr', 'spectr_gbv', 'race_block')
+SPECTR_METHODS = ('autoregressive', 'speculative', 'block', 'spectr', 'race_block', 'race_traversal')
+GBV_METHODS = (*published.GBV_METHODS, 'race_block', 'race_traversal')
+DRAFTING_METHODS = ('spectr', 'spectr_gbv', 'race_block', 'race_traversal')
 HERE, PAPER = 'here', 'paper'
 
 _Figures = Mapping[str, tuple[float, float | None]]

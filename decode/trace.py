@@ -27,7 +27,9 @@ from spectr_jax.trace import make_judge, trace_decode
 MAX_BYTES = 1_000_000
 _PAGE = pathlib.Path(__file__).parent / 'trace_page'
 # Compared where nothing else is asked for, as far as they can judge the drafts.
-_USUAL = ('speculative', 'block', 'specinfer', 'spectr', 'race', 'race_block', 'traversal', 'gsd')
+_USUAL = (
+  'speculative', 'block', 'specinfer', 'spectr', 'race', 'race_block', 'race_traversal', 'traversal', 'gsd'
+)  # fmt: skip
 
 
 def choose_others(names: tuple[str, ...], method: Method, tree: TokenTree) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, Method, Tokenizer, TokenTree
 from spectr_jax.couplings import KSeq, Maximal, Only, OverAccept, Race, Recursive, Selected
 from spectr_jax.trace import Judge, Judgement, Trace, TracedRound
-from spectr_jax.verify import Block, Decisions, GreedyBlock, Record, SeedExact, Traversal, Walk
+from spectr_jax.verify import Block, Decisions, GreedyBlock, RaceTraversal, Record, SeedExact, Traversal, Walk
 
 NUM_SHOWN = 6  # likeliest tokens of a law
 _SPECIAL = {Tokenizer.pad_id: '⟨pad⟩', Tokenizer.bos_id: '⟨begin⟩', Tokenizer.eos_id: '⟨end⟩'}
@@ -64,6 +64,14 @@ def _rules(method: Method) -> dict[str, str]:
       ' deleted, and takes [Pq − p]₊ as the new q at its parent, whose P becomes S/(S + 1 − P).'
     )
     residual = 'what the rejected children have left of q'
+  elif isinstance(verifier, RaceTraversal):
+    rule = (
+      'Nodes that spell the same are one. A weighted race would pick each candidate with probability s; p̃ is the law'
+      ' of what it picks. Every branch is tried, leaves first, candidates in ascending order of s. With'
+      ' m = s · min(1, P · q/p̃) a candidate has P = m/(1 − Σ m of those before it). The first with u < h is kept:'
+      ' h = S/(S + 1 − P) with S = Σ [Pq − p̃]₊ at the next position; at a leaf h = P.'
+    )
+    residual = '[Pq − p̃]₊'
   elif isinstance(verifier, SeedExact):
     rule = (
       "Every token x has one exponential E. Candidates are the first to arrive at E/p; the target's own winner is the"

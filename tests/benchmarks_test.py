@@ -35,7 +35,7 @@ def test_speed(monkeypatch, capsys):
   found = speed.measure(['float32'], [2], 2, has_peer=False)['milliseconds']
   assert set(found) == {
     'autoregressive float32 batch 2', 'rounds float32 L=4', 'rounds float32 L=8', 'parts float32 spectr K=4 L=4',
-    'parts float32 race_block K=4 L=4',
+    'parts float32 race_block K=4 L=4', 'parts float32 race_traversal K=4 L=4',
   }  # fmt: skip
   times = found['autoregressive float32 batch 2']['spectr_jax']
   assert 0 < times['low'] <= times['median'] <= times['high']

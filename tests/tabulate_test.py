@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import tabulate
+from benchmarks import cut_prompts, tabulate
 
 
 def _line(method, prompt, seed, num_tokens, calls, **changes):
@@ -39,6 +39,34 @@ def test_tables_compare_with_the_baseline(generations):
   assert '| `race` | 2 x 4 | 4.33 ± ' in text
   assert ' | 2.000 (2.000 to 2.000) |' in text  # prompts differ, the ratio does not
   assert 'optimal:8' not in text  # nothing to compare with
+
+
+def test_each_method_on_its_best_shape(tmp_path):
+  path = tmp_path / 'text.jsonl'
+  shapes = {'2 x 4': 12, '4 x 4': 18, '8 x 8': 30}
+  lines = []
+  for method, more in (('spectr', 0), ('race', 7)):
+    for prompt in (0, 1):
+      for shape, num_tokens in shapes.items():
+        num_drafts, length = map(int, shape.split(' x '))
+        sizes = {'num_drafts': num_drafts, 'draft_length': length}
+        lines.append(_line(method, prompt, 0, num_tokens + more + prompt, 3, **sizes))
+      lines.append(_line(method, prompt, 0, 24 + prompt, 3, tree='prefix:2,2,1'))
+  path.write_text('\n'.join(lines))
+  found = tabulate.read([str(path)])
+  *_, first, second = tabulate.best_shapes(found, 16)
+  assert first.startswith('| `race` | 4 x 4 | 8.50 ± ')  # more than on prefix:2,2,1, and the other less
+  assert second.startswith('| `spectr` | prefix:2,2,1 | 8.17 ± ')
+  assert ' | 1.041 (1.0' in second
+  *_, first, second = tabulate.best_shapes(found, 64)
+  assert ['8 x 8' in line for line in (first, second)] == [True, True]
+  assert first.endswith(' |  |')
+  assert tabulate.best_shapes(found, 7) == []
+
+
+def test_nodes_of_shapes():
+  shapes = {'4 x 16': 64, 'prefix:2,2,1': 10, 'optimal:8 = prefix:2,1': 4, 'specinfer': None}
+  assert {shape: tabulate.num_nodes(shape) for shape in shapes} == shapes
 
 
 def test_a_summary_gives_the_same_tables(generations, tmp_path):
@@ -82,3 +110,11 @@ def test_other_files_are_refused(tmp_path):
 def test_shapes_are_in_the_order_of_their_numbers():
   shapes = ['2 x 8', '16 x 1', 'optimal:8', 'optimal:16', 'prefix:2,2']
   assert sorted(reversed(shapes), key=tabulate._natural) == shapes
+
+
+def test_prompts_are_cut_where_passages_begin():
+  text = '= Title =\n\none two three\nfour five\n\nsix seven\n\neight nine ten eleven\n'
+  assert cut_prompts.cut(text, 2, 4) == ['one two three four', 'eight nine ten eleven']
+  assert cut_prompts.cut(text, 1, 6) == ['one two three four five six']
+  with pytest.raises(ValueError, match='the text has 3 passages of 4 words, fewer than 4'):
+    cut_prompts.cut(text, 4, 4)

@@ -51,7 +51,7 @@ class TextSource(Protocol):
     """What a training log should record about the origin; text that differs is described differently."""
 
 
-def _read_text(path: epath.Path) -> str:
+def read_text(path: epath.Path) -> str:
   """Contents of a `.txt`, `.gz` or `.bz2` file; other endings are read as plain text."""
   openers = {'.gz': gzip.open, '.bz2': bz2.open}
   try:
@@ -100,7 +100,7 @@ class Files:
   def documents(self) -> Iterator[str]:
     for path in self.paths:
       lines = []
-      for line in _read_text(path).splitlines():
+      for line in read_text(path).splitlines():
         if line.strip():
           lines.append(line)
         elif lines:

@@ -77,3 +77,8 @@ function pathTo(node) {
   for (; node; node = TREE.parents[node]) path.unshift(node);
   return path;
 }
+
+/** Whether a decision is on all nodes that spell the same, which have a share of a race: race traversal. */
+function isOfContext(decision) {
+  return decision.picked_share !== undefined;
+}

@@ -30,7 +30,14 @@ function nodeStates(round, method, judgement, count, isOver) {
   const decisions = (judgement.decisions ?? []).slice(0, count);
   for (const decision of decisions) {
     const {kind, chosen} = decision;
-    if (kind === 'keep') {
+    if (kind === 'keep' && isOfContext(decision)) {
+      const path = chosen >= 0 ? pathTo(chosen) : [decision.node];
+      const spelled = new Set(path.map((node) => round.places[node]));
+      for (let node = 1; node <= TREE.size; node++) {
+        if (spelled.has(round.places[node])) states[node] = chosen >= 0 ? 'same' : 'rejected';
+      }
+      if (chosen >= 0) for (const node of path) states[node] = 'kept';
+    } else if (kind === 'keep') {
       if (chosen >= 0) for (const node of pathTo(chosen)) states[node] = 'kept';
       else if (states[decision.node] !== 'picked') states[decision.node] = 'rejected';
     } else {

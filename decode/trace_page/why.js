@@ -2,7 +2,15 @@
 // Why: one decision in words, on the line from 0 to 1, and as a table of the numbers behind it.
 
 function isBlock(method, decision) {
-  return decision.kind === 'keep' && decision.kept !== undefined && method.rule.includes('h = S');
+  return decision.kind === 'keep' && decision.kept !== undefined && !isOfContext(decision) && method.rule.includes('h = S');
+}
+
+/** What else may be kept after a decision to keep nothing, in words. */
+function whatIsLeft(round, method, decision) {
+  if (isBlock(method, decision)) return '; a deeper token may still keep it';
+  if (!isOfContext(decision)) return '';
+  const {decisions} = round.judgements[DATA.methods.indexOf(method)];
+  return decision === decisions[decisions.length - 1] ? '; no branch is left' : '; the branches after it are still tried';
 }
 
 /** One decision in a sentence. */
@@ -26,11 +34,11 @@ function decisionSentence(round, method, decision) {
     return chosen >= 0 ? `The target’s winner ${winner} is among the candidates: accepted.`
       : `The target’s winner ${winner} is not among the candidates.`;
   }
-  const threshold = isBlock(method, decision) ? 'h' : decision.kept !== undefined ? 'P' : 'h';
+  const threshold = decision.kept === undefined || isBlock(method, decision) || isOfContext(decision) ? 'h' : 'P';
   const share = number(decision.shares[0]);
   const where = `down to ${quoted(tokenOf(round, decision.node))}, position ${TREE.depths[decision.node]}`;
   return chosen >= 0 ? `u = ${u} < ${threshold} = ${share}: the path is kept ${where}.`
-    : `u = ${u} ≥ ${threshold} = ${share}: not kept ${where}${isBlock(method, decision) ? '; a deeper token may still keep it' : ''}.`;
+    : `u = ${u} ≥ ${threshold} = ${share}: not kept ${where}${whatIsLeft(round, method, decision)}.`;
 }
 
 /** The line from 0 to 1, divided into shares, with u. */
@@ -102,7 +110,8 @@ function decisionFacts(method, decision) {
   if (decision.epsilon !== undefined) facts.push(`ε = ${number(decision.epsilon)}`);
   if (decision.winner_time !== undefined) facts.push(`First arrival of the target’s race: ${number(decision.winner_time)}`);
   if (decision.kind === 'keep' && decision.kept !== undefined) facts.push(`P = ${number(decision.kept)}`);
-  if (isBlock(method, decision)) facts.push(`h = ${number(decision.shares[0])}`);
+  if (isOfContext(decision)) facts.push(`s = ${number(decision.picked_share)}`);
+  if (isBlock(method, decision) || isOfContext(decision)) facts.push(`h = ${number(decision.shares[0])}`);
   return facts.length ? make('p', {class: 'facts'}, facts.join(', ')) : null;
 }
 

@@ -1,15 +1,33 @@
 """Trees from measured acceptance."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from decode.calibrate import calibration_trees, choose_tree, measure_acceptance, rates_name, read_acceptance
+from decode import laws, run
+from decode.calibrate import (
+  LONGEST_CHAIN,
+  TOLERANCE,
+  bound_kept,
+  calibration_trees,
+  choose_tree,
+  is_chosen_by_bound,
+  kept_bounds,
+  measure_acceptance,
+  rates_name,
+  read_acceptance,
+)
 from decode.options import DecodeOptions
+from decode.prompts import Prompt
 from decode.run import run_decode
 from decode.settings import Setting, TreeSpec
-from spectr_jax import METHODS, Statistics, TokenTree, with_children
+from decode.workload import Workload
+from spectr_jax import METHODS, Statistics, TokenTree, table, with_children
+from spectr_jax.sampling import SamplingParams, logits_to_probs
+from spectr_jax.theory import stateless_kept_bound
 
 
 def _statistics(tree, accepted, *, visits=1000):
@@ -69,6 +87,19 @@ def test_a_tree_has_no_nodes_that_are_never_accepted():
   assert chosen.tree.max_depth == 24
 
 
+def test_the_best_chains():
+  assert [name for name, method in METHODS.items() if is_chosen_by_bound(method)] == ['race_traversal']
+  # 1 x 4: .8 + .5 + .1 + .1 = 1.5; 2 x 2: .9 + .7 = 1.6; 4 x 1: .95.
+  rates = [[0.8, 0.9, None, 0.95], [0.5, 0.7, None, 0.9], [0.1, 0.2, None, 0.4], [0.1, 0.1, None, 0.1]]
+  chosen = choose_tree(Setting(METHODS['race_traversal'], TreeSpec('optimal', (4,))), rates)
+  assert chosen.tree == TokenTree.chains(2, 2)
+  assert (chosen.shape, chosen.draft_length) == ('prefix:2,1', 2)
+  assert TreeSpec.parse(chosen.shape).numbers == (2, 1)
+  # The same rates as chances per depth: branching everywhere would seem best.
+  assert choose_tree(Setting(METHODS['race'], TreeSpec('optimal', (6,))), rates).shape == 'prefix:2,2'
+  assert choose_tree(Setting(METHODS['race_traversal'], TreeSpec('optimal', (6,))), rates).shape == 'prefix:2,1,1'
+
+
 def test_rates_are_of_a_way_to_draw_children():
   assert rates_name(METHODS['traversal']) == 'traversal'
   assert rates_name(with_children(METHODS['traversal'], 'without_replacement')) == 'traversal, without_replacement'
@@ -81,6 +112,117 @@ def test_useless_drafts_have_no_tree():
     choose_tree(Setting(METHODS['gsd'], TreeSpec('optimal', (6,))), [[0.0, 0.0]])
   with pytest.raises(ValueError, match='too few positions'):
     choose_tree(Setting(METHODS['gsd'], TreeSpec('optimal', (6,))), [[None, None]])
+  with pytest.raises(ValueError, match='race_traversal optimal:6: nothing is ever accepted'):
+    choose_tree(Setting(METHODS['race_traversal'], TreeSpec('optimal', (6,))), [[0.0, 0.0]])
+  with pytest.raises(ValueError, match='too few positions'):
+    choose_tree(Setting(METHODS['race_traversal'], TreeSpec('optimal', (6,))), [[None, None]])
+
+
+# What the laws allow to be kept.
+
+
+def _texts(seed, num_texts=40, length=9):
+  """Log probabilities of texts of unequal length, draft and target; some tokens the draft never draws."""
+  rng = np.random.default_rng(seed)
+  draft, target = np.log(rng.uniform(0.05, 1, (2, num_texts, length)))
+  draft[rng.random(draft.shape) < 0.1] = -np.inf
+  is_missing = np.arange(length) >= rng.integers(3, length + 1, (num_texts, 1))
+  return np.where(is_missing, np.nan, draft), np.where(is_missing, np.nan, target)
+
+
+@pytest.mark.parametrize(
+  'tree', [TokenTree.chains(3, 4), TokenTree.prefix((2, 1, 2)), TokenTree.chains(1, 12)], ids=str
+)
+def test_every_place_has_the_bound_of_what_follows(tree):
+  draft, target = _texts(0)
+  found = kept_bounds(tree, draft, target)
+  assert found.shape == (*draft.shape, tree.max_depth)
+  ends = np.isfinite(target).sum(axis=1)
+  for text, end in enumerate(ends):
+    for place in range(draft.shape[1]):
+      length = max(min(end - place, tree.max_depth), 0)
+      assert np.isnan(found[text, place, length:]).all()
+      if length:
+        # Of a shallower tree, which holds no more than the tokens that are there.
+        cut = TokenTree.from_parents(tree.parents[: np.count_nonzero(tree.depths <= length) - 1])
+        window = slice(place, place + length)
+        expected = stateless_kept_bound(cut, draft[text, window], target[text, window])
+        np.testing.assert_allclose(found[text, place, :length], expected, rtol=1e-12)
+
+
+def test_rates_are_means_over_all_places():
+  draft, target = _texts(1)
+  found = bound_kept(draft, target)
+  assert (len(found), len(found[0])) == (9, 16)
+  ends = np.isfinite(target).sum(axis=1)
+  for depth, row in enumerate(found):
+    assert row[6] is None  # 7 chains
+    for number in (1, 3, 16):
+      bounds = []
+      for text, place in ((text, place) for text, end in enumerate(ends) for place in range(end - depth)):
+        p, q = (np.exp(np.cumsum(values[text, place : place + depth + 1])) for values in (draft, target))
+        bounds.append(min(1, np.min((1 - (1 - p) ** number) / q)))
+      # What is missing after the end is not kept.
+      assert row[number - 1] == pytest.approx(np.sum(bounds) / ends.sum(), rel=1e-9)
+  assert len(bound_kept(*(np.zeros((2, 50)),) * 2)) == LONGEST_CHAIN
+  few = bound_kept(draft[:5], target[:5])
+  assert {rate for row in few for rate in row} == {None}
+
+
+def _tables(prompts, **options):
+  """A workload on two Markov chains of three tokens, and their laws."""
+  laws = {
+    'target': np.array([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7]]),
+    'draft': np.array([[0.3, 0.3, 0.4], [0.5, 0.1, 0.4], [0.2, 0.7, 0.1]]),
+  }
+  models = {name: table.table_model(np.log(law).astype(np.float32)) for name, law in laws.items()}
+  workload = Workload(
+    options=DecodeOptions(batch_size=400, **options), tokenizer=SimpleNamespace(eos_id=None), info={}, sharding=None,
+    prompts=[Prompt('x', index, index) for index in range(len(prompts))], tokens=np.array(prompts, np.int32)[:, None],
+    lengths=np.ones(len(prompts), np.int32), **models,
+  )  # fmt: skip
+  return workload, laws
+
+
+@pytest.mark.usefixtures('quickly')
+@pytest.mark.parametrize(
+  'options', [{}, {'temperature': 0.5}, {'top_k': 2}, {'top_p': 0.6}, {'temperature': 2.0, 'top_k': 2, 'top_p': 0.9}],
+  ids=str,
+)  # fmt: skip
+def test_the_bound_is_that_of_the_laws_tokens_are_drawn_from(options):
+  """Markov chains: the expectation over two tokens of the target in closed form."""
+  number, num_prompts = 2, 800
+  workload, laws_by_role = _tables([0] * num_prompts, max_new_tokens=2, **options)
+  params = SamplingParams.make(1, **options)
+  p, q = (
+    np.asarray(logits_to_probs(np.log(laws_by_role[role]).astype(np.float32)[None], params)[0], np.float64)
+    for role in ('draft', 'target')
+  )
+  texts = laws.target_texts(workload, seed=3)
+  draft, target = laws.written_log_probs(workload, (workload.draft, workload.target), texts)
+  with np.errstate(divide='ignore'):
+    np.testing.assert_allclose(draft, np.log([[p[0, a], p[a, b]] for a, b in texts]), rtol=1e-5)
+    np.testing.assert_allclose(target, np.log([[q[0, a], q[a, b]] for a, b in texts]), rtol=1e-5)
+  found = np.array(kept_bounds(TokenTree.chains(number, 2), draft, target))[:, 0]
+  joint_p, joint_q = p[0, :, None] * p, q[0, :, None] * q
+  with np.errstate(invalid='ignore', divide='ignore'):
+    first = np.minimum(1, (1 - (1 - p[0]) ** number) / q[0])[:, None]
+    second = np.minimum(first, (1 - (1 - joint_p) ** number) / joint_q)
+  expected = [np.nansum(joint_q * first), np.nansum(joint_q * second)]
+  error = found.std(axis=0) / np.sqrt(num_prompts)
+  assert (error < 0.02).all()
+  np.testing.assert_array_less(np.abs(found.mean(axis=0) - expected), 4 * error + 1e-6)
+
+
+def test_tokens_after_the_end_have_no_law():
+  workload, laws_by_role = _tables([0, 1], max_new_tokens=3)
+  tokens = np.array([[1, 2, 2], [0, -1, -1]], np.int32)
+  [found] = laws.written_log_probs(workload, (workload.draft,), tokens)
+  p = np.log(laws_by_role['draft'])
+  np.testing.assert_allclose(found, [[p[0, 1], p[1, 2], p[2, 2]], [p[1, 0], np.nan, np.nan]], rtol=1e-5)
+  broken = dataclasses.replace(workload, draft=table.table_model(np.full((3, 3), np.nan, np.float32)))
+  with pytest.raises(ValueError, match='prompt 0: the logits of a model are not finite'):
+    laws.written_log_probs(broken, (broken.draft,), tokens)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +252,43 @@ def test_measured_rates_choose_trees_and_can_be_used_again(pair, tmp_path):
   assert [setting.tree for setting in again.settings] == [setting.tree for setting in run.settings]
   for first, second in zip(run.measurements, again.measurements):
     np.testing.assert_array_equal(first.tokens, second.tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('quickly')
+def test_a_bound_chooses_chains_and_can_be_used_again(pair, tmp_path, monkeypatch):
+  prompts = tmp_path / 'prompts.txt'
+  prompts.write_text('the quick brown fox\n' * 12)
+  common = {**pair, 'method': ('race_traversal',), 'prompts': str(prompts)}
+  common |= {'batch_size': 12, 'max_new_tokens': 40, 'temperature': 3.0, 'top_k': 30, 'seed': 5}
+  seen, seeds = [], []
+  own = run.target_texts
+  monkeypatch.setattr(run, 'target_texts', lambda workload, seed: seeds.append(seed) or own(workload, seed))
+  found = run_decode(DecodeOptions(**common, tree=('optimal:8', 'optimal:3')), lambda what, *_: seen.append(what))
+  assert seeds == [6]
+  assert [what for what in seen if 'own texts' in what] == [
+    "race_traversal: bounding what is kept of chains, on the target's own texts"
+  ]
+  workload = Workload.load(found.options)
+  texts = laws.target_texts(workload, 6)
+  rates = bound_kept(*laws.written_log_probs(workload, (workload.draft, workload.target), texts))
+  assert found.acceptance == {'race_traversal': rates}
+  for setting, budget in zip(found.settings, (8, 3)):
+    kept = np.array(rates, float)
+    assert setting.tree == TokenTree.optimal_chains(kept, budget, tolerance=TOLERANCE)
+    assert setting.draft_length == setting.tree.max_depth
+    shape = setting.shape
+    assert shape == f'prefix:{",".join(map(str, setting.tree.num_children[:1]))}' + ',1' * (setting.draft_length - 1)
+  path = tmp_path / 'rates.json'
+  path.write_text(json.dumps({'acceptance': found.acceptance}))
+  monkeypatch.setattr(run, 'target_texts', None)
+  again = run_decode(DecodeOptions(**common, tree=('optimal:8',), acceptance=str(path)))
+  assert again.settings == found.settings[:1]
+  np.testing.assert_array_equal(again.measurements[0].tokens, found.measurements[0].tokens)
+  # What was printed gives the same run.
+  monkeypatch.undo()
+  pasted = run_decode(DecodeOptions(**common, tree=(shape,)))
+  np.testing.assert_array_equal(pasted.measurements[0].tokens, found.measurements[1].tokens)
 
 
 def test_files_must_have_the_method(pair, prompt_file, tmp_path):

@@ -7,11 +7,24 @@ import numpy as np
 import pytest
 from commands import finish, start
 
-from decode import method_figures, paper_figure, plots, rejection_figures, token_figures, tree_figures
+from decode import (
+  calibrate,
+  ladder_figures,
+  method_figures,
+  paper_figure,
+  plots,
+  rejection_figures,
+  token_figures,
+  tree_figures,
+)
 from decode.gallery import FIGURES
+from decode.laws import written_laws
+from decode.options import DecodeOptions
 from decode.paper_figure import by_value, from_csv, select, to_csv
+from decode.run import measure
 from decode.table import Request
-from spectr_jax import METHODS, theory
+from decode.workload import Workload
+from spectr_jax import METHODS, TokenTree, theory
 
 # Rows in JAX's float64, where K-SEQ's threshold is searched to within 1e-9.
 CLOSE = 1e-6
@@ -52,7 +65,7 @@ def _compute(name, **sizes):
 def test_every_figure_is_there():
   wanted = (
     'spectr_fig1 spectr_fig2 spectr_fig3 spectr_fig5 batch_fig2 batch_fig3 pareto_fig4 batch_fig5 ersd_fig3 ersd_fig4'
-    ' opt_uno methods optimum'
+    ' opt_uno methods optimum ladder'
   )
   assert set(FIGURES) == set(wanted.split())
 
@@ -224,6 +237,104 @@ def test_the_likeliest_tokens_of_both():
   np.testing.assert_allclose(p[kept == 0] / p[kept == 12], 98)
 
 
+def test_a_ladder_has_trees_of_every_size():
+  budgets = FIGURES['ladder'].sizes.num_nodes
+  grids = [ladder_figures.settings_of_grid(number) for number in budgets]
+  assert [max(each.tree.num_nodes for own in grid.values() for each in own) for grid in grids] == list(budgets)
+  for grid, larger in zip(grids, grids[1:]):
+    assert all(
+      grid[name] and set(grid[name]) < set(larger[name]) for name in ('spectr', 'race_block', 'race_traversal')
+    )
+  alone = {name: [str(each) for each in own if each.tree.is_chain] for name, own in grids[0].items()}
+  single = {'speculative': ['speculative K=1 L=16'], 'block': ['block K=1 L=16']}
+  assert alone == {name: single['speculative' if name in ('speculative', 'spectr') else 'block'] for name in grids[0]}
+  trees = {each.tree for own in grids[1].values() for each in own}
+  assert trees < set(ladder_figures.bound_trees(32))
+  assert TokenTree.chains(5, 6) in ladder_figures.bound_trees(32)
+  assert all(tree.num_nodes <= 32 for tree in ladder_figures.bound_trees(32))
+  assert max(tree.max_depth for tree in ladder_figures.bound_trees(64)) == 32
+  request = _request('ladder', {'target': '', 'draft': ''}, 'x', num_nodes=(64, 15))
+  with pytest.raises(ValueError, match='no tree of at most 15 nodes is measured of speculative, spectr, '):
+    FIGURES['ladder'].compute(request, None)
+
+
+def test_shapes_have_names():
+  names = {
+    '1 x 3': TokenTree.chains(1, 3), '4 x 1': TokenTree.chains(4, 1), '3 x 2': TokenTree.prefix((3, 1)),
+    'prefix:3,2,1': TokenTree.prefix((3, 2, 1)), 'prefix:1,2': TokenTree.prefix((1, 2)),
+  }  # fmt: skip
+  assert {ladder_figures.shape_name(tree): tree for tree in names.values()} == names
+
+
+def _log(probs):
+  with np.errstate(divide='ignore'):
+    return np.log(probs)
+
+
+def test_the_fewest_calls_by_hand():
+  """Texts of three tokens, one and none; two drafts of two tokens."""
+  p = _log([[0.5, 0.25, 0.5], [0.5, np.nan, np.nan], [np.nan] * 3])
+  q = _log([[0.8, 0.5, 0.5], [1, np.nan, np.nan], [np.nan] * 3])
+  # The first place: .75 of .8 and 1 - (1 - 1/8)^2 of .4; the second: .4375 of .5 are kept, and a call ends the text.
+  first, both, second = 0.75 / 0.8, (1 - 0.875**2) / 0.4, 0.4375 / 0.5
+  from_second = 1 + (1 - second)
+  expected = 1 + (1 - first) * from_second + (first - both)
+  np.testing.assert_allclose(ladder_figures.fewest_calls(TokenTree.chains(2, 2), p, q), [expected, 1, 0])
+
+
+def test_the_fewest_calls_keep_what_suits_the_rest():
+  """The first token can be kept, but only the second's place sees the rest of the text in one call."""
+  q = np.full((1, 4), 0.5)
+  draft = _log([[1, 0, 1, 0]])
+  assert ladder_figures.fewest_calls(TokenTree.chains(1, 1), draft, _log(q)) == 2
+  # Before the third token nothing is kept, before the second two tokens are.
+  bounds = np.full((1, 4, 2), np.nan)
+  bounds[0, 0], bounds[0, 1], bounds[0, 2, 0] = (1, 0), (1, 1), 0
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(ladder_figures, 'kept_bounds', lambda *_: bounds)
+    assert ladder_figures.fewest_calls(TokenTree.chains(1, 2), draft, _log(q)) == 2  # not 3
+
+
+def test_no_rule_takes_fewer_calls():
+  """Any chances below the bound, and what they lead to."""
+  rng = np.random.default_rng(0)
+  p, q = _log(rng.uniform(0.1, 1, (2, 5, 8)))
+  tree = TokenTree.prefix((2, 1, 1))
+  bounds, fewest = calibrate.kept_bounds(tree, p, q), ladder_figures.fewest_calls(tree, p, q)
+  lowest = np.full(5, np.inf)
+  for trial in range(200):
+    share = (
+      np.ones((5, 8, 3)) if not trial else np.cumprod(rng.choice([0, 0.5, 1], (5, 8, 3), p=[0.1, 0.1, 0.8]), axis=2)
+    )
+    at_least = np.concatenate([np.ones((5, 8, 1)), np.nan_to_num(bounds) * share, np.zeros((5, 8, 1))], axis=2)
+    calls = np.zeros((5, 12))
+    for place in reversed(range(8)):
+      chances = at_least[:, place, :-1] - at_least[:, place, 1:]
+      calls[:, place] = 1 + (chances * calls[:, place + 1 : place + 5]).sum(axis=1)
+    assert (calls[:, 0] > fewest - 1e-12).all()
+    lowest = np.minimum(lowest, calls[:, 0])
+  assert (lowest < 1.1 * fewest).all()
+
+
+def test_a_ladder_tells_the_best_shapes_and_their_ratios():
+  measured = {'speculative': 2.0, 'spectr': 2.5, 'block': 3.0, 'race_traversal': 6.0, ladder_figures.BOUND: 8.0}
+  wide, long = TokenTree.chains(8, 1), TokenTree.prefix((2, 2, 1, 1, 1, 1, 1))
+  rows = []
+  for number in (16, 64):
+    for method, tokens in measured.items():
+      tokens *= number / 64
+      found = {wide: (0.9 * tokens, None), long: (tokens, (tokens - 0.1, tokens + 0.1))}
+      rows += ladder_figures._rows_of(method, number, found)
+  assert [row['is best'] for row in rows] == [0, 1] * (len(rows) // 2)
+  assert rows[0]['low'] is None
+  rows = _check('ladder', _request('ladder', {'target': '', 'draft': ''}, 'x'), rows)
+  paragraph = FIGURES['ladder'].tell(rows)
+  assert 'With 64 nodes: speculative 2.00 on prefix:2,2,1,...,1, spectr 2.50' in paragraph
+  assert 'is 3.00 times that of speculative, 2.40 times that of spectr, 2.00 times that of block.' in paragraph
+  assert 'is 8.00, on prefix:2,2,1,...,1: on none of them' in paragraph
+  assert 'reaches 75% at 16, 75% at 64 nodes' in paragraph
+
+
 def test_wins_count_half_where_nobody_wins():
   np.testing.assert_array_equal(method_figures.wins(np.array([1.0, 2, 3]), np.array([0.0, 2, 4])), [1, 0.5, 0])
 
@@ -293,6 +404,7 @@ _MEASURED = {
   'ersd_fig4': _SMALL | {'num_nodes': (5,)},
   'opt_uno': _SMALL | {'draft_length': (2,), 'epsilon': (0, 0.5), 'num_seeds': 2},
   'methods': _SMALL | {'num_drafts': (2,), 'draft_length': (2,)},
+  'ladder': _SMALL | {'num_nodes': (4, 2)},
 }
 
 
@@ -373,7 +485,7 @@ def test_over_acceptance_is_measured(measured):
     assert values['bias', 'decoding_opt', epsilon] <= values['bias', 'decoding_uno', epsilon] + CLOSE
     assert 0 <= values['win rate', 'decoding_opt', epsilon] <= 1
     for method in ('decoding_opt', 'decoding_uno', 'autoregressive'):
-      assert -math.log(290) * 2 < values['log-likelihood', method, epsilon] < 0
+      assert -math.log(320) * 2 < values['log-likelihood', method, epsilon] < 0
   # With so much over-acceptance nothing is rejected: both keep the same drafts, and nobody wins.
   assert values['rejection', 'both', 0.5] == pytest.approx(0, abs=CLOSE)
   assert values['win rate', 'decoding_opt', 0.5] == 0.5
@@ -389,6 +501,60 @@ def test_methods_are_measured(measured, monkeypatch):
   found = {(row['method'], row['K']) for row in rows}
   assert found == {('speculative', 1), ('spectr', 2), ('spectr_gbv (not lossless)', 2)}
   assert all(1 <= row['block efficiency'] <= 3 and row['low'] <= row['block efficiency'] <= row['high'] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('quickly')
+def test_a_ladder_is_measured(measured, monkeypatch, pair, prompt_file):
+  grid = {'speculative': ((1, 1),), 'block': ((1, 1),), 'race_traversal': ((2, 1),)}
+  monkeypatch.setattr(ladder_figures, 'GRID', grid)
+  runs = []
+  monkeypatch.setattr(ladder_figures, 'measure', lambda *what: runs.append(measure(*what)) or runs[-1])
+  rows = measured('ladder')
+  shapes = {key: [row['shape'] for row in own] for key, own in _by_method_and_nodes(rows).items()}
+  assert {key: own for key, own in shapes.items() if key[0] != ladder_figures.BOUND} == {
+    ('speculative', 2): ['1 x 2'],
+    ('speculative', 4): ['1 x 2'],
+    ('block', 2): ['1 x 2'],
+    ('block', 4): ['1 x 2'],
+    ('race_traversal', 2): ['1 x 2'],
+    ('race_traversal', 4): ['2 x 2', '1 x 2'],
+  }
+  assert shapes[ladder_figures.BOUND, 2] == ['1 x 2', '2 x 1']
+  assert shapes[ladder_figures.BOUND, 4] == ['1 x 2', '2 x 2', '1 x 4', '3 x 1', '4 x 1']
+  for own in _by_method_and_nodes(rows).values():
+    [best] = select(own, **{'is best': 1})
+    assert best['tokens per call'] == max(row['tokens per call'] for row in own)
+  for row in rows:
+    assert 1 <= row['tokens per call'] <= 5
+    assert row['low'] <= row['tokens per call'] <= row['high']
+  # What is decoded once stands wherever it belongs, and a larger budget has what a smaller one has.
+  alone = [
+    row['tokens per call'] for row in select(rows, shape='1 x 2') if row['method'] in ('block', 'race_traversal')
+  ]
+  assert len(alone) == 4
+  assert len(set(alone)) == 1
+  # The bound of two drafts of one token, from the laws along what was decoded with block and race_traversal.
+  workload = Workload.load(
+    DecodeOptions(**pair, method=('block',), prompts=str(prompt_file), batch_size=2, max_new_tokens=6)
+  )
+  num_tokens, num_calls = 0, 0.0
+  for found in runs[0].measurements[1:]:
+    calls, texts = np.zeros((3, 8)), found.tokens
+    for numbers, (p, q) in written_laws(workload, (workload.draft, workload.target), texts):
+      for own, text in enumerate(numbers):
+        for place in reversed(range(found.lengths[text])):
+          p_own, q_own = (float(law[own, place, texts[text, place]]) for law in (p, q))
+          kept, (after, later) = min(1, (1 - (1 - p_own) ** 2) / q_own), calls[text, place + 1 : place + 3]
+          calls[text, place] = 1 + (1 - kept) * after + kept * min(after, later)
+    num_tokens += found.lengths.sum()
+    num_calls += calls[:, 0].sum()
+  [row] = select(rows, method=ladder_figures.BOUND, nodes=2, shape='2 x 1')
+  assert row['tokens per call'] == pytest.approx(num_tokens / num_calls, rel=1e-5)
+
+
+def _by_method_and_nodes(rows):
+  return by_value([row | {'key': (row['method'], row['nodes'])} for row in rows], 'key')
 
 
 def test_likelihood_is_that_of_the_targets_laws(monkeypatch):

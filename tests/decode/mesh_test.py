@@ -33,11 +33,11 @@ _PROMPTS = [
 
 @pytest.fixture(scope='module')
 def wide_pair(tmp_path_factory):
-  """Flags of a target and a draft that eight devices can divide: 8 heads, 304 tokens; and of prompts."""
+  """Flags of a target and a draft that eight devices can divide: 8 heads, 320 tokens; and of prompts."""
   directory = tmp_path_factory.mktemp('wide')
-  tokenizer, paths = Tokenizer.train([_TEXT], 304), {}
+  tokenizer, paths = Tokenizer.train([_TEXT], 320), {}
   for seed, (role, num_layers) in enumerate({'target': 2, 'draft': 1}.items()):
-    config = transformer.TransformerConfig(304, 32, num_layers, num_heads=8, mlp_dim=32, max_length=64)
+    config = transformer.TransformerConfig(320, 32, num_layers, num_heads=8, mlp_dim=32, max_length=64)
     params = jax.tree.map(lambda x: 2 * x, transformer.init_params(jax.random.key(seed), config))
     paths[role] = directory / role
     save_model(paths[role], transformer.transformer_model(params, config), tokenizer)
@@ -55,7 +55,7 @@ def read(path):
 
 
 _SETTINGS = (
-  '--method=autoregressive,spectr,race_block', '--num_drafts=2', '--draft_length=3', '--batch_size=8',
+  '--method=autoregressive,spectr,race_traversal', '--num_drafts=2', '--draft_length=3', '--batch_size=8',
   '--max_new_tokens=8', '--top_p=0.95',
 )  # fmt: skip
 
@@ -94,8 +94,8 @@ def test_two_processes_decode_like_one(tmp_path, wide_pair, on_one_device):
   )  # fmt: skip
   first, second = [finish(process) for process in processes]
   assert 'of 8 devices' in first
-  assert 'race_block' in first
-  assert 'race_block' not in second
+  assert 'race_traversal' in first
+  assert 'race_traversal' not in second
   assert read(path) == on_one_device
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 
 import numpy as np
 import pytest
@@ -99,6 +100,20 @@ def test_plain_report_has_no_escape_codes_and_no_folded_rows(run):
   assert ['autoregressive', 'yes', '-', '-', '1.00', '-', '8', '1.00x'] in rows
   assert ['speculative', 'yes', '1', '2', '2.00', '0.50', '0.50', '16', '2.00x'] in rows
   assert ['spectr', 'yes', '2', '2', '2.00', '0.50', '0.50', '4', '0.50x'] in rows
+
+
+@pytest.mark.parametrize(
+  ('length', 'shown'), [(8, ['0.50'] * 8), (9, ['0.50'] * 8 + ['...']), (40, ['0.50'] * 8 + ['...'])]
+)
+def test_deep_trees_fit_into_the_table(run, length, shown):
+  """At most eight positions are printed; JSON has all of them."""
+  (setting,) = expand(dataclasses.replace(run.options, method=('speculative',), draft_length=(length,)))
+  deep = dataclasses.replace(run.measurements[1], setting=setting, accepted_by_depth=np.full((1, length), 2))
+  run = dataclasses.replace(run, settings=[setting], measurements=[deep])
+  (row,) = [line.split() for line in _printed(run).splitlines() if line.startswith('speculative ')]
+  assert row == ['speculative', 'yes', '1', str(length), '2.00', *shown, '16', '-']
+  (result,) = json.loads(report.to_json(run))['results']
+  assert result['acceptance_by_position'] == [0.5] * length
 
 
 def test_only_slow_settings_are_explained(run):

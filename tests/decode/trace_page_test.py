@@ -24,7 +24,7 @@ def data(pair):
   options = DecodeOptions(
     **pair, method=('race_block',), num_drafts=(3,), draft_length=(3,), prompt=_PROMPT, max_new_tokens=12
   )
-  return trace.record_trace(options, ('spectr', 'speculative', 'traversal'))
+  return trace.record_trace(options, ('spectr', 'speculative', 'traversal', 'race_traversal'))
 
 
 @pytest.fixture(scope='module')
@@ -151,7 +151,7 @@ def test_two_methods_on_the_same_drafts(page, data):
   def numbers(panel):
     return page.locator(f'.panel.{panel} .prob em').all_text_contents()
 
-  for name in ('spectr', 'speculative', 'traversal'):
+  for name in ('spectr', 'speculative', 'traversal', 'race_traversal'):
     page.select_option('#other', label=name)
     page.evaluate('document.activeElement.blur()')
     assert page.locator('.panel h3').all_text_contents() == ['race_block', name]
@@ -184,6 +184,57 @@ def test_a_decision_is_shown_with_its_numbers(page, data):
   assert (marker['x'] - line['x']) / line['width'] == pytest.approx(decision['uniform'], abs=0.02)
   slices = page.locator('.panel.second .slice').evaluate_all('all => all.map(s => s.getBoundingClientRect().width)')
   assert slices[0] / sum(slices) == pytest.approx(decision['shares'][0], abs=0.02)
+
+
+def test_branches_of_race_traversal_are_shown_with_credit_and_share(page, data):
+  page.select_option('#other', label='race_traversal')
+  page.evaluate('document.activeElement.blur()')
+  index = [method['name'] for method in data['methods']].index('race_traversal')
+  num_kept = num_rejected = 0
+  for place, played in enumerate(data['rounds']):
+    _press(page, 'Home', *['PageDown'] * place, 'ArrowRight', 'ArrowRight')
+    decisions = played['judgements'][index]['decisions']
+    for count, decision in enumerate(decisions, start=1):
+      sentence = page.inner_text('.panel.second .sentence')
+      facts = dict(fact.split(' = ') for fact in page.inner_text('.panel.second .facts').split(', '))
+      shown = {name: float(re.sub('−', '-', text).replace('…', '')) for name, text in facts.items()}
+      wanted = {'P': decision['kept'], 's': decision['picked_share'], 'h': decision['shares'][0]}
+      assert shown == pytest.approx(wanted, abs=6e-4)
+      state = page.locator(f'.panel.second .node[data-node="{decision["node"]}"]').get_attribute('class').split()
+      if decision['chosen'] >= 0:
+        assert f'< h = {facts["h"]}: the path is kept down to' in sentence
+        assert 'is-kept' in state
+        num_kept += 1
+      else:
+        assert f'≥ h = {facts["h"]}: not kept down to' in sentence
+        left = 'no branch is left.' if count == len(decisions) else 'the branches after it are still tried.'
+        assert sentence.endswith(left)
+        assert 'is-rejected' in state
+        num_rejected += 1
+      _press(page, 'ArrowRight')
+  assert num_kept
+  assert num_rejected
+
+
+def test_race_traversal_decides_on_all_nodes_that_spell_the_same(page, data):
+  method = next(method for method in data['methods'] if method['name'] == 'race_traversal')
+  played = data['rounds'][0] | {
+    'places': [0, 1, 1, 3, 4, 4, 6, 7, 8, 9]
+  }  # the first two drafts begin with two equal tokens
+  decisions = [
+    {'kind': 'keep', 'node': node, 'chosen': chosen, 'picked_share': 1, 'nodes': [node]}
+    for node, chosen in ((7, -1), (8, -1), (4, 4))
+  ]
+  states = page.evaluate(
+    '([round, method, decisions]) => [2, 3].map((n) => nodeStates(round, method, {decisions, path: [1, 4]}, n, false))',
+    [played, method, decisions],
+  )
+  assert states[0] == ['kept', '', '', '', '', '', '', 'rejected', 'rejected', '']
+  assert states[1] == ['kept', 'kept', 'same', '', 'kept', 'same', '', 'rejected', 'rejected', '']
+  decisions[2]['chosen'] = -1
+  arguments = [played, method, decisions]
+  states = page.evaluate('([round, method, decisions]) => nodeStates(round, method, {decisions}, 3, false)', arguments)
+  assert states == ['kept', '', '', '', 'rejected', 'rejected', '', 'rejected', 'rejected', '']
 
 
 def test_laws_of_a_node_go_to_the_sandbox(page, data):

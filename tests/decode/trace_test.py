@@ -14,7 +14,7 @@ import pytest
 from decode import trace
 from decode.options import DecodeOptions
 from decode.run import run_decode
-from decode.trace_data import pieces_of_tokens
+from decode.trace_data import _rules, pieces_of_tokens
 from spectr_jax import METHODS, ORIGIN_BONUS, ORIGIN_DRAFT, TokenTree
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -95,9 +95,14 @@ def test_a_page_that_is_too_large_is_refused(traced):
     trace.make_page(traced | {'rounds': traced['rounds'] * 500})
 
 
+def test_every_method_says_how_it_decides():
+  for method in METHODS.values():
+    assert all(_rules(method).values()), method.name
+
+
 def test_who_is_compared():
   tree, spectr = TokenTree.chains(2, 2), METHODS['spectr']
-  usual = ['speculative', 'block', 'specinfer', 'race', 'race_block', 'traversal']
+  usual = ['speculative', 'block', 'specinfer', 'race', 'race_block', 'race_traversal', 'traversal']
   assert trace.choose_others((), spectr, tree) == usual
   assert trace.choose_others(('race', 'spectr'), spectr, tree) == ['race']
   assert trace.choose_others((), METHODS['gsd'], tree) == ['traversal']
@@ -163,5 +168,5 @@ def test_the_command_writes_the_page(pair, tmp_path):
   assert ran.returncode == 0, ran.stderr
   data = json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(encoding='utf-8'))[1])
   assert [method['name'] for method in data['methods']] == ['race_block', 'spectr', 'block']
-  assert (data['run']['num_drafts'], data['run']['draft_length']) == (4, 6)
+  assert (data['run']['num_drafts'], data['run']['draft_length']) == (2, 6)
   assert f'6 tokens in {len(data["rounds"])} rounds' in ran.stdout
