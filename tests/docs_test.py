@@ -185,6 +185,21 @@ def test_drafter_of_the_page_keeps_the_law(extended, method):
   assert p_value(Lying(3, smoothing=0.3)) < 1e-9
 
 
+@pytest.mark.usefixtures('quickly')
+def test_example_of_race_traversal():
+  """It prints what the page says, and the fractions that the page finds by hand are those of the library."""
+  text, scope = _read('methods/race_traversal.md'), {}
+  printed = _execute(text, scope)
+  (output,) = (block for block in documented.code_blocks(text, 'text') if block.startswith('ab '))
+  assert [' '.join(map(str, values)) for values in printed] == output.splitlines()
+  by_hand = {'race_traversal': [0.07, 0.05, 0.07, 0.6, 0.21], 'race_block': [0.14, 0, 0.14, 0.3, 0.42]}
+  following = [[0, 0, 1], [1, 0, 0], [1, 0, 0], *np.asarray(scope['target_probs'][3:])]
+  for name, stops in by_hand.items():
+    np.testing.assert_allclose(scope['laws'][name], np.array(stops)[:, None] * following, atol=1e-3, err_msg=name)
+    kept = np.dot(stops, scope['tree'].depths)
+    assert f'= {kept:.2f}' in text, name
+
+
 # Commands.
 
 
@@ -261,7 +276,7 @@ def _reduced(command, directory):
     values = {'num_drafts': 2, 'draft_length': 2, 'method': 'speculative', 'batch_size': 2} | values
   if 'method' in values and 'gumbel' not in values:
     # A second method is another program; a race takes longest to compile.
-    values['method'] = values['method'].replace('race_block', 'spectr').split(',')[:2][-1]
+    values['method'] = re.sub('race_(block|traversal)', 'spectr', values['method']).split(',')[:2][-1]
   if values.get('tree', '').startswith('optimal:'):
     values['tree'] = 'optimal:4'
   for name in ('output', 'generations'):
@@ -323,8 +338,8 @@ def test_what_is_not_run_is_there():
 @pytest.mark.slow
 def test_documented_commands_run(tmp_path):
   words = 'the quick brown fox jumps over the lazy dog while seven wise owls watch from the old oak tree'
-  tokenizer = spectr_jax.Tokenizer.train([words] * 4, 290)
-  config = transformer.TransformerConfig(290, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=128)
+  tokenizer = spectr_jax.Tokenizer.train([words] * 4, 320)
+  config = transformer.TransformerConfig(320, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=128)
   for seed, role in enumerate(('target', 'draft')):
     params = transformer.init_params(jax.random.key(seed), config)
     spectr_jax.save_model(tmp_path / role, transformer.transformer_model(params, config), tokenizer)
