@@ -21,14 +21,15 @@ import json
 import numpy as np
 
 from benchmarks.speed import SHAPES, make_model
-from decode import auto, metrics, report
-from decode.options import AUTO
-from decode.output_files import OutputFiles
-from decode.program_memory import describe_groups
-from decode.run import measure
-from decode.settings import baseline_of
-from decode.workload import Workload
-from spectr_jax.io import command_line
+from common import command_line
+from common.output_files import OutputFiles
+from common.program_memory import describe_groups
+from decode.auto import prediction as auto
+from decode.experiment import metrics, report
+from decode.experiment.options import AUTO
+from decode.experiment.run import measure
+from decode.experiment.settings import baseline_of
+from decode.experiment.workload import Workload
 
 
 def with_shapes(workload: Workload) -> Workload:
@@ -95,7 +96,7 @@ def compare_predictions(workload: Workload, predictions, notify) -> dict:
 if __name__ == '__main__':
   from absl import flags
 
-  from decode.option_flags import read_options
+  from decode.experiment.option_flags import read_options
 
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
   _SHAPES = flags.DEFINE_bool('shapes', False, 'Random weights in the shapes A and B in place of --target and --draft.')

@@ -14,7 +14,7 @@ import numpy as np
 from absl import flags
 from etils import epath
 
-from spectr_jax.io import command_line
+from common import command_line
 from train.text_sources import read_text
 
 

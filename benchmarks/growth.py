@@ -21,15 +21,16 @@ import numpy as np
 from absl import flags
 
 import spectr_jax
-from decode import latency, plots
-from decode.output_files import OutputFiles
-from decode.workload import describe_machine
+from common import command_line
+from common.output_files import OutputFiles
+from decode.experiment import latency
+from decode.experiment.workload import describe_machine
+from decode.papers import plots
 from spectr_jax import TokenTree
-from spectr_jax.compiled import Memory
-from spectr_jax.decode_sharding import DecodeSharding
+from spectr_jax.aot.hlo_report import Memory
 from spectr_jax.draft import ModelDrafter
-from spectr_jax.generate import compile_decode
-from spectr_jax.io import command_line
+from spectr_jax.engine.loop import compile_decode
+from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.methods import METHODS, get_method
 from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
 from spectr_jax.sharding import make_mesh

@@ -19,10 +19,10 @@ import numpy as np
 from absl import flags
 
 import spectr_jax
-from decode.options import DecodeOptions
+from common import command_line
+from decode.experiment.options import DecodeOptions
 from spectr_jax import TokenTree
-from spectr_jax.io import command_line
-from spectr_jax.stream import Request
+from spectr_jax.engine.refill import Request
 
 _SHORTEST, _LONGEST = 16, 256
 

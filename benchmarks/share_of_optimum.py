@@ -20,13 +20,13 @@ from absl import flags
 
 import spectr_jax
 from benchmarks.verification import environment
-from decode import metrics
-from decode.laws import laws_after
-from decode.options import DecodeOptions
-from decode.prompts import encode_prompts
-from decode.workload import row_keys
+from common import command_line
+from decode.experiment import metrics
+from decode.experiment.laws import laws_after
+from decode.experiment.options import DecodeOptions
+from decode.experiment.prompts import encode_prompts
+from decode.experiment.workload import row_keys
 from spectr_jax import theory
-from spectr_jax.io import command_line
 
 RULES = {
   'optimum': theory.optimal_acceptance,

@@ -28,11 +28,11 @@ import numpy as np
 from absl import flags
 
 import spectr_jax
-from decode import latency
-from decode.output_files import OutputFiles
-from decode.workload import describe_machine
+from common import command_line
+from common.output_files import OutputFiles
+from decode.experiment import latency
+from decode.experiment.workload import describe_machine
 from spectr_jax import TokenTree
-from spectr_jax.io import command_line
 from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
 
 SHAPES = {

@@ -21,9 +21,9 @@ import re
 import numpy as np
 from absl import flags
 
-from decode import metrics
+from common import command_line
+from decode.experiment import metrics
 from spectr_jax import METHODS
-from spectr_jax.io import command_line
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,8 +32,8 @@ import numpy as np
 from absl import flags
 
 import spectr_jax
+from common import command_line
 from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, get_method
-from spectr_jax.io import command_line
 from spectr_jax.methods import Method
 from spectr_jax.sampling import logits_to_probs
 

@@ -19,17 +19,17 @@ import time
 import jax
 from absl import flags
 
-from decode.options import DRAFT_MESHES
-from spectr_jax.compiled import Memory, ProgramReport, count_collectives, estimate_cycles
-from spectr_jax.decode_sharding import DecodeSharding
+from common import command_line
+from decode.experiment.options import DRAFT_MESHES
+from spectr_jax.aot.hlo_report import Memory, ProgramReport, count_collectives, estimate_cycles
+from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.draft import ModelDrafter
-from spectr_jax.generate import ROUNDS, compile_decode
-from spectr_jax.io import command_line
+from spectr_jax.engine.loop import ROUNDS, compile_decode
+from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.methods import METHODS, Method, get_method
 from spectr_jax.model import Model
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
-from spectr_jax.topology import chip_of, describe_topology
 from spectr_jax.tree import TokenTree
 from train import config_flag, plan
 from train.train import check_config

@@ -16,15 +16,15 @@ from collections.abc import Iterator
 import jax
 from absl import flags
 
-from decode import report
-from decode.auto import choose, predict_all
-from decode.generation_file import GenerationFile, part_path, write_index
-from decode.options import DecodeOptions
-from decode.settings import only_setting
-from decode.workload import Notify, Workload
-from spectr_jax.io import command_line, processes
+from common import command_line, processes
+from decode.auto.prediction import choose, predict_all
+from decode.experiment import report
+from decode.experiment.generation_file import GenerationFile, part_path, write_index
+from decode.experiment.options import DecodeOptions
+from decode.experiment.settings import only_setting
+from decode.experiment.workload import Notify, Workload
+from spectr_jax.engine.refill import Request, generate_many
 from spectr_jax.sharding import is_primary
-from spectr_jax.stream import Request, generate_many
 
 
 def decode_bulk(
@@ -108,7 +108,7 @@ def decode_bulk(
 
 
 if __name__ == '__main__':
-  from decode.option_flags import read_options  # defines flags
+  from decode.experiment.option_flags import read_options  # defines flags
 
   _GENERATIONS = flags.DEFINE_string('generations', None, 'JSONL file that grows by continuations.', required=True)
   _RESUME = flags.DEFINE_bool('resume', False, 'Go on with the file: what it has is not decoded again.')

@@ -6,11 +6,11 @@ With several processes each runs this command: those of a TPU pod find each othe
 
 from absl import flags
 
-from decode import report
-from decode.option_flags import read_options
-from decode.output_files import OutputFiles
-from decode.run import run_decode
-from spectr_jax.io import command_line, processes
+from common import command_line, processes
+from common.output_files import OutputFiles
+from decode.experiment import report
+from decode.experiment.option_flags import read_options
+from decode.experiment.run import run_decode
 from spectr_jax.sharding import is_primary
 
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')

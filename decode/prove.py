@@ -6,9 +6,9 @@ import sys
 
 from absl import flags
 
-from decode import report
+from common import command_line
+from decode.experiment import report
 from spectr_jax import METHODS, Method, get_method
-from spectr_jax.io import command_line
 from spectr_jax.testing.proof import LEGEND, describe_error, prove
 
 _METHOD = flags.DEFINE_list(

@@ -5,13 +5,14 @@ import time
 from absl import flags
 from etils import epath
 
-from decode import figures, paper_figure, plots, report, table_report
-from decode.gallery import FIGURES
-from decode.options import DecodeOptions
-from decode.output_files import OutputFiles
-from decode.table import Request
-from decode.tables import TABLES
-from spectr_jax.io import command_line
+from common import command_line
+from common.output_files import OutputFiles
+from decode.experiment import report
+from decode.experiment.options import DecodeOptions
+from decode.papers import figures, paper_figure, plots, table_report
+from decode.papers.gallery import FIGURES
+from decode.papers.table import Request
+from decode.papers.tables import TABLES
 
 _SHIPPED = 'shipped'
 _ALL = 'all'

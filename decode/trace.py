@@ -15,14 +15,14 @@ from typing import Any
 from absl import flags
 
 import spectr_jax
-from decode.options import DecodeOptions
-from decode.output_files import OutputFiles
-from decode.settings import Setting, only_setting
-from decode.trace_data import describe_trace
-from decode.workload import Notify, Workload
+from common import command_line
+from common.output_files import OutputFiles
+from decode.experiment.options import DecodeOptions
+from decode.experiment.settings import Setting, only_setting
+from decode.experiment.workload import Notify, Workload
+from decode.trace_page.data import describe_trace
 from spectr_jax import METHODS, Method, TokenTree, get_method
-from spectr_jax.io import command_line
-from spectr_jax.trace import make_judge, trace_decode
+from spectr_jax.engine.trace import make_judge, trace_decode
 
 MAX_BYTES = 1_000_000
 _PAGE = pathlib.Path(__file__).parent / 'trace_page'
@@ -147,8 +147,8 @@ def make_page(data: dict[str, Any]) -> str:
 
 
 if __name__ == '__main__':
-  from decode import report
-  from decode.option_flags import read_options  # defines flags
+  from decode.experiment import report
+  from decode.experiment.option_flags import read_options  # defines flags
 
   _COMPARE = flags.DEFINE_list(
     'compare', [], 'Methods that judge the same drafts, separated by commas; default: all usual ones that can.'

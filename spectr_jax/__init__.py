@@ -1,10 +1,12 @@
 """Lossless multi-draft speculative decoding in JAX."""
 
 from spectr_jax import models
-from spectr_jax.decode_state import DecodeState, init_decode
 from spectr_jax.draft import Drafter, ModelDrafter
-from spectr_jax.generate import decode_rounds, generate
-from spectr_jax.generation import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Generation, NotFiniteError
+from spectr_jax.engine.loop import decode_rounds, generate
+from spectr_jax.engine.refill import Continuation, Request, generate_many, refill
+from spectr_jax.engine.result import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Generation, NotFiniteError
+from spectr_jax.engine.state import DecodeState, init_decode
+from spectr_jax.engine.statistics import Statistics
 from spectr_jax.io.model_files import load_model, save_model
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.methods import METHODS, Method, get_method, register, with_children, with_epsilon, with_gumbel
@@ -12,8 +14,6 @@ from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import table, transformer
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams
-from spectr_jax.statistics import Statistics
-from spectr_jax.stream import Continuation, Request, generate_many, refill
 from spectr_jax.tree import TokenTree, optimal_factors
 from spectr_jax.verify import Verdict, Verifier
 

@@ -12,9 +12,9 @@ import pytest
 import spectr_jax
 from benchmarks import auto as auto_benchmark
 from benchmarks import growth, refill, speed
-from decode import auto
-from decode.options import DecodeOptions
-from decode.workload import Workload
+from decode.auto import prediction as auto
+from decode.experiment.options import DecodeOptions
+from decode.experiment.workload import Workload
 from spectr_jax.models.transformer import TransformerConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('quickly')]

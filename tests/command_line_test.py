@@ -2,7 +2,7 @@
 
 import pytest
 
-from spectr_jax.io.command_line import parse_name_and_ints, parse_numbers, parse_paths, parse_sizes
+from common.command_line import parse_name_and_ints, parse_numbers, parse_paths, parse_sizes
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ import sys
 import jax
 import pytest
 
-from spectr_jax.io import compilation_cache
+from common import compilation_cache
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
 # A program that takes longer to compile than what is not worth keeping.
 _PROGRAM = """
 import sys, jax, jax.numpy as jnp
-from spectr_jax.io.compilation_cache import keep_compiled
+from common.compilation_cache import keep_compiled
 jax.config.update('jax_platforms', 'cpu')
 keep_compiled(sys.argv[1] if len(sys.argv) > 1 else None)
 events = []

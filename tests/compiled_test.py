@@ -2,7 +2,7 @@
 
 import textwrap
 
-from spectr_jax.compiled import count_collectives, estimate_cycles
+from spectr_jax.aot.hlo_report import count_collectives, estimate_cycles
 
 # As XLA writes programs for TPU, shortened.
 _PROGRAM = textwrap.dedent("""

@@ -96,12 +96,12 @@ def _parse(module: str) -> dict:
   """Lets a command define its flags and read them, and stops it there."""
   from absl import flags
 
-  from spectr_jax.io import command_line
+  from common import command_line
 
   def parse(main):
     rest = flags.FLAGS(sys.argv)
     assert len(rest) == 1, f'unexpected argument {rest[1]!r}'
-    options = sys.modules.get('decode.option_flags')
+    options = sys.modules.get('decode.experiment.option_flags')
     if options is not None:
       options.read_options()
 
@@ -150,8 +150,8 @@ if __name__ == '__main__':
 
   # What defines no flags; JAX's threads do not run before something is computed.
   for slow in (
-    'decode.run', 'decode.report', 'decode.auto', 'decode.tables', 'decode.figures', 'decode.trace_data', 'train.train',
-    'ml_collections.config_flags',
+    'decode.experiment.run', 'decode.experiment.report', 'decode.auto.prediction', 'decode.papers.tables',
+    'decode.papers.figures', 'decode.trace_page.data', 'train.train', 'ml_collections.config_flags',
   ):  # fmt: skip
     importlib.import_module(slow)
   warnings.filterwarnings('ignore', category=RuntimeWarning)

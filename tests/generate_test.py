@@ -18,18 +18,18 @@ from spectr_jax import (
   ORIGIN_DRAFT,
   NotFiniteError,
   TokenTree,
-  decode_state,
   with_children,
   with_epsilon,
   with_gumbel,
 )
 from spectr_jax.draft import ModelDrafter
+from spectr_jax.engine import state as decode_state
 from spectr_jax.models.table import table_model
 from spectr_jax.models.transformer import config_of, transformer_model
 
 pytestmark = pytest.mark.usefixtures('highest')
 
-generate_module = importlib.import_module('spectr_jax.generate')  # the package re-exports the function by this name
+generate_module = importlib.import_module('spectr_jax.engine.loop')
 
 # Every method, and the other versions of two: traversal on siblings that differ, sampling with keys by position.
 VERSIONS = {

@@ -10,8 +10,8 @@ import pytest
 
 from spectr_jax import METHODS, Proposal, TokenTree, generate
 from spectr_jax.couplings import Race
+from spectr_jax.engine.trace import make_judge, trace_decode
 from spectr_jax.models import table
-from spectr_jax.trace import make_judge, trace_decode
 from spectr_jax.verify import Walk
 
 V, ROWS = 6, 256

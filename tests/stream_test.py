@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from spectr_jax import METHODS, TokenTree, generate, with_gumbel
-from spectr_jax.decode_sharding import DecodeSharding
-from spectr_jax.decode_state import init_decode
-from spectr_jax.generate import decode_rounds
+from spectr_jax.engine.loop import decode_rounds
+from spectr_jax.engine.refill import Request, generate_many, padded_lengths, refill
+from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.engine.state import init_decode
 from spectr_jax.models.table import table_model
 from spectr_jax.sharding import make_mesh
-from spectr_jax.stream import Request, generate_many, padded_lengths, refill
 
 _NEW, _LONGEST, _EOS = 9, 20, 4
 

@@ -12,11 +12,11 @@ from commands import ROOT
 
 from configs import lm1b
 from decode import aot as decode_aot
-from decode.options import DecodeOptions
-from spectr_jax import topology
-from spectr_jax.decode_sharding import DecodeSharding
+from decode.experiment.options import DecodeOptions
+from spectr_jax.aot import tpu_slices as topology
 from spectr_jax.draft import ModelDrafter
-from spectr_jax.generate import compile_decode
+from spectr_jax.engine.loop import compile_decode
+from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.methods import get_method
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
@@ -44,7 +44,7 @@ def pair():
 
 _COMPILE = """
 import jax, numpy as np
-from spectr_jax.topology import describe_topology
+from spectr_jax.aot.tpu_slices import describe_topology
 from jax.sharding import NamedSharding, PartitionSpec
 mesh = jax.sharding.Mesh(np.array(describe_topology('v5e:2x2')), ('data',))
 x = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=NamedSharding(mesh, PartitionSpec('data')))

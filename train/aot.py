@@ -20,11 +20,11 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from spectr_jax.compiled import Memory, ProgramReport, count_collectives, estimate_cycles
+from spectr_jax.aot.hlo_report import Memory, ProgramReport, count_collectives, estimate_cycles
+from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.io.model_files import read_config
 from spectr_jax.models.transformer import init_params, transformer_model
 from spectr_jax.sharding import shardings
-from spectr_jax.topology import chip_of, describe_topology
 from train import config_flag, plan
 from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step, out_of_memory
 from train.train import check_config, check_teacher, make_config_mesh

@@ -7,7 +7,7 @@ import sys
 
 import ml_collections
 
-from spectr_jax.io import command_line
+from common import command_line
 
 
 def load(path: str) -> ml_collections.ConfigDict:

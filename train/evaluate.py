@@ -3,7 +3,7 @@
 from absl import flags
 from etils import epath
 
-from spectr_jax.io import command_line
+from common import command_line
 from spectr_jax.io.model_files import load_model
 from spectr_jax.models.transformer import config_of
 from train.held_out import evaluate

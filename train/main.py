@@ -8,7 +8,7 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from spectr_jax.io import processes
+from common import processes
 from spectr_jax.sharding import is_primary
 from train import config_flag, plan
 from train.step import out_of_memory

@@ -4,7 +4,7 @@ from absl import flags
 from etils import epath
 from rich import console, progress
 
-from spectr_jax.io import command_line
+from common import command_line
 from train import lm1b
 
 _MANUAL_DIR = flags.DEFINE_string('manual_dir', None, f'Directory that holds {lm1b.ARCHIVE}.', required=True)

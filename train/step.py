@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spectr_jax import compiled
+from spectr_jax.aot import hlo_report as compiled
 from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params
 from spectr_jax.sharding import DATA, divide_rows, replicated, shardings
 

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich import console, progress
 
-from spectr_jax.io.command_line import parse_sizes
+from common.command_line import parse_sizes
 from spectr_jax.io.model_files import load_model, save_model
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import TransformerConfig, config_of, transformer_model

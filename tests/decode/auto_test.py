@@ -7,10 +7,10 @@ import types
 import numpy as np
 import pytest
 
-from decode import auto
-from decode.options import AUTO_GRID, DecodeOptions
-from decode.run import run_decode
-from decode.workload import Workload
+from decode.auto import prediction as auto
+from decode.experiment.options import AUTO_GRID, DecodeOptions
+from decode.experiment.run import run_decode
+from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Generation
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from decode.bulk import decode_bulk
-from decode.generation_file import GenerationFile, part_path, write_index
-from decode.options import DecodeOptions
-from decode.run import run_decode
+from decode.experiment.generation_file import GenerationFile, part_path, write_index
+from decode.experiment.options import DecodeOptions
+from decode.experiment.run import run_decode
 
 ROOT = pathlib.Path(__file__).parents[2]
 _TEXT = 'the quick brown fox jumps over the lazy dog while seven wise owls watch from the old oak tree'
@@ -205,7 +205,7 @@ def test_what_is_there_is_not_touched_without_resume(tmp_path):
 # A limit of the process stands for the disk's.
 _FULL = """
 import resource, signal, sys
-from decode.generation_file import GenerationFile, part_path, write_index
+from decode.experiment.generation_file import GenerationFile, part_path, write_index
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 with GenerationFile(sys.argv[1], {}, resume=False) as file:

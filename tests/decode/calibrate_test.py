@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from decode import laws, run
-from decode.calibrate import (
+from decode.auto.calibrate import (
   LONGEST_CHAIN,
   TOLERANCE,
   bound_kept,
@@ -20,11 +19,12 @@ from decode.calibrate import (
   rates_name,
   read_acceptance,
 )
-from decode.options import DecodeOptions
-from decode.prompts import Prompt
-from decode.run import run_decode
-from decode.settings import Setting, TreeSpec
-from decode.workload import Workload
+from decode.experiment import laws, run
+from decode.experiment.options import DecodeOptions
+from decode.experiment.prompts import Prompt
+from decode.experiment.run import run_decode
+from decode.experiment.settings import Setting, TreeSpec
+from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Statistics, TokenTree, table, with_children
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.theory import stateless_kept_bound

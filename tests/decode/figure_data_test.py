@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 from commands import finish, start
 
-from decode import (
-  calibrate,
+from decode.auto.prediction import calibrate
+from decode.experiment.laws import written_laws
+from decode.experiment.options import DecodeOptions
+from decode.experiment.run import measure
+from decode.experiment.workload import Workload
+from decode.papers import (
   ladder_figures,
   method_figures,
   paper_figure,
@@ -17,13 +21,9 @@ from decode import (
   token_figures,
   tree_figures,
 )
-from decode.gallery import FIGURES
-from decode.laws import written_laws
-from decode.options import DecodeOptions
-from decode.paper_figure import by_value, from_csv, select, to_csv
-from decode.run import measure
-from decode.table import Request
-from decode.workload import Workload
+from decode.papers.gallery import FIGURES
+from decode.papers.paper_figure import by_value, from_csv, select, to_csv
+from decode.papers.table import Request
 from spectr_jax import METHODS, TokenTree, theory
 
 # Rows in JAX's float64, where K-SEQ's threshold is searched to within 1e-9.

@@ -11,8 +11,8 @@ import types
 import numpy as np
 import pytest
 
-from decode.options import DecodeOptions
-from decode.run import run_decode
+from decode.experiment.options import DecodeOptions
+from decode.experiment.run import run_decode
 from spectr_jax import METHODS
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[2]

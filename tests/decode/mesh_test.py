@@ -11,8 +11,8 @@ import pytest
 from commands import finish
 
 from spectr_jax import Tokenizer, TokenTree, generate, save_model
-from spectr_jax.decode_sharding import DecodeSharding
 from spectr_jax.draft import ModelDrafter
+from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.models import table, transformer
 from spectr_jax.sharding import make_mesh
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from decode import metrics
+from decode.experiment import metrics
 
 
 def test_block_efficiency_is_a_ratio_of_sums():

@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from decode.prompts import Prompt, encode_prompts, read_prompts, without_long
+from decode.experiment.prompts import Prompt, encode_prompts, read_prompts, without_long
 from spectr_jax import Tokenizer
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from decode import published
+from decode.papers import published
 
 _TARGETS = list(published.COMPARISON)
 

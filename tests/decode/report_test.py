@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from decode import report
-from decode.options import DecodeOptions
-from decode.output_files import OutputFiles
-from decode.prompts import Prompt
-from decode.run import DecodeRun, Measurement
-from decode.settings import expand
+from common.output_files import OutputFiles
+from decode.experiment import report
+from decode.experiment.options import DecodeOptions
+from decode.experiment.prompts import Prompt
+from decode.experiment.run import DecodeRun, Measurement
+from decode.experiment.settings import expand
 from spectr_jax import Tokenizer
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from decode import figures, published, table_measurements, table_report
-from decode.options import DecodeOptions
-from decode.settings import Setting, expand
-from decode.table import Request, Sizes, Value
-from decode.tables import TABLES
+from decode.experiment.options import DecodeOptions
+from decode.experiment.settings import Setting, expand
+from decode.papers import figures, published, table_measurements, table_report
+from decode.papers.table import Request, Sizes, Value
+from decode.papers.tables import TABLES
 from spectr_jax import METHODS, TokenTree
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
@@ -192,7 +192,11 @@ def test_what_is_wrong_is_found_before_anything_is_measured(pair, prompt_file, t
   monkeypatch.setattr(table_measurements, 'run_decode', None)
   long = tmp_path / 'long.txt'
   long.write_text('owl ' * 200 + '\n')
-  stranger = save_tiny_model(tmp_path / 'stranger', 0, 'quite another text, whose forty words few judges know: dozens of quick foxes jump by a lazy moving zebra ' * 9)
+  stranger = save_tiny_model(
+    tmp_path / 'stranger',
+    0,
+    'quite another text, whose forty words few judges know: dozens of quick foxes jump by a lazy moving zebra ' * 9,
+  )
   for drafts, prompts, message in (
     ({'a': pair['draft'], 'b': str(tmp_path)}, {}, 'no model at'),
     ({'a': pair['draft'], 'b': stranger}, {}, 'must share a tokenizer'),

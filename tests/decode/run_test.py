@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from decode import program_memory, report
-from decode.options import DecodeOptions
-from decode.prompts import Prompt
-from decode.run import run_decode
-from decode.settings import expand
-from decode.workload import row_keys
+from common import program_memory
+from decode.experiment import report
+from decode.experiment.options import DecodeOptions
+from decode.experiment.prompts import Prompt
+from decode.experiment.run import run_decode
+from decode.experiment.settings import expand
+from decode.experiment.workload import row_keys
 from spectr_jax import load_model, save_model
 
 

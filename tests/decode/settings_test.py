@@ -2,8 +2,8 @@
 
 import pytest
 
-from decode.options import DecodeOptions
-from decode.settings import TreeSpec, expand
+from decode.experiment.options import DecodeOptions
+from decode.experiment.settings import TreeSpec, expand
 from spectr_jax import METHODS, TokenTree
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from decode import trace
-from decode.options import DecodeOptions
+from decode.experiment.options import DecodeOptions
 from spectr_jax import theory
 
 pytestmark = pytest.mark.browser

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from decode import trace
-from decode.options import DecodeOptions
-from decode.run import run_decode
-from decode.trace_data import _rules, pieces_of_tokens
+from decode.experiment.options import DecodeOptions
+from decode.experiment.run import run_decode
+from decode.trace_page.data import _rules, pieces_of_tokens
 from spectr_jax import METHODS, ORIGIN_BONUS, ORIGIN_DRAFT, TokenTree
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -1,0 +1,81 @@
+"""Several processes that run one program: how they find each other, and how one of them ends all."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import jax
+from absl import flags
+
+from common import command_line
+
+_ADDRESS = flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0, of several that work together.')
+_NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes work together.', lower_bound=1)
+_PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0.', lower_bound=0)
+
+
+def _has_tpu() -> bool:
+  """Whether this machine has TPU chips that JAX would use, found without starting them."""
+  is_wanted = os.environ.get('JAX_PLATFORMS', 'tpu').split(',')[0] in ('', 'tpu')
+  has_chips = bool(glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*'))
+  return is_wanted and has_chips and importlib.util.find_spec('libtpu') is not None
+
+
+def initialize() -> None:
+  """Joins the other processes, which the flags name or a TPU pod knows; does nothing where there are none.
+
+  Must be called before anything else asks JAX for devices.
+
+  Raises:
+    ValueError: Not all that is needed is given, or the processes do not come together.
+  """
+  given = {
+    'coordinator_address': _ADDRESS.value, 'num_processes': _NUM_PROCESSES.value, 'process_id': _PROCESS_ID.value,
+  }  # fmt: skip
+  missing = [name for name, value in given.items() if value is None]
+  if len(missing) == len(given):
+    if not _has_tpu():
+      return
+    given = {}
+  elif missing:
+    raise ValueError(f'of several processes each needs all of {", ".join(given)}; missing: {", ".join(missing)}')
+  elif not given['process_id'] < given['num_processes']:
+    raise ValueError(f'process_id must be below num_processes, got {given["process_id"]} of {given["num_processes"]}')
+  # SIGTERM is the program's business.
+  jax.config.update('jax_enable_preemption_service', False)
+  try:
+    jax.distributed.initialize(**given)
+  except Exception as error:  # depends on the cluster
+    flag_names = ', '.join(f'--{name}' for name in ('coordinator_address', 'num_processes', 'process_id'))
+    raise ValueError(f'the processes did not come together, see {flag_names}: {error}') from error
+
+
+def fail(error: Exception) -> NoReturn:
+  """Ends this process with one line and code 1.
+
+  At once: other processes wait for this one, and an orderly end would wait for them; and what is still going on in the
+  background has nothing to add.
+  """
+  print('error: ' + ' '.join(command_line.message_of(error).split()), file=sys.stderr, flush=True)
+  sys.stdout.flush()
+  os._exit(1)
+
+
+def run_together(work: Callable[[], None]) -> None:
+  """Joins the other processes, if there are any, and does the work; what fails in one of several ends all of them.
+
+  Raises:
+    ValueError, OSError: Of the work, where there is one process alone.
+  """
+  initialize()
+  try:
+    work()
+  except (ValueError, OSError) as error:
+    if jax.process_count() == 1:
+      raise
+    fail(error)

@@ -1,0 +1,212 @@
+"""Trees from measured acceptance: how often a position is accepted, by depth and number of children.
+
+Or, for methods that try every branch, from what the laws of both models allow to be kept of chains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from etils import epath
+
+from common.json_file import read_json
+from decode.experiment.settings import Setting
+from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
+from spectr_jax.proposal import Independent
+from spectr_jax.theory import stateless_kept_bound
+from spectr_jax.verify import RaceTraversal
+
+# Fewer visits than this say too little about a rate; such a rate counts as not measured.
+_FEWEST_VISITS = 50
+_MAX_DEPTH = 24
+_WIDTHS = (1, 2, 3, 4, 6, 8)
+# Chains gain from length for longer than trees that branch everywhere: 2 x 32 is among the best of 64 nodes.
+LONGEST_CHAIN = 32
+# What shorter chains may cost. The prediction tells shapes apart no better than that.
+TOLERANCE = 0.02
+_NUM_CHAINS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+
+Acceptance = list[list[float | None]]
+
+
+def has_independent_children(method: Method) -> bool:
+  """Whether its best tree is a prefix tree; otherwise siblings differ, and each has a rate of its own."""
+  return isinstance(method.proposal_rule, Independent)
+
+
+def is_chosen_by_bound(method: Method) -> bool:
+  """Whether its best tree is chains, chosen by `bound_kept`: it tries every branch, and comes close to the bound."""
+  return isinstance(method.verifier, RaceTraversal)
+
+
+def rates_name(method: Method) -> str:
+  """What its rates are called in files: they are of the method and of how its children are drawn."""
+  rule = method.proposal_rule.name
+  return method.name if rule == METHODS[method.name].proposal_rule.name else f'{method.name}, {rule}'
+
+
+def calibration_trees(method: Method, budget: int) -> dict[int, TokenTree]:
+  """The trees to measure on, by children of a node; every node but the leaves has equally many.
+
+  For i.i.d. children one tree per number of them, as deep as `budget` nodes allow; else two depths of eight children.
+  """
+  if not has_independent_children(method):
+    return {_WIDTHS[-1]: TokenTree.prefix((_WIDTHS[-1],) * 2)}
+  trees = {}
+  for width in _WIDTHS:
+    if width > budget or (method.max_drafts is not None and width > method.max_drafts):
+      break
+    factors = (width,)
+    while len(factors) < _MAX_DEPTH and TokenTree.prefix((*factors, width)).num_nodes <= budget:
+      factors = (*factors, width)
+    trees[width] = TokenTree.prefix(factors)
+  return trees
+
+
+def _rates(counts: np.ndarray, visits: np.ndarray) -> list[float | None]:
+  return [float(count / visit) if visit >= _FEWEST_VISITS else None for count, visit in zip(counts, visits)]
+
+
+def measure_acceptance(method: Method, budget: int, measure: Callable[[TokenTree], Statistics]) -> Acceptance:
+  """Acceptance by depth, from runs on `calibration_trees`.
+
+  Args:
+    method: The method.
+    budget: Nodes that a tree may have.
+    measure: Decodes on a tree and returns what it counted.
+
+  Returns:
+    For children drawn i.i.d., at `[d][k - 1]`, the share of positions at depth d + 1 that are accepted where nodes have
+    k children; else, at `[d][i]`, the share of those positions whose accepted node is child i. None where it was not
+    measured often enough.
+  """
+  found = {width: measure(tree) for width, tree in calibration_trees(method, budget).items()}
+  depth = max(statistics.visits.shape[1] for statistics in found.values())
+  table: Acceptance = [[None] * max(found) for _ in range(depth)]
+  for width, statistics in found.items():
+    visits = np.asarray(statistics.visits).sum((0, 2))
+    if has_independent_children(method):
+      # Where a width has not been measured as deep as the others, its deepest rate goes on.
+      rates = _rates(np.asarray(statistics.accepts).sum((0, 2)), visits)
+      last = None
+      for row in range(depth):
+        last = rates[row] if row < len(rates) and rates[row] is not None else last
+        table[row][width - 1] = last
+    else:
+      children = np.asarray(statistics.accepted_child).sum(0)
+      for row, counts in enumerate(children):
+        table[row] = _rates(counts, np.full(len(counts), visits[row]))
+  return table
+
+
+def kept_bounds(tree: TokenTree, draft_log_probs: np.ndarray, target_log_probs: np.ndarray) -> np.ndarray:
+  """`stateless_kept_bound` of a tree at every place of texts of the target.
+
+  Args:
+    tree: The tree, of depth L.
+    draft_log_probs: `[P, T]`, log p of each token of the texts given the ones before, NaN after the end of a text.
+    target_log_probs: `[P, T]`, log q of the same tokens.
+
+  Returns:
+    float64 `[P, T, L]`: at `[i, t, d]` the chance that a call before token t keeps it and the next d tokens, at most.
+    NaN where these are not all there.
+  """
+  length = tree.max_depth
+  windows = [
+    np.lib.stride_tricks.sliding_window_view(
+      np.pad(values, ((0, 0), (0, length - 1)), constant_values=np.nan), length, axis=1
+    )
+    for values in (draft_log_probs, target_log_probs)
+  ]
+  is_missing = np.isnan(windows[1])
+  # What stands in the place of a missing token only has a say in what is left out.
+  bounds = stateless_kept_bound(tree, *(np.where(is_missing, 0, values) for values in windows))
+  return np.where(is_missing, np.nan, bounds)
+
+
+def bound_kept(draft_log_probs: np.ndarray, target_log_probs: np.ndarray) -> Acceptance:
+  """What any stateless lossless rule can keep of chains, from texts of the target.
+
+  Nothing is decoded with any such rule. The mean is over all places of the texts, and the tokens after the end of a
+  text are not kept: in a run with this limit they are lost, more of them where drafts are longer.
+
+  Args:
+    draft_log_probs: `[P, T]`, log p of each token of the texts given the ones before, NaN after the end of a text.
+    target_log_probs: `[P, T]`, log q of the same tokens.
+
+  Returns:
+    At `[d][k - 1]`, the chance that at least d + 1 tokens of k chains are kept in a call, at most. None for other k,
+    and where there are too few places.
+  """
+  depth = min(LONGEST_CHAIN, draft_log_probs.shape[1])
+  num_places = np.full(depth, np.isfinite(target_log_probs).sum())
+  table: Acceptance = [[None] * _NUM_CHAINS[-1] for _ in range(depth)]
+  for number in _NUM_CHAINS:
+    bounds = kept_bounds(TokenTree.chains(number, depth), draft_log_probs, target_log_probs)
+    for row, rate in zip(table, _rates(np.nansum(bounds, axis=(0, 1)), num_places)):
+      row[number - 1] = rate
+  return table
+
+
+def _prefix_shape(factors: Sequence[int]) -> str:
+  """As `--tree` takes it."""
+  return f'prefix:{",".join(map(str, factors))}'
+
+
+def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
+  """`setting` with the best tree of its budget.
+
+  Raises:
+    ValueError: The rates allow none.
+  """
+  budget = setting.spec.numbers[0]
+  rates = np.array([[math.nan if rate is None else rate for rate in row] for row in acceptance], float)
+  if np.isnan(rates[0]).all():
+    raise ValueError(f'{setting}: too few positions visited to measure acceptance; decode more prompts or tokens')
+  if is_chosen_by_bound(setting.method):
+    try:
+      tree = TokenTree.optimal_chains(rates, budget, tolerance=TOLERANCE)
+    except ValueError as error:
+      raise ValueError(f'{setting}: {error}') from error
+    shape = _prefix_shape((int(tree.num_children[0]), *[1] * (tree.max_depth - 1)))
+  elif has_independent_children(setting.method):
+    # Nothing is known, or worth a sequential step of the draft, below this depth.
+    rates = np.concatenate([rates, np.repeat(rates[-1:], max(_MAX_DEPTH - len(rates), 0), 0), np.zeros_like(rates[:1])])
+    factors = optimal_factors(rates, budget)
+    if not factors:
+      raise ValueError(f'{setting}: nothing is ever accepted, so no tree is better than none')
+    tree, shape = TokenTree.prefix(factors), _prefix_shape(factors)
+  else:
+    measured = rates[~np.isnan(rates).any(axis=1)]
+    try:
+      tree = TokenTree.optimal(measured, budget, max_depth=_MAX_DEPTH)
+    except ValueError as error:
+      raise ValueError(f'{setting}: {error}') from error
+    by_depth = np.bincount(tree.depths)[1:]
+    shape = f'{",".join(map(str, by_depth))} nodes by depth'
+  setting.method.tree_for(tree)
+  return dataclasses.replace(setting, tree=tree, draft_length=tree.max_depth, shape=shape)
+
+
+def read_acceptance(path: epath.PathLike) -> dict[str, Acceptance]:
+  """Acceptance rates by method, from a file that `decode.main --output` wrote after measuring them.
+
+  Raises:
+    ValueError: The file cannot be read or holds no rates.
+  """
+  wanted = 'expected JSON with rates under "acceptance", by method, as --output writes after measuring them'
+  content = read_json(path, 'acceptance', wanted)
+  rates = content.get('acceptance') if isinstance(content, dict) else None
+  if not isinstance(rates, dict) or not rates:
+    raise ValueError(f'{path}: {wanted}')
+  for method, table in rates.items():
+    is_table = isinstance(table, list) and table and all(isinstance(row, list) and row for row in table)
+    if not is_table or len({len(row) for row in table}) > 1:
+      raise ValueError(f'{path}: the rates of {method} are no table; {wanted}')
+    for rate in (rate for row in table for rate in row if rate is not None):
+      if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise ValueError(f'{path}: the rates of {method} must be from 0 to 1, or null where not measured; got {rate!r}')
+  return rates

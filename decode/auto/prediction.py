@@ -1,0 +1,359 @@
+"""`--method=auto`: predicts how fast every lossless setting of a grid decodes, and takes the best.
+
+The time of a round is taken apart as
+
+    round = draft(tree) + target(nodes) + rest,
+
+where the rest is verification, the caches' commit and the loop. Draft and target are timed by themselves for every
+tree; whole rounds, and what they yield, are measured by decoding some prompts. Methods that decide token by token are
+decoded with the longest drafts only, but for one that stands for them on every tree: whether a position is accepted
+does not depend on how many come after it, so what shorter drafts yield follows from the same run. Their round takes
+what that one's does, and the difference of the two on the longest drafts, in proportion to the nodes. In all
+
+    seconds of a batch = prefill + rounds * round,
+
+rounds being counted until its last row is done. docs/auto.md compares this with the closed form of the literature.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+import spectr_jax
+from common.json_file import read_json
+from common.output_files import OutputFiles
+from common.program_memory import in_groups
+from decode.experiment import latency
+from decode.experiment.options import DecodeOptions
+from decode.experiment.settings import Setting, baseline_of, settings_of
+from decode.experiment.workload import Notify, Workload
+from spectr_jax import METHODS, TokenTree
+from spectr_jax.sharding import fetch, is_primary
+from spectr_jax.verify import SeedExact, Walk
+
+_FORMAT = 1
+_NUM_RUNS = 9
+
+
+def grid(options: DecodeOptions) -> list[Setting]:
+  """Autoregressive decoding, and every lossless method on every tree of the options that it takes.
+
+  With one draft, methods for several are `speculative` or `block` and left out, but for one with shared noise.
+  """
+  settings = []
+  for method in METHODS.values():
+    if not method.is_lossless:
+      continue
+    for setting in settings_of(method, options, skip_unfit=True):
+      is_single = setting.tree.num_nodes > 0 and setting.tree.is_chain
+      if not (is_single and method.max_drafts is None and not method.is_seed_exact):
+        settings.append(setting)
+  return list(dict.fromkeys(settings))
+
+
+def _is_chains(setting: Setting) -> bool:
+  return setting.spec is not None and setting.spec.name == 'chains'
+
+
+def _decides_by_token(setting: Setting) -> bool:
+  return _is_chains(setting) and isinstance(setting.method.verifier, Walk | SeedExact)
+
+
+def reference_of(setting: Setting, settings: list[Setting]) -> Setting:
+  """The setting on the same chains whose rounds are measured for all that decide token by token: the first of them."""
+  return next(other for other in settings if _decides_by_token(other) and _tree_name(other) == _tree_name(setting))
+
+
+def source_of(setting: Setting, settings: list[Setting]) -> Setting:
+  """The setting whose run tells what `setting` yields: itself, or the one with the longest drafts."""
+  if not _decides_by_token(setting) or reference_of(setting, settings) == setting:
+    return setting
+  alike = [
+    other
+    for other in settings
+    if _is_chains(other) and (other.method, other.num_drafts) == (setting.method, setting.num_drafts)
+  ]
+  return max(alike, key=lambda other: other.draft_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+  """What decoding the calibration prompts with one setting took and gave.
+
+  Attributes:
+    num_prompts, num_batches: How much was decoded.
+    num_tokens, num_calls: New tokens and target calls of all prompts.
+    kept: `[L]`, the calls that kept at least d + 1 drafted tokens.
+    num_rounds: Rounds of all batches, each counted until its last row was done.
+    prefill_seconds, round_seconds: Medians over batches.
+  """
+
+  num_prompts: int
+  num_batches: int
+  num_tokens: int
+  num_calls: int
+  kept: list[int]
+  num_rounds: int
+  prefill_seconds: float
+  round_seconds: float
+
+  @property
+  def tokens_per_call(self) -> float:
+    return self.num_tokens / self.num_calls
+
+  def share_of_tokens(self, draft_length: int) -> float:
+    """Tokens per call with shorter drafts over those observed, for methods that decide token by token."""
+    counts = np.array(self.kept) / self.num_calls
+    return float((1 + counts[:draft_length].sum()) / (1 + counts.sum()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+  """All that predictions follow from.
+
+  Attributes:
+    conditions: What it holds for, as JSON values: device, models, law, batch size, new tokens.
+    draft_seconds, target_seconds: Of a tree by its name and number of nodes; the target's root is not counted as one.
+    observations: By setting.
+  """
+
+  conditions: dict[str, Any]
+  draft_seconds: dict[str, float]
+  target_seconds: dict[int, float]
+  observations: dict[str, Observation]
+
+  def to_json(self) -> str:
+    return json.dumps({'format': _FORMAT} | dataclasses.asdict(self), indent=2) + '\n'
+
+  @classmethod
+  def read(cls, path: epath.PathLike) -> Calibration:
+    """From a file that `--calibration` wrote.
+
+    Raises:
+      ValueError: The file cannot be read or is none.
+    """
+    content = read_json(path, 'calibration', '--calibration writes one')
+    try:
+      if content.pop('format') != _FORMAT:
+        raise ValueError(f'format {_FORMAT} is read')
+      content['target_seconds'] = {int(size): seconds for size, seconds in content['target_seconds'].items()}
+      content['observations'] = {name: Observation(**found) for name, found in content['observations'].items()}
+      return cls(**content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+      raise ValueError(f'{path} is no calibration ({error!r}); --calibration writes one') from error
+
+  def check(self, conditions: dict[str, Any], settings: list[Setting], path: epath.PathLike) -> None:
+    """Checks that it is one for these conditions and settings.
+
+    Raises:
+      ValueError: It is not; the message says what differs.
+    """
+    for name, value in conditions.items():
+      if self.conditions.get(name) != value:
+        raise ValueError(f'{path} was measured with {name} {self.conditions.get(name)}, not {value}; name a new file')
+    missing = [str(s) for s in settings if str(source_of(s, settings)) not in self.observations]
+    missing += [str(s) for s in settings if _tree_name(s) not in self.draft_seconds]
+    if missing:
+      raise ValueError(f'{path} was measured for another grid, without {missing[0]}; name a new file')
+
+
+def conditions_of(workload: Workload) -> dict[str, Any]:
+  """What a calibration depends on, as JSON values."""
+  options, info = workload.options, workload.info
+  names = 'mesh', 'draft_mesh', 'temperature', 'top_k', 'top_p', 'max_new_tokens'
+  return {
+    'device': info['device'],
+    'models': info['models'],
+    'batch_size': workload.batch_size,
+    **{name: getattr(options, name) for name in names},
+  }
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+  """How a setting will do.
+
+  Attributes:
+    setting: The setting.
+    tokens_per_call: Tokens per target call and row.
+    tokens_per_second: New tokens of all rows over time, prefill included.
+    round_seconds: Of a round, the sum of `draft_seconds`, `target_seconds` and `rest_seconds`.
+    is_observed: Whether it was decoded itself, or follows from a run with longer drafts.
+  """
+
+  setting: Setting
+  tokens_per_call: float
+  tokens_per_second: float
+  round_seconds: float
+  draft_seconds: float
+  target_seconds: float
+  rest_seconds: float
+  is_observed: bool
+
+
+def _tree_name(setting: Setting) -> str:
+  return setting.tree_name if not _is_chains(setting) else f'chains {setting.num_drafts}x{setting.draft_length}'
+
+
+def predict(calibration: Calibration, settings: list[Setting]) -> list[Prediction]:
+  """Predictions for a grid, the fastest first."""
+
+  def parts(setting):
+    return calibration.draft_seconds[_tree_name(setting)], calibration.target_seconds[setting.tree.num_nodes]
+
+  def rest(setting):
+    return calibration.observations[str(setting)].round_seconds - sum(parts(setting))
+
+  predictions = []
+  for setting in settings:
+    source = source_of(setting, settings)
+    seen = calibration.observations[str(source)]
+    draft, target = parts(setting)
+    rest_seconds, yields = rest(source), 1.0
+    if source != setting:
+      # What the method's rest has over that of the reference is its verification's.
+      share = setting.tree.num_nodes / source.tree.num_nodes
+      more = rest(source) - rest(reference_of(source, settings))
+      rest_seconds = rest(reference_of(setting, settings)) + share * more
+      yields = seen.share_of_tokens(setting.draft_length)
+    seconds = draft + target + rest_seconds
+    batch_seconds = seen.prefill_seconds + seen.num_rounds / seen.num_batches / yields * seconds
+    predictions.append(
+      Prediction(
+        setting=setting,
+        tokens_per_call=yields * seen.tokens_per_call,
+        tokens_per_second=seen.num_tokens / seen.num_batches / batch_seconds,
+        round_seconds=seconds,
+        draft_seconds=draft,
+        target_seconds=target,
+        rest_seconds=rest_seconds,
+        is_observed=source == setting,
+      )
+    )
+  return sorted(predictions, key=lambda found: -found.tokens_per_second)
+
+
+def _measure_costs(workload: Workload, settings: list[Setting]) -> tuple[dict[str, float], dict[int, float]]:
+  """Median seconds of drafting by tree name, and of the target's call by number of nodes."""
+  trees = {_tree_name(setting): setting for setting in settings}
+  by_size: dict[int, TokenTree] = {setting.tree.num_nodes: setting.tree for setting in settings}
+  calls: dict[Any, Any] = latency.forward_calls(
+    workload.target,
+    {size: (tree, workload.batch_size) for size, tree in by_size.items()},
+    max_length=workload.max_length,
+    sharding=workload.sharding,
+  )
+  keys, rows = workload.keys(workload.options.seed), workload.batches[0]
+  for name, setting in trees.items():
+    if setting.tree.num_nodes:
+      # Drafting depends on the tree; one method stands for all, so that each tree is compiled once.
+      method = METHODS['speculative' if setting.tree.is_chain else 'spectr']
+      state = workload.init(dataclasses.replace(setting, method=method), keys, rows)
+      calls[name] = functools.partial(latency.draft, state)
+  medians = {}
+  for names in in_groups(list(calls), lambda name: jax.block_until_ready(calls[name]()), is_joint=workload.is_joint):
+    found = latency.time_in_turns({name: calls[name] for name in names}, _NUM_RUNS)
+    medians |= {name: float(np.median(seconds)) for name, seconds in found.items()}
+  return {name: medians.get(name, 0.0) for name in trees}, {size: medians[size] for size in by_size}
+
+
+def _observe(workload: Workload, settings: list[Setting], notify: Notify) -> dict[str, Observation]:
+  """Decodes the workload with every setting, in turns as far as their programs fit in one process.
+
+  Otherwise seconds are those of the first group's time, by what autoregressive decoding takes in each group: shared
+  machines drift.
+  """
+  keys, batches, num_prompts = workload.keys(workload.options.seed), workload.batches, len(workload.prompts)
+  baseline, paces = baseline_of(settings), []
+  done, total, observations = 0, len(settings) * len(batches), {}
+
+  def prepare(setting):
+    notify(f'auto: compiling {setting}', done, total)
+    jax.block_until_ready(spectr_jax.decode_rounds(workload.init(setting, keys, batches[0]), 1))
+
+  for group in in_groups(settings, prepare, baseline=baseline, is_joint=workload.is_joint):
+    found = {setting: [] for setting in group}
+    for rows, setting in itertools.product(batches, group):
+      notify('auto: decoding calibration prompts', done, total)
+      start = time.perf_counter()
+      state = jax.block_until_ready(workload.init(setting, keys, rows))
+      begun = time.perf_counter()
+      result = jax.block_until_ready(spectr_jax.decode_rounds(state)).result
+      seconds = time.perf_counter() - begun
+      result.check()
+      result = fetch(result)
+      num_rounds = int(result.num_target_calls.max())
+      found[setting].append((begun - start, seconds / num_rounds, num_rounds, result))
+      done += str(setting) not in observations
+    paces.append(np.median([seconds for _, seconds, _, _ in found[baseline]]))
+    for setting in group:
+      if str(setting) not in observations:
+        observations[str(setting)] = _observation(found[setting], num_prompts, pace=paces[-1] / paces[0])
+  return observations
+
+
+def _observation(runs: list[tuple], num_prompts: int, *, pace: float) -> Observation:
+  """Batches put together, each the seconds of prefill and of a round, rounds, and a `Generation`."""
+  prefill_seconds, round_seconds, num_rounds, results = zip(*runs)
+  every = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_prompts], *results)
+  return Observation(
+    num_prompts=num_prompts,
+    num_batches=len(runs),
+    num_tokens=int(every.lengths.sum()),
+    num_calls=int(every.num_target_calls.sum()),
+    kept=every.accepted_by_depth.sum(0).tolist(),
+    num_rounds=sum(num_rounds),
+    prefill_seconds=float(np.median(prefill_seconds) / pace),
+    round_seconds=float(np.median(round_seconds) / pace),
+  )
+
+
+def calibrate(workload: Workload, settings: list[Setting], notify: Notify) -> Calibration:
+  """Measures what predictions for these settings need, on the first prompts, with a seed that no run of theirs has."""
+  options = workload.options
+  some = workload.take(max(options.calibration_prompts, 2 * workload.batch_size))
+  seed = (options.seeds[-1] + 2) % 2**32  # the next one is for acceptance rates
+  some = dataclasses.replace(some, options=dataclasses.replace(options, seed=seed, num_seeds=1))
+  notify('auto: timing draft and target', 0, 1)
+  costs = _measure_costs(some, settings)
+  observed = list(dict.fromkeys(source_of(setting, settings) for setting in settings))
+  return Calibration(conditions_of(workload), *costs, _observe(some, observed, notify))
+
+
+def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
+  """Predictions for the options' grid, the fastest first; measured, or from the file of an earlier run.
+
+  Raises:
+    ValueError: The file is unusable, or was measured for something else.
+  """
+  options = workload.options
+  settings = grid(options)
+  conditions = conditions_of(workload)
+  if options.calibration and epath.Path(options.calibration).exists():
+    calibration = Calibration.read(options.calibration)
+    calibration.check(conditions, settings, options.calibration)
+  else:
+    # Proven to be writable before anything is measured; one process writes.
+    with OutputFiles(calibration=options.calibration if is_primary() else None) as files:
+      calibration = calibrate(workload, settings, notify)
+      files.write(calibration=calibration.to_json())
+  return predict(calibration, settings)
+
+
+def choose(predictions: list[Prediction]) -> Setting:
+  """The fastest setting; that of the first process where there are several, whose clocks differ."""
+  settings = sorted((prediction.setting for prediction in predictions), key=str)
+  best = settings.index(predictions[0].setting)
+  if jax.process_count() > 1:
+    best = int(multihost_utils.broadcast_one_to_all(np.int32(best)))
+  return settings[best]

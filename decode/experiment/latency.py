@@ -1,0 +1,121 @@
+"""What calls take: the model's forward by shape, and a round by part."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from spectr_jax import Model, TokenTree
+from spectr_jax.engine.loop import decode_rounds, judge, noise_keys, propose, score
+from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.engine.state import DecodeState
+from spectr_jax.proposal import Proposal
+from spectr_jax.sharding import put
+
+
+def time_in_turns(calls: Mapping[Hashable, Callable[[], Any]], num_runs: int) -> dict[Hashable, np.ndarray]:
+  """Seconds `[num_runs]` that each call took, after one that is not counted.
+
+  All are called once, then all again: what else the machine does meanwhile falls on every one of them.
+  """
+  times = {name: [] for name in calls}
+  for call in calls.values():
+    jax.block_until_ready(call())
+  for _ in range(num_runs):
+    for name, call in calls.items():
+      start = time.perf_counter()
+      jax.block_until_ready(call())
+      times[name].append(time.perf_counter() - start)
+  return {name: np.array(found) for name, found in times.items()}
+
+
+@jax.jit
+def _logits(model: Model, tokens, positions, mask, cache) -> jax.Array:
+  return model.apply(tokens, positions, mask, cache).logits
+
+
+def forward_calls(
+  model: Model,
+  shapes: Mapping[Hashable, tuple[TokenTree, int]],
+  *,
+  max_length: int,
+  sharding: DecodeSharding | None = None,
+) -> dict[Hashable, Callable[[], jax.Array]]:
+  """Forward calls for `time_in_turns`, each on a tree, its root included, in so many rows.
+
+  Args:
+    model: The model.
+    shapes: Tree and batch size by name.
+    max_length: Tokens that the caches have room for; attention covers them all.
+    sharding: How rows and caches are divided, as the model is already; None for one device.
+  """
+  calls = {}
+  for name, (tree, batch_size) in shapes.items():
+    positions = jnp.broadcast_to(jnp.asarray(tree.depths), (batch_size, tree.num_nodes + 1))
+    cache = model.init_cache_fn(batch_size, max_length)
+    if sharding is not None:
+      positions, cache = sharding.put_rows(positions), put(cache, sharding.of_cache(cache, model))
+    calls[name] = functools.partial(_logits, model, jnp.zeros_like(positions), positions, tree.ancestors, cache)
+  return calls
+
+
+@jax.jit
+def draft(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+  """A round's guesses and their laws."""
+  proposal = propose(state, noise_keys(state)[0])
+  return proposal.tokens, proposal.probs
+
+
+def profile(state: DecodeState, directory: epath.PathLike, num_rounds: int = 8) -> None:
+  """Records rounds with JAX's profiler, for TensorBoard or Perfetto; the state is donated.
+
+  Args:
+    state: Between two rounds, of a program that has run before.
+    directory: Where to write; it is made if need be.
+    num_rounds: Rounds at most.
+
+  Raises:
+    ValueError: Nothing can be written there.
+  """
+  try:
+    epath.Path(directory).mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise ValueError(f'profile_dir: cannot write {directory}: {error.strerror or error}') from error
+  with jax.profiler.trace(str(directory)):
+    jax.block_until_ready(decode_rounds(state, num_rounds))
+
+
+@jax.jit
+def _score(state: DecodeState, tokens):
+  return score(state, tokens).logits
+
+
+@jax.jit
+def _judge(state: DecodeState, rows, logits):
+  return judge(state, noise_keys(state)[1], rows, logits)[1]
+
+
+def time_parts(state: DecodeState, num_runs: int = 15) -> dict[str, float]:
+  """Median seconds of the parts of a round: `draft`, `target` and `verification`, the target's laws included in it.
+
+  Each is timed as a program of its own, so their sum is not exactly what they take within the loop.
+
+  Args:
+    state: Before a round; it is not donated.
+    num_runs: How often each part is run.
+  """
+  tokens, probs = draft(state)
+  logits = _score(state, tokens)
+  calls = {
+    'draft': functools.partial(draft, state),
+    'target': functools.partial(_score, state, tokens),
+    'verification': functools.partial(_judge, state, Proposal(tokens, probs), logits),
+  }
+  return {part: float(np.median(found)) for part, found in time_in_turns(calls, num_runs).items()}

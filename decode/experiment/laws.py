@@ -1,0 +1,112 @@
+"""The laws of a pair of models at the positions of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decode.experiment.settings import Setting
+from decode.experiment.workload import Workload
+from spectr_jax import Model, SamplingParams, get_method
+from spectr_jax.sampling import logits_to_probs
+from spectr_jax.sharding import fetch
+
+
+@jax.jit(static_argnames='num_new')
+def laws_after(model: Model, prompts, lengths, tokens, temperature, top_k=0, top_p=1.0, *, num_new: int) -> jax.Array:
+  """The laws `[B, num_new, V]` that a model's tokens after each prompt are drawn from, given those before.
+
+  Args:
+    model: The model.
+    prompts: int32 `[B, P]`, right-padded.
+    lengths: int32 `[B]`.
+    tokens: int32 `[B, num_new]`.
+    temperature, top_k, top_p: Scalars, as in `SamplingParams`.
+    num_new: Tokens after the prompt.
+  """
+  batch_size, longest = prompts.shape
+  cache = model.init_cache_fn(batch_size, longest)
+  # The prompt's last token is the first of the call, whose laws are wanted.
+  cache = model.prefill(prompts, lengths - 1, cache)
+  last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)
+  called = jnp.concatenate([last, tokens[:, :-1]], axis=1)
+  positions = lengths[:, None] - 1 + jnp.arange(num_new)
+  causal = jnp.tril(jnp.ones((num_new, num_new), bool))
+  logits = model.apply(called, positions, causal, cache).logits
+  sampling = SamplingParams.make(batch_size, temperature=temperature, top_k=top_k, top_p=top_p)
+  return logits_to_probs(logits, sampling)
+
+
+@jax.jit(static_argnames='num_new')
+def _probs_after(model: Model, prompts, lengths, tokens, *sampling, num_new: int) -> jax.Array:
+  """What `laws_after` gives the tokens themselves, `[B, num_new]`."""
+  laws = laws_after(model, prompts, lengths, tokens, *sampling, num_new=num_new)
+  return jnp.take_along_axis(laws, tokens[..., None], axis=-1)[..., 0]
+
+
+def _along(function, workload: Workload, model: Model, rows: np.ndarray, tokens: np.ndarray) -> jax.Array:
+  """One of the two above on a batch of continuations."""
+  options, written = workload.options, np.maximum(tokens[rows], 0)
+  sampling = options.temperature, options.top_k, options.top_p
+  return function(
+    model, workload.tokens[rows], workload.lengths[rows], written, *sampling, num_new=tokens.shape[1]
+  )  # fmt: skip
+
+
+def written_laws(
+  workload: Workload, models: tuple[Model, ...], tokens: np.ndarray
+) -> Iterator[tuple[np.ndarray, tuple[jax.Array, ...]]]:
+  """The laws of each model along continuations of all prompts, batch by batch.
+
+  Args:
+    workload: Prompts and options.
+    models: The models.
+    tokens: int32 `[prompts, num_new]`, negative after the end of a row.
+
+  Yields:
+    The prompts of a batch, by number and each once, and laws `[B, num_new, V]` of each model.
+  """
+  size = workload.batch_size
+  for rows in workload.batches:
+    laws = tuple(_along(laws_after, workload, model, rows, tokens) for model in models)
+    kept = np.arange(size) < len(np.unique(rows))
+    yield rows[kept], tuple(law[: kept.sum()] for law in laws)
+
+
+def written_log_probs(workload: Workload, models: tuple[Model, ...], tokens: np.ndarray) -> tuple[np.ndarray, ...]:
+  """The log probability of each token of continuations of all prompts, under each model.
+
+  Args:
+    workload: Prompts and options.
+    models: The models.
+    tokens: int32 `[prompts, num_new]`, negative after the end of a row.
+
+  Returns:
+    float64 `[prompts, num_new]` of each model: -inf for a token that it never draws, NaN after the end of a row.
+
+  Raises:
+    ValueError: A model gives logits that are not finite.
+  """
+  is_there = tokens >= 0
+  found = tuple(np.full(tokens.shape, np.nan) for _ in models)
+  for rows in workload.batches:
+    for model, own in zip(models, found):
+      own[rows] = fetch(_along(_probs_after, workload, model, rows, tokens))
+  for probs in found:
+    is_wrong = (np.isnan(probs) & is_there).any(axis=1)
+    if is_wrong.any():
+      raise ValueError(f'prompt {workload.prompts[np.argmax(is_wrong)].id}: the logits of a model are not finite')
+  with np.errstate(divide='ignore'):
+    return tuple(np.where(is_there, np.log(probs), np.nan) for probs in found)
+
+
+def target_texts(workload: Workload, seed: int) -> np.ndarray:
+  """The target's own continuations of all prompts, int32 `[prompts, max_new_tokens]`, -1 after the end of a row."""
+  keys, found = workload.keys(seed), []
+  for rows in workload.batches:
+    generation = workload.generate(Setting(get_method('autoregressive')), keys, rows)
+    found.append(fetch(generation.tokens))
+  return np.concatenate(found)[: len(workload.prompts)]

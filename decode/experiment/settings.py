@@ -1,0 +1,173 @@
+"""The grid: which method gets which tree."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from common.command_line import parse_name_and_ints
+from decode.experiment.options import DecodeOptions
+from spectr_jax import Method, TokenTree
+
+MAX_NODES = 1024
+_FORMS = 'chains, prefix:FACTORS (such as prefix:4,2,2,1), specinfer or optimal:BUDGET'
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeSpec:
+  """A tree as given on the command line.
+
+  `chains` is every pair of K drafts and L tokens; `prefix:4,2,2,1` has four nodes at depth 1, two below each of them,
+  and so on; `specinfer` is three chains of L tokens that share their first two; `optimal:BUDGET` is the tree of at most
+  that many nodes that a method gains most from, by measured acceptance or, for `race_traversal`, by what can be kept.
+
+  Attributes:
+    name: One of the four.
+    numbers: The factors or the budget.
+  """
+
+  name: str
+  numbers: tuple[int, ...] = ()
+
+  @classmethod
+  def parse(cls, text: str) -> TreeSpec:
+    """Reads a specification.
+
+    Raises:
+      ValueError: It is none; the message says what is allowed.
+    """
+    try:
+      spec = cls(*parse_name_and_ints(text))
+    except ValueError:
+      raise ValueError(f'tree must be {_FORMS}, got {text!r}') from None
+    counts = {'chains': (0, 0), 'prefix': (1, MAX_NODES), 'specinfer': (0, 0), 'optimal': (1, 1)}
+    if spec.name not in counts or not counts[spec.name][0] <= len(spec.numbers) <= counts[spec.name][1]:
+      raise ValueError(f'tree must be {_FORMS}, got {text!r}')
+    if any(number < 1 for number in spec.numbers):
+      raise ValueError(f'tree: the numbers of {text!r} must be at least 1')
+    return spec
+
+  def __str__(self):
+    return self.name + (':' + ','.join(map(str, self.numbers)) if self.numbers else '')
+
+
+def baseline_of(settings: Sequence[Setting]) -> Setting | None:
+  """What the speed of the others is compared with: the first that drafts nothing, None if all do."""
+  return next((setting for setting in settings if setting.method.max_drafts == 0), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """A method with the tree it gets: one row of the table.
+
+  Attributes:
+    method: The method.
+    spec: What was asked for; None for a method that drafts nothing.
+    num_drafts: K of chains, else 0.
+    draft_length: L, the depth of the tree.
+    tree: The tree; empty for a method that drafts nothing.
+    shape: What `optimal` has chosen, in words; else ''.
+  """
+
+  method: Method
+  spec: TreeSpec | None = None
+  num_drafts: int = 0
+  draft_length: int = 0
+  tree: TokenTree = TokenTree()
+  shape: str = ''
+
+  @property
+  def tree_name(self) -> str:
+    return 'none' if self.spec is None else str(self.spec) + (f' = {self.shape}' if self.shape else '')
+
+  def __str__(self):
+    if self.spec is None:
+      return self.method.name
+    if self.spec.name == 'chains':
+      return f'{self.method.name} K={self.num_drafts} L={self.draft_length}'
+    return f'{self.method.name} {self.spec}'
+
+
+def _num_prefix_nodes(factors: tuple[int, ...]) -> int:
+  return sum(math.prod(factors[: depth + 1]) for depth in range(len(factors)))
+
+
+def _on_tree(method: Method, spec: TreeSpec, options: DecodeOptions) -> Iterator[Setting]:
+  if spec.name == 'chains':
+    most = math.inf if method.max_drafts is None else method.max_drafts
+    for length in options.draft_length:
+      for num_drafts in (min(number, most) for number in options.num_drafts):
+        _check_size(num_drafts * length, f'num_drafts times draft_length, {num_drafts} times {length},')
+        yield Setting(method, spec, num_drafts, length, TokenTree.chains(num_drafts, length))
+  elif spec.name == 'prefix':
+    _check_size(_num_prefix_nodes(spec.numbers), f'the nodes of {spec}')
+    tree = TokenTree.prefix(spec.numbers)
+    yield Setting(method, spec, 0, tree.max_depth, tree)
+  elif spec.name == 'specinfer':
+    for length in options.draft_length:
+      yield Setting(method, spec, 0, length, TokenTree.specinfer(length))
+  else:
+    _check_size(spec.numbers[0], f'the nodes of {spec}')
+    yield Setting(method, spec)
+
+
+def _check_size(num_nodes: int, what: str) -> None:
+  if num_nodes > MAX_NODES:
+    raise ValueError(f'{what} must be at most {MAX_NODES}, got {num_nodes}')
+
+
+def settings_of(method: Method, options: DecodeOptions, *, skip_unfit: bool = False) -> list[Setting]:
+  """A method on every tree of the options.
+
+  Args:
+    method: The method.
+    options: Where trees, K and L come from.
+    skip_unfit: Whether to leave out the trees that it cannot use.
+
+  Raises:
+    ValueError: A tree is too large, or the method's theory does not cover it.
+  """
+  if method.max_drafts == 0:
+    return [Setting(method)]
+  settings = []
+  for spec in [TreeSpec.parse(text) for text in options.tree]:
+    for setting in _on_tree(method, spec, options):
+      try:
+        if setting.tree.num_nodes:
+          method.tree_for(setting.tree)
+        elif method.needs_chains:
+          raise ValueError(f'{method.name} is defined for chains only, not for {spec}')
+      except ValueError:
+        if skip_unfit:
+          continue
+        raise
+      settings.append(setting)
+  return settings
+
+
+def expand(options: DecodeOptions) -> list[Setting]:
+  """The grid, in the order given; what a method cannot use collapses, so each setting is there once.
+
+  The trees of `optimal` are still empty: they depend on what is measured.
+
+  Raises:
+    ValueError: A tree is too large, or a method's theory does not cover it.
+  """
+  return list(dict.fromkeys(setting for method in options.methods for setting in settings_of(method, options)))
+
+
+def only_setting(options: DecodeOptions) -> Setting:
+  """The one setting of a command that runs no grid.
+
+  Raises:
+    ValueError: There are several, or it depends on what is measured.
+  """
+  if options.is_auto:
+    raise ValueError('auto is not for this command; name a method')
+  settings = expand(options)
+  if len(settings) != 1:
+    raise ValueError(f'one method, K, L and tree at a time, got {len(settings)}: {", ".join(map(str, settings))}')
+  if settings[0].spec is not None and settings[0].spec.name == 'optimal':
+    raise ValueError('optimal trees are chosen by decode.main; name the shape that it printed, such as prefix:4,2,1')
+  return settings[0]

@@ -1,0 +1,298 @@
+"""Figures about one token: what each rule accepts of several candidates, and what is possible."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from decode.experiment import metrics
+from decode.experiment.laws import target_texts, written_laws
+from decode.experiment.options import DecodeOptions
+from decode.experiment.workload import Notify, Workload
+from decode.papers import plots
+from decode.papers.paper_figure import Figure, Row, column, select
+from decode.papers.table import Request, Sizes
+from spectr_jax import theory
+
+SPECTR = 'SpecTr (Sun et al. 2023)'
+RULES = {plots.OPTIMUM: theory.optimal_acceptance, 'spectr': theory.kseq_acceptance, 'race': theory.race_acceptance}
+RULE_NAMES = {
+  plots.OPTIMUM: 'optimum (OTM-k)', 'spectr': 'spectr (K-SEQ)', 'race': 'race', 'specinfer': 'specinfer (recursive)',
+}  # fmt: skip
+
+
+@functools.cache
+def _compiled(rule):
+  return jax.jit(rule, static_argnums=2)
+
+
+def acceptances(draft_probs, target_probs, num_drafts: int, rules=RULES) -> dict[str, np.ndarray]:
+  """What each rule accepts of n candidates, in float64, for laws `[..., V]`."""
+  with jax.enable_x64(True):
+    pair = np.asarray(draft_probs, np.float64), np.asarray(target_probs, np.float64)
+    return {name: np.asarray(_compiled(rule)(*pair, num_drafts)) for name, rule in rules.items()}
+
+
+# SpecTr, Figures 1 to 3.
+
+UNIFORM_SIZE = 120
+_RATIOS = (1.5, 2, 4, 8, 30)
+_DRAFT_BERNOULLI = 0.25
+_TARGET_BERNOULLIS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
+_MANY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def _uniform(size: int) -> np.ndarray:
+  return np.where(np.arange(UNIFORM_SIZE) < size, 1 / size, 0)
+
+
+def _bernoulli(ones) -> np.ndarray:
+  return np.stack([1 - np.asarray(ones), np.asarray(ones)], axis=-1)
+
+
+def _acceptance_rows(draft, targets: dict[float, np.ndarray], variable: str, request: Request) -> list[Row]:
+  laws = np.stack(list(targets.values()))
+  found = {n: acceptances(np.broadcast_to(draft, laws.shape), laws, n) for n in request.sizes.num_drafts}
+  return [
+    {'rule': rule, variable: value, 'k': n, 'acceptance': float(found[n][rule][index])}
+    for rule in RULES for index, value in enumerate(targets) for n in found
+  ]  # fmt: skip
+
+
+def _compute_uniform(request: Request, notify: Notify) -> list[Row]:
+  del notify
+  targets = {ratio: _uniform(round(UNIFORM_SIZE / ratio)) for ratio in _RATIOS}
+  return _acceptance_rows(_uniform(UNIFORM_SIZE), targets, 'r', request)
+
+
+def _compute_bernoulli(values: Sequence[float], request: Request, notify: Notify) -> list[Row]:
+  del notify
+  return _acceptance_rows(_bernoulli(_DRAFT_BERNOULLI), {b: _bernoulli(b) for b in values}, 'b', request)
+
+
+def _draw_rules(x: str, by: str, x_name: str, by_name: str, rows: Sequence[Row]):
+  figure, axes = plots.panels(len(RULES), width=2.7, sharey=True)
+  for place, (each, rule) in enumerate(zip(axes, RULES)):
+    plots.name_axes(each, x=x_name, y='acceptance probability' if not place else '', title=RULE_NAMES[rule])
+    each.title.set_color(plots.COLORS[rule])
+    own = select(rows, rule=rule)
+    scale = plots.scale_of(column(own, by))
+    markers = {'marker': ''} if by == 'k' else {}
+    plots.draw_lines(each, own, x=x, y='acceptance', by=by, style=scale.get, **markers)
+    each.set_ylim(-0.03, 1.03)
+    if x == 'k':
+      plots.number_ticks(each, column(own, 'k'))
+  plots.legend(figure, axes, title=by_name)
+  return figure
+
+
+def _largest_gap(rows: Sequence[Row], rule: str) -> tuple[float, Row]:
+  """How far a rule stays below the optimum at most, and where."""
+  pairs = zip(select(rows, rule=plots.OPTIMUM), select(rows, rule=rule))
+  return max(((best['acceptance'] - own['acceptance'], own) for best, own in pairs), key=lambda pair: pair[0])
+
+
+def _tell_uniform(rows: Sequence[Row]) -> str:
+  gaps = {rule: _largest_gap(rows, rule)[0] for rule in ('spectr', 'race')}
+  error = max(abs(row['acceptance'] - 1 + (1 - 1 / row['r']) ** row['k']) for row in select(rows, rule=plots.OPTIMUM))
+  return (
+    f'Drafts are uniform on {UNIFORM_SIZE} tokens and the target on a share 1/r of them. The most that any lossless'
+    f' rule accepts of k candidates is 1 - (1 - 1/r)^k, to {error:.0e} here: it rises to 1 for every r, but for a'
+    ' narrow target only with very many drafts. On these laws K-SEQ is optimal, as the paper says, and so is the race:'
+    f' they are at most {gaps["spectr"]:.0e} and {gaps["race"]:.0e} below.'
+  )
+
+
+def _tell_bernoulli(rows: Sequence[Row]) -> str:
+  gap, where = _largest_gap(rows, 'spectr')
+  best = where['acceptance'] + gap
+  return (
+    f'Drafts are Ber({_DRAFT_BERNOULLI:g}) and targets Ber(b). Two equal laws always agree; the farther b is from'
+    f' {_DRAFT_BERNOULLI:g}, the less is accepted of one candidate, and targets that are mostly 1 take the most'
+    ' candidates, since few drafts are 1. K-SEQ is not'
+    f' optimal here: for b = {where["b"]:g} and k = {where["k"]} it accepts {where["acceptance"]:.3f} where'
+    f' {best:.3f} is possible, the widest gap of the figure. The race is at most'
+    f' {_largest_gap(rows, "race")[0]:.3f} below the optimum.'
+  )
+
+
+# Of a pair of models: SpecTr, Figure 5, and the share of the optimum.
+
+# The prompt that the paper names.
+PROMPT = 'He said he also has asked prosecutors to'
+_NUM_LIKELIEST = 10
+_LAWS, _ACCEPTANCE, _SHARE = 'laws', 'acceptance', 'share of the optimum'
+_PAIR_RULES = RULES | {'specinfer': theory.recursive_acceptance}
+
+
+def _workload(request: Request, **options) -> Workload:
+  return Workload.load(
+    DecodeOptions(target=request.target, draft=request.draft, dtype=request.dtype, seed=request.seed, **options)
+  )
+
+
+def likeliest_laws(draft_probs: np.ndarray, target_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """The tokens that are among the likeliest of draft or target, likeliest for the target first, and both laws on them.
+
+  As in SpecTr, Appendix D.2, where ten of each make the linear program small enough.
+  """
+  kept = np.union1d(*(np.argsort(-law, kind='stable')[:_NUM_LIKELIEST] for law in (draft_probs, target_probs)))
+  kept = kept[np.argsort(-target_probs[kept], kind='stable')]
+  p, q = (law[kept].astype(np.float64) for law in (draft_probs, target_probs))
+  return kept, p / p.sum(), q / q.sum()
+
+
+def _compute_pair(request: Request, notify: Notify) -> list[Row]:
+  notify('laws after the prompt', 0, 1)
+  workload = _workload(request, prompt=PROMPT, max_new_tokens=1)
+  [(_, laws)] = written_laws(workload, (workload.draft, workload.target), np.zeros((1, 1), np.int32))
+  kept, p, q = likeliest_laws(*(np.asarray(law[0, 0]) for law in laws))
+  empty = dict.fromkeys(('panel', 'token', 'draft', 'target', 'rule', 'k', 'acceptance'))
+  rows = [
+    # In quotes: spaces count, and no token is a number.
+    empty | {'panel': _LAWS, 'token': repr(workload.tokenizer.decode([token])), 'draft': float(a), 'target': float(b)}
+    for token, a, b in zip(kept.tolist(), p, q)
+  ]
+  for n in request.sizes.num_drafts:
+    for rule, value in acceptances(p, q, n).items():
+      rows.append(empty | {'panel': _ACCEPTANCE, 'rule': rule, 'k': n, 'acceptance': float(value)})
+  return rows
+
+
+def _draw_pair(rows: Sequence[Row]):
+  figure, (laws, curves) = plots.panels(2, width=4.2, height=3.6)
+  own = select(rows, panel=_LAWS)
+  places = np.arange(len(own))
+  for shift, model, color in ((-0.2, 'target', '#0072B2'), (0.2, 'draft', '#E69F00')):
+    laws.bar(places + shift, column(own, model), 0.4, color=color, label=f'{model}: its law')
+  laws.set_xticks(places, [row['token'] for row in own], rotation=60, ha='right', rotation_mode='anchor')
+  title = f'after "{PROMPT}"'
+  plots.name_axes(laws, x='token (likeliest ten of either model)', y='probability', title=title)
+  laws.tick_params(axis='x', labelsize=7)
+  laws.grid(axis='x', visible=False)
+  own = select(rows, panel=_ACCEPTANCE)
+  for rule in dict.fromkeys(column(own, 'rule')):
+    style = plots.style_of(rule) | ({'markersize': 8} if rule == plots.OPTIMUM else {})
+    plots.draw_line(curves, select(own, rule=rule), x='k', y='acceptance', label=RULE_NAMES[rule], **style)
+  plots.name_axes(curves, x='candidates k', y='acceptance probability', title='what is accepted')
+  plots.number_ticks(curves, column(own, 'k'))
+  plots.legend(figure, [laws, curves])
+  return figure
+
+
+def _tell_pair(rows: Sequence[Row]) -> str:
+  own = select(rows, panel=_ACCEPTANCE)
+  most = max(column(own, 'k'))
+  first = {row['rule']: row['acceptance'] for row in select(own, k=min(column(own, 'k')))}
+  gap, where = _largest_gap(own, 'spectr')
+  race_gap, race_where = _largest_gap(own, 'race')
+  last = {row['rule']: row['acceptance'] for row in select(own, k=most)}
+  return (
+    f"Laws of both models after the paper's prompt, on the {len(select(rows, panel=_LAWS))} tokens that are among the"
+    f' {_NUM_LIKELIEST} likeliest of either. The optimum is {first[plots.OPTIMUM]:.3f} for k = {min(column(own, "k"))}'
+    f' and {last[plots.OPTIMUM]:.3f} for k = {most}. K-SEQ stays below it, by {gap:.3f} at most (k = {where["k"]}): the'
+    f' gap that the paper leaves as future work. The race closes it to {race_gap:.3f} at most (k = {race_where["k"]}).'
+  )
+
+
+def _compute_optimum(request: Request, notify: Notify) -> list[Row]:
+  sizes = request.sizes
+  [path] = request.prompts.values()
+  workload = _workload(
+    request, prompts=path, num_prompts=sizes.num_prompts, skip_long=True, max_new_tokens=sizes.max_new_tokens,
+    batch_size=sizes.batch_size, num_seeds=sizes.num_seeds,
+  )  # fmt: skip
+  numbers = sizes.num_drafts
+  sums = {(n, rule): np.zeros(len(workload.prompts)) for n in numbers for rule in _PAIR_RULES}
+  counts = np.zeros(len(workload.prompts))
+  for seed in workload.options.seeds:
+    tokens = target_texts(workload, seed)
+    batches = written_laws(workload, (workload.draft, workload.target), tokens)
+    for done, (rows, (p, q)) in enumerate(batches):
+      notify(f'seed {seed}: acceptance at {rows.size} prompts at a time', done, len(workload.batches))
+      is_there = tokens[rows] >= 0
+      counts[rows] += is_there.sum(axis=1)
+      for n in numbers:
+        for name, rule in _PAIR_RULES.items():
+          sums[n, name][rows] += (np.asarray(_compiled(rule)(p, q, n), np.float64) * is_there).sum(axis=1)
+  rows = []
+  for (n, rule), own in sums.items():
+    for quantity, whole in ((_ACCEPTANCE, counts), (_SHARE, sums[n, plots.OPTIMUM])):
+      low, high = metrics.ratio_interval(own, whole) or (None, None)
+      value = metrics.ratio(own, whole)
+      rows.append({'quantity': quantity, 'rule': rule, 'n': n, 'value': value, 'low': low, 'high': high})
+  return rows
+
+
+def _draw_optimum(rows: Sequence[Row]):
+  figure, axes = plots.panels(2, width=3.4, height=3.4)
+  for each, quantity in zip(axes, (_ACCEPTANCE, _SHARE)):
+    own = select(rows, quantity=quantity)
+    for rule in dict.fromkeys(column(own, 'rule')):
+      style = plots.style_of(rule) | ({'markersize': 8} if rule == plots.OPTIMUM else {})
+      plots.draw_line(each, select(own, rule=rule), x='n', y='value', label=RULE_NAMES[rule], **style)
+    y = 'acceptance probability' if quantity == _ACCEPTANCE else 'acceptance / optimum'
+    plots.name_axes(each, x='candidates n', y=y, title=quantity)
+    plots.number_ticks(each, column(own, 'n'))
+  plots.legend(figure, axes, title='bars: 95% over prompts')
+  return figure
+
+
+def _tell_optimum(rows: Sequence[Row]) -> str:
+  shares = {(row['rule'], row['n']): row['value'] for row in select(rows, quantity=_SHARE) if row['n'] > 1}
+  best = {row['n']: row['value'] for row in select(rows, quantity=_ACCEPTANCE, rule=plots.OPTIMUM)}
+  ranges = ', '.join(
+    f'{RULE_NAMES[rule]} {min(values):.3f} to {max(values):.3f}'
+    for rule in ('race', 'spectr', 'specinfer')
+    if (values := [share for (name, _), share in shares.items() if name == rule])
+  )
+  return (
+    'Acceptance of the next token from n independent candidates, computed from the laws of both models at every'
+    " position of the target's own continuations: no candidate is drawn, so that intervals are over prompts alone. The"
+    f' optimum is {best[min(best)]:.3f} for n = {min(best)} and {best[max(best)]:.3f} for n = {max(best)}. The share of'
+    f' it that rules reach with several candidates: {ranges}. For K-SEQ 1 - 1/e = .632 is guaranteed.'
+  )
+
+
+FIGURES = {
+  'spectr_fig1': Figure(
+    title=f'{SPECTR}, Figure 1: acceptance of k candidates, uniform laws',
+    compute=_compute_uniform,
+    draw=functools.partial(_draw_rules, 'k', 'r', 'candidates k', 'target\nU(120/r), r ='),
+    tell=_tell_uniform,
+    sizes=Sizes(num_drafts=_MANY),
+  ),
+  'spectr_fig2': Figure(
+    title=f'{SPECTR}, Figure 2: acceptance of k candidates, Ber(0.25) against Ber(b)',
+    compute=functools.partial(_compute_bernoulli, _TARGET_BERNOULLIS),
+    draw=functools.partial(_draw_rules, 'k', 'b', 'candidates k', 'target\nBer(b), b ='),
+    tell=_tell_bernoulli,
+    sizes=Sizes(num_drafts=_MANY),
+  ),
+  'spectr_fig3': Figure(
+    title=f'{SPECTR}, Figure 3: acceptance over the target, Ber(0.25) against Ber(b)',
+    compute=functools.partial(_compute_bernoulli, tuple(np.linspace(0, 1, 41).round(3).tolist())),
+    draw=functools.partial(_draw_rules, 'b', 'k', 'target Ber(b): b', 'candidates k ='),
+    tell=_tell_bernoulli,
+    sizes=Sizes(num_drafts=(1, 2, 4, 8)),
+  ),
+  'spectr_fig5': Figure(
+    title=f'{SPECTR}, Figure 5: acceptance of k candidates, laws of a pair of models',
+    compute=_compute_pair,
+    draw=_draw_pair,
+    tell=_tell_pair,
+    sizes=Sizes(num_drafts=_MANY),
+    has_models=True,
+  ),
+  'optimum': Figure(
+    title='The share of the optimum that rules reach, over the number of candidates',
+    compute=_compute_optimum,
+    draw=_draw_optimum,
+    tell=_tell_optimum,
+    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=32, batch_size=8, num_drafts=(1, 2, 4, 8, 16)),
+    has_models=True,
+  ),
+}

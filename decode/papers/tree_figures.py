@@ -1,0 +1,257 @@
+"""Figures about trees: tokens per call over the number of drafted tokens, by theory, measured, and bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from decode.experiment.options import DecodeOptions
+from decode.experiment.run import measure
+from decode.experiment.settings import Setting
+from decode.experiment.workload import Notify, Workload
+from decode.papers import plots
+from decode.papers.paper_figure import Figure, Row, column, select
+from decode.papers.table import Request, Sizes
+from spectr_jax import TokenTree, get_method, theory
+
+RACES = 'Speculative Decoding via Exponential Races'
+METHODS = ('gsd', 'ersd')
+BATCH, SEQUENCE, OPTIMAL, SPECINFER = 'batch', 'sequence', 'optimal tree', "SpecInfer's tree"
+THEORY, MEASURED, BOUND = 'theory', 'measured', 'bound'
+_TUNSTALL, _FEW, _FIXED = 'Theorem 4.1', 'Lemma 4.2, best s', 'Lemma 4.2, s = 10'
+_NUM_REST = 10
+_STYLES = {
+  BATCH: {'color': '#E69F00', 'marker': 'o'},
+  SEQUENCE: {'color': '#009E73', 'marker': 's'},
+  SPECINFER: {'color': '#CC79A7', 'marker': '^'},
+  OPTIMAL: {'color': '#0072B2', 'marker': 'D'},
+  _TUNSTALL: {'color': '#555555', 'linestyle': ':'},
+  _FEW: {'color': '#000000', 'linestyle': '--'},
+  _FIXED: {'color': '#D55E00', 'linestyle': '-.'},
+}
+
+
+def specinfer_length(num_nodes: int) -> int:
+  """L of the largest of SpecInfer's trees with at most so many nodes, 2 + 3 (L - 2) of them; below 3 there is none."""
+  return (num_nodes - 2) // 3 + 2
+
+
+def trees_of(strategy: str, num_nodes: Sequence[int], acceptance: np.ndarray) -> dict[int, TokenTree]:
+  """A strategy's trees of at most so many nodes, by how many they have."""
+  trees = []
+  for number in num_nodes:
+    if strategy == BATCH:
+      trees.append(TokenTree.chains(number, 1))
+    elif strategy == SEQUENCE:
+      trees.append(TokenTree.chains(1, number))
+    elif strategy == OPTIMAL:
+      trees.append(TokenTree.optimal(acceptance, number))
+    elif specinfer_length(number) >= 3:
+      trees.append(TokenTree.specinfer(specinfer_length(number)))
+  return {tree.num_nodes: tree for tree in trees}
+
+
+def with_marginals(rows: Sequence[Row]) -> list[Row]:
+  """Rows of one line, ascending in N, with what each further drafted token has added since the row before."""
+  number, tokens, found = 0, 1.0, []
+  for row in rows:
+    found.append(row | {'marginal': (row['tokens'] - tokens) / (row['N'] - number)})
+    number, tokens = row['N'], row['tokens']
+  return found
+
+
+def theory_rows(method: str, num_nodes: Sequence[int], acceptance: np.ndarray) -> list[Row]:
+  """What every strategy yields by acceptance rates alone, and what none can exceed, for every N."""
+  empty = {'method': method, 'low': None, 'high': None}
+  rows = []
+  for strategy in (BATCH, SEQUENCE, SPECINFER, OPTIMAL):
+    trees = trees_of(strategy, num_nodes, acceptance)
+    rows += with_marginals(
+      [
+        empty | {'line': strategy, 'kind': THEORY, 'N': number, 'tokens': theory.expected_tokens(tree, acceptance)}
+        for number, tree in trees.items()
+      ]
+    )
+  num_used = int(TokenTree.optimal(acceptance, max(num_nodes)).num_children.max())
+  rest = max(1 - acceptance[:num_used].sum(), 0)
+  fixed = np.concatenate([acceptance[:num_used], np.full(_NUM_REST, rest / _NUM_REST)])
+  for line, bounds in (
+    (_TUNSTALL, theory.tunstall_bound(acceptance, num_nodes)),
+    (_FEW, theory.few_children_bound(acceptance, num_nodes)),
+    (_FIXED, theory.tunstall_bound(fixed, num_nodes)),
+  ):
+    bound = [
+      empty | {'line': line, 'kind': BOUND, 'N': number, 'tokens': float(value)}
+      for number, value in zip(num_nodes, bounds)
+    ]
+    first, *others = with_marginals(bound)
+    rows += [first | {'marginal': None}, *others]  # of no token at all there is no bound to start from
+  return rows
+
+
+def _measure_acceptance(workload: Workload, method: str, width: int) -> np.ndarray:
+  """`[width]`: how often the first, second, ... of so many candidates is the one accepted."""
+  setting, keys = Setting(get_method(method), tree=TokenTree.chains(width, 1)), workload.keys(workload.options.seed)
+  accepted, visits = np.zeros(width), 0
+  for rows in workload.batches:
+    statistics = workload.generate(setting, keys, rows, statistics=True).statistics
+    own = slice(0, len(np.unique(rows)))
+    accepted += np.asarray(statistics.accepted_child)[own, 0].sum(axis=0)
+    visits += np.asarray(statistics.visits)[own, 0].sum()
+  return accepted / visits
+
+
+_last: dict[str, list[Row]] = {}
+
+
+def _compute(request: Request, notify: Notify) -> list[Row]:
+  key = repr(request)
+  if key not in _last:  # both figures show the same numbers
+    _last.clear()
+    _last[key] = _measure(request, notify)
+  return _last[key]
+
+
+def _measure(request: Request, notify: Notify) -> list[Row]:
+  sizes = request.sizes
+  [path] = request.prompts.values()
+  workload = Workload.load(
+    DecodeOptions(
+      target=request.target, draft=request.draft, dtype=request.dtype, seed=request.seed, prompts=path, skip_long=True,
+      num_prompts=sizes.num_prompts, num_seeds=sizes.num_seeds, max_new_tokens=sizes.max_new_tokens,
+      batch_size=sizes.batch_size,
+    )
+  )  # fmt: skip
+  num_nodes = sorted(set(sizes.num_nodes))
+  rows = []
+  for method in METHODS:
+    notify(f'{method}: acceptance of {num_nodes[-1]} candidates', 0, 1)
+    acceptance = _measure_acceptance(workload, method, num_nodes[-1])
+    if not acceptance[0]:
+      raise ValueError(f'{method}: the first candidate was never accepted; decode more prompts or tokens')
+    rows += theory_rows(method, range(1, num_nodes[-1] + 1), acceptance)
+    strategies = {name: trees_of(name, num_nodes, acceptance) for name in (BATCH, SEQUENCE, SPECINFER, OPTIMAL)}
+    every = dict.fromkeys(tree for trees in strategies.values() for tree in trees.values())
+    settings = {tree: Setting(get_method(method), tree=tree, draft_length=tree.max_depth) for tree in every}
+    run = measure(workload, list(settings.values()), notify)
+    for line, trees in strategies.items():
+      found = []
+      for number, tree in trees.items():
+        summary = run.summarize(settings[tree])
+        low, high = summary.interval or (None, None)
+        found.append(
+          {'method': method, 'low': low, 'high': high, 'line': line, 'kind': MEASURED, 'N': number}
+          | {'tokens': summary.block_efficiency}
+        )
+      rows += with_marginals(found)
+  return rows
+
+
+def _draw(rows: Sequence[Row], *, y: str, name: str, lines: Sequence[str], **more):
+  methods = dict.fromkeys(column(rows, 'method'))
+  figure, axes = plots.panels(len(methods), width=3.6, height=3.6, sharey=True)
+  for each, method in zip(axes, methods):
+    plots.name_axes(each, x='drafted tokens N', y=name if each is axes[0] else '', title=method)
+    each.title.set_color(plots.COLORS[method])
+    for line in lines:
+      style = dict(_STYLES[line])
+      marker = style.pop('marker', '')
+      for kind in dict.fromkeys(row['kind'] for row in select(rows, method=method, line=line)):
+        own = select(rows, method=method, line=line, kind=kind)
+        if kind == MEASURED:
+          if y == 'marginal':  # between two measured numbers, so there is no interval and a place between the two
+            own = _between(own)
+          look = style | {'marker': marker, 'linestyle': '', 'markersize': 5}
+          plots.draw_line(each, own, x='N', y=y, label=f'{line}, measured', **look)
+        else:
+          if y == 'marginal' and kind == THEORY:
+            own = _between(own)
+          own = [row | {'low': None} for row in own]
+          plots.draw_line(each, own, x='N', y=y, label=f'{line}, {kind}', **style)
+    plots.number_ticks(each, column(rows, 'N'))
+    each.set(**more)
+  plots.legend(figure, axes, title='bars: 95% over prompts' if y == 'tokens' else '')
+  return figure
+
+
+def _between(rows: Sequence[Row]) -> list[Row]:
+  """Rows moved to the middle of the drafted tokens that their marginal is of."""
+  before = [0, *column(rows, 'N')[:-1]]
+  return [row | {'N': (row['N'] + start + 1) / 2, 'low': None} for row, start in zip(rows, before)]
+
+
+def _draw_tokens(rows: Sequence[Row]):
+  highest = max(row['tokens'] for row in rows if row['kind'] != BOUND)
+  lines = (BATCH, SEQUENCE, SPECINFER, OPTIMAL, _TUNSTALL, _FEW)
+  return _draw(rows, y='tokens', name='tokens per target call', lines=lines, ylim=(1, 1.5 * highest))
+
+
+def _draw_marginals(rows: Sequence[Row]):
+  lines = (BATCH, SEQUENCE, SPECINFER, OPTIMAL, _FIXED)
+  lowest = min(row['marginal'] for row in rows if row['line'] == OPTIMAL and row['kind'] == THEORY)
+  name = 'tokens per call gained by one more drafted token'
+  return _draw(rows, y='marginal', name=name, lines=lines, yscale='log', ylim=(lowest / 5, 2))
+
+
+def _tell_tokens(rows: Sequence[Row]) -> str:
+  parts = []
+  for method in dict.fromkeys(column(rows, 'method')):
+    own = select(rows, method=method)
+    found = []
+    for line in (BATCH, SEQUENCE, SPECINFER, OPTIMAL):
+      last = select(own, line=line, kind=MEASURED)
+      if last:
+        expected = select(own, line=line, kind=THEORY, N=last[-1]['N'])[0]['tokens']
+        found.append(f'{line} {last[-1]["tokens"]:.2f} ({expected:.2f})')
+    bound = select(own, line=_FEW)[-1]['tokens']
+    parts.append(f'{method}: {", ".join(found)}, bound {bound:.2f}')
+  return (
+    f'Tokens per target call at the most drafted tokens, measured and (in brackets) expected: {"; ".join(parts)}. A'
+    ' batch yields at most one drafted token and levels off below 2, a sequence where it is almost always rejected'
+    ' before its end; only the optimal tree goes on growing, about with the logarithm of N. Theory takes acceptance for'
+    ' independent from one position to the next; real text has stretches that are easy to guess, so deep trees can be'
+    ' measured above it, and even above the bound, which holds under the same assumption. What the limit of new tokens'
+    ' cuts off is lost, on the other hand, which takes most from long drafts. Acceptance rates are measured with a'
+    ' batch of the most candidates, on the same prompts.'
+  )
+
+
+def _tell_marginals(rows: Sequence[Row]) -> str:
+  parts = []
+  for method in dict.fromkeys(column(rows, 'method')):
+    own = {line: select(rows, method=method, line=line, kind=THEORY) for line in (BATCH, SEQUENCE, OPTIMAL)}
+    last = {line: found[-1]['marginal'] for line, found in own.items()}
+    fixed = select(rows, method=method, line=_FIXED)[-1]['marginal']
+    each = ', '.join(f'{line} {value:.4f}' for line, value in last.items())
+    parts.append(f'{method}: {each}, bound {fixed:.4f}')
+  most = max(column(rows, 'N'))
+  return (
+    f'What one more drafted token adds to the tokens of a call, by theory, for token {most}: {"; ".join(parts)}. In a'
+    ' batch it is the chance that just this candidate is accepted, in a sequence that it and all before it are: both'
+    ' fall quickly. The optimal tree always takes the best that is left, and falls like 1/N, as does the slope of the'
+    f' bound of Lemma 4.2 with s fixed to {_NUM_REST}. Measured points are slopes between the numbers of drafted'
+    ' tokens that were measured.'
+  )
+
+
+_SIZES = Sizes(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_nodes=(2, 8, 32))
+
+FIGURES = {
+  'ersd_fig3': Figure(
+    title=f'{RACES}, Figure 3: tokens per call over drafted tokens',
+    compute=_compute,
+    draw=_draw_tokens,
+    tell=_tell_tokens,
+    sizes=_SIZES,
+    has_models=True,
+  ),
+  'ersd_fig4': Figure(
+    title=f'{RACES}, Figure 4: what one more drafted token adds',
+    compute=_compute,
+    draw=_draw_marginals,
+    tell=_tell_marginals,
+    sizes=_SIZES,
+    has_models=True,
+  ),
+}

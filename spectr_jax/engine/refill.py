@@ -1,0 +1,257 @@
+"""Many prompts, more than fit at once: a row that is done is given to the next one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.draft import Drafter
+from spectr_jax.engine.loop import decode_rounds
+from spectr_jax.engine.result import Generation, NotFiniteError
+from spectr_jax.engine.state import DecodeState, init_decode, state_shardings
+from spectr_jax.methods import Method
+from spectr_jax.model import Model
+from spectr_jax.sharding import fetch
+from spectr_jax.tree import TokenTree
+
+
+@functools.partial(jax.jit, donate_argnames='carry')
+def _replace_rows(target: Model, drafter: Any, carry: DecodeState, fresh: DecodeState, rows) -> DecodeState:
+  """A state without its models whose `rows` are those of another; what is no row is left out."""
+  replaced = jax.tree.map(lambda old, new: old.at[rows].set(new, mode='drop') if old.ndim else old, carry, fresh)
+  return (
+    replaced
+    if carry.sharding is None
+    else jax.lax.with_sharding_constraint(replaced, state_shardings(replaced, target, drafter))
+  )
+
+
+def refill(
+  state: DecodeState,
+  rows: jax.Array,
+  rng_key: jax.Array,
+  prompts: jax.Array,
+  prompt_lengths: jax.Array,
+  *,
+  temperature=1.0,
+  top_k=0,
+  top_p=1.0,
+) -> DecodeState:
+  """Gives rows, done or not, to other prompts; what they held is gone. One program for every R and P.
+
+  `state` is donated, all but its models: use the returned one from here on. A row decodes as it would by itself.
+
+  Args:
+    state: Between rounds.
+    rows: Integers `[R]`, different rows; those that are B or more fill up and are left out.
+    rng_key: As for `generate`, of the R rows.
+    prompts: Integers `[R, P]`, right-padded; `state.room` must hold them and the new tokens.
+    prompt_lengths: Integers `[R]`.
+    temperature, top_k, top_p: As for `generate`, of the R rows.
+
+  Raises:
+    ValueError: As `generate`, or the rows are no different rows.
+  """
+  rows = np.asarray(rows)
+  batch_size = state.keys.shape[0]
+  kept = rows[rows < batch_size]
+  if rows.shape != np.shape(prompts)[:1] or (kept < 0).any() or len(set(kept.tolist())) < len(kept):
+    raise ValueError(f'rows must be one different row of {batch_size} for each prompt, got {rows.tolist()}')
+  fresh = init_decode(
+    rng_key,
+    state.target,
+    state.drafter,
+    prompts,
+    prompt_lengths,
+    method=state.method,
+    tree=state.tree,
+    max_new_tokens=state.result.tokens.shape[1],
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    eos_id=state.eos_ids,
+    statistics=state.result.statistics is not None,
+    sharding=state.sharding,
+    room=state.room,
+  )
+  models = state.target, state.drafter
+  carry, fresh = (dataclasses.replace(each, target=None, drafter=None) for each in (state, fresh))
+  carry = _replace_rows(*models, carry, fresh, rows.astype(np.int32))
+  return dataclasses.replace(carry, target=models[0], drafter=models[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """A prompt to continue.
+
+  Attributes:
+    name: What the continuation is to be known by.
+    tokens: Ids, at least one.
+    key: A typed key; the continuation depends on it and the prompt alone.
+  """
+
+  name: Hashable
+  tokens: Sequence[int]
+  key: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+  """What came of a request.
+
+  Attributes:
+    name: That of the request.
+    tokens: int32 `[length]`, new tokens; an EOS is part of them.
+    origins: int32 `[length]`, as in `Generation`.
+    num_target_calls: Rounds that it took.
+  """
+
+  name: Hashable
+  tokens: np.ndarray
+  origins: np.ndarray
+  num_target_calls: int
+
+
+def padded_lengths(longest: int, shortest: int = 16) -> list[int]:
+  """The lengths that prompts are padded to: doubled from `shortest` on, and the longest; so programs are few."""
+  lengths = list(itertools.takewhile(lambda length: length < longest, (shortest << i for i in itertools.count())))
+  return [*lengths, longest]
+
+
+def _arrange(requests: Sequence[Request], num_rows: int, length: int) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+  """Keys `[R]`, tokens `[R, P]` and lengths `[R]`; rows without a request repeat the last one."""
+  filled = [*requests, *[requests[-1]] * (num_rows - len(requests))]
+  tokens = np.zeros((num_rows, length), np.int32)
+  for row, request in zip(tokens, filled):
+    row[: len(request.tokens)] = request.tokens
+  return jnp.stack([request.key for request in filled]), tokens, np.array([len(each.tokens) for each in filled])
+
+
+def generate_many(
+  target: Model,
+  draft: Model | Drafter | None,
+  requests: Iterable[Request],
+  *,
+  batch_size: int,
+  longest_prompt: int,
+  max_new_tokens: int,
+  method: str | Method,
+  tree: TokenTree | None = None,
+  rounds_at_a_time: int = 4,
+  **options: Any,
+) -> Iterator[Continuation]:
+  """Continues any number of prompts, as many at a time as there are rows; each as soon as it is done.
+
+  Rows are looked at every `rounds_at_a_time` rounds. Those that are done are given to the next requests, some at a
+  time, padded to one of `padded_lengths`: programs do not depend on how many requests there are. Requests are taken
+  only when there is a row for them, and nothing of one is kept after it is done. Each is continued as `generate` with
+  its key would, up to rounding.
+
+  Args:
+    target: The model whose law comes out.
+    draft: A model or drafter, or None for methods that draft nothing.
+    requests: The prompts.
+    batch_size: B, rows.
+    longest_prompt: Tokens of a prompt at most.
+    max_new_tokens: Limit of new tokens per prompt.
+    method: A name of `METHODS`, or a `Method`.
+    tree: The guesses of a round.
+    rounds_at_a_time: Rounds between two looks; more of them leave rows idle for longer, fewer wait for the device
+      more often.
+    **options: `temperature`, `top_k`, `top_p`, `eos_id` and `sharding` of `generate`, of all prompts.
+
+  Yields:
+    A continuation per request, in the order in which they are done.
+
+  Raises:
+    ValueError: As `generate`; a prompt is empty or too long, or a number is below 1.
+  """
+  if min(batch_size, longest_prompt, rounds_at_a_time) < 1:
+    raise ValueError('batch_size, longest_prompt and rounds_at_a_time must be at least 1')
+  waiting = map(_checked(longest_prompt), requests)
+  owners: list[Request | None] = list(itertools.islice(waiting, batch_size))
+  if not owners:
+    return
+  sharding = options.get('sharding')
+
+  def divisible(num_rows: int) -> int:
+    return num_rows if sharding is None else sharding.round_up(num_rows)
+
+  batch_size = divisible(len(owners))
+  # A part of the rows at a time: few programs, and not too much work for a single one.
+  rows_at_a_time = divisible(max(1, batch_size // 8))
+  sampling = {name: options[name] for name in ('temperature', 'top_k', 'top_p') if name in options}
+  keys, prompts, prompt_lengths = _arrange(owners, batch_size, longest_prompt)
+  state = init_decode(
+    keys,
+    target,
+    draft,
+    prompts,
+    prompt_lengths,
+    method=method,
+    tree=tree,
+    max_new_tokens=max_new_tokens,
+    room=longest_prompt + max_new_tokens,
+    **options,
+  )
+  owners += [None] * (batch_size - len(owners))
+  while any(owners):
+    state = decode_rounds(state, rounds_at_a_time)
+    try:
+      state.result.check()
+    except NotFiniteError as error:
+      raise ValueError(f'prompt {owners[error.row].name}: {error}') from error
+    is_done = fetch(state.is_done)
+    done = [row for row, owner in enumerate(owners) if owner is not None and is_done[row]]
+    if done:
+      result = fetch(dataclasses.replace(state.result, statistics=None))
+      for row in done:
+        yield _continuation(owners[row].name, result, row)
+        owners[row] = None
+    free = [row for row, owner in enumerate(owners) if owner is None]
+    # To fill one row costs as much as to fill all that are filled together.
+    if len(free) >= rows_at_a_time or not any(owners):
+      taken = list(zip(free, waiting))
+      for row, request in taken:
+        owners[row] = request
+      state = _give(state, taken, padded_lengths(longest_prompt), rows_at_a_time, sampling)
+
+
+def _checked(longest_prompt: int):
+  def check(request: Request) -> Request:
+    if not 1 <= len(request.tokens) <= longest_prompt:
+      raise ValueError(f'prompt {request.name} has {len(request.tokens)} tokens, allowed are 1 to {longest_prompt}')
+    return request
+
+  return check
+
+
+def _give(state: DecodeState, taken, lengths: list[int], rows_at_a_time: int, sampling) -> DecodeState:
+  """Rows to requests, those of like length together."""
+
+  def padded(pair):
+    return next(length for length in lengths if len(pair[1].tokens) <= length)
+
+  for length, group in itertools.groupby(sorted(taken, key=padded), key=padded):
+    group = list(group)
+    for start in range(0, len(group), rows_at_a_time):
+      part = group[start : start + rows_at_a_time]
+      # What is no row is left out.
+      rows = np.array([row for row, _ in part] + [len(state.keys)] * (rows_at_a_time - len(part)))
+      requests = [request for _, request in part]
+      state = refill(state, rows, *_arrange(requests, rows_at_a_time, length), **sampling)
+  return state
+
+
+def _continuation(name: Hashable, result: Generation, row: int) -> Continuation:
+  length = int(result.lengths[row])
+  return Continuation(
+    name, result.tokens[row, :length].copy(), result.origins[row, :length].copy(), int(result.num_target_calls[row])
+  )
