@@ -1,4 +1,4 @@
-"""Token trees: which guesses stand after which, known when a program is traced."""
+"""Token trees: which guesses stand after which, the same for all rows, or chosen by every row under static bounds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 _NOTHING = 'nothing is ever accepted, so no tree is better than none'
@@ -49,14 +51,20 @@ class TokenTree:
 
   Nodes that happen to hold equal tokens stay separate nodes.
 
+  A tree also bounds trees that grow while they are drafted: `slots` fixes how many nodes each depth may have, and a
+  drafter then chooses the parents of every row (`Proposal.parents`, `RowTree`).
+
   Attributes:
     parents: The parent of each node 1..N, in breadth-first order; hashable, so a tree can be a static argument.
+    is_grown: Whether rows have parents of their own, for which these are the defaults. Any node above the last depth
+      may then have children.
 
   Raises:
     ValueError: The parents are not in breadth-first order.
   """
 
   parents: tuple[int, ...] = ()
+  is_grown: bool = False
 
   def __post_init__(self):
     lowest = 0
@@ -83,6 +91,25 @@ class TokenTree:
       raise ValueError(f'num_drafts and draft_length must be at least 1, got {num_drafts} and {draft_length}')
     first = (0,) * num_drafts
     return cls(first + tuple(range(1, num_drafts * (draft_length - 1) + 1)))
+
+  @classmethod
+  def slots(cls, widths: Sequence[int]) -> TokenTree:
+    """Bounds of trees that grow while they are drafted: how many nodes there are at each depth, at most.
+
+    Args:
+      widths: Nodes at depth 1, 2, ..., each at least 1. By default the nodes of a depth share the ones above evenly.
+
+    Raises:
+      ValueError: There is no width, or one is not an integer or below 1.
+    """
+    widths = [_positive('a width', width) for width in widths]
+    if not widths:
+      raise ValueError('widths must hold at least one number of nodes, got none')
+    parents, first, above = [], 0, 1
+    for width in widths:
+      parents += [first + slot * above // width for slot in range(width)]
+      first, above = first + above, width
+    return cls(tuple(parents), is_grown=True)
 
   @classmethod
   def from_parents(cls, parents: Iterable[int]) -> TokenTree:
@@ -261,6 +288,19 @@ class TokenTree:
     return cls.chains(num_drafts, used // num_drafts)
 
   @property
+  def bounds(self) -> TokenTree:
+    """Itself: a tree that is the same for all rows is its own bounds; see `RowTree`."""
+    return self
+
+  def of_row(self, parents: jax.Array | None) -> TokenTree | RowTree:
+    """The tree of one row.
+
+    Args:
+      parents: int32 `[N]`, a row of `Proposal.parents`; None for a tree that is the same for all rows.
+    """
+    return self if parents is None else RowTree(parents, self)
+
+  @property
   def num_nodes(self) -> int:
     """N, the root not counted."""
     return len(self.parents)
@@ -294,6 +334,20 @@ class TokenTree:
     return (1 + np.cumsum(self.num_children) - self.num_children).astype(np.int32)
 
   @functools.cached_property
+  def child_index(self) -> np.ndarray:
+    """int32 `[N + 1]`: a node's place among its siblings, 0 for the first; 0 for the root."""
+    index = np.arange(self.num_nodes + 1, dtype=np.int32) - self.first_child[self.parent_of]
+    index[0] = 0
+    return index
+
+  @functools.cached_property
+  def most_children(self) -> int:
+    """The most children that a node may have."""
+    if self.is_grown:
+      return int(np.bincount(self.depths)[1:].max())
+    return int(self.num_children.max())
+
+  @functools.cached_property
   def paths(self) -> np.ndarray:
     """int32 `[N + 1, L]`: the nodes from depth 1 down to each node, itself included, then -1."""
     paths = np.full((self.num_nodes + 1, self.max_depth), -1, np.int32)
@@ -311,6 +365,11 @@ class TokenTree:
     return ancestors
 
   @functools.cached_property
+  def postorder(self) -> np.ndarray:
+    """int32 `[N + 1]`: the nodes in the order in which each comes after its children, siblings in order."""
+    return _postorder(self.ancestors, self.parent_of, np)
+
+  @functools.cached_property
   def levels(self) -> np.ndarray:
     """int32 `[L + 2, W]`: the nodes of each depth, padded with -1; the last row is empty."""
     groups = [np.flatnonzero(self.depths == depth) for depth in range(self.max_depth + 1)]
@@ -321,12 +380,13 @@ class TokenTree:
 
   @functools.cached_property
   def parent_nodes(self) -> np.ndarray:
-    """int32 `[R]`: nodes that have children, in order; the nodes whose draft law is needed."""
-    return np.flatnonzero(self.num_children).astype(np.int32)
+    """int32 `[R]`: nodes that have children, or may have, in order; the nodes whose draft distribution is needed."""
+    may_have = self.depths < self.max_depth if self.is_grown else self.num_children
+    return np.flatnonzero(may_have).astype(np.int32)
 
   @functools.cached_property
   def law_index(self) -> np.ndarray:
-    """int32 `[N + 1]`: a node's place among `parent_nodes`; -1 for leaves, whose draft law nobody needs."""
+    """int32 `[N + 1]`: a node's place among `parent_nodes`; -1 for leaves, whose draft distribution nobody needs."""
     index = np.full(self.num_nodes + 1, -1, np.int32)
     index[self.parent_nodes] = np.arange(len(self.parent_nodes))
     return index
@@ -341,6 +401,112 @@ class TokenTree:
   def is_chain(self) -> bool:
     """Whether at most one guess stands at each depth: a single draft."""
     return self.num_nodes == self.max_depth
+
+
+def _postorder(ancestors, parent_of, xp):
+  """See `TokenTree.postorder`; with NumPy or `jax.numpy`."""
+  size = ancestors.sum(axis=0)  # of the subtree below each node
+  node = xp.arange(len(parent_of))
+  is_earlier_sibling = (parent_of[:, None] == parent_of) & (node < node[:, None]) & (node > 0)
+  before = xp.where(is_earlier_sibling, size, 0).sum(axis=1)  # nodes below earlier siblings
+  place = (ancestors * before).sum(axis=1) + size - 1
+  return xp.argsort(place).astype(xp.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowTree:
+  """The tree of one row, where rows choose their parents: the arrays of `TokenTree`, some of which are data.
+
+  Depths, levels and `parent_nodes` are those of the bounds. Below, N, L and R are theirs too.
+
+  Attributes:
+    parents: int32 `[N]`, the parent of each node 1..N, a node of the depth above; -1 for a slot that the row does not
+      use. Such a slot has the token -1 and no children.
+    bounds: The tree that bounds it, static.
+  """
+
+  parents: jax.Array
+  bounds: TokenTree = dataclasses.field(metadata={'static': True})
+
+  @property
+  def num_nodes(self) -> int:
+    """N, slots that the row does not use included."""
+    return self.bounds.num_nodes
+
+  @property
+  def max_depth(self) -> int:
+    """L."""
+    return self.bounds.max_depth
+
+  @property
+  def most_children(self) -> int:
+    """The most children that a node may have."""
+    return self.bounds.most_children
+
+  @property
+  def depths(self) -> np.ndarray:
+    """int32 `[N + 1]`, 0 for the root."""
+    return self.bounds.depths
+
+  @property
+  def levels(self) -> np.ndarray:
+    """int32 `[L + 2, W]`: the nodes of each depth, padded with -1; the last row is empty."""
+    return self.bounds.levels
+
+  @property
+  def parent_nodes(self) -> np.ndarray:
+    """int32 `[R]`: nodes that may have children, in order."""
+    return self.bounds.parent_nodes
+
+  @property
+  def parent_of(self) -> jax.Array:
+    """int32 `[N + 1]`, the root's own entry is 0; slots that are not used stand below their default parent."""
+    return jnp.pad(jnp.where(self.parents < 0, jnp.asarray(self.bounds.parent_of[1:]), self.parents), (1, 0))
+
+  @property
+  def num_children(self) -> jax.Array:
+    """int32 `[N + 1]`, slots that are not used left out."""
+    at = jnp.where(self.parents < 0, self.num_nodes + 1, self.parents)
+    return jnp.zeros(self.num_nodes + 1, jnp.int32).at[at].add(1, mode='drop')
+
+  @property
+  def child_index(self) -> jax.Array:
+    """int32 `[N + 1]`: a node's place among its siblings, 0 for the first; 0 for the root."""
+    node, parent_of = jnp.arange(self.num_nodes + 1), self.parent_of
+    is_earlier = (parent_of[:, None] == parent_of) & (node < node[:, None]) & (node > 0)
+    return jnp.sum(is_earlier, axis=1, dtype=jnp.int32)
+
+  @property
+  def _above(self) -> jax.Array:
+    """int32 `[L, N + 1]`: each node, its parent, its parent's parent, ...; 0 from the root on."""
+    parent_of = self.parent_of
+    return jax.lax.scan(lambda node, _: (parent_of[node], node), jnp.arange(self.num_nodes + 1), length=self.max_depth)[
+      1
+    ]
+
+  @property
+  def paths(self) -> jax.Array:
+    """int32 `[N + 1, L]`: the nodes from depth 1 down to each node, itself included, then -1."""
+    up = self.depths[:, None] - 1 - np.arange(self.max_depth)
+    nodes = self._above[np.maximum(up, 0), np.arange(self.num_nodes + 1)[:, None]]
+    return jnp.where(up < 0, -1, nodes).astype(jnp.int32)
+
+  @property
+  def ancestors(self) -> jax.Array:
+    """bool `[N + 1, N + 1]`: whether column is row itself or above it; the attention mask of a tree forward."""
+    nodes = jnp.arange(self.num_nodes + 1)
+    return jnp.any(self._above[:, :, None] == nodes, axis=0) | (nodes == 0)
+
+  @property
+  def postorder(self) -> jax.Array:
+    """int32 `[N + 1]`: the nodes in the order in which each comes after its children, siblings in order."""
+    return _postorder(self.ancestors, self.parent_of, jnp)
+
+  @property
+  def law_index(self) -> jax.Array:
+    """int32 `[N + 1]`: a node's place among `parent_nodes`; -1 for nodes without children."""
+    return jnp.where(self.num_children > 0, jnp.asarray(self.bounds.law_index), -1)
 
 
 def optimal_factors(acceptance, num_nodes: int) -> tuple[int, ...]:
