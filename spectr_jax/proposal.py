@@ -1,4 +1,4 @@
-"""Candidates: what a drafter hands to a verifier, and how children are drawn from a law."""
+"""Candidates: what a drafter hands to a verifier, and how children are drawn from a distribution."""
 
 from __future__ import annotations
 
@@ -14,21 +14,37 @@ from spectr_jax.sampling import arrivals, draw
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-  """Guesses for every node of a tree, and the laws they were drawn from.
+  """Guesses for every node of a tree, and the distributions they were drawn from.
 
   A drafter makes it for a batch; a verifier sees one row, without the leading axis and with `state` None.
 
+  A row may shape its own tree within the bounds of a `TokenTree.slots`. One rule keeps every method lossless: the
+  children of a node are *allocated before they are drawn*. How many candidates a node gets, and whether it gets any, is
+  fixed before the first of them is drawn, and no node is expanded twice or dropped afterwards. Which nodes are
+  expanded, in what order and how far, may depend on everything drawn until then, on the draft's distributions and on
+  budgets. A second candidate that is drawn only if the first is likely, or a tree pruned by the tokens in it, biases
+  the output.
+
+  A candidate may also be *given*: chosen by a rule and not sampled, as a matched n-gram or the draft's likeliest tokens
+  are. Its distribution is a point mass. All candidates of a position are given, or all are drawn; which ones must not
+  depend on the verification's randomness.
+
   Attributes:
-    tokens: int32 `[B, N]`, the tokens of nodes 1..N; -1 for a node that does not exist, because its law had fewer
-      tokens than its parent children.
-    probs: `[B, R, V]`, the laws that the children of `tree.parent_nodes` were drawn from: after temperature, top-k and
-      top-p, exactly as used.
+    tokens: int32 `[B, N]`, the tokens of nodes 1..N; -1 for a node that does not exist, because its distribution had
+      fewer tokens than its parent children, or because the row does not use the slot.
+    probs: `[B, R, V]`, the distributions that the children of `tree.parent_nodes` were drawn from: after temperature,
+      top-k and top-p, exactly as used. Rows of nodes whose children are given, or that have none, are not read.
     state: The drafter's state while the guesses are pending.
+    parents: int32 `[B, N]`, the parent of each node, one of the depth above, and -1 for a slot that the row does not
+      use; None where all rows have the parents of the tree.
+    is_given: bool `[B, N]`, which candidates are given; None where all are drawn.
   """
 
   tokens: jax.Array
   probs: jax.Array
   state: Any = None
+  parents: jax.Array | None = None
+  is_given: jax.Array | None = None
 
 
 class ProposalRule(Protocol):
