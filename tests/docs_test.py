@@ -1,8 +1,11 @@
-"""The documentation, as far as a machine can tell: it builds, its code and commands run, its figures are measured."""
+"""Tests of the documentation: it builds, its code and commands run, and its numbers are those of the recorded files."""
 
 import dataclasses
+import html
+import importlib
 import inspect
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -21,12 +24,12 @@ from spectr_jax.testing import chi_square, prove
 
 _DOCS = ROOT / 'docs'
 _COMMANDS = list(dict.fromkeys(command for page in documented.PAGES for command in documented.commands(page)))
-# What stands for something else, and what it can be.
+# Placeholders of the pages, and values for them.
 _STAND_INS = {
   '--config=...': '--config=configs/stdlib_pair.py:target',
   '--config=configs/NAME.py': '--config=configs/stdlib_pair.py:target',
 }
-_FLAGS_OF_OTHERS = {'worker'}  # of gcloud
+_FLAGS_OF_OTHERS = {'worker', 'helpfull', 'compilation_cache_dir'}  # of gcloud, absl and `common.command_line.run`
 
 
 def _read(name):
@@ -36,19 +39,51 @@ def _read(name):
 # The site.
 
 
-def test_site_builds_without_warnings(tmp_path):
-  pytest.importorskip('mkdocs', reason='needs the extra docs')
-  pytest.importorskip('mkdocstrings', reason='needs the extra docs')
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
+  """The directory of the built pages."""
+  for package in ('mkdocs', 'material', 'mkdocstrings'):
+    pytest.importorskip(package, reason='needs the extra docs')
+  directory = tmp_path_factory.mktemp('site')
+  # A notice about the future of MkDocs, printed by the theme, is no warning about these pages.
   built = subprocess.run(
-    [sys.executable, '-m', 'mkdocs', 'build', '--strict', f'--site-dir={tmp_path}'],
-    cwd=ROOT, capture_output=True, text=True, timeout=300,
+    [sys.executable, '-m', 'mkdocs', 'build', '--strict', f'--site-dir={directory}'],
+    cwd=ROOT, env={**os.environ, 'NO_MKDOCS_2_WARNING': '1'}, capture_output=True, text=True, timeout=300,
   )  # fmt: skip
   assert built.returncode == 0, built.stderr
   assert 'WARNING' not in built.stderr
-  html = (tmp_path / 'api.html').read_text(encoding='utf-8')
-  for text in ('Continues prompts with the target', 'Picks a candidate with weights', 'gamma*, the root in'):
-    assert text in html  # docstrings, not only names
-  assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css)', html)  # nothing is fetched
+  return directory
+
+
+def _remote_resources(page: str) -> list[str]:
+  """Addresses that a browser would fetch to show a page; links that are followed by a click are none."""
+  tags = re.findall(r'<(?:script|img|iframe|source|link)\b[^>]*>', page)
+  return [tag for tag in tags if re.search(r'\b(?:src|srcset|href)=["\']?(?:https?:)?//', tag)]
+
+
+def test_site_shows_docstrings(site):
+  page = (site / 'api.html').read_text(encoding='utf-8')
+  text = ' '.join(html.unescape(re.sub(r'<[^>]+>', '', page)).split())
+  for thing in (spectr_jax.generate, spectr_jax.TokenTree, couplings.Race, theory.kseq_gamma):
+    assert ' '.join(re.sub('`', '', inspect.getdoc(thing).split('\n\n')[0]).split()) in text  # not only names
+
+
+def test_site_fetches_nothing(site):
+  pages = {path.relative_to(site).as_posix(): path.read_text(encoding='utf-8') for path in site.rglob('*.html')}
+  assert len(pages) > 30
+  assert not {name: found for name, page in pages.items() if (found := _remote_resources(page))}
+  assert not [path.name for path in site.rglob('*.css') if re.search(r'url\(["\']?(?:https?:)?//', path.read_text())]
+  assert _remote_resources('<link rel="icon" href="//cdn.org/a.png"><script src=https://cdn.org/a.js></script>')
+
+
+def test_site_is_searched_from_disk(site):
+  """Browsers load no workers and no JSON from disk: both have a replacement, a script each."""
+  page = (site / 'index.html').read_text(encoding='utf-8')
+  (shim,) = re.findall(r'<script src="([^"]*iframe-worker[^"]*)"', page)
+  assert 'window.Worker' in (site / shim).read_text(encoding='utf-8')
+  index = (site / 'search' / 'search_index.js').read_text(encoding='utf-8')
+  assert index.startswith('var __index = ')
+  assert 'methods/race_traversal.html' in index
 
 
 @pytest.mark.parametrize('page', sorted(path.relative_to(_DOCS).as_posix() for path in _DOCS.rglob('*.md')))
@@ -75,6 +110,28 @@ def test_everything_public_is_in_the_reference():
 
 
 # What it says.
+
+
+@pytest.mark.parametrize('page', documented.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_named_files_exist(page):
+  text = page.read_text(encoding='utf-8')
+  names = re.findall(
+    r'\b((?:spectr_jax|common|decode|train|tests|examples|benchmarks|configs)/[\w/.-]+\.(?:py|sh|md))\b', text
+  )
+  assert not [name for name in names if not (ROOT / name).exists() and name != 'configs/NAME.py']
+
+
+@pytest.mark.parametrize('page', documented.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_named_objects_exist(page):
+  """Dotted names of the library in code, `spectr_jax.verify.Walk`, and the arguments of their calls."""
+  text = page.read_text(encoding='utf-8')
+  for name, argument in re.findall(r'(?<![\w/])spectr_jax((?:\.[A-Za-z]\w*)+)(?:\((\w+)\(\)\))?', text):
+    found = spectr_jax
+    for part in name[1:].split('.'):
+      if not hasattr(found, part) and inspect.ismodule(found):
+        importlib.import_module(f'{found.__name__}.{part}')
+      found = getattr(found, part)
+    assert not argument or hasattr(couplings, argument), argument
 
 
 def _measured():
@@ -113,11 +170,38 @@ def test_table_of_methods():
 
 
 def _execute(text, scope):
-  """Runs the blocks of a page one after another; what they print, as tuples."""
+  """Runs the Python blocks of a page one after another, and returns the arguments of every `print`."""
   printed = []
   scope['print'] = lambda *values: printed.append(values)
   exec('\n'.join(documented.code_blocks(text, 'python')), scope)
   return printed
+
+
+def test_first_verifier(capsys):
+  scope = {}
+  exec('\n'.join(documented.code_blocks(_read('first_verifier.md'), 'python')), scope)
+  assert scope['error'] <= 1e-10
+  assert scope['first_only'].source == 'docs/first_verifier.md'
+  assert 'joint distribution of four tokens' in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures('quickly')
+def test_library_page(monkeypatch):
+  """Its three ways to decode run, and streaming shows the text of whole runs."""
+  monkeypatch.chdir(ROOT)
+  scope = {}
+  printed = [values[0] for values in _execute(_read('library.md'), scope)]
+  num_texts = len(scope['texts'])
+  assert scope['new'].tokens.shape == (num_texts, 32)
+  assert printed[:num_texts] == [
+    scope['tokenizer'].decode(np.asarray(tokens[:length]))
+    for tokens, length in zip(scope['new'].tokens, scope['new'].lengths)
+  ]
+  streamed, many = printed[num_texts:-num_texts], printed[-num_texts:]
+  assert len(streamed) > 1
+  result = scope['state'].result
+  assert ''.join(streamed) == scope['tokenizer'].decode(np.asarray(result.tokens[0, : result.lengths[0]]))
+  assert sorted(many) == sorted(scope['texts'])
 
 
 _VERIFIER_AND_DRAFTER, _MODEL = _read('extending.md').split('\n## A model\n')
@@ -125,7 +209,7 @@ _VERIFIER_AND_DRAFTER, _MODEL = _read('extending.md').split('\n## A model\n')
 
 @pytest.fixture(scope='module')
 def extended():
-  """What the code of docs/extending.md leaves behind, up to the model, and what it prints."""
+  """The names that the code of docs/extending.md defines before its model, and its printed values."""
   before = jax.config.read('jax_disable_most_optimizations')
   jax.config.update('jax_disable_most_optimizations', True)
   scope = {}
@@ -160,7 +244,7 @@ def test_verifier_of_the_page_in_all_proofs(extended):
 @pytest.mark.slow
 @pytest.mark.parametrize('method', ['spectr', 'gsd'])
 def test_drafter_of_the_page_keeps_the_law(extended, method):
-  """Its guesses depend on the whole text of a row; what comes out has the law of the chain, unless it lies."""
+  """Its guesses depend on a row's whole text; the output has the chain's distribution, unless the drafter lies."""
   scope, _ = extended
   probs = np.array([[0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.45, 0.1, 0.45]])
   num_rows, prompt = 20_000, [0, 1, 2, 0, 1, 1]
@@ -187,7 +271,7 @@ def test_drafter_of_the_page_keeps_the_law(extended, method):
 
 @pytest.mark.usefixtures('quickly')
 def test_example_of_race_traversal():
-  """It prints what the page says, and the fractions that the page finds by hand are those of the library."""
+  """It prints the page's output, and the page's fractions by hand are those of the library."""
   text, scope = _read('methods/race_traversal.md'), {}
   printed = _execute(text, scope)
   (output,) = (block for block in documented.code_blocks(text, 'text') if block.startswith('ab '))
@@ -224,7 +308,7 @@ def test_every_documented_command_has_its_flags():
   assert not {page: unknown for page, unknown in mentioned.items() if unknown}
 
 
-# Commands that are not run here, by what is in them, and why.
+# Commands that are not run here: a part of the command, and the reason.
 _NOT_RUN = {
   'decode.aot': 'needs the extra tpu: tests/tpu_test.py',
   'train.aot': 'needs the extra tpu: tests/tpu_test.py',
@@ -242,7 +326,7 @@ _NOT_RUN = {
     'times large models or many settings: tests/benchmarks_test.py',
   ),
 }
-# Options of the same name have the same small value wherever they are given.
+# Small values of options, the same for every command.
 _SMALL = {
   'num_prompts': 2, 'num_seeds': 1, 'max_new_tokens': 4, 'num_drafts': 2, 'draft_length': 2, 'rows': 1,
 }  # fmt: skip
@@ -262,7 +346,7 @@ def _not_run(command):
 
 
 def _reduced(command, directory):
-  """The arguments with tiny models and small sizes; what is written goes to a directory, and is read from there."""
+  """The arguments with tiny models and small sizes, and all files in one directory."""
   values = dict(argument.removeprefix('--').partition('=')[::2] for argument in command.arguments)
   own = _MODELS_AND_PROMPTS.get(command.module, ())
   if own:
@@ -294,7 +378,7 @@ def _reduced(command, directory):
   ]
 
 
-# Commands of which no run is recorded, by what is in them, and why.
+# Commands without a recorded run: a part of the command, and the reason.
 _NOT_RECORDED = {
   'train.prepare_data': 'needs the archive of LM1B',
   'gs://BUCKET': 'needs a pod and a bucket',
@@ -349,7 +433,7 @@ def test_documented_commands_run(tmp_path):
     if _not_run(command):
       continue
     arguments = _reduced(command, tmp_path)
-    # Reduced, many are the same but for the file they write and the text they continue.
+    # Many reduced commands differ only in their files and prompts.
     own = command.module, *sorted(a for a in arguments if not a.startswith(('--output', '--generations', '--prompt')))
     if own not in seen:
       seen.add(own)

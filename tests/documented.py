@@ -1,8 +1,8 @@
-"""Commands and code that the documentation shows, for tests; run as a program it parses, or runs, such commands.
+"""Commands and code of the documentation, for tests; as a program this module parses or runs such commands.
 
-As a program it reads JSON from stdin, a list of tasks: `module`, `arguments`, `env`, and `is_run`. Each is a process of
-its own, forked after what is slow has been imported: many commands cost little more than one. It writes, as JSON, what
-came of each: '' or what was wrong, the seconds of a processor it took, and the flags that the command has.
+As a program it reads a JSON list of tasks from stdin: `module`, `arguments`, `env`, and `is_run`. Each task is a
+process of its own, forked after the slow imports, so many commands cost little more than one. It writes a JSON list of
+results: `error`, which is '' for success, `seconds` of CPU time, and the `flags` of a command that was only parsed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PACKAGES = 'decode', 'train', 'benchmarks'
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-  """A command as documented: `python -m module arguments`, and what is set before it."""
+  """A documented command, `python -m module arguments`, with the environment variables set before it."""
 
   page: str
   module: str
@@ -38,12 +38,17 @@ class Command:
 
 
 def code_blocks(text: str, language: str) -> list[str]:
-  """The fenced blocks of a language."""
+  """The fenced blocks of a language, without their fences.
+
+  Args:
+    text: A page.
+    language: The word after the opening fence, such as `python`.
+  """
   return re.findall(rf'^```{language}\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
 
 
 def _inline(text: str) -> list[str]:
-  """Code between single backticks; it may go on on the next line."""
+  """Code between single backticks, which may continue on the next line."""
   text = re.sub(r'^```.*?^```', '', text, flags=re.DOTALL | re.MULTILINE)
   return [' '.join(code.split()) for code in re.findall(r'`([^`]+)`', text)]
 
@@ -66,7 +71,7 @@ def _of_line(page: str, line: str) -> list[Command]:
 
 
 def commands(page: pathlib.Path) -> list[Command]:
-  """The commands of this project that a page shows, in blocks and within lines."""
+  """The commands of this project on a page, in blocks and within lines."""
   text = page.read_text(encoding='utf-8')
   blocks = '\n'.join(code_blocks(text, 'bash')).replace('\\\n', ' ')
   inline = [code for code in _inline(text) if re.search(r'python -m \S+ \S', code)]  # not just a command's name
@@ -75,13 +80,18 @@ def commands(page: pathlib.Path) -> list[Command]:
 
 
 def inline_flags(page: pathlib.Path) -> set[str]:
-  """Names of flags that a page mentions within its lines, outside of commands."""
+  """Names of the flags that a page mentions within its lines, outside commands."""
   codes = [code for code in _inline(page.read_text(encoding='utf-8')) if code.startswith('--')]
   return {match for code in codes for match in re.findall(r'(?:^| )--(\w+)', code)}
 
 
 def attempt(tasks: list[dict], timeout: float = 600) -> list[dict]:
-  """Parses or runs commands, see above."""
+  """Parses or runs commands in a new process; the module's docstring describes tasks and results.
+
+  Args:
+    tasks: One dictionary per command.
+    timeout: Seconds for all tasks together.
+  """
   env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'PYTHONIOENCODING': 'utf-8'}
   env |= {'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true', 'COLUMNS': '120'}
   ran = subprocess.run(
@@ -93,7 +103,7 @@ def attempt(tasks: list[dict], timeout: float = 600) -> list[dict]:
 
 
 def _parse(module: str) -> dict:
-  """Lets a command define its flags and read them, and stops it there."""
+  """Lets a command define and read its flags, and stops it there."""
   from absl import flags
 
   from common import command_line
@@ -123,7 +133,7 @@ def _child(task: dict) -> dict:
     return _run(task['module']) if task['is_run'] else _parse(task['module'])
   except SystemExit as stop:
     return {'error': '' if not stop.code else f'exit code {stop.code}'}
-  except BaseException as error:  # whatever is wrong is to be said
+  except BaseException as error:  # every failure is a result
     return {'error': f'{type(error).__name__}: {error}'}
 
 
@@ -148,10 +158,10 @@ if __name__ == '__main__':
   import importlib
   import warnings
 
-  # What defines no flags; JAX's threads do not run before something is computed.
+  # These define no flags, and JAX starts its threads only with the first computation, so forking is safe.
   for slow in (
-    'decode.experiment.run', 'decode.experiment.report', 'decode.auto.prediction', 'decode.papers.tables',
-    'decode.papers.figures', 'decode.trace_page.data', 'train.train', 'ml_collections.config_flags',
+    'decode.experiment.run', 'decode.experiment.report', 'decode.auto.prediction',
+    'decode.papers.exhibits', 'decode.trace_page.data', 'train.train', 'ml_collections.config_flags',
   ):  # fmt: skip
     importlib.import_module(slow)
   warnings.filterwarnings('ignore', category=RuntimeWarning)
