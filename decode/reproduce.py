@@ -9,10 +9,9 @@ from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import report
 from decode.experiment.options import DecodeOptions
-from decode.papers import figures, paper_figure, plots, table_report
-from decode.papers.gallery import FIGURES
-from decode.papers.table import Request
-from decode.papers.tables import TABLES
+from decode.papers import plots
+from decode.papers.exhibit import Request, Results
+from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
 
 _SHIPPED = 'shipped'
 _ALL = 'all'
@@ -54,106 +53,100 @@ _SIZES = {
 }  # fmt: skip
 
 
-def _given() -> dict:
-  sizes = {}
-  for name, flag in _SIZES.items():
-    sizes[name] = value = flag.value
+def _given_sizes() -> dict:
+  """The sizes whose flags are set, by name."""
+  sizes = {name: flag.value for name, flag in _SIZES.items() if flag.value is not None}
+  for name, value in sizes.items():
     if isinstance(value, list):
       kind, least = (float, 0) if name == 'epsilon' else (int, 1)
       sizes[name] = command_line.parse_numbers(name, value, kind, least=least)
   return sizes
 
 
-def _prompts() -> dict[str, str | None]:
-  return {_SHIPPED: None} if _PROMPTS.value is None else command_line.parse_paths('prompts', _PROMPTS.value)
+def _given_prompts() -> dict[str, str | None]:
+  """Files of prompts by name, the shipped ones if none are given."""
+  prompts = {_SHIPPED: None} if _PROMPTS.value is None else command_line.parse_paths('prompts', _PROMPTS.value)
+  if _FIGURE.value is not None and len(prompts) > 1:
+    raise ValueError(f'a figure takes one file of prompts, got {", ".join(prompts)}')
+  return prompts
 
 
-def _request(sizes, prompts: dict[str, str | None]) -> Request:
-  return Request(
-    target=_TARGET.value,
-    drafts=command_line.parse_paths('draft', _DRAFT.value),
-    prompts=prompts,
-    sizes=sizes,
-    dtype=_DTYPE.value,
-    seed=_SEED.value or 0,
-  )
+def _check_flags(name: str) -> None:
+  """Refuses prompts for an exhibit that decodes none, and a seed for one that draws nothing at random."""
+  exhibit = EXHIBITS[name]
+  has_unused_prompts = _PROMPTS.value is not None and not exhibit.has_prompts
+  has_unused_seed = _SEED.value is not None and not exhibit.is_random
+  if exhibit.kind == 'table' and (has_unused_prompts or has_unused_seed):
+    raise ValueError(f'{name} decodes nothing: prompts and seed are not for it')
+  if has_unused_prompts:
+    raise ValueError(f'{name} decodes no prompts')
+  if has_unused_seed:
+    raise ValueError(f'{name} draws nothing at random: a seed is not for it')
 
 
-def _output_files(names, kinds) -> OutputFiles:
-  """The files of each name, as `NAME.KIND`, in the directory that was asked for; none if none was."""
+def _requests(names: list[str]) -> dict[str, Request]:
+  """The request of each exhibit.
+
+  A single exhibit refuses flags that are not for it. Of several each takes the flags that are for it, and a size that
+  none of them uses is refused.
+  """
+  sizes, prompts = _given_sizes(), _given_prompts()
+  unused = set(sizes) - {size for name in names for size in EXHIBITS[name].sizes.used}
+  if len(names) > 1 and unused:
+    raise ValueError(f'{", ".join(sorted(unused))}: no figure has such a size')
+  requests = {}
+  for name in names:
+    exhibit, own = EXHIBITS[name], sizes
+    if len(names) > 1:
+      own = {size: value for size, value in sizes.items() if size in exhibit.sizes.used}
+    else:
+      _check_flags(name)
+    requests[name] = Request(
+      target=_TARGET.value,
+      drafts=command_line.parse_paths('draft', _DRAFT.value),
+      prompts=prompts if exhibit.has_prompts else {},
+      sizes=exhibit.choose_sizes(own),
+      dtype=_DTYPE.value,
+      seed=_SEED.value or 0,
+    )
+  return requests
+
+
+def _output_files(names: list[str]) -> OutputFiles:
+  """The files of all exhibits in the directory that was asked for; none if none was."""
   if _OUTPUT.value is None:
     return OutputFiles()
   plots.check_available()
   directory = epath.Path(_OUTPUT.value)
   directory.mkdir(parents=True, exist_ok=True)
-  files = (f'{name}.{kind}' for name in names for kind in kinds)
+  files = (f'{name}.{kind}' for name in names for kind in (EXHIBITS[name].data_format, 'md', 'png'))
   return OutputFiles(**{file: directory / file for file in files})
 
 
-def _measure_table(name: str) -> None:
-  table = TABLES[name]
-  if not table.has_prompts and not (_PROMPTS.value is None and _SEED.value is None):
-    raise ValueError(f'{name} decodes nothing: prompts and seed are not for it')
-  request = _request(table.sizes.choose(_given(), 'table'), _prompts() if table.has_prompts else {})
-  with _output_files([name], ('json', 'md', 'png')) as outputs:
-    with report.show_progress() as notify:
-      found = table.run(request, notify)
-    lines = table_report.describe(table, request, found)
-    table_report.print_table(table, found.rows, lines)
-    if outputs.paths:
-      outputs.write(
-        **{
-          f'{name}.json': table_report.to_json(name, table, request, found, lines),
-          f'{name}.md': table_report.to_markdown(table, found.rows, lines),
-          f'{name}.png': figures.draw(table, found.rows, '; '.join(lines[:2])),
-        }
-      )
-
-
-def _figure_requests(names) -> dict[str, Request]:
-  """What each figure is made on. Of all figures each takes what is for it, but something must be for one."""
-  given = {name: value for name, value in _given().items() if value is not None}
-  if len(names) > 1:
-    unused = set(given) - {size for name in names for size in FIGURES[name].sizes.used}
-    if unused:
-      raise ValueError(f'{", ".join(sorted(unused))}: no figure has such a size')
-  prompts = _prompts()
-  if len(prompts) > 1:
-    raise ValueError(f'a figure takes one file of prompts, got {", ".join(prompts)}')
-  requests = {}
-  for name in names:
-    figure, sizes = FIGURES[name], given
-    if len(names) > 1:
-      sizes = {size: value for size, value in given.items() if size in figure.sizes.used}
-    elif _PROMPTS.value is not None and not figure.has_prompts:
-      raise ValueError(f'{name} decodes no prompts')
-    elif _SEED.value is not None and not figure.is_random:
-      raise ValueError(f'{name} draws nothing at random: a seed is not for it')
-    requests[name] = _request(figure.sizes.choose(sizes, 'figure'), prompts if figure.has_prompts else {})
-  return requests
-
-
-def _make_figures(names) -> None:
-  requests = _figure_requests(names)
-  console = report.make_console()
-  with _output_files(names, ('csv', 'md', 'png')) as outputs:
+def _reproduce(names: list[str]) -> None:
+  """Measures, prints and writes exhibits one by one: finished ones stay, whatever becomes of the others."""
+  requests, console = _requests(names), report.make_console()
+  measured = []
+  with _output_files(names) as outputs:
     for name, request in requests.items():
-      start = time.perf_counter()
-      figure = FIGURES[name]
-      with report.show_progress() as notify:
-        rows = figure.run(request, lambda what, *progress, name=name: notify(f'{name}: {what}', *progress))
-      about = paper_figure.describe(figure, request)
-      for line in (figure.title, '', figure.tell(rows), '', *about, f'{time.perf_counter() - start:.0f} s', ''):
-        console.print(line, soft_wrap=True)
+      exhibit, start = EXHIBITS[name], time.perf_counter()
+      # Some exhibits show the same rows.
+      same = (results for measure, other, results in measured if (measure, other) == (exhibit.measure, request))
+      results = next(same, None) or _run(name, request)
+      measured.append((exhibit.measure, request, results))
+      exhibit.show(console, results.rows, exhibit.describe(request, results))
+      if exhibit.kind == 'figure':
+        console.print(f'{time.perf_counter() - start:.0f} s\n', soft_wrap=True)
       if outputs.paths:
-        # One by one: what is finished stays, whatever becomes of the others.
-        outputs.write(
-          **{
-            f'{name}.csv': paper_figure.to_csv(rows),
-            f'{name}.md': figure.to_markdown(name, rows, about),
-            f'{name}.png': figure.to_png(rows),
-          }
-        )
+        outputs.write(**exhibit.files(name, request, results))
+
+
+def _run(name: str, request: Request) -> Results:
+  """Measures an exhibit, with its progress on stderr; several figures are told apart by their names."""
+  exhibit = EXHIBITS[name]
+  label = f'{name}: ' if exhibit.kind == 'figure' else ''
+  with report.show_progress() as notify:
+    return exhibit.run(request, lambda what, *progress: notify(f'{label}{what}', *progress))
 
 
 def _check_name(kind: str, name: str, allowed) -> None:
@@ -161,18 +154,26 @@ def _check_name(kind: str, name: str, allowed) -> None:
     raise ValueError(f'{kind} must be one of {", ".join(allowed)}, got {name or "none"}')
 
 
-def main(argv):
-  del argv
+def _names() -> list[str]:
+  """The exhibits that were asked for.
+
+  Raises:
+    ValueError: A table and figures are given, or neither, or there is no exhibit of that name.
+  """
   if (_TABLE.value is None) == (_FIGURE.value is None):
     raise ValueError('give --table=NAME or --figure=NAME, one of the two')
   if _TABLE.value is not None:
     _check_name('table', _TABLE.value, TABLES)
-    _measure_table(_TABLE.value)
-    return
+    return [_TABLE.value]
   names = list(dict.fromkeys(_FIGURE.value))
   for name in names or ['']:
     _check_name('figure', name, [*FIGURES, _ALL])
-  _make_figures(list(FIGURES) if _ALL in names else names)
+  return list(FIGURES) if _ALL in names else names
+
+
+def main(argv):
+  del argv
+  _reproduce(_names())
 
 
 if __name__ == '__main__':

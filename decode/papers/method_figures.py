@@ -1,66 +1,49 @@
-"""Figures about whole runs: all methods over K and L, and over-acceptance with the best law and with the target's."""
+"""Figures about whole runs: all methods over K and L, and methods on their best trees beside a bound for any rule."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
+from decode.auto.calibrate import LONGEST_CHAIN, kept_bounds
 from decode.experiment import metrics
-from decode.experiment.laws import target_texts, written_laws
-from decode.experiment.options import DecodeOptions
+from decode.experiment.laws import written_log_probs
 from decode.experiment.run import measure, run_decode
-from decode.experiment.settings import settings_of
+from decode.experiment.settings import Setting, TreeSpec
 from decode.experiment.workload import Notify, Workload
 from decode.papers import plots
-from decode.papers.paper_figure import Figure, Row, by_value, column, select
-from decode.papers.table import Request, Sizes
-from spectr_jax import METHODS, theory, with_epsilon
-
-# All that draft, but for those that over-accept: these have a figure of their own.
-OPT, UNO = 'decoding_opt', 'decoding_uno'
-DRAFTING = tuple(name for name, method in METHODS.items() if method.max_drafts != 0 and name not in (OPT, UNO))
-_TV, _REJECTION, _LIKELIHOOD, _WIN_RATE, _TOKENS = (
-  'bias', 'rejection', 'log-likelihood', 'win rate', 'tokens per call',
-)  # fmt: skip
-TARGET = 'autoregressive'
-
-
-def _options(request: Request, **options) -> DecodeOptions:
-  sizes = request.sizes
-  [path] = request.prompts.values()
-  return DecodeOptions(
-    target=request.target, draft=request.draft, dtype=request.dtype, seed=request.seed, prompts=path, skip_long=True,
-    num_prompts=sizes.num_prompts, num_seeds=sizes.num_seeds, max_new_tokens=sizes.max_new_tokens,
-    batch_size=sizes.batch_size, draft_length=sizes.draft_length, **options,
-  )  # fmt: skip
-
+from decode.papers.exhibit import Request, Results, Row, Sizes, method_label
+from decode.papers.figure import Figure, by_value, column, low_high, select
+from spectr_jax import METHODS, TokenTree, get_method, theory
 
 # All methods over K and L.
 
+# The methods that draft, without those that over-accept, which have a figure of their own.
+DRAFTING = tuple(
+  name for name, method in METHODS.items() if method.max_drafts != 0 and name not in ('decoding_opt', 'decoding_uno')
+)
 
-def _compute_methods(request: Request, notify: Notify) -> list[Row]:
-  run = run_decode(_options(request, method=DRAFTING, num_drafts=request.sizes.num_drafts), notify)
-  rows = []
-  for setting in run.settings:
-    summary = run.summarize(setting)
-    low, high = summary.interval or (None, None)
-    name = setting.method.name
-    rows.append(
+
+def _compute_methods(request: Request, notify: Notify) -> Results:
+  run = run_decode(request.decode_options(method=DRAFTING), notify)
+  return Results(
+    [
       {
-        'method': name if setting.method.is_lossless_on(setting.tree) else f'{name} (not lossless)',
-        'K': setting.num_drafts,
-        'L': setting.draft_length,
+        'method': method_label(summary.setting),
+        'K': summary.setting.num_drafts,
+        'L': summary.setting.draft_length,
         'block efficiency': summary.block_efficiency,
-        'low': low,
-        'high': high,
       }
-    )
-  return rows
+      | low_high(summary.interval)
+      for summary in map(run.summarize, run.settings)
+    ]
+  )
 
 
 def _spread(rows: Sequence[Row]) -> list[Row]:
-  """Methods moved a little apart from each other, so that their intervals can be told apart."""
+  """Rows with K moved a little by method, so that intervals do not cover each other."""
   methods = list(dict.fromkeys(column(rows, 'method')))
   return [row | {'K': row['K'] * 1.03 ** (methods.index(row['method']) - len(methods) / 2)} for row in rows]
 
@@ -91,156 +74,191 @@ def _tell_methods(rows: Sequence[Row]) -> str:
   )
 
 
-# Over-acceptance.
+# The ladder: methods on their best trees of at most so many nodes.
+
+BOUND = 'any stateless rule'
+BEST = 'race_traversal'
+# Numbers of children by depth.
+Factors = tuple[int, ...]
 
 
-def _interval(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
-  low, high = metrics.ratio_interval(sums, counts) or (None, None)
-  return {'value': metrics.ratio(sums, counts), 'low': low, 'high': high}
+def _shape(*factors: int, depth: int) -> Factors:
+  """Factors of a prefix tree that goes on in chains down to `depth`."""
+  return factors + (1,) * (depth - len(factors))
 
 
-def _law_rows(workload: Workload, epsilons: Sequence[float], seed: int) -> list[Row]:
-  """Bias and rejections at the positions of the target's own texts, exactly, from both models' laws."""
-  tokens = target_texts(workload, seed)
-  sums = {(line, epsilon): np.zeros(len(tokens)) for line in (OPT, UNO, _REJECTION) for epsilon in epsilons}
-  for rows, (p, q) in written_laws(workload, (workload.draft, workload.target), tokens):
-    p, q = (np.asarray(law, np.float64) for law in (p, q))
-    p, q = (law / law.sum(axis=-1, keepdims=True) for law in (p, q))
-    is_there = tokens[rows] >= 0
-    for epsilon in epsilons:
-      accept = theory.over_acceptance(p, q, epsilon)
-      found = {
-        OPT: theory.minimal_bias(p, q, accept),
-        UNO: theory.total_variation(theory.emitted_law(p, accept, q), q),
-        _REJECTION: theory.rejection_prob(p, accept),
-      }
-      for line, values in found.items():
-        sums[line, epsilon][rows] += (values * is_there).sum(axis=1)
-  counts = (tokens >= 0).sum(axis=1)
+_ALONE_16, _ALONE_32 = _shape(1, depth=16), _shape(1, depth=32)
+# Shapes to decode, by method: the best of small searches, and some beside them.
+GRID: dict[str, tuple[Factors, ...]] = {
+  'speculative': (_ALONE_16, _ALONE_32),
+  'spectr': (
+    _shape(2, depth=8), _shape(4, depth=4), _shape(4, depth=8), _shape(2, 2, depth=8), _shape(8, depth=8),
+    _shape(3, 2, depth=11),
+  ),
+  'block': (_ALONE_16, _ALONE_32),
+  'race_block': (
+    _shape(2, depth=8), _shape(2, depth=16), _shape(2, 2, depth=8), _shape(2, depth=32), _shape(2, 2, depth=16),
+  ),
+  'traversal': (
+    _shape(2, depth=8), _shape(2, depth=16), _shape(4, depth=8), _shape(4, depth=16), _shape(2, 2, depth=16),
+  ),
+  'race_traversal': (
+    _shape(2, depth=8), _shape(2, depth=16), _shape(3, depth=10), _shape(4, depth=16), _shape(3, depth=21),
+  ),
+}  # fmt: skip
+# With a single draft a method equals this one, and is not decoded again.
+ALONE = {'spectr': 'speculative', 'race_block': 'block', 'traversal': 'block', 'race_traversal': 'block'}
+_BOUND_CHAINS = (1, 2, 3, 4, 5, 6, 8)
+
+
+def shape_name(tree: TokenTree) -> str:
+  """`K x L` for chains, and what `--tree` takes for other prefix trees."""
+  if tree.is_chains:
+    return f'{tree.num_children[0]} x {tree.max_depth}'
+  # All nodes of a depth have equally many children, so the first one tells.
+  factors = (tree.num_children[np.searchsorted(tree.depths, depth)] for depth in range(tree.max_depth))
+  return f'prefix:{",".join(map(str, factors))}'
+
+
+def _setting(name: str, factors: Factors) -> Setting:
+  tree = TokenTree.prefix(factors)
+  if tree.is_chains:
+    return Setting(get_method(name), TreeSpec('chains'), factors[0], len(factors), tree)
+  return Setting(get_method(name), TreeSpec('prefix', factors), 0, len(factors), tree)
+
+
+def settings_of_grid(num_nodes: int) -> dict[str, list[Setting]]:
+  """Settings of each method whose trees have at most `num_nodes` nodes; those of single drafts come from `ALONE`."""
+  found = {name: [_setting(name, factors) for factors in shapes] for name, shapes in GRID.items()}
+  found = {name: own + found.get(ALONE.get(name), []) for name, own in found.items()}
+  return {name: [each for each in own if each.tree.num_nodes <= num_nodes] for name, own in found.items()}
+
+
+def bound_trees(num_nodes: int) -> list[TokenTree]:
+  """Trees to bound: those of the grid with at most `num_nodes` nodes, and for some K the longest chains."""
+  trees = [setting.tree for own in settings_of_grid(num_nodes).values() for setting in own]
+  trees += [TokenTree.chains(k, min(num_nodes // k, LONGEST_CHAIN)) for k in _BOUND_CHAINS if k <= num_nodes]
+  return list(dict.fromkeys(trees))
+
+
+def _bounds(workload: Workload, texts: Sequence[np.ndarray], trees: Sequence[TokenTree]) -> dict[TokenTree, tuple]:
+  """The most tokens per call of any stateless rule on such texts, with the interval over prompts, by tree.
+
+  Args:
+    workload: Models and prompts.
+    texts: int32 `[prompts, max_new_tokens]` of each run, -1 after the end of a row; drawn from the target.
+    trees: The trees.
+  """
+  tokens = sum((each >= 0).sum(axis=1) for each in texts)
+  calls = {tree: np.zeros(len(workload.prompts)) for tree in trees}
+  for each in texts:
+    log_probs = written_log_probs(workload, (workload.draft, workload.target), each)
+    for tree, own in calls.items():
+      own += theory.stateless_fewest_calls(kept_bounds(tree, *log_probs))
+  return {tree: (metrics.ratio(tokens, own), metrics.ratio_interval(tokens, own)) for tree, own in calls.items()}
+
+
+def _rows_of(method: str, num_nodes: int, found: dict[TokenTree, tuple]) -> list[Row]:
+  """A row for each tree of a method.
+
+  Args:
+    method: The method, or `BOUND`.
+    num_nodes: The most nodes that the trees may have.
+    found: Tokens per call and their interval, by tree.
+  """
+  best = max(found, key=lambda tree: found[tree][0])
   return [
-    {'quantity': _REJECTION if line == _REJECTION else _TV, 'method': 'both' if line == _REJECTION else line}
-    | {'epsilon': epsilon}
-    | _interval(own, counts)
-    for (line, epsilon), own in sums.items()
+    {'method': method, 'nodes': num_nodes, 'shape': shape_name(tree), 'is best': int(tree == best)}
+    | {'tokens per call': tokens}
+    | low_high(interval)
+    for tree, (tokens, interval) in found.items()
   ]
 
 
-def _log_likelihood(workload: Workload, tokens: np.ndarray) -> np.ndarray:
-  """Log-likelihood `[prompts]` of the continuations under the target, in nats."""
-  found = np.zeros(len(tokens))
-  for rows, [q] in written_laws(workload, (workload.target,), tokens):
-    own = tokens[rows]
-    probs = np.take_along_axis(np.asarray(q), np.maximum(own, 0)[..., None], axis=-1)[..., 0]
-    # A token of probability 0, which the draft may well draw, would decide everything.
-    found[rows] = (np.log(np.maximum(probs.astype(np.float64), 1e-12)) * (own >= 0)).sum(axis=1)
-  return found
+def _compute_ladder(request: Request, notify: Notify) -> Results:
+  budgets = sorted(set(request.sizes.num_nodes))
+  needed = min(budgets)
+  if missing := [name for name, own in settings_of_grid(needed).items() if not own]:
+    raise ValueError(f'num_nodes: no tree of at most {needed} nodes is measured of {", ".join(missing)}')
+  workload = Workload.load(request.decode_options())
+  every = dict.fromkeys(setting for own in settings_of_grid(budgets[-1]).values() for setting in own)
+  run = measure(workload, list(every), notify)
+  summaries = {setting: run.summarize(setting) for setting in every}
+  rows = []
+  for name in GRID:
+    for number in budgets:
+      own = {setting.tree: summaries[setting] for setting in settings_of_grid(number)[name]}
+      rows += _rows_of(name, number, {tree: (each.block_efficiency, each.interval) for tree, each in own.items()})
+  notify('the bound on what was decoded', 0, 1)
+  own = settings_of_grid(budgets[-1])[BEST]
+  texts = [found.tokens for found in run.measurements if found.setting in own]
+  bounds = _bounds(workload, texts, list(dict.fromkeys(tree for number in budgets for tree in bound_trees(number))))
+  for number in budgets:
+    rows += _rows_of(BOUND, number, {tree: bounds[tree] for tree in bound_trees(number)})
+  return Results(rows)
 
 
-def wins(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-  """1 where the first score is higher, 0 where the second is, 1/2 where they are equal."""
-  return (1 + np.sign(first - second)) / 2
-
-
-def _compute_over_acceptance(request: Request, notify: Notify) -> list[Row]:
-  options = _options(request, method=(OPT, UNO), num_drafts=(1,))
-  workload = Workload.load(options)
-  epsilons = sorted(set(request.sizes.epsilon))
-  notify('bias at the positions of texts', 0, 1)
-  rows = _law_rows(workload, epsilons, options.seed)
-  settings = {
-    (name, epsilon): settings_of(with_epsilon(METHODS[name], epsilon), options)[0]
-    for epsilon in epsilons for name in (OPT, UNO)
-  }  # fmt: skip
-  alone = settings_of(METHODS[TARGET], options)[0]
-  run = measure(workload, [alone, *settings.values()], notify)
-  scores, lengths = {}, {}
-  for found in run.measurements:
-    scores.setdefault(found.setting, []).append(_log_likelihood(workload, found.tokens))
-    lengths.setdefault(found.setting, []).append(found.lengths)
-  scores, lengths = ({key: np.stack(each) for key, each in found.items()} for found in (scores, lengths))
-  for (name, epsilon), setting in settings.items():
-    row = {'method': name, 'epsilon': epsilon}
-    rows.append({'quantity': _LIKELIHOOD} | row | _interval(scores[setting].sum(axis=0), lengths[setting].sum(axis=0)))
-    summary = run.summarize(setting)
-    low, high = summary.interval or (None, None)
-    rows.append({'quantity': _TOKENS} | row | {'value': summary.block_efficiency, 'low': low, 'high': high})
-  for epsilon in epsilons:
-    own = _interval(scores[alone].sum(axis=0), lengths[alone].sum(axis=0))
-    rows.append({'quantity': _LIKELIHOOD, 'method': TARGET, 'epsilon': epsilon} | own)
-    first, second = (scores[settings[name, epsilon]] / lengths[settings[name, epsilon]] for name in (OPT, UNO))
-    won = wins(first, second)
-    row = {'quantity': _WIN_RATE, 'method': OPT, 'epsilon': epsilon}
-    rows.append(row | _interval(won.sum(axis=0), np.full(won.shape[1], len(won))))
-  return rows
-
-
-def _draw_over_acceptance(rows: Sequence[Row]):
-  figure, (bias, likelihood, rate) = plots.panels(3, width=2.9, height=3.4)
-  for axes, quantity, y, title in (
-    (bias, _TV, 'total variation from the target', 'bias of one token'),
-    (likelihood, _LIKELIHOOD, 'nats per token', 'log-likelihood under the target'),
-    (rate, _WIN_RATE, 'share of comparisons won', 'win rate, the target as scorer'),
-  ):
-    own = select(rows, quantity=quantity)
-    plots.draw_lines(axes, own, x='epsilon', y='value', by='method')
-    plots.name_axes(axes, x='over-acceptance ε', y=y, title=title)
-    axes.set_xscale('symlog', linthresh=1e-3)
-    axes.set_xticks([0, 0.001, 0.01, 0.1, 1], ['0', '.001', '.01', '.1', '1'])
-    axes.minorticks_off()
-  own = select(rows, quantity=_REJECTION)
-  plots.draw_line(bias, own, x='epsilon', y='value', label='P(reject), both', color='#D55E00', linestyle='--')
-  rate.axhline(0.5, color='#555555', linestyle=':', linewidth=1, label='no difference')
-  rate.set_ylim(0, 1)
-  plots.legend(figure, [bias, likelihood, rate], title='bars: 95% over prompts')
+def _draw_ladder(rows: Sequence[Row]):
+  figure, [axes] = plots.panels(1, width=5.2, height=4.2)
+  for method, own in by_value(select(rows, **{'is best': 1}), 'method').items():
+    if method == BOUND:
+      style = {'color': plots.THEORY, 'linestyle': '--', 'label': f'{BOUND} (bound)'}
+    else:
+      style = plots.style_of(method) | {'markersize': 6, 'label': method}
+    plots.draw_line(axes, own, x='nodes', y='tokens per call', **style)
+  plots.name_axes(axes, x='nodes of the tree, at most', y='tokens per target call', ylim=(1, None))
+  plots.number_ticks(axes, column(rows, 'nodes'))
+  plots.legend(figure, axes, title='bars: 95% over prompts')
   return figure
 
 
-def _tell_over_acceptance(rows: Sequence[Row]) -> str:
-  def numbers(quantity, method):
-    return {row['epsilon']: row['value'] for row in select(rows, quantity=quantity, method=method)}
+def _short(shape: str) -> str:
+  """A shape without most of the ones at its end."""
+  return re.sub(r'(,1){3,}$', ',1,...,1', shape)
 
-  opt, uno = numbers(_TV, OPT), numbers(_TV, UNO)
-  own = numbers(_LIKELIHOOD, TARGET)
-  likelihood = {name: numbers(_LIKELIHOOD, name) for name in (OPT, UNO)}
-  won = select(rows, quantity=_WIN_RATE)
-  each = ', '.join(f'{row["value"]:.0%} at ε = {row["epsilon"]:g}' for row in won)
-  clear = [row for row in won if row['low'] is not None and (row['low'] > 0.5 or row['high'] < 0.5)]
-  biases = ', '.join(f'{opt[epsilon]:.3f} and {uno[epsilon]:.3f} at ε = {epsilon:g}' for epsilon in opt)
-  first, last = min(opt), max(opt)
-  rejection = numbers(_REJECTION, 'both')
-  few = [epsilon for epsilon in opt if rejection[epsilon] < 0.01]
-  alike = f', below 1% from ε = {few[0]:g} on, where both keep whatever was drafted' if few else ''
+
+def _tell_ladder(rows: Sequence[Row]) -> str:
+  best = {(row['method'], row['nodes']): row for row in select(rows, **{'is best': 1})}
+  most = max(column(rows, 'nodes'))
+  methods = [name for name in dict.fromkeys(column(rows, 'method')) if name != BOUND]
+  each = ', '.join(
+    f'{name} {best[name, most]["tokens per call"]:.2f} on {_short(best[name, most]["shape"])}' for name in methods
+  )
+  own = best[BEST, most]['tokens per call']
+  ratios = ', '.join(
+    f'{own / best[name, most]["tokens per call"]:.2f} times that of {name}' for name in methods if name != BEST
+  )
+  bound = best[BOUND, most]
+  reached = ', '.join(
+    f'{best[BEST, number]["tokens per call"] / row["tokens per call"]:.0%} at {number}'
+    for (method, number), row in best.items()
+    if method == BOUND
+  )
   return (
-    "Decoding-OPT redraws a rejected token from the best law, Decoding-UNO from the target's whole law. Their biases,"
-    f' in total variation: {biases}. Both reject equally often{alike}. Text of OPT has {likelihood[OPT][first]:.2f}'
-    f' nats per token under the target at ε = {first:g} and {likelihood[OPT][last]:.2f} at {last:g}, that of UNO'
-    f" {likelihood[UNO][first]:.2f} and {likelihood[UNO][last]:.2f}, the target's own text {own[first]:.2f}: to be"
-    f' likelier than that is a bias too. With the target as scorer OPT wins {each};'
-    f' {len(clear)} of {len(won)} differ from one half by more than chance (95%). The paper, whose scorers are reward'
-    ' models and which compares 500 texts of each prompt, prints 52.5% to 57.5%.'
+    'Tokens per target call over the nodes that a tree may have, each method on the best of a few shapes. With'
+    f' {most} nodes: {each}. The yield of {BEST} is {ratios}. The largest bound of these trees and other chains is'
+    f' {bound["tokens per call"]:.2f}, on {_short(bound["shape"])}: on none of them has a lossless rule that carries'
+    ' nothing over from one call to the next more on average. It follows from the laws of both models along the texts'
+    f' that were decoded on the trees of {BEST}, which have the law of the target. {BEST} reaches {reached} nodes.'
+    ' Single drafts are decoded once: with one, spectr is speculative, and race_block, traversal and race_traversal are'
+    ' block. Intervals are over prompts. All methods share these, so that differences are surer than they look; but'
+    ' each has decoded texts of its own, some of which are harder to guess than others.'
   )
 
 
 FIGURES = {
-  'opt_uno': Figure(
-    title='Decoding-OPT against Decoding-UNO over ε (Yin et al. 2024, section 4.2 and Table 1)',
-    compute=_compute_over_acceptance,
-    draw=_draw_over_acceptance,
-    tell=_tell_over_acceptance,
-    sizes=Sizes(
-      num_prompts=64, num_seeds=2, max_new_tokens=32, batch_size=32, draft_length=(4,),
-      epsilon=(0, 0.001, 0.01, 0.1, 0.2, 0.4, 0.8),
-    ),
-    has_models=True,
-  ),
   'methods': Figure(
     title='Block efficiency of all methods over K and L',
-    compute=_compute_methods,
+    measure=_compute_methods,
     draw=_draw_methods,
     tell=_tell_methods,
-    sizes=Sizes(
-      num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_drafts=(2, 8), draft_length=(4, 8)
-    ),
-    has_models=True,
+    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_drafts=(2, 8), draft_length=(4, 8)),
   ),
-}  # fmt: skip
+  'ladder': Figure(
+    title='Tokens per call over the nodes of the tree, and the most that any stateless rule can have',
+    measure=_compute_ladder,
+    draw=_draw_ladder,
+    tell=_tell_ladder,
+    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=96, batch_size=32, num_nodes=(16, 32, 64)),
+  ),
+}

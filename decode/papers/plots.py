@@ -1,4 +1,4 @@
-"""What all pictures share: a colour and a marker for each method, panels, lines with intervals, legends outside."""
+"""Drawing that all pictures share: a color and a marker for each method, panels, lines with intervals, legends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def check_available() -> None:
-  """Raises `ValueError` if nothing can be drawn."""
+  """Raises `ValueError` if matplotlib is not installed."""
   try:
     import matplotlib  # noqa: F401
   except ImportError as error:
@@ -19,8 +19,8 @@ def check_available() -> None:
 
 OPTIMUM = 'optimum'
 
-# A method looks the same wherever it is drawn. The colours are those of Okabe and Ito, and for what these do not
-# suffice for, colours that stay apart from all others for readers with any kind of colour blindness.
+# A method looks the same wherever it is drawn. The first colors are those of Okabe and Ito; the others were chosen to
+# stay apart from all with any kind of color blindness.
 _LOOKS = {
   'autoregressive': ('#555555', 'h'), 'speculative': ('#E69F00', 'o'), 'block': ('#56B4E9', 's'),
   'spectr': ('#009E73', 'D'), 'greedy_block': ('#8C6D00', '^'), 'spectr_gbv': ('#CC79A7', 'v'),
@@ -31,7 +31,8 @@ _LOOKS = {
 }  # fmt: skip
 COLORS = {name: color for name, (color, _) in _LOOKS.items()}
 MARKERS = {name: marker for name, (_, marker) in _LOOKS.items()}
-# For lines that are no methods. What theory says has the first one, and no marker.
+# For lines and bars that stand for no method.
+PLAIN_MARKERS = 'osD^vP*X<>'
 SHADES = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#D55E00', '#56B4E9', '#8C6D00', '#555555')
 THEORY, OTHER = '#D55E00', '#999999'
 _TEXT_SIZE = 8
@@ -40,38 +41,61 @@ Style = Mapping[str, Any]
 
 
 def method_color(name: str) -> str:
-  """The colour of a method, of its first word, as `#RRGGBB`; grey for what is none."""
+  """The color of the method that a label starts with, as `#RRGGBB`; gray if it starts with no method."""
   return COLORS.get(name.split()[0], OTHER)
 
 
 def style_of(name: str) -> dict[str, Any]:
-  """Colour and marker of a method, of its first word; grey for what is none."""
+  """Color and marker of the method that a label starts with; a gray circle if it starts with no method."""
   return {'color': method_color(name), 'marker': MARKERS.get(name.split()[0], 'o')}
 
 
 def scale_of(values: Iterable[Hashable]) -> dict[Hashable, dict[str, Any]]:
-  """A colour and a marker for each value of a quantity that is no method, from dark to light in their order."""
+  """A color and a marker for each value of a quantity, from dark to light in their order."""
   from matplotlib import colormaps
 
   values = list(dict.fromkeys(values))
   places = [0.85 * index / max(len(values) - 1, 1) for index in range(len(values))]
-  markers = 'osD^vP*X<>'
   return {
-    value: {'color': colormaps['viridis'](place), 'marker': markers[index % len(markers)]}
+    value: {'color': colormaps['viridis'](place), 'marker': PLAIN_MARKERS[index % len(PLAIN_MARKERS)]}
     for index, (value, place) in enumerate(zip(values, places))
   }
+
+
+def bare_panels(
+  number: int, *, figsize: tuple[float, float], dpi: int, rows: int = 1, sharey: bool = False
+) -> tuple[Any, list[Any]]:
+  """A figure without a display, and its panels row by row.
+
+  Args:
+    number: Panels in each row.
+    figsize: Width and height, in inches.
+    dpi: Dots per inch.
+    rows: Rows of panels.
+    sharey: Whether all panels have the same vertical axis.
+  """
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=figsize, dpi=dpi, layout='constrained')
+  FigureCanvasAgg(figure)
+  return figure, list(figure.subplots(rows, number, squeeze=False, sharey=sharey).flat)
 
 
 def panels(
   number: int, *, rows: int = 1, width: float = 3.4, height: float = 3.1, sharey: bool = False
 ) -> tuple[Any, list[Any]]:
-  """A figure, and its panels row by row, `number` in each."""
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure
+  """A figure with room for a legend on the right, and its panels row by row, with a grid.
 
-  figure = Figure(figsize=(width * number + 1.8, height * rows), dpi=110, layout='constrained')
-  FigureCanvasAgg(figure)
-  axes = list(figure.subplots(rows, number, squeeze=False, sharey=sharey).flat)
+  Args:
+    number: Panels in each row.
+    rows: Rows of panels.
+    width: Of a panel, in inches.
+    height: Of a panel, in inches.
+    sharey: Whether all panels have the same vertical axis.
+  """
+  figsize = width * number + 1.8, height * rows
+  figure, axes = bare_panels(number, figsize=figsize, dpi=110, rows=rows, sharey=sharey)
   for each in axes:
     each.grid(alpha=0.3)
     each.tick_params(labelsize=_TEXT_SIZE)
@@ -79,7 +103,15 @@ def panels(
 
 
 def name_axes(axes, *, x: str, y: str = '', title: str = '', **more) -> None:
-  """Labels, a title above, and what `Axes.set` takes."""
+  """Labels the axes of a panel.
+
+  Args:
+    axes: The panel.
+    x: Label of the horizontal axis.
+    y: Label of the vertical axis.
+    title: Text above the panel.
+    **more: As `Axes.set` takes it.
+  """
   axes.set_title(title, fontsize=_TEXT_SIZE + 1)
   axes.set_xlabel(x, fontsize=_TEXT_SIZE)
   axes.set_ylabel(y, fontsize=_TEXT_SIZE)
@@ -87,7 +119,13 @@ def name_axes(axes, *, x: str, y: str = '', title: str = '', **more) -> None:
 
 
 def number_ticks(axes, values: Iterable[float], *, base: int = 2) -> None:
-  """A logarithmic horizontal axis with plain numbers at the values, some left out where they are many."""
+  """Makes the horizontal axis logarithmic, with plain numbers as ticks.
+
+  Args:
+    axes: The panel.
+    values: Places of the ticks; of more than six, only the powers of `base`.
+    base: Base of the logarithm.
+  """
   values = sorted(set(values))
   axes.set_xscale('log', base=base)
   shown = [value for value in values if math.log(value, base).is_integer()] if len(values) > 6 else values
@@ -96,14 +134,14 @@ def number_ticks(axes, values: Iterable[float], *, base: int = 2) -> None:
 
 
 def draw_line(axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, label: str, band: bool = False, **style):
-  """One line through the rows, ordered by `x`, with the intervals from `low` to `high` where rows have them.
+  """Draws one line through the rows, ordered by `x`, with intervals from `low` to `high` where rows have them.
 
   Args:
-    axes: Where to draw.
-    rows: The points; without a `y` (None) a row is left out.
+    axes: The panel.
+    rows: The points; rows whose `y` is None are left out.
     x: Column of the horizontal axis.
     y: Column of the vertical axis.
-    label: Its name in the legend.
+    label: Name in the legend.
     band: Whether intervals are one band instead of bars.
     **style: As `Axes.plot` takes it.
   """
@@ -125,14 +163,30 @@ def draw_line(axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, label:
 def draw_lines(
   axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, by: str, style: Callable[[Any], Style] = style_of, **more
 ) -> None:
-  """A line for each value of the column `by`, in the order of the rows; see `draw_line`."""
+  """Draws a line for each value of a column, in the order of the rows; see `draw_line`.
+
+  Args:
+    axes: The panel.
+    rows: The points of all lines.
+    x: Column of the horizontal axis.
+    y: Column of the vertical axis.
+    by: Column that tells lines apart.
+    style: Look of a line by its value in that column.
+    **more: Further style of all lines.
+  """
   for value in dict.fromkeys(row[by] for row in rows):
     own = [row for row in rows if row[by] == value]
     draw_line(axes, own, x=x, y=y, label=str(value), **(dict(style(value)) | more))
 
 
 def legend(figure, axes, *, title: str = '') -> None:
-  """One legend right of all panels, a line for each name."""
+  """Puts one legend right of all panels, with every name once.
+
+  Args:
+    figure: The figure.
+    axes: The panel or panels.
+    title: Text above the names.
+  """
   entries = {}
   for each in axes if isinstance(axes, list) else [axes]:
     handles, labels = each.get_legend_handles_labels()
@@ -143,7 +197,12 @@ def legend(figure, axes, *, title: str = '') -> None:
 
 
 def to_png(figure, *, title: str) -> bytes:
-  """The picture, under its title."""
+  """The figure as PNG.
+
+  Args:
+    figure: The figure.
+    title: Text above all panels.
+  """
   width = int(figure.get_figwidth() * 13)
   figure.suptitle('\n'.join(textwrap.wrap(title, width)), fontsize=_TEXT_SIZE + 2, parse_math=False)
   content = io.BytesIO()

@@ -1,10 +1,12 @@
-"""Figures that papers print, for `decode.reproduce` to put beside what is measured. `None`: the paper gives none.
+"""Numbers that the papers print, to stand beside what is measured.
 
 SpecTr is "SpecTr: Fast Speculative Decoding via Optimal Transport" (a 97M target trained on LM1B, drafts of 2M, 6M and
-20M), SpecTr-GBV is "SpecTr-GBV: Multi-Draft Block Verification Accelerating Speculative Decoding" (DeepSeek models,
-temperature 0.4 and 3 drafts unless a key says otherwise). A figure is a mean and the standard deviation printed with
-it. Methods have the names they have here.
+20M). SpecTr-GBV is "SpecTr-GBV: Multi-Draft Block Verification Accelerating Speculative Decoding" (DeepSeek models,
+temperature 0.4 and 3 drafts unless a key says otherwise). An entry is a mean and the standard deviation printed with
+it, or None where the paper prints none. Methods have this library's names.
 """
+
+YIN = 'A Theoretical Perspective for Speculative Decoding (Yin et al. 2024)'
 
 # SpecTr, Tables 1 and 3: time of a call by length and batch size, over that of the target at length 4 and batch 1.
 TARGET_LATENCY = {

@@ -1,7 +1,8 @@
-"""Figures about rejections in a whole text, and about a bias that buys fewer: theory, and simulations beside it."""
+"""Figures about rejections in a text and the bias that buys fewer of them: theory, and runs beside it."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from collections.abc import Sequence
@@ -9,25 +10,31 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from decode.experiment.workload import Notify
+from decode.experiment import metrics
+from decode.experiment.laws import target_texts, written_laws
+from decode.experiment.run import measure
+from decode.experiment.settings import settings_of
+from decode.experiment.workload import Notify, Workload
 from decode.papers import plots
-from decode.papers.paper_figure import Figure, Row, by_value, column, select
-from decode.papers.table import Request, Sizes
-from spectr_jax import theory
+from decode.papers.exhibit import Request, Results, Row, Sizes
+from decode.papers.figure import Figure, by_value, column, low_high, select
+from decode.papers.published import YIN
+from spectr_jax import METHODS, theory, with_epsilon
 from spectr_jax.testing import simulated_rejections
 
-YIN = 'A Theoretical Perspective for Speculative Decoding (Yin et al. 2024)'
-# The seed that the paper names; how its rows are drawn, it does not say.
+# The seed that the paper names; it does not say how the rows of its chains are drawn.
 CHAINS_SEED = 10
-_MANY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+_MANY_DRAFTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _CHECKPOINTS = 40
 _NORMAL_95 = 1.959964
+OPT, UNO, TARGET = 'decoding_opt', 'decoding_uno', 'autoregressive'
+
 
 # Yin et al. 2024, Figures 2 and 5: rejections of nonstationary chains.
 
 
 def _running(counts: np.ndarray) -> list[tuple[int, float, float]]:
-  """Number of runs, mean and half of its 95% interval, after more and more runs."""
+  """Number of runs, mean and half width of its 95% interval, over growing starts of the runs."""
   places = np.unique(np.geomspace(min(20, len(counts)), len(counts), _CHECKPOINTS).astype(int))
   return [
     (int(n), float(counts[:n].mean()), float(_NORMAL_95 * counts[:n].std(ddof=1) / math.sqrt(n)))
@@ -37,15 +44,14 @@ def _running(counts: np.ndarray) -> list[tuple[int, float, float]]:
 
 
 def _rejection_row(panel: str, line: str, num_drafts, runs, mean: float, half: float | None = None) -> Row:
-  low, high = (None, None) if half is None else (mean - half, mean + half)
   row = {'panel': panel, 'line': line, 'M': num_drafts, 'runs': runs, 'rejections': mean}
-  return row | {'low': low, 'high': high}
+  return row | low_high(None if half is None else (mean - half, mean + half))
 
 
 _RUNNING, _SCALING = 'running average', 'number of drafts'
 
 
-def _compute_rejections(num_tokens: int, request: Request, notify: Notify) -> list[Row]:
+def _compute_rejections(num_tokens: int, request: Request, notify: Notify) -> Results:
   chains = theory.random_chains(CHAINS_SEED, num_tokens=num_tokens)
   rows, last = [], []
   num_drafts, num_runs = request.sizes.num_drafts, request.sizes.num_runs
@@ -60,14 +66,14 @@ def _compute_rejections(num_tokens: int, request: Request, notify: Notify) -> li
     rows += [_rejection_row(_RUNNING, 'simulation', number, *each) for each in running]
     rows += [_rejection_row(_RUNNING, 'theory', number, runs, expected) for runs in (running[0][0], running[-1][0])]
     last.append(_rejection_row(_SCALING, 'simulation', number, *running[-1]))
-  every = sorted({*num_drafts, *_MANY})
+  every = sorted({*num_drafts, *_MANY_DRAFTS})
   rows += [
     _rejection_row(_SCALING, 'theory', number, None, float(value))
     for number, value in zip(every, theory.expected_rejections(chains, every))
   ]
   limit = float(theory.expected_rejections(chains, math.inf))
   rows += [_rejection_row(_SCALING, 'limit', number, None, limit) for number in (every[0], every[-1])]
-  return rows + last
+  return Results(rows + last)
 
 
 def _draw_rejections(rows: Sequence[Row]):
@@ -112,93 +118,28 @@ def _tell_rejections(num_tokens: int, published: str, rows: Sequence[Row]) -> st
   )
 
 
-# Yin et al. 2024, Figure 3: batch improvement.
-
-_UNIFORM_SIZE = 120
-
-
-def _uniform(size: int) -> np.ndarray:
-  return np.where(np.arange(_UNIFORM_SIZE) < size, 1 / size, 0)
-
-
-def _bernoulli(ones: float) -> np.ndarray:
-  return np.array([1 - ones, ones])
-
-
-_BATCH_BERNOULLIS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-_BATCH_RATIOS = (1.5, 2, 4, 6, 10)
-_BERNOULLI_PANEL, _UNIFORM_PANEL = 'Bernoulli', 'uniform'
-
-
-def _compute_improvement(request: Request, notify: Notify) -> list[Row]:
-  del notify
-  numbers, rows = request.sizes.num_drafts, []
-  cases = [(_BERNOULLI_PANEL, u, _bernoulli(u), _bernoulli(0.5)) for u in _BATCH_BERNOULLIS]
-  cases += [(_UNIFORM_PANEL, r, _uniform(_UNIFORM_SIZE), _uniform(round(_UNIFORM_SIZE / r))) for r in _BATCH_RATIOS]
-  for panel, parameter, draft, target in cases:
-    found = theory.batch_improvement(draft, target, numbers)
-    rows += [
-      {'panel': panel, 'parameter': parameter, 'M': number, 'improvement': float(value)}
-      for number, value in zip(numbers, found)
-    ]
-  return rows
-
-
-def _draw_improvement(rows: Sequence[Row]):
-  figure, axes = plots.panels(2, width=3.3, height=3.4, sharey=True)
-  for each, panel, symbol, title in (
-    (axes[0], _BERNOULLI_PANEL, 'u', 'draft Ber(u), target Ber(0.5)'),
-    (axes[1], _UNIFORM_PANEL, 'r', f'draft U({_UNIFORM_SIZE}), target U({_UNIFORM_SIZE}/r)'),
-  ):
-    own = [row | {'law': f'{symbol} = {row["parameter"]:g}'} for row in select(rows, panel=panel)]
-    scale = plots.scale_of(column(own, 'law'))
-    plots.draw_lines(each, own, x='M', y='improvement', by='law', style=scale.get)
-    y = 'batch improvement (probability)' if each is axes[0] else ''
-    plots.name_axes(each, x='drafts M', y=y, title=title)
-    plots.number_ticks(each, column(own, 'M'))
-  plots.legend(figure, axes)
-  return figure
-
-
-def _tell_improvement(rows: Sequence[Row]) -> str:
-  errors = [
-    abs(row['improvement'] - (row['parameter'] - 0.5) * (1 - row['parameter'] ** (row['M'] - 1)))
-    for row in select(rows, panel=_BERNOULLI_PANEL)
-  ]
-  for row in select(rows, panel=_UNIFORM_PANEL):
-    missed = 1 - 1 / row['parameter']
-    errors.append(abs(row['improvement'] - missed + missed ** row['M']))
-  return (
-    'How much rarer a rejection is with M candidates than with one, by recursive rejection. For Ber(u) and Ber(1/2) it'
-    ' is (u - 1/2)(1 - u^(M-1)), for uniform laws (1 - 1/r) - (1 - 1/r)^M, and what is computed for any laws agrees'
-    f' with these to {max(errors):.0e}. In the limit the improvement is the total variation itself, so that batches'
-    ' matter only where draft and target differ; the more they do, the more drafts it takes to get there.'
-  )
-
-
 # Yin et al. 2024, Figure 4: the Pareto front of rejections and bias.
 
 _NUM_RULES = 200
 _PARETO_EPSILON = tuple(round(0.02 * step, 2) for step in range(26))
 _BEST, _ANY = 'random acceptance, best law after a rejection', 'random acceptance, random law after a rejection'
-OPT, UNO = 'decoding_opt', 'decoding_uno'
 
 
-def pareto_laws() -> tuple[np.ndarray, np.ndarray]:
-  """Draft and target for one token: the chains' first transition from the first state."""
+def pareto_probs() -> tuple[np.ndarray, np.ndarray]:
+  """Distributions of draft and target for one token: the first transition of the chains from the first state."""
   chains = theory.random_chains(CHAINS_SEED, num_tokens=50)
   return chains.draft_probs[0, 0], chains.target_probs[0, 0]
 
 
-def _compute_pareto(request: Request, notify: Notify) -> list[Row]:
+def _compute_pareto(request: Request, notify: Notify) -> Results:
   del notify, request
-  p, q = pareto_laws()
+  p, q = pareto_probs()
   least = theory.over_acceptance(p, q, 0.0)
   rng = np.random.default_rng(0)
   rows = []
 
-  def add(line, accept, law, epsilon=None):
-    bias = theory.total_variation(theory.emitted_law(p, accept, law), q)
+  def add(line, accept, rejected_probs, epsilon=None):
+    bias = theory.total_variation(theory.emitted_law(p, accept, rejected_probs), q)
     rejection = float(theory.rejection_prob(p, accept))
     rows.append({'line': line, 'epsilon': epsilon, 'rejection': rejection, 'bias': float(bias)})
 
@@ -214,7 +155,7 @@ def _compute_pareto(request: Request, notify: Notify) -> list[Row]:
   for rejection in (0.0, float(theory.total_variation(p, q)), 1.0):
     bias = float(theory.pareto_bias(p, q, rejection))
     rows.append({'line': 'front', 'epsilon': None, 'rejection': rejection, 'bias': bias})
-  return rows
+  return Results(rows)
 
 
 def _draw_pareto(rows: Sequence[Row]):
@@ -265,34 +206,178 @@ def _tell_pareto(rows: Sequence[Row]) -> str:
   )
 
 
+# Yin et al. 2024, section 4.2 and Table 1: over-acceptance on a pair of models.
+
+_TV, _REJECTION, _LIKELIHOOD, _WIN_RATE, _TOKENS = (
+  'bias', 'rejection', 'log-likelihood', 'win rate', 'tokens per call',
+)  # fmt: skip
+
+
+def _ratio_columns(sums: np.ndarray, counts: np.ndarray) -> Row:
+  return {'value': metrics.ratio(sums, counts)} | low_high(metrics.ratio_interval(sums, counts))
+
+
+def _exact_rows(workload: Workload, epsilons: Sequence[float], seed: int) -> list[Row]:
+  """Bias and rejections at the positions of the target's own texts, computed from both models' distributions."""
+  tokens = target_texts(workload, seed)
+  sums = {(line, epsilon): np.zeros(len(tokens)) for line in (OPT, UNO, _REJECTION) for epsilon in epsilons}
+  for rows, (p, q) in written_laws(workload, (workload.draft, workload.target), tokens):
+    p, q = (np.asarray(probs, np.float64) for probs in (p, q))
+    p, q = (probs / probs.sum(axis=-1, keepdims=True) for probs in (p, q))
+    is_there = tokens[rows] >= 0
+    for epsilon in epsilons:
+      accept = theory.over_acceptance(p, q, epsilon)
+      found = {
+        OPT: theory.minimal_bias(p, q, accept),
+        UNO: theory.total_variation(theory.emitted_law(p, accept, q), q),
+        _REJECTION: theory.rejection_prob(p, accept),
+      }
+      for line, values in found.items():
+        sums[line, epsilon][rows] += (values * is_there).sum(axis=1)
+  counts = (tokens >= 0).sum(axis=1)
+  return [
+    {'quantity': _REJECTION if line == _REJECTION else _TV, 'method': 'both' if line == _REJECTION else line}
+    | {'epsilon': epsilon}
+    | _ratio_columns(own, counts)
+    for (line, epsilon), own in sums.items()
+  ]
+
+
+def _log_likelihood(workload: Workload, tokens: np.ndarray) -> np.ndarray:
+  """Log-likelihood `[prompts]` under the target of continuations `[prompts, max_new_tokens]`, in nats."""
+  found = np.zeros(len(tokens))
+  for rows, [q] in written_laws(workload, (workload.target,), tokens):
+    own = tokens[rows]
+    probs = np.take_along_axis(np.asarray(q), np.maximum(own, 0)[..., None], axis=-1)[..., 0]
+    # The draft may draw a token of probability 0, which alone would decide the comparison.
+    found[rows] = (np.log(np.maximum(probs.astype(np.float64), 1e-12)) * (own >= 0)).sum(axis=1)
+  return found
+
+
+def _wins(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+  """1 where the first score is higher, 0 where the second is, 1/2 where they are equal."""
+  return (1 + np.sign(first - second)) / 2
+
+
+def _compute_over_acceptance(request: Request, notify: Notify) -> Results:
+  options = request.decode_options(method=(OPT, UNO), num_drafts=(1,))
+  workload = Workload.load(options)
+  epsilons = sorted(set(request.sizes.epsilon))
+  notify('bias at the positions of texts', 0, 1)
+  rows = _exact_rows(workload, epsilons, options.seed)
+  settings = {
+    (name, epsilon): settings_of(with_epsilon(METHODS[name], epsilon), options)[0]
+    for epsilon in epsilons for name in (OPT, UNO)
+  }  # fmt: skip
+  alone = settings_of(METHODS[TARGET], options)[0]
+  run = measure(workload, [alone, *settings.values()], notify)
+  scores, lengths = collections.defaultdict(list), collections.defaultdict(list)
+  for found in run.measurements:
+    scores[found.setting].append(_log_likelihood(workload, found.tokens))
+    lengths[found.setting].append(found.lengths)
+  # `[seeds, prompts]` by setting.
+  scores, lengths = ({key: np.stack(each) for key, each in found.items()} for found in (scores, lengths))
+
+  def likelihood_row(method, epsilon, setting):
+    columns = _ratio_columns(scores[setting].sum(axis=0), lengths[setting].sum(axis=0))
+    return {'quantity': _LIKELIHOOD, 'method': method, 'epsilon': epsilon} | columns
+
+  for (name, epsilon), setting in settings.items():
+    rows.append(likelihood_row(name, epsilon, setting))
+    summary = run.summarize(setting)
+    row = {'quantity': _TOKENS, 'method': name, 'epsilon': epsilon, 'value': summary.block_efficiency}
+    rows.append(row | low_high(summary.interval))
+  for epsilon in epsilons:
+    rows.append(likelihood_row(TARGET, epsilon, alone))
+    won = _wins(*(scores[each] / lengths[each] for each in (settings[OPT, epsilon], settings[UNO, epsilon])))
+    row = {'quantity': _WIN_RATE, 'method': OPT, 'epsilon': epsilon}
+    rows.append(row | _ratio_columns(won.sum(axis=0), np.full(won.shape[1], len(won))))
+  return Results(rows)
+
+
+def _draw_over_acceptance(rows: Sequence[Row]):
+  figure, (bias, likelihood, rate) = plots.panels(3, width=2.9, height=3.4)
+  for axes, quantity, y, title in (
+    (bias, _TV, 'total variation from the target', 'bias of one token'),
+    (likelihood, _LIKELIHOOD, 'nats per token', 'log-likelihood under the target'),
+    (rate, _WIN_RATE, 'share of comparisons won', 'win rate, the target as scorer'),
+  ):
+    own = select(rows, quantity=quantity)
+    plots.draw_lines(axes, own, x='epsilon', y='value', by='method')
+    plots.name_axes(axes, x='over-acceptance ε', y=y, title=title)
+    axes.set_xscale('symlog', linthresh=1e-3)
+    axes.set_xticks([0, 0.001, 0.01, 0.1, 1], ['0', '.001', '.01', '.1', '1'])
+    axes.minorticks_off()
+  own = select(rows, quantity=_REJECTION)
+  plots.draw_line(bias, own, x='epsilon', y='value', label='P(reject), both', color='#D55E00', linestyle='--')
+  rate.axhline(0.5, color='#555555', linestyle=':', linewidth=1, label='no difference')
+  rate.set_ylim(0, 1)
+  plots.legend(figure, [bias, likelihood, rate], title='bars: 95% over prompts')
+  return figure
+
+
+def _tell_over_acceptance(rows: Sequence[Row]) -> str:
+  def numbers(quantity, method):
+    return {row['epsilon']: row['value'] for row in select(rows, quantity=quantity, method=method)}
+
+  opt, uno = numbers(_TV, OPT), numbers(_TV, UNO)
+  own = numbers(_LIKELIHOOD, TARGET)
+  likelihood = {name: numbers(_LIKELIHOOD, name) for name in (OPT, UNO)}
+  won = select(rows, quantity=_WIN_RATE)
+  each = ', '.join(f'{row["value"]:.0%} at ε = {row["epsilon"]:g}' for row in won)
+  clear = [row for row in won if row['low'] is not None and (row['low'] > 0.5 or row['high'] < 0.5)]
+  biases = ', '.join(f'{opt[epsilon]:.3f} and {uno[epsilon]:.3f} at ε = {epsilon:g}' for epsilon in opt)
+  first, last = min(opt), max(opt)
+  rejection = numbers(_REJECTION, 'both')
+  few = [epsilon for epsilon in opt if rejection[epsilon] < 0.01]
+  alike = f', below 1% from ε = {few[0]:g} on, where both keep whatever was drafted' if few else ''
+  return (
+    "Decoding-OPT redraws a rejected token from the best law, Decoding-UNO from the target's whole law. Their biases,"
+    f' in total variation: {biases}. Both reject equally often{alike}. Text of OPT has {likelihood[OPT][first]:.2f}'
+    f' nats per token under the target at ε = {first:g} and {likelihood[OPT][last]:.2f} at {last:g}, that of UNO'
+    f" {likelihood[UNO][first]:.2f} and {likelihood[UNO][last]:.2f}, the target's own text {own[first]:.2f}: to be"
+    f' likelier than that is a bias too. With the target as scorer OPT wins {each};'
+    f' {len(clear)} of {len(won)} differ from one half by more than chance (95%). The paper, whose scorers are reward'
+    ' models and which compares 500 texts of each prompt, prints 52.5% to 57.5%.'
+  )
+
+
 _NOT_PUBLISHED = 'Size and seed of the chains are those of the paper, which does not say how their rows are drawn'
 
 FIGURES = {
   'batch_fig2': Figure(
     title=f'{YIN}, Figure 2: rejections in 50 tokens',
-    compute=functools.partial(_compute_rejections, 50),
+    measure=functools.partial(_compute_rejections, 50),
     draw=_draw_rejections,
     tell=functools.partial(_tell_rejections, 50, f'{_NOT_PUBLISHED}: it has 16.41 rejections for one draft.'),
     sizes=Sizes(num_runs=5000, num_drafts=(1, 4, 5)),
-  ),
-  'batch_fig3': Figure(
-    title=f'{YIN}, Figure 3: batch improvement',
-    compute=_compute_improvement,
-    draw=_draw_improvement,
-    tell=_tell_improvement,
-    sizes=Sizes(num_drafts=_MANY),
-  ),
-  'pareto_fig4': Figure(
-    title=f'{YIN}, Figure 4: the front of rejections and bias',
-    compute=_compute_pareto,
-    draw=_draw_pareto,
-    tell=_tell_pareto,
+    has_models=False,
+    is_simulated=True,
   ),
   'batch_fig5': Figure(
     title=f'{YIN}, Figure 5: rejections in 100 tokens',
-    compute=functools.partial(_compute_rejections, 100),
+    measure=functools.partial(_compute_rejections, 100),
     draw=_draw_rejections,
     tell=functools.partial(_tell_rejections, 100, f'{_NOT_PUBLISHED}.'),
     sizes=Sizes(num_runs=5000, num_drafts=(1, 2)),
+    has_models=False,
+    is_simulated=True,
+  ),
+  'pareto_fig4': Figure(
+    title=f'{YIN}, Figure 4: the front of rejections and bias',
+    measure=_compute_pareto,
+    draw=_draw_pareto,
+    tell=_tell_pareto,
+    has_models=False,
+  ),
+  'opt_uno': Figure(
+    title='Decoding-OPT against Decoding-UNO over ε (Yin et al. 2024, section 4.2 and Table 1)',
+    measure=_compute_over_acceptance,
+    draw=_draw_over_acceptance,
+    tell=_tell_over_acceptance,
+    sizes=Sizes(
+      num_prompts=64, num_seeds=2, max_new_tokens=32, batch_size=32, draft_length=(4,),
+      epsilon=(0, 0.001, 0.01, 0.1, 0.2, 0.4, 0.8),
+    ),
   ),
 }  # fmt: skip

@@ -1,216 +1,209 @@
-"""What a measured table is: what it asks for, its rows, and how they are drawn."""
+"""Tables of the papers: rows measured here beside published numbers, printed, as Markdown, as JSON and as a picture."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etils import epath
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
 
-from decode.experiment.options import DecodeOptions
-from decode.experiment.prompts import without_long
+from common.program_memory import describe_groups
+from decode.experiment.run import DecodeRun, Summary, run_decode
+from decode.experiment.settings import Setting
 from decode.experiment.workload import Notify
-from spectr_jax import Tokenizer
-from spectr_jax.io.model_files import read_config
+from decode.papers import table_panels
+from decode.papers.exhibit import Exhibit, Request, Results, Row, Sizes, Value, describe_sizes, method_label
+from decode.papers.table_panels import Panel
 
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-  """A measured or published number.
-
-  Attributes:
-    number: The number.
-    spread: What stands behind its ±, or None.
-    interval: Low and high end, where they are not equally far away; instead of a spread.
-  """
-
-  number: float
-  spread: float | None = None
-  interval: tuple[float, float] | None = None
-
-  def __str__(self):
-    digits = 2 if abs(self.number) >= 1 or not self.number else 1 - math.floor(math.log10(abs(self.number)))
-    text = f'{self.number:.{digits}f}'
-    if self.spread is not None:
-      return f'{text} ± {self.spread:.{digits}f}'
-    return text if self.interval is None else f'{text} ({self.interval[0]:.{digits}f} to {self.interval[1]:.{digits}f})'
-
-
-Row = dict[str, int | float | str | Value | None]
+# Sources of numbers: names of rows, and prefixes of columns.
+HERE, PAPER = 'here', 'paper'
+# Lines that several tables share.
+PAPER_SPREAD = 'in the paper: standard deviation, where it prints one'
+CUT_ROUNDS = 'A round that the limit of new tokens cuts off counts as whole, which takes most from long drafts.'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-  """How much is measured; what a table does not use is 0 or empty.
+class Table(Exhibit):
+  """A table of a paper, or a figure that is published as numbers.
 
   Attributes:
-    num_prompts: Of each set, from its beginning, at most.
-    num_seeds: Runs of every setting.
-    max_new_tokens: Tokens of each continuation, at most.
-    batch_size: Prompts decoded together.
-    num_runs: Repetitions of a timed call, or texts of a simulation.
-    context: Tokens that the caches of a timed call have room for.
-    num_drafts: K, several.
-    draft_length: L, several.
-    num_nodes: N, tokens drafted in a call, several.
-    epsilon: Over-acceptance, several.
+    setup: Models, texts and settings of the paper.
+    spreads: Meaning of ±, here and in the paper.
+    full: The paper's sizes, as far as it gives them or its tables imply them.
+    panels: The panels of its picture.
+    notes: Further lines for the reader.
   """
 
-  num_prompts: int = 0
-  num_seeds: int = 0
-  max_new_tokens: int = 0
-  batch_size: int = 0
-  num_runs: int = 0
-  context: int = 0
-  num_drafts: tuple[int, ...] = ()
-  draft_length: tuple[int, ...] = ()
-  num_nodes: tuple[int, ...] = ()
-  epsilon: tuple[float, ...] = ()
+  kind = 'table'
+  data_format = 'json'
 
-  @property
-  def used(self) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(self).items() if value}
-
-  def choose(self, given: Mapping[str, Any], what: str) -> Sizes:
-    """These sizes, those that are given (not None) in their place.
-
-    Args:
-      given: Sizes by name.
-      what: What they are the sizes of.
-
-    Raises:
-      ValueError: One is given that is not used.
-    """
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in given:
-      if name not in self.used:
-        sizes = ', '.join(self.used)
-        raise ValueError(
-          f'{name} is not for this {what}, ' + (f'whose sizes are {sizes}' if sizes else 'which has none')
-        )
-    return dataclasses.replace(self, **given)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-  """What to measure a table on.
-
-  Attributes:
-    target: Directory of the target.
-    drafts: Directories of drafts by name.
-    prompts: Files of prompts by name; None for the shipped ones. Empty for tables that decode none.
-    sizes: How much.
-    dtype: As in `DecodeOptions`.
-    seed: The first seed.
-  """
-
-  target: str
-  drafts: Mapping[str, str]
-  prompts: Mapping[str, str | None]
-  sizes: Sizes
-  dtype: str = ''
-  seed: int = 0
-
-  @property
-  def draft(self) -> str:
-    """The only draft.
-
-    Raises:
-      ValueError: There are several.
-    """
-    if len(self.drafts) > 1:
-      raise ValueError(f'this table has one draft, got {", ".join(self.drafts)}')
-    return next(iter(self.drafts.values()))
-
-
-@dataclasses.dataclass
-class Found:
-  """What measuring gives.
-
-  Attributes:
-    rows: The table.
-    info: Description of each run: flags, versions, device, models.
-  """
-
-  rows: list[Row] = dataclasses.field(default_factory=list)
-  info: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Panel:
-  """A part of the figure.
-
-  Attributes:
-    x: Column of the horizontal axis.
-    y: Columns that are drawn; several are stacked, if `kind` is `stack`.
-    by: Columns that tell lines or bars apart; `method` by colour, the others by what is left.
-    paper: Column of what is published, or None.
-    where: Values that a row must have.
-    kind: `line`, `bar` or `stack`.
-  """
-
-  x: str
-  y: tuple[str, ...]
-  by: tuple[str, ...] = ()
-  paper: str | None = None
-  where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  kind: str = 'line'
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Table:
-  """A table or figure of a paper.
-
-  Attributes:
-    title: Paper and number.
-    setup: What the paper measured it on.
-    spreads: What stands behind ±, here and in the paper.
-    sizes: What is measured by default: minutes with the pretrained pair on two cores.
-    full: Sizes of the paper, as far as it gives them or its tables imply them.
-    measure: Measures it; call `run`.
-    panels: Its figure.
-    notes: What else a reader must know.
-  """
-
-  title: str
   setup: str
   spreads: str
-  sizes: Sizes
   full: Mapping[str, int]
-  measure: Callable[[Request, Notify], Found]
   panels: tuple[Panel, ...]
   notes: tuple[str, ...] = ()
 
-  @property
-  def has_prompts(self) -> bool:
-    return bool(self.sizes.num_prompts)
+  def describe(self, request: Request, results: Results) -> list[str]:
+    """Models, prompts, sizes and device of the rows, those of the paper, and every difference that matters."""
+    device = results.runs[0]['device']
+    sets = _describe_sets(results.runs)
+    sizes = describe_sizes({name: value for name, value in request.sizes.used.items() if name != 'num_prompts'})
+    if sets:
+      temperatures = dict.fromkeys(str(run['flags']['temperature']) for run in results.runs if 'prompts' in run)
+      sizes += [f'temperature {", ".join(temperatures)}', f'seed {request.seed}']
+    return [
+      f'here: {"; ".join(_describe_models(results.runs))}',
+      *([f'prompts: {"; ".join(sets)}'] if sets else []),
+      f'sizes: {", ".join(sizes)}; {device["kind"]}, {device["num_cpus"]} CPU cores',
+      f'paper: {self.setup}; other models and texts, so what compares is the pattern',
+      self._describe_reduction(request.sizes, results),
+      self.spreads,
+      *(line for run in results.runs for line in describe_groups(run.get('timed_together', ()))),
+      *self.notes,
+    ]
 
-  def run(self, request: Request, notify: Notify) -> Found:
-    """Measures the table, after checking whatever can be checked before.
+  def _describe_reduction(self, sizes: Sizes, results: Results) -> str:
+    """The sizes that are smaller than the paper's."""
+    less = []
+    for name, full in self.full.items():
+      used = sizes.used[name]
+      if name == 'num_prompts':
+        used = min(run['num_prompts'] for run in results.runs)
+      if used < full:
+        less.append(f'{name} {used} instead of {full}')
+    return 'reduced: ' + (', '.join(less) if less else 'nothing that the paper states')
 
-    Raises:
-      ValueError: A model or a set of prompts is no good.
-    """
-    check(request)
-    return self.measure(request, notify)
+  def show(self, console: Console, rows: Sequence[Row], about: Sequence[str]) -> None:
+    """Prints the table, never folded outside a terminal, and the lines of `describe`."""
+    if not console.is_terminal:
+      console.width = 1000
+    console.print(f'{self.title}\n', soft_wrap=True)
+    shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in rows[0]:
+      is_text = any(isinstance(row[column], str) for row in rows)
+      shown.add_column(column.replace(': ', ':\n'), justify='left' if is_text else 'right')
+    for row in rows:
+      shown.add_row(*map(_text_of, row.values()))
+    console.print(shown)
+    console.print()
+    for line in about:
+      console.print(line, soft_wrap=True)
+
+  def to_data(self, name: str, request: Request, results: Results) -> str:
+    """JSON: rows with numbers as `{"number", "spread", "interval"}`, and all that is needed to run them again."""
+
+    def plain(cell):
+      return dataclasses.asdict(cell) if isinstance(cell, Value) else cell
+
+    content = {
+      'table': name,
+      'title': self.title,
+      'about': self.describe(request, results),
+      'sizes': request.sizes.used,
+      'runs': results.runs,
+      'rows': [{column: plain(cell) for column, cell in row.items()} for row in results.rows],
+    }
+    return json.dumps(content, indent=2, allow_nan=False) + '\n'
+
+  def read_rows(self, data: str) -> list[Row]:
+    """The rows that `to_data` wrote."""
+
+    def cell_of(plain):
+      if not isinstance(plain, dict):
+        return plain
+      interval = plain['interval']
+      return Value(plain['number'], plain['spread'], None if interval is None else tuple(interval))
+
+    return [{column: cell_of(plain) for column, plain in row.items()} for row in json.loads(data)['rows']]
+
+  def to_markdown(self, name: str, rows: Sequence[Row], about: Sequence[str]) -> str:
+    """The lines of `describe` as a list, and the table."""
+    del name
+    columns = list(rows[0])
+    body = [columns, ['---'] * len(columns), *([_text_of(row[column]) for column in columns] for row in rows)]
+    text = [f'# {self.title}', '', *(f'- {line}' for line in about), '']
+    return '\n'.join([*text, *(f'| {" | ".join(cells)} |' for cells in body)]) + '\n'
+
+  def to_png(self, rows: Sequence[Row], about: Sequence[str] = ()) -> bytes:
+    """The panels, and below them the first two lines of `describe`: models and prompts."""
+    return table_panels.draw(self.panels, rows, title=self.title, footer='; '.join(about[:2]))
 
 
-def check(request: Request) -> None:
-  """Reads what is quickly read of all models and prompts, so that nothing is measured in vain.
+def _text_of(cell) -> str:
+  return '-' if cell is None else str(cell)
 
-  Raises:
-    ValueError: Something is missing, does not belong together, or holds no prompt that fits.
+
+def _describe_models(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Each model once, over all runs."""
+  return list(
+    dict.fromkeys(
+      f'{role} {model["path"]} ({model["num_params"] / 1e6:.1f}M, {model["dtype"]})'
+      for run in runs
+      for role, model in run['models'].items()
+    )
+  )
+
+
+def _describe_sets(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Each set of prompts once, over all runs; none where nothing was decoded."""
+  sets = {}
+  for run in runs:
+    if 'prompts' in run:
+      long = f', {run["num_long_prompts"]} too long and left out' if run['num_long_prompts'] else ''
+      path = run['flags']['prompts'] or 'pretrained/prompts.jsonl'
+      sets.setdefault(f'{run["prompts"]}, {run["num_prompts"]} of {path}{long}')
+  return list(sets)
+
+
+# What tables measure.
+
+
+def decode_sets(request: Request, notify: Notify, results: Results, **options) -> Iterator[tuple[str, DecodeRun]]:
+  """Decodes every set of prompts, and records each run in the results.
+
+  Args:
+    request: Models, prompts and sizes.
+    notify: Called with progress.
+    results: Where the description of each run goes.
+    **options: Fields of `DecodeOptions` that go before those of the request.
+
+  Yields:
+    The name of a set and its run.
   """
-  limits, fingerprints = [], {}
-  for path in (request.target, *request.drafts.values()):
-    limits.append(read_config(path).max_length)
-    tokenizer = Tokenizer.load(epath.Path(path) / 'tokenizer.json')
-    fingerprints[path] = tokenizer.fingerprint
-  if len(set(fingerprints.values())) > 1:
-    each = ', '.join(f'{fingerprint} in {path}' for path, fingerprint in fingerprints.items())
-    raise ValueError(f'target and drafts must share a tokenizer, but their fingerprints differ: {each}')
-  for path in request.prompts.values():
-    prompts = DecodeOptions(prompts=path).read_prompts()
-    without_long(prompts, tokenizer, max_new_tokens=request.sizes.max_new_tokens, max_length=min(limits))
+  for name, path in request.prompts.items():
+    run = run_decode(request.decode_options(prompts=path, **options), _labelled(notify, name))
+    results.runs.append(run.info | {'prompts': name, 'num_prompts': len(run.prompts)})
+    yield name, run
+
+
+def _labelled(notify: Notify, label: str) -> Notify:
+  return lambda what, done, total: notify(f'{label}: {what}', done, total)
+
+
+def setting_columns(setting: Setting, **before) -> Row:
+  """Columns that name a setting: method, K and L.
+
+  Args:
+    setting: The setting.
+    **before: Columns that stand before these.
+  """
+  return {**before, 'method': method_label(setting), 'K': setting.num_drafts, 'L': setting.draft_length}
+
+
+def half_width(interval: tuple[float, float] | None) -> float | None:
+  """Half the width of an interval, None where there is none."""
+  return None if interval is None else (interval[1] - interval[0]) / 2
+
+
+def block_efficiency(summary: Summary) -> Value:
+  """Tokens per target call, with half of the 95% interval over prompts."""
+  return Value(summary.block_efficiency, half_width(summary.interval))
+
+
+def published_value(printed: tuple[float, float | None] | None) -> Value | None:
+  """A published mean and standard deviation; None where the paper prints none."""
+  return None if printed is None else Value(*printed)

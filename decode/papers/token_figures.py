@@ -1,4 +1,4 @@
-"""Figures about one token: what each rule accepts of several candidates, and what is possible."""
+"""Figures about one token: acceptance of several candidates by each rule, and the most that is possible."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from decode.experiment import metrics
 from decode.experiment.laws import target_texts, written_laws
-from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Notify, Workload
 from decode.papers import plots
-from decode.papers.paper_figure import Figure, Row, column, select
-from decode.papers.table import Request, Sizes
+from decode.papers.exhibit import Request, Results, Row, Sizes
+from decode.papers.figure import Figure, column, low_high, select
+from decode.papers.published import YIN
 from spectr_jax import theory
 
 SPECTR = 'SpecTr (Sun et al. 2023)'
@@ -29,14 +29,23 @@ def _compiled(rule):
   return jax.jit(rule, static_argnums=2)
 
 
-def acceptances(draft_probs, target_probs, num_drafts: int, rules=RULES) -> dict[str, np.ndarray]:
-  """What each rule accepts of n candidates, in float64, for laws `[..., V]`."""
+def acceptances(draft_probs, target_probs, num_drafts: int) -> dict[str, np.ndarray]:
+  """Acceptance probability of n candidates by rule, computed in float64.
+
+  Args:
+    draft_probs: `[..., V]`, the draft's distributions.
+    target_probs: `[..., V]`, the target's.
+    num_drafts: n.
+
+  Returns:
+    float64 `[...]` of each of `RULES`.
+  """
   with jax.enable_x64(True):
     pair = np.asarray(draft_probs, np.float64), np.asarray(target_probs, np.float64)
-    return {name: np.asarray(_compiled(rule)(*pair, num_drafts)) for name, rule in rules.items()}
+    return {name: np.asarray(_compiled(rule)(*pair, num_drafts)) for name, rule in RULES.items()}
 
 
-# SpecTr, Figures 1 to 3.
+# SpecTr, Figures 1 to 3: uniform and Bernoulli distributions.
 
 UNIFORM_SIZE = 120
 _RATIOS = (1.5, 2, 4, 8, 30)
@@ -53,22 +62,32 @@ def _bernoulli(ones) -> np.ndarray:
   return np.stack([1 - np.asarray(ones), np.asarray(ones)], axis=-1)
 
 
-def _acceptance_rows(draft, targets: dict[float, np.ndarray], variable: str, request: Request) -> list[Row]:
-  laws = np.stack(list(targets.values()))
-  found = {n: acceptances(np.broadcast_to(draft, laws.shape), laws, n) for n in request.sizes.num_drafts}
-  return [
-    {'rule': rule, variable: value, 'k': n, 'acceptance': float(found[n][rule][index])}
-    for rule in RULES for index, value in enumerate(targets) for n in found
-  ]  # fmt: skip
+def _acceptance_rows(draft, targets: dict[float, np.ndarray], variable: str, request: Request) -> Results:
+  """Acceptance by rule, target and number of candidates.
+
+  Args:
+    draft: `[V]`, the draft's distribution.
+    targets: The target's distributions `[V]` by the value that they are drawn over.
+    variable: Column of that value.
+    request: Gives the numbers of candidates.
+  """
+  probs = np.stack(list(targets.values()))
+  found = {n: acceptances(np.broadcast_to(draft, probs.shape), probs, n) for n in request.sizes.num_drafts}
+  return Results(
+    [
+      {'rule': rule, variable: value, 'k': n, 'acceptance': float(found[n][rule][index])}
+      for rule in RULES for index, value in enumerate(targets) for n in found
+    ]
+  )  # fmt: skip
 
 
-def _compute_uniform(request: Request, notify: Notify) -> list[Row]:
+def _compute_uniform(request: Request, notify: Notify) -> Results:
   del notify
   targets = {ratio: _uniform(round(UNIFORM_SIZE / ratio)) for ratio in _RATIOS}
   return _acceptance_rows(_uniform(UNIFORM_SIZE), targets, 'r', request)
 
 
-def _compute_bernoulli(values: Sequence[float], request: Request, notify: Notify) -> list[Row]:
+def _compute_bernoulli(values: Sequence[float], request: Request, notify: Notify) -> Results:
   del notify
   return _acceptance_rows(_bernoulli(_DRAFT_BERNOULLI), {b: _bernoulli(b) for b in values}, 'b', request)
 
@@ -90,7 +109,7 @@ def _draw_rules(x: str, by: str, x_name: str, by_name: str, rows: Sequence[Row])
 
 
 def _largest_gap(rows: Sequence[Row], rule: str) -> tuple[float, Row]:
-  """How far a rule stays below the optimum at most, and where."""
+  """The largest gap between a rule and the optimum, and the rule's row there."""
   pairs = zip(select(rows, rule=plots.OPTIMUM), select(rows, rule=rule))
   return max(((best['acceptance'] - own['acceptance'], own) for best, own in pairs), key=lambda pair: pair[0])
 
@@ -119,6 +138,59 @@ def _tell_bernoulli(rows: Sequence[Row]) -> str:
   )
 
 
+# Yin et al. 2024, Figure 3: batch improvement.
+
+_BATCH_BERNOULLIS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+_BATCH_RATIOS = (1.5, 2, 4, 6, 10)
+_BERNOULLI_PANEL, _UNIFORM_PANEL = 'Bernoulli', 'uniform'
+
+
+def _compute_improvement(request: Request, notify: Notify) -> Results:
+  del notify
+  numbers, rows = request.sizes.num_drafts, []
+  cases = [(_BERNOULLI_PANEL, u, _bernoulli(u), _bernoulli(0.5)) for u in _BATCH_BERNOULLIS]
+  cases += [(_UNIFORM_PANEL, r, _uniform(UNIFORM_SIZE), _uniform(round(UNIFORM_SIZE / r))) for r in _BATCH_RATIOS]
+  for panel, parameter, draft, target in cases:
+    found = theory.batch_improvement(draft, target, numbers)
+    rows += [
+      {'panel': panel, 'parameter': parameter, 'M': number, 'improvement': float(value)}
+      for number, value in zip(numbers, found)
+    ]
+  return Results(rows)
+
+
+def _draw_improvement(rows: Sequence[Row]):
+  figure, axes = plots.panels(2, width=3.3, height=3.4, sharey=True)
+  for each, panel, symbol, title in (
+    (axes[0], _BERNOULLI_PANEL, 'u', 'draft Ber(u), target Ber(0.5)'),
+    (axes[1], _UNIFORM_PANEL, 'r', f'draft U({UNIFORM_SIZE}), target U({UNIFORM_SIZE}/r)'),
+  ):
+    own = [row | {'target': f'{symbol} = {row["parameter"]:g}'} for row in select(rows, panel=panel)]
+    scale = plots.scale_of(column(own, 'target'))
+    plots.draw_lines(each, own, x='M', y='improvement', by='target', style=scale.get)
+    y = 'batch improvement (probability)' if each is axes[0] else ''
+    plots.name_axes(each, x='drafts M', y=y, title=title)
+    plots.number_ticks(each, column(own, 'M'))
+  plots.legend(figure, axes)
+  return figure
+
+
+def _tell_improvement(rows: Sequence[Row]) -> str:
+  errors = [
+    abs(row['improvement'] - (row['parameter'] - 0.5) * (1 - row['parameter'] ** (row['M'] - 1)))
+    for row in select(rows, panel=_BERNOULLI_PANEL)
+  ]
+  for row in select(rows, panel=_UNIFORM_PANEL):
+    missed = 1 - 1 / row['parameter']
+    errors.append(abs(row['improvement'] - missed + missed ** row['M']))
+  return (
+    'How much rarer a rejection is with M candidates than with one, by recursive rejection. For Ber(u) and Ber(1/2) it'
+    ' is (u - 1/2)(1 - u^(M-1)), for uniform laws (1 - 1/r) - (1 - 1/r)^M, and what is computed for any laws agrees'
+    f' with these to {max(errors):.0e}. In the limit the improvement is the total variation itself, so that batches'
+    ' matter only where draft and target differ; the more they do, the more drafts it takes to get there.'
+  )
+
+
 # Of a pair of models: SpecTr, Figure 5, and the share of the optimum.
 
 # The prompt that the paper names.
@@ -128,28 +200,30 @@ _LAWS, _ACCEPTANCE, _SHARE = 'laws', 'acceptance', 'share of the optimum'
 _PAIR_RULES = RULES | {'specinfer': theory.recursive_acceptance}
 
 
-def _workload(request: Request, **options) -> Workload:
-  return Workload.load(
-    DecodeOptions(target=request.target, draft=request.draft, dtype=request.dtype, seed=request.seed, **options)
-  )
-
-
-def likeliest_laws(draft_probs: np.ndarray, target_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """The tokens that are among the likeliest of draft or target, likeliest for the target first, and both laws on them.
+def likeliest_tokens(draft_probs: np.ndarray, target_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """The tokens among the ten likeliest of draft or target, and both distributions restricted to them.
 
   As in SpecTr, Appendix D.2, where ten of each make the linear program small enough.
+
+  Args:
+    draft_probs: `[V]`, the draft's distribution.
+    target_probs: `[V]`, the target's.
+
+  Returns:
+    int `[n]`, tokens by falling probability under the target, and their probabilities under draft and target, float64
+    `[n]` that sum to 1.
   """
-  kept = np.union1d(*(np.argsort(-law, kind='stable')[:_NUM_LIKELIEST] for law in (draft_probs, target_probs)))
+  kept = np.union1d(*(np.argsort(-probs, kind='stable')[:_NUM_LIKELIEST] for probs in (draft_probs, target_probs)))
   kept = kept[np.argsort(-target_probs[kept], kind='stable')]
-  p, q = (law[kept].astype(np.float64) for law in (draft_probs, target_probs))
+  p, q = (probs[kept].astype(np.float64) for probs in (draft_probs, target_probs))
   return kept, p / p.sum(), q / q.sum()
 
 
-def _compute_pair(request: Request, notify: Notify) -> list[Row]:
+def _compute_pair(request: Request, notify: Notify) -> Results:
   notify('laws after the prompt', 0, 1)
-  workload = _workload(request, prompt=PROMPT, max_new_tokens=1)
+  workload = Workload.load(request.decode_options(prompt=PROMPT, max_new_tokens=1))
   [(_, laws)] = written_laws(workload, (workload.draft, workload.target), np.zeros((1, 1), np.int32))
-  kept, p, q = likeliest_laws(*(np.asarray(law[0, 0]) for law in laws))
+  kept, p, q = likeliest_tokens(*(np.asarray(law[0, 0]) for law in laws))
   empty = dict.fromkeys(('panel', 'token', 'draft', 'target', 'rule', 'k', 'acceptance'))
   rows = [
     # In quotes: spaces count, and no token is a number.
@@ -159,7 +233,7 @@ def _compute_pair(request: Request, notify: Notify) -> list[Row]:
   for n in request.sizes.num_drafts:
     for rule, value in acceptances(p, q, n).items():
       rows.append(empty | {'panel': _ACCEPTANCE, 'rule': rule, 'k': n, 'acceptance': float(value)})
-  return rows
+  return Results(rows)
 
 
 def _draw_pair(rows: Sequence[Row]):
@@ -198,14 +272,9 @@ def _tell_pair(rows: Sequence[Row]) -> str:
   )
 
 
-def _compute_optimum(request: Request, notify: Notify) -> list[Row]:
-  sizes = request.sizes
-  [path] = request.prompts.values()
-  workload = _workload(
-    request, prompts=path, num_prompts=sizes.num_prompts, skip_long=True, max_new_tokens=sizes.max_new_tokens,
-    batch_size=sizes.batch_size, num_seeds=sizes.num_seeds,
-  )  # fmt: skip
-  numbers = sizes.num_drafts
+def _compute_optimum(request: Request, notify: Notify) -> Results:
+  workload = Workload.load(request.decode_options())
+  numbers = request.sizes.num_drafts
   sums = {(n, rule): np.zeros(len(workload.prompts)) for n in numbers for rule in _PAIR_RULES}
   counts = np.zeros(len(workload.prompts))
   for seed in workload.options.seeds:
@@ -221,10 +290,9 @@ def _compute_optimum(request: Request, notify: Notify) -> list[Row]:
   rows = []
   for (n, rule), own in sums.items():
     for quantity, whole in ((_ACCEPTANCE, counts), (_SHARE, sums[n, plots.OPTIMUM])):
-      low, high = metrics.ratio_interval(own, whole) or (None, None)
-      value = metrics.ratio(own, whole)
-      rows.append({'quantity': quantity, 'rule': rule, 'n': n, 'value': value, 'low': low, 'high': high})
-  return rows
+      row = {'quantity': quantity, 'rule': rule, 'n': n, 'value': metrics.ratio(own, whole)}
+      rows.append(row | low_high(metrics.ratio_interval(own, whole)))
+  return Results(rows)
 
 
 def _draw_optimum(rows: Sequence[Row]):
@@ -260,39 +328,48 @@ def _tell_optimum(rows: Sequence[Row]) -> str:
 FIGURES = {
   'spectr_fig1': Figure(
     title=f'{SPECTR}, Figure 1: acceptance of k candidates, uniform laws',
-    compute=_compute_uniform,
+    measure=_compute_uniform,
     draw=functools.partial(_draw_rules, 'k', 'r', 'candidates k', 'target\nU(120/r), r ='),
     tell=_tell_uniform,
     sizes=Sizes(num_drafts=_MANY),
+    has_models=False,
   ),
   'spectr_fig2': Figure(
     title=f'{SPECTR}, Figure 2: acceptance of k candidates, Ber(0.25) against Ber(b)',
-    compute=functools.partial(_compute_bernoulli, _TARGET_BERNOULLIS),
+    measure=functools.partial(_compute_bernoulli, _TARGET_BERNOULLIS),
     draw=functools.partial(_draw_rules, 'k', 'b', 'candidates k', 'target\nBer(b), b ='),
     tell=_tell_bernoulli,
     sizes=Sizes(num_drafts=_MANY),
+    has_models=False,
   ),
   'spectr_fig3': Figure(
     title=f'{SPECTR}, Figure 3: acceptance over the target, Ber(0.25) against Ber(b)',
-    compute=functools.partial(_compute_bernoulli, tuple(np.linspace(0, 1, 41).round(3).tolist())),
+    measure=functools.partial(_compute_bernoulli, tuple(np.linspace(0, 1, 41).round(3).tolist())),
     draw=functools.partial(_draw_rules, 'b', 'k', 'target Ber(b): b', 'candidates k ='),
     tell=_tell_bernoulli,
     sizes=Sizes(num_drafts=(1, 2, 4, 8)),
+    has_models=False,
   ),
   'spectr_fig5': Figure(
     title=f'{SPECTR}, Figure 5: acceptance of k candidates, laws of a pair of models',
-    compute=_compute_pair,
+    measure=_compute_pair,
     draw=_draw_pair,
     tell=_tell_pair,
     sizes=Sizes(num_drafts=_MANY),
-    has_models=True,
   ),
   'optimum': Figure(
     title='The share of the optimum that rules reach, over the number of candidates',
-    compute=_compute_optimum,
+    measure=_compute_optimum,
     draw=_draw_optimum,
     tell=_tell_optimum,
     sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=32, batch_size=8, num_drafts=(1, 2, 4, 8, 16)),
-    has_models=True,
+  ),
+  'batch_fig3': Figure(
+    title=f'{YIN}, Figure 3: batch improvement',
+    measure=_compute_improvement,
+    draw=_draw_improvement,
+    tell=_tell_improvement,
+    sizes=Sizes(num_drafts=(*_MANY, 64)),
+    has_models=False,
   ),
 }

@@ -1,4 +1,4 @@
-"""Figures about trees: tokens per call over the number of drafted tokens, by theory, measured, and bounded."""
+"""Figures about trees: tokens per call over the number of drafted tokens, expected, measured and bounded."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decode.experiment.options import DecodeOptions
 from decode.experiment.run import measure
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Notify, Workload
 from decode.papers import plots
-from decode.papers.paper_figure import Figure, Row, column, select
-from decode.papers.table import Request, Sizes
+from decode.papers.exhibit import Request, Results, Row, Sizes
+from decode.papers.figure import Figure, column, low_high, select
 from spectr_jax import TokenTree, get_method, theory
 
 RACES = 'Speculative Decoding via Exponential Races'
 METHODS = ('gsd', 'ersd')
-BATCH, SEQUENCE, OPTIMAL, SPECINFER = 'batch', 'sequence', 'optimal tree', "SpecInfer's tree"
+BATCH, SEQUENCE, SPECINFER, OPTIMAL = STRATEGIES = 'batch', 'sequence', "SpecInfer's tree", 'optimal tree'
 THEORY, MEASURED, BOUND = 'theory', 'measured', 'bound'
 _TUNSTALL, _FEW, _FIXED = 'Theorem 4.1', 'Lemma 4.2, best s', 'Lemma 4.2, s = 10'
 _NUM_REST = 10
@@ -33,12 +32,18 @@ _STYLES = {
 
 
 def specinfer_length(num_nodes: int) -> int:
-  """L of the largest of SpecInfer's trees with at most so many nodes, 2 + 3 (L - 2) of them; below 3 there is none."""
+  """L of the largest tree of SpecInfer, of 2 + 3 (L - 2) nodes, with at most `num_nodes`; below 3 there is none."""
   return (num_nodes - 2) // 3 + 2
 
 
 def trees_of(strategy: str, num_nodes: Sequence[int], acceptance: np.ndarray) -> dict[int, TokenTree]:
-  """A strategy's trees of at most so many nodes, by how many they have."""
+  """Trees of a strategy by their number of nodes.
+
+  Args:
+    strategy: One of `STRATEGIES`.
+    num_nodes: Limits; each gives the largest tree within it, if there is one.
+    acceptance: `[w]`, acceptance rates of the first to the last child of a node.
+  """
   trees = []
   for number in num_nodes:
     if strategy == BATCH:
@@ -53,7 +58,7 @@ def trees_of(strategy: str, num_nodes: Sequence[int], acceptance: np.ndarray) ->
 
 
 def with_marginals(rows: Sequence[Row]) -> list[Row]:
-  """Rows of one line, ascending in N, with what each further drafted token has added since the row before."""
+  """Rows of one line, ascending in N, with the gain per drafted token since the row before."""
   number, tokens, found = 0, 1.0, []
   for row in rows:
     found.append(row | {'marginal': (row['tokens'] - tokens) / (row['N'] - number)})
@@ -62,10 +67,16 @@ def with_marginals(rows: Sequence[Row]) -> list[Row]:
 
 
 def theory_rows(method: str, num_nodes: Sequence[int], acceptance: np.ndarray) -> list[Row]:
-  """What every strategy yields by acceptance rates alone, and what none can exceed, for every N."""
-  empty = {'method': method, 'low': None, 'high': None}
+  """Expected tokens per call of every strategy, and their upper bounds.
+
+  Args:
+    method: The method, for the rows.
+    num_nodes: Numbers of drafted tokens.
+    acceptance: `[w]`, acceptance rates of the first to the last child of a node.
+  """
+  empty = {'method': method} | low_high(None)
   rows = []
-  for strategy in (BATCH, SEQUENCE, SPECINFER, OPTIMAL):
+  for strategy in STRATEGIES:
     trees = trees_of(strategy, num_nodes, acceptance)
     rows += with_marginals(
       [
@@ -86,12 +97,12 @@ def theory_rows(method: str, num_nodes: Sequence[int], acceptance: np.ndarray) -
       for number, value in zip(num_nodes, bounds)
     ]
     first, *others = with_marginals(bound)
-    rows += [first | {'marginal': None}, *others]  # of no token at all there is no bound to start from
+    rows += [first | {'marginal': None}, *others]  # there is no bound for N = 0 to start from
   return rows
 
 
 def _measure_acceptance(workload: Workload, method: str, width: int) -> np.ndarray:
-  """`[width]`: how often the first, second, ... of so many candidates is the one accepted."""
+  """`[width]`: the share of positions at which the first, second, ... of `width` candidates is accepted."""
   setting, keys = Setting(get_method(method), tree=TokenTree.chains(width, 1)), workload.keys(workload.options.seed)
   accepted, visits = np.zeros(width), 0
   for rows in workload.batches:
@@ -102,28 +113,10 @@ def _measure_acceptance(workload: Workload, method: str, width: int) -> np.ndarr
   return accepted / visits
 
 
-_last: dict[str, list[Row]] = {}
-
-
-def _compute(request: Request, notify: Notify) -> list[Row]:
-  key = repr(request)
-  if key not in _last:  # both figures show the same numbers
-    _last.clear()
-    _last[key] = _measure(request, notify)
-  return _last[key]
-
-
-def _measure(request: Request, notify: Notify) -> list[Row]:
-  sizes = request.sizes
-  [path] = request.prompts.values()
-  workload = Workload.load(
-    DecodeOptions(
-      target=request.target, draft=request.draft, dtype=request.dtype, seed=request.seed, prompts=path, skip_long=True,
-      num_prompts=sizes.num_prompts, num_seeds=sizes.num_seeds, max_new_tokens=sizes.max_new_tokens,
-      batch_size=sizes.batch_size,
-    )
-  )  # fmt: skip
-  num_nodes = sorted(set(sizes.num_nodes))
+def _measure(request: Request, notify: Notify) -> Results:
+  """Rows of both figures."""
+  workload = Workload.load(request.decode_options())
+  num_nodes = sorted(set(request.sizes.num_nodes))
   rows = []
   for method in METHODS:
     notify(f'{method}: acceptance of {num_nodes[-1]} candidates', 0, 1)
@@ -131,7 +124,7 @@ def _measure(request: Request, notify: Notify) -> list[Row]:
     if not acceptance[0]:
       raise ValueError(f'{method}: the first candidate was never accepted; decode more prompts or tokens')
     rows += theory_rows(method, range(1, num_nodes[-1] + 1), acceptance)
-    strategies = {name: trees_of(name, num_nodes, acceptance) for name in (BATCH, SEQUENCE, SPECINFER, OPTIMAL)}
+    strategies = {name: trees_of(name, num_nodes, acceptance) for name in STRATEGIES}
     every = dict.fromkeys(tree for trees in strategies.values() for tree in trees.values())
     settings = {tree: Setting(get_method(method), tree=tree, draft_length=tree.max_depth) for tree in every}
     run = measure(workload, list(settings.values()), notify)
@@ -139,13 +132,10 @@ def _measure(request: Request, notify: Notify) -> list[Row]:
       found = []
       for number, tree in trees.items():
         summary = run.summarize(settings[tree])
-        low, high = summary.interval or (None, None)
-        found.append(
-          {'method': method, 'low': low, 'high': high, 'line': line, 'kind': MEASURED, 'N': number}
-          | {'tokens': summary.block_efficiency}
-        )
+        row = {'method': method} | low_high(summary.interval) | {'line': line, 'kind': MEASURED, 'N': number}
+        found.append(row | {'tokens': summary.block_efficiency})
       rows += with_marginals(found)
-  return rows
+  return Results(rows)
 
 
 def _draw(rows: Sequence[Row], *, y: str, name: str, lines: Sequence[str], **more):
@@ -159,16 +149,10 @@ def _draw(rows: Sequence[Row], *, y: str, name: str, lines: Sequence[str], **mor
       marker = style.pop('marker', '')
       for kind in dict.fromkeys(row['kind'] for row in select(rows, method=method, line=line)):
         own = select(rows, method=method, line=line, kind=kind)
-        if kind == MEASURED:
-          if y == 'marginal':  # between two measured numbers, so there is no interval and a place between the two
-            own = _between(own)
-          look = style | {'marker': marker, 'linestyle': '', 'markersize': 5}
-          plots.draw_line(each, own, x='N', y=y, label=f'{line}, measured', **look)
-        else:
-          if y == 'marginal' and kind == THEORY:
-            own = _between(own)
-          own = [row | {'low': None} for row in own]
-          plots.draw_line(each, own, x='N', y=y, label=f'{line}, {kind}', **style)
+        if y == 'marginal' and kind != BOUND:
+          own = _between(own)
+        look = style | ({'marker': marker, 'linestyle': '', 'markersize': 5} if kind == MEASURED else {})
+        plots.draw_line(each, own, x='N', y=y, label=f'{line}, {kind}', **look)
     plots.number_ticks(each, column(rows, 'N'))
     each.set(**more)
   plots.legend(figure, axes, title='bars: 95% over prompts' if y == 'tokens' else '')
@@ -176,19 +160,19 @@ def _draw(rows: Sequence[Row], *, y: str, name: str, lines: Sequence[str], **mor
 
 
 def _between(rows: Sequence[Row]) -> list[Row]:
-  """Rows moved to the middle of the drafted tokens that their marginal is of."""
+  """Rows with N moved to the middle of the drafted tokens that their marginal covers, without intervals."""
   before = [0, *column(rows, 'N')[:-1]]
   return [row | {'N': (row['N'] + start + 1) / 2, 'low': None} for row, start in zip(rows, before)]
 
 
 def _draw_tokens(rows: Sequence[Row]):
   highest = max(row['tokens'] for row in rows if row['kind'] != BOUND)
-  lines = (BATCH, SEQUENCE, SPECINFER, OPTIMAL, _TUNSTALL, _FEW)
+  lines = (*STRATEGIES, _TUNSTALL, _FEW)
   return _draw(rows, y='tokens', name='tokens per target call', lines=lines, ylim=(1, 1.5 * highest))
 
 
 def _draw_marginals(rows: Sequence[Row]):
-  lines = (BATCH, SEQUENCE, SPECINFER, OPTIMAL, _FIXED)
+  lines = (*STRATEGIES, _FIXED)
   lowest = min(row['marginal'] for row in rows if row['line'] == OPTIMAL and row['kind'] == THEORY)
   name = 'tokens per call gained by one more drafted token'
   return _draw(rows, y='marginal', name=name, lines=lines, yscale='log', ylim=(lowest / 5, 2))
@@ -199,7 +183,7 @@ def _tell_tokens(rows: Sequence[Row]) -> str:
   for method in dict.fromkeys(column(rows, 'method')):
     own = select(rows, method=method)
     found = []
-    for line in (BATCH, SEQUENCE, SPECINFER, OPTIMAL):
+    for line in STRATEGIES:
       last = select(own, line=line, kind=MEASURED)
       if last:
         expected = select(own, line=line, kind=THEORY, N=last[-1]['N'])[0]['tokens']
@@ -240,18 +224,16 @@ _SIZES = Sizes(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, nu
 FIGURES = {
   'ersd_fig3': Figure(
     title=f'{RACES}, Figure 3: tokens per call over drafted tokens',
-    compute=_compute,
+    measure=_measure,
     draw=_draw_tokens,
     tell=_tell_tokens,
     sizes=_SIZES,
-    has_models=True,
   ),
   'ersd_fig4': Figure(
     title=f'{RACES}, Figure 4: what one more drafted token adds',
-    compute=_compute,
+    measure=_measure,
     draw=_draw_marginals,
     tell=_tell_marginals,
     sizes=_SIZES,
-    has_models=True,
   ),
 }

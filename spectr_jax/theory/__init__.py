@@ -26,7 +26,12 @@ from spectr_jax.theory.rejections import (
 )
 from spectr_jax.theory.shared_race import race_match_bound, race_match_prob
 from spectr_jax.theory.speed_up import expected_chain_tokens, speed_up
-from spectr_jax.theory.stateless import log_presence, stateless_kept_bound, stateless_optimum
+from spectr_jax.theory.stateless import (
+  log_presence,
+  stateless_fewest_calls,
+  stateless_kept_bound,
+  stateless_optimum,
+)
 from spectr_jax.theory.transport import TransportCoupling, TransportPlan, optimal_transport, transport_bound
 from spectr_jax.theory.tree_tokens import acceptance_entropy, expected_tokens, few_children_bound, tunstall_bound
 
@@ -63,6 +68,7 @@ __all__ = [
   'rejection_prob',
   'rejection_probs',
   'speed_up',
+  'stateless_fewest_calls',
   'stateless_kept_bound',
   'stateless_optimum',
   'total_variation',

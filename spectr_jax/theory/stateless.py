@@ -18,7 +18,6 @@ from __future__ import annotations
 import collections
 
 import numpy as np
-from scipy import sparse
 
 from spectr_jax.theory.blocks import check_size, largest_value
 from spectr_jax.theory.laws import TOLERANCE, as_joint_laws, prefix_laws
@@ -132,6 +131,48 @@ def stateless_kept_bound(tree: TokenTree, draft_log_probs, target_log_probs) -> 
   return np.exp(np.minimum(np.minimum.accumulate(ratio, axis=-1), 0))
 
 
+def stateless_fewest_calls(kept_bounds) -> np.ndarray:
+  """Calls that any stateless lossless rule needs for each text on average, at least.
+
+  Given that the text turns out to be x, a call before token s keeps at least d tokens with a chance of at most
+  `stateless_kept_bound`, whatever earlier calls did. So its number of kept tokens can be coupled with a tau that is
+  never smaller and has the bound as its distribution. Let V(s) be the fewest calls from s on, 0 at the end of the text:
+
+      V(s) = 1 + E min over j up to tau of V(s + j + 1).
+
+  The minimum keeps the number of tokens that suits the rest of the text best, which no rule can know. Tokens beyond the
+  end of a text have no worth. Over texts drawn from the target, all tokens over all these calls bounds the tokens per
+  call of a whole run.
+
+  Source: this library.
+
+  Args:
+    kept_bounds: `[P, T, L]`: at `[i, t, d]` the chance that a call before token t of text i keeps it and the next d
+      tokens, at most; see `stateless_kept_bound`. NaN where the text does not have these tokens.
+
+  Returns:
+    float64 `[P]`, 0 for a text without tokens.
+
+  Raises:
+    ValueError: The bounds have another shape, are no probabilities, or rise with d.
+  """
+  bounds = np.asarray(kept_bounds, np.float64)
+  if bounds.ndim != 3 or not bounds.shape[2]:
+    raise ValueError(f'kept_bounds must have shape [P, T, L] with L of at least 1, got {bounds.shape}')
+  is_there = ~np.isnan(bounds)[..., 0]
+  bounds = np.nan_to_num(bounds)
+  if not ((bounds >= 0) & (bounds <= 1 + TOLERANCE)).all() or (np.diff(bounds, axis=2) > TOLERANCE).any():
+    raise ValueError('kept_bounds must be probabilities that never rise with the number of tokens')
+  num_texts, num_tokens, length = bounds.shape
+  calls = np.zeros((num_texts, num_tokens + length + 1))
+  for start in reversed(range(num_tokens)):
+    at_least = np.pad(bounds[:, start], ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0)))
+    after = np.minimum.accumulate(calls[:, start + 1 : start + length + 2], axis=1)
+    needed = 1 - (np.diff(at_least, axis=1) * after).sum(axis=1)
+    calls[:, start] = np.where(is_there[:, start], needed, 0)
+  return calls[:, 0]
+
+
 def _tree_of_texts(law: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Of every text of 0 to L tokens: its probability, and that of its last token given the others, 0 where undefined.
 
@@ -168,6 +209,8 @@ def stateless_optimum(tree: TokenTree, draft_law, target_law) -> float:
       combinations of guesses.
     RuntimeError: The solver failed.
   """
+  from scipy import sparse
+
   draft, target = as_joint_laws(draft_law, target_law)
   if draft.ndim != tree.max_depth:
     raise ValueError(f'laws must be of {tree.max_depth} tokens, as deep as the tree; got {draft.ndim}')

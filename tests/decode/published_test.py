@@ -1,4 +1,4 @@
-"""What is copied from the papers agrees with itself, wherever they print one number in two forms."""
+"""Published numbers agree wherever a paper prints one number in two forms."""
 
 import numpy as np
 import pytest

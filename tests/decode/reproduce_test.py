@@ -1,328 +1,216 @@
-"""The papers' tables: what is measured stands beside what they print, and files hold all of it."""
+"""`decode.reproduce`: names, flags and files of all exhibits, and those in docs/ against the code that made them."""
 
 import json
 import os
 import pathlib
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
+from commands import ROOT
+from exhibit_checks import SMALL_FIGURES, request_of
 
-from decode.experiment.options import DecodeOptions
-from decode.experiment.settings import Setting, expand
-from decode.papers import figures, published, table_measurements, table_report
-from decode.papers.table import Request, Sizes, Value
-from decode.papers.tables import TABLES
-from spectr_jax import METHODS, TokenTree
+from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
+from decode.papers.figure import from_csv, to_csv
 
-_REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-_SMALL = {
-  'num_prompts': 2, 'num_seeds': 1, 'max_new_tokens': 6, 'batch_size': 1, 'num_runs': 3, 'context': 16,
-}  # fmt: skip
-
-
-def _sizes(name, **grid):
-  used = TABLES[name].sizes.used
-  return Sizes(**{size: value for size, value in (_SMALL | grid).items() if size in used})
+_FIGURES = (
+  'spectr_fig1 spectr_fig2 spectr_fig3 spectr_fig5 batch_fig2 batch_fig3 pareto_fig4 batch_fig5 ersd_fig3 ersd_fig4'
+  ' opt_uno methods optimum ladder'
+)
+_TABLES = (
+  'spectr_table1 spectr_table2 spectr_table3 spectr_table4 gbv_table1 gbv_table2 gbv_table4 gbv_figure2 gbv_table5'
+)
 
 
-def _measure(name, pair, prompts, **grid):
-  """Runs a table on the tiny pair; `prompts` is a file, or files by name."""
-  if not isinstance(prompts, dict):
-    prompts = {'HumanEval': str(prompts)}
-  table = TABLES[name]
-  request = Request(
-    target=pair['target'], drafts={'tiny': pair['draft']}, prompts=prompts if table.has_prompts else {},
-    sizes=_sizes(name, **grid),
-  )  # fmt: skip
-  found = table.run(request, lambda *_: None)
-  return request, found
+def test_every_exhibit_is_there():
+  assert set(FIGURES) == set(_FIGURES.split())
+  assert list(TABLES) == _TABLES.split()
+  assert list(EXHIBITS) == [*TABLES, *FIGURES]
 
 
-def _check(name, request, found):
-  """What must hold of every table; returns its JSON."""
-  table = TABLES[name]
-  lines = table_report.describe(table, request, found)
-  assert {tuple(row) for row in found.rows} == {tuple(found.rows[0])}
-  text = table_report.to_markdown(table, found.rows, lines)
-  assert text.startswith(f'# {table.title}\n')
-  assert len([line for line in text.splitlines() if line.startswith('| ')]) == len(found.rows) + 2
-  assert any(line.startswith('reduced: ') for line in lines)
-  assert any(request.target in line and '(0.0M, float32)' in line for line in lines)
-  for path in request.prompts.values():
-    assert any(line.startswith('prompts: ') and path in line for line in lines)
-  assert figures.draw(table, found.rows, '$a_b$').startswith(b'\x89PNG')
-  content = json.loads(table_report.to_json(name, table, request, found, lines))
-  assert len(content['rows']) == len(found.rows)
-  return content
+def test_all_figures_about_models_are_measured():
+  assert set(SMALL_FIGURES) == {name for name, figure in FIGURES.items() if figure.has_models}
 
 
-@pytest.mark.usefixtures('quickly')
-@pytest.mark.parametrize('name', ['spectr_table1', 'spectr_table3'])
-def test_latency_is_relative_to_the_target(name, pair, prompt_file):
-  request, found = _measure(name, pair, prompt_file, num_drafts=(1, 2), draft_length=(4, 3))
-  _check(name, request, found)
-  by_shape = {(row['length'], row['batch'], row['drafts as']): row for row in found.rows}
-  assert list(by_shape) == [
-    (4, 1, 'rows'),
-    (4, 2, 'rows'),
-    (4, 2, 'tree'),
-    (3, 1, 'rows'),
-    (3, 2, 'rows'),
-    (3, 2, 'tree'),
-  ]
-  assert [row['tokens in the call'] for row in found.rows] == [5, 10, 9, 4, 8, 7]
-  printed = published.TARGET_LATENCY if name == 'spectr_table1' else published.DRAFT_LATENCY
-  for (length, batch, form), row in by_shape.items():
-    figure = printed.get((length, batch)) if form == 'rows' else None
-    assert row['paper'] == (Value(*figure) if figure else None)
-  ratios = {row['milliseconds'].number / row['relative latency'].number for row in found.rows}
-  np.testing.assert_allclose(list(ratios), next(iter(ratios)))
-  if name == 'spectr_table1':
-    assert by_shape[4, 1, 'rows']['relative latency'].number == pytest.approx(1)
+def test_a_seed_is_for_what_is_drawn_at_random():
+  decoded = {name for name in EXHIBITS if EXHIBITS[name].has_prompts}
+  assert {name for name in EXHIBITS if EXHIBITS[name].is_random} == decoded | {'batch_fig2', 'batch_fig5'}
 
 
-@pytest.mark.usefixtures('quickly')
-def test_comparison_stands_beside_the_set_of_the_same_name(pair, prompt_file, tmp_path, monkeypatch):
-  monkeypatch.setattr(table_measurements, 'GBV_METHODS', ('autoregressive', 'speculative'))
-  other = tmp_path / 'other.txt'
-  other.write_text('seven wise owls\n')
-  sets = {'humaneval': str(prompt_file), 'other': str(other)}
-  request, found = _measure('gbv_table1', pair, sets, num_drafts=(3,), draft_length=(8, 2))
-  content = _check('gbv_table1', request, found)
-  rows = {(row['prompts'], row['L'], row['method']): row for row in found.rows}
-  assert len(rows) == len(found.rows) == 3 * 2 * 2
-  row = rows['humaneval', 8, 'speculative']
-  assert (row['K'], row['paper: on']) == (1, 'DeepSeek-6.7B, HumanEval')
-  assert (str(row['paper: block efficiency']), str(row['paper: speed-up'])) == ('7.06 ± 0.91', '1.19 ± 0.15')
-  assert 1 <= row['block efficiency'].number <= 9
-  low, high = row['speed-up'].interval
-  assert 0 < low < row['speed-up'].number < high
-  assert rows['humaneval', 8, 'autoregressive']['speed-up'] == Value(1.0)
-  assert rows['humaneval', 2, 'speculative']['paper: block efficiency'] is None
-  # One prompt says nothing of others.
-  alone = rows['other', 8, 'speculative']
-  assert alone['block efficiency'].spread is alone['speed-up'].interval is None
-  assert alone['paper: on'] == 'DeepSeek-6.7B, Average'
-  mean = rows['Average', 8, 'speculative']
-  assert mean['block efficiency'].number == pytest.approx(
-    (row['block efficiency'].number + alone['block efficiency'].number) / 2
-  )
-  assert mean['paper: speed-up'] == Value(1.05)
-  assert [run['num_prompts'] for run in content['runs']] == [2, 1]
-  assert any('num_prompts 1 instead of 1000' in line for line in content['about'])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
-def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
-  monkeypatch.setattr(table_measurements, 'DRAFTING_METHODS', ('speculative', 'block'))
-  grid = {'num_drafts': (1,), 'draft_length': (8,), 'num_prompts': 3, 'batch_size': 2, 'num_seeds': 2}
-  runs = []
-  real = table_measurements.run_decode
-  monkeypatch.setattr(table_measurements, 'run_decode', lambda *args: runs.append(real(*args)) or runs[-1])
-  request, found = _measure('gbv_table5', pair, prompt_file, **grid)
-  _check('gbv_table5', request, found)
-  here = {row['method']: row for row in found.rows if row['of'] == 'here'}
-  assert list(here) == ['speculative', 'block', 'block to speculative']
-  for method in ('speculative', 'block'):
-    row = here[method]
-    parts = sum(row[part].number for part in ('draft', 'target', 'verification', 'rest'))
-    assert parts == pytest.approx(row['total'].number)
-    assert min(row[part].number for part in ('draft', 'target', 'verification', 'total')) > 0
-    # Per prompt, also where a batch holds several and the last is not full.
-    own = [found for found in runs[0].measurements if found.setting.method.name == method]
-    assert [len(each.batch_seconds) for each in own] == [2, 2]
-    assert row['total'].number == pytest.approx(sum(each.batch_seconds.sum() for each in own) / 6)
-    assert row['rounds'].number == pytest.approx(sum(each.calls.sum() for each in own) / 6)
-  change = here['block']['rounds'].number / here['speculative']['rounds'].number - 1
-  assert here['block to speculative']['rounds'] == f'{100 * change:+.1f}%'
-  assert not any(row['of'].startswith('paper') for row in found.rows)  # that has three drafts
-
-
-def test_published_breakdowns_stand_beside_three_drafts(monkeypatch):
-  columns = dict.fromkeys(published.BREAKDOWN_COLUMNS, Value(0.0))
-  setting = Setting(METHODS['spectr'], num_drafts=3, draft_length=8, tree=TokenTree.chains(3, 8))
-  run = SimpleNamespace(prompts=[1], settings=[setting], summarize=lambda setting: None)
-  monkeypatch.setattr(table_measurements, '_decode', lambda *args, **options: [('gsm8k', run)])
-  monkeypatch.setattr(table_measurements, '_breakdown', lambda *args: columns)
-  request = Request(target='t', drafts={'d': 'd'}, prompts={}, sizes=Sizes(num_seeds=1))
-  rows = {(row['of'], row['method']): row for row in table_measurements.measure_breakdown(request, None).rows}
-  assert list(rows)[0] == ('here', 'spectr')
-  assert rows['paper: DeepSeek-6.7B, GSM8K', 'spectr']['rounds'] == Value(79.27)
-  assert rows['paper: DeepSeek-6.7B, GSM8K', 'spectr_gbv to spectr']['rounds'] == '-1.5%'  # as the paper has it
-
-
-def test_published_figures_are_of_three_drafts():
-  options = DecodeOptions(method=('autoregressive', 'speculative', 'spectr'), num_drafts=(3, 5), draft_length=(8,))
-  settings = {(setting.method.name, setting.num_drafts): setting for setting in expand(options)}
-  printed = {key: table_measurements._is_printed(setting) for key, setting in settings.items()}
-  assert printed == {('autoregressive', 0): True, ('speculative', 1): True, ('spectr', 3): True, ('spectr', 5): False}
-  measured = {'block efficiency': Value(2.0), 'speed-up': Value(1.0)}
-  _, *figures = table_measurements.compare_sets('GSM8K', 8)
-  beside = {k: table_measurements._beside(settings['spectr', k], measured, figures) for k in (3, 5)}
-  assert beside[3]['paper: block efficiency'] == Value(6.55, 0.58)
-  assert beside[5]['paper: block efficiency'] is None
-
-
-def test_no_share_of_nothing():
-  assert table_measurements._change(Value(1.0), Value(0.0)) is None
-  assert table_measurements._change(Value(1.0), Value(-2.0)) is None
-  assert table_measurements._change(Value(1.0), Value(2.0)) == '-50.0%'
-
-
-@pytest.mark.usefixtures('quickly')
-def test_drafts_are_compared_by_name(pair, prompt_file, monkeypatch):
-  monkeypatch.setattr(table_measurements, 'SPECTR_METHODS', ('speculative',))
-  sizes = _sizes('spectr_table4', num_drafts=(1,), draft_length=(4,))
-  drafts = {'20m': pair['draft'], 'tiny': pair['draft']}
-  request = Request(target=pair['target'], drafts=drafts, prompts={'x': str(prompt_file)}, sizes=sizes)
-  found = TABLES['spectr_table4'].run(request, lambda *_: None)
-  _check('spectr_table4', request, found)
-  named, other = found.rows
-  assert str(named['paper']) == str(named['paper: 20M']) == '2.71 ± 0.01'
-  assert other['paper'] is None
-  assert str(other['paper: 2M']) == '1.86 ± 0.02'
-
-
-def test_what_is_wrong_is_found_before_anything_is_measured(pair, prompt_file, tmp_path, monkeypatch, save_tiny_model):
-  monkeypatch.setattr(table_measurements, 'run_decode', None)
-  long = tmp_path / 'long.txt'
-  long.write_text('owl ' * 200 + '\n')
-  stranger = save_tiny_model(
-    tmp_path / 'stranger',
-    0,
-    'quite another text, whose forty words few judges know: dozens of quick foxes jump by a lazy moving zebra ' * 9,
-  )
-  for drafts, prompts, message in (
-    ({'a': pair['draft'], 'b': str(tmp_path)}, {}, 'no model at'),
-    ({'a': pair['draft'], 'b': stranger}, {}, 'must share a tokenizer'),
-    ({'a': pair['draft']}, {'x': str(prompt_file), 'y': '/nowhere.txt'}, 'cannot read prompts from /nowhere.txt'),
-    ({'a': pair['draft']}, {'x': str(prompt_file), 'y': str(long)}, 'long.txt, line 1: .* too long'),
-  ):
-    request = Request(target=pair['target'], drafts=drafts, prompts=prompts, sizes=_sizes('spectr_table4'))
-    with pytest.raises(ValueError, match=message):
-      TABLES['spectr_table4'].run(request, lambda *_: None)
-
-
-def test_lines_of_several_sets_and_drafts_stay_apart():
-  panel = TABLES['gbv_table2'].panels[0]
-  cells = {'block efficiency': Value(2.0, 0.1), 'paper: block efficiency': None}
-  rows = [
-    {'prompts': prompts, 'method': method, 'K': 3, 'L': length, **cells}
-    for prompts in ('a', 'b') for method in ('spectr', 'race_block') for length in (8, 4)
-  ]  # fmt: skip
-  groups = figures._groups(rows, panel)
-  assert [group.name for group in groups] == ['a, spectr', 'a, race_block', 'b, spectr', 'b, race_block']
-  assert groups[0].color == groups[2].color != groups[1].color
-  assert groups[0].look != groups[2].look
-  figure = Figure()
-  axes = figure.subplots()
-  figures._draw_lines(axes, panel, rows)
-  drawn = [line for line in axes.get_lines() if len(line.get_xdata()) == 2 and line.get_marker() in 'os']
-  assert len(drawn) == 4
-  assert all(list(line.get_xdata()) == [4, 8] for line in drawn)
-
-
-def test_a_method_is_one_line_where_it_is_lossless_for_some_trees():
-  panel = TABLES['gbv_figure2'].panels[0]
-  labels = {1: 'spectr_gbv', 3: 'spectr_gbv (not lossless)', 5: 'spectr_gbv (not lossless)'}
-  rows = [
-    {'prompts': 'a', 'temperature': 0.4, 'method': method, 'K': k, 'L': 12, 'accepted': Value(0.5)}
-    for k in labels for method in (labels[k], 'spectr')
-  ]  # fmt: skip
-  groups = figures._groups(rows, panel)
-  assert [(group.name, len(group.rows)) for group in groups] == [('spectr_gbv (not lossless)', 3), ('spectr', 3)]
-
-
-def test_error_bars_are_those_that_are_known():
-  below, above = figures._errors([Value(2.0, 0.5), Value(2.0, interval=(1.8, 2.4)), Value(2.0), None])
-  np.testing.assert_allclose(below, [0.5, 0.2, np.nan, np.nan])
-  np.testing.assert_allclose(above, [0.5, 0.4, np.nan, np.nan])
-
-
-# K and L to run, and how many published figures there are for them. Tables share what is compiled.
-_GRIDS = {
-  'spectr_table1': ((1, 2, 4, 8), (4, 8), 8),
-  'spectr_table2': ((2,), (4, 8), 5),
-  'spectr_table3': ((1, 2, 4, 8), (4, 8), 8),
-  'spectr_table4': ((2,), (4, 8), 5),
-  'gbv_table1': ((3,), (12, 8), 10),
-  'gbv_table2': ((3,), (12,), 5),
-  'gbv_table4': ((3,), (8,), 5),
-  'gbv_figure2': ((1, 3), (12,), 2),
-  'gbv_table5': ((3,), (12, 8), None),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
-@pytest.mark.parametrize('name', TABLES)
-def test_every_table_is_measured_with_all_methods(name, pair, prompt_file):
-  num_drafts, draft_length, num_printed = _GRIDS[name]
-  request, found = _measure(name, pair, prompt_file, num_drafts=num_drafts, draft_length=draft_length)
-  content = _check(name, request, found)
-  if TABLES[name].has_prompts:
-    methods = {row['method'] for row in content['rows']}
-    assert {'race_block', 'race_traversal'} <= methods
-    assert ('spectr_gbv (not lossless)' in methods) == name.startswith('gbv')
-    assert any('does not keep the law' in line for line in content['about']) == name.startswith('gbv')
-  # Whatever the paper prints of the grid stands there.
-  if num_printed is not None:
-    columns = [column for column in content['rows'][0] if column.startswith('paper')]
-    column = columns[1 if name in ('spectr_table2', 'spectr_table4') else 0]  # the first is of drafts of that name
-    assert sum(row[column] is not None for row in content['rows']) == num_printed
-
-
-def test_values_have_the_digits_they_need():
-  values = (2.345, 0.06), (0.0123, 0.001), (0.5,), (0.0,), (-0.0312,), (1.0, None, (0.9, 1.125))
-  assert [str(Value(*x)) for x in values] == [
-    '2.35 ± 0.06', '0.012 ± 0.001', '0.50', '0.00', '-0.031', '1.00 (0.90 to 1.12)'
-  ]  # fmt: skip
-
-
-def test_one_draft_where_one_is_meant(pair):
-  request = Request(target='t', drafts={'a': 'x', 'b': 'y'}, prompts={}, sizes=Sizes())
-  with pytest.raises(ValueError, match='this table has one draft, got a, b'):
-    _ = request.draft
-
-
-def _run(*arguments):
-  env = {**os.environ, 'PYTHONPATH': str(_REPOSITORY), 'JAX_PLATFORMS': 'cpu'}
-  command = [sys.executable, '-m', 'decode.reproduce', *map(str, arguments)]
-  return subprocess.run(command, cwd=_REPOSITORY, env=env, capture_output=True, text=True, timeout=600)
-
-
-def test_the_command_writes_all_three_files(pair, prompt_file, tmp_path):
-  sizes = '--num_drafts=1', '--draft_length=2', '--num_runs=2', '--context=8'
-  models = [f'--{role}={path}' for role, path in pair.items()]
-  ran = _run('--table=spectr_table1', *models, *sizes, f'--output={tmp_path / "out"}')
-  assert ran.returncode == 0, ran.stderr
-  assert sorted(path.name for path in (tmp_path / 'out').iterdir()) == [
-    f'spectr_table1.{kind}' for kind in ('json', 'md', 'png')
-  ]
-  assert 'reduced: num_runs 2 instead of 1000' in ran.stdout
+def test_cells_read_as_they_were_written():
+  rows = [{'a': 1, 'b': 0.1 + 0.2, 'c': "' 7'", 'd': None}, {'a': 2, 'b': 1e-300, 'c': 'x, "y"', 'd': 3}]
+  assert from_csv(to_csv(rows)) == rows
 
 
 @pytest.mark.parametrize(
-  ('arguments', 'message'),
+  ('name', 'sizes', 'message'),
   [
-    (['--table=gbv_table3'], 'error: table must be one of spectr_table1,'),
-    (['--table=spectr_table1', '--num_seeds=3'], 'error: num_seeds is not for this table, whose sizes are num_runs'),
-    (['--table=spectr_table3', '--seed=3'], 'error: spectr_table3 decodes nothing: prompts and seed are not for it'),
-    (['--table=gbv_table1', '--prompts=HumanEval=/nowhere.jsonl'], 'error: cannot read prompts from /nowhere.jsonl'),
+    ('batch_fig3', {'num_runs': 3}, 'num_runs is not for this figure, whose sizes are num_drafts'),
+    ('pareto_fig4', {'num_runs': 3}, 'num_runs is not for this figure, which has none'),
+    ('spectr_table1', {'num_seeds': 3}, 'num_seeds is not for this table, whose sizes are num_runs, context, '),
   ],
 )
-def test_bad_input_is_one_line(arguments, message, tmp_path):
-  kept = tmp_path / 'gbv_table1.json'
-  kept.write_text('kept')
-  ran = _run(*arguments, f'--output={tmp_path}')
-  assert ran.returncode == 1
-  errors = [line for line in ran.stderr.splitlines() if not line.startswith('[')]
-  assert len(errors) == 1
-  assert errors[0].startswith(message)
-  assert kept.read_text() == 'kept'
-  assert [path.name for path in tmp_path.iterdir()] == ['gbv_table1.json']
+def test_sizes_that_an_exhibit_has_not(name, sizes, message):
+  with pytest.raises(ValueError, match=message):
+    request_of(name, **sizes)
+
+
+# What docs/ records, of earlier runs.
+
+_RECORDED = sorted([*(ROOT / 'docs/figures').glob('*.csv'), *(ROOT / 'docs/tables').glob('*.json')])
+
+
+@pytest.mark.parametrize('path', _RECORDED, ids=lambda path: path.stem)
+def test_recorded_pages_follow_from_their_data(path):
+  exhibit, data, page = EXHIBITS[path.stem], path.read_text(), path.with_suffix('.md').read_text()
+  rows = exhibit.read_rows(data)
+  about = [line.removeprefix('- ') for line in page.splitlines() if line.startswith('- ')]
+  assert exhibit.to_markdown(path.stem, rows, about) == page
+  if exhibit.kind == 'figure':
+    assert to_csv(rows) == data
+  else:
+    assert json.loads(data)['about'] == about
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('path', _RECORDED, ids=lambda path: path.stem)
+def test_recorded_pictures_can_be_drawn_again(path):
+  exhibit = EXHIBITS[path.stem]
+  assert exhibit.to_png(exhibit.read_rows(path.read_text()), ['prompts: $a_b$']).startswith(b'\x89PNG')
+
+
+# The command. All runs are forks of one process that has imported what takes long.
+
+_RUN_ALL = """
+import importlib, json, os, runpy, sys
+for name in ('decode.papers.exhibits', 'decode.experiment.report', 'matplotlib.figure'):
+  importlib.import_module(name)
+codes = []
+for output, arguments in json.load(sys.stdin):
+  if not os.fork():
+    for number, stream in ((1, 'stdout'), (2, 'stderr')):
+      os.dup2(os.open(f'{output}.{stream}', os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = ['decode.reproduce', *arguments, f'--output={output}']
+    try:
+      runpy.run_module('decode.reproduce', run_name='__main__')
+    except SystemExit as end:
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(end.code or 0)  # the interpreter takes a second to shut down
+    os._exit(99)  # a command ends with an exit code
+  codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+print(json.dumps(codes))
+"""
+
+
+def _run(cases, directory):
+  """Runs commands by name, each with a directory for its files: exit code, lines of stdout and stderr, directory."""
+  outputs = {name: directory / name for name in cases}
+  for output in outputs.values():
+    output.mkdir()
+    (output / 'batch_fig3.csv').write_text('kept')
+    (output / 'gbv_table1.json').write_text('kept')
+  tasks = json.dumps([(str(outputs[name]), arguments) for name, arguments in cases.items()])
+  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true', 'PYTHONIOENCODING': 'utf-8'}
+  ran = subprocess.run(
+    [sys.executable, '-W', 'ignore', '-c', _RUN_ALL],
+    cwd=ROOT, env=env, input=tasks, capture_output=True, text=True, timeout=600,
+  )  # fmt: skip
+  assert ran.returncode == 0, ran.stderr
+  found = {}
+  for (name, output), code in zip(outputs.items(), json.loads(ran.stdout), strict=True):
+    streams = (pathlib.Path(f'{output}.{stream}').read_text() for stream in ('stdout', 'stderr'))
+    found[name] = code, *streams, output
+  return found
+
+
+_BAD = {
+  'unknown figure': (['--figure=spectr_fig4'], 'error: figure must be one of spectr_fig1, '),
+  'no figure': (['--figure='], 'error: figure must be one of spectr_fig1, '),
+  'unknown table': (['--table=gbv_table3'], 'error: table must be one of spectr_table1,'),
+  'both': (['--figure=batch_fig3', '--table=gbv_table1'], 'error: give --table=NAME or --figure=NAME, one of the two'),
+  'size of no figure': (['--figure=all', '--context=3'], 'error: context: no figure has such a size'),
+  'size of others': (
+    ['--table=spectr_table1', '--num_seeds=3'],
+    'error: num_seeds is not for this table, whose sizes are num_runs',
+  ),
+  'seed of a table': (
+    ['--table=spectr_table3', '--seed=3'],
+    'error: spectr_table3 decodes nothing: prompts and seed are not for it',
+  ),
+  'seed of a figure': (
+    ['--figure=pareto_fig4', '--seed=3'],
+    'error: pareto_fig4 draws nothing at random: a seed is not for it',
+  ),
+  'prompts of a figure': (['--figure=batch_fig2', '--prompts=a.txt'], 'error: batch_fig2 decodes no prompts'),
+  'several prompts': (
+    ['--figure=opt_uno', '--prompts=a.txt,b.txt'],
+    'error: a figure takes one file of prompts, got a, b',
+  ),
+  'no prompts there': (
+    ['--table=gbv_table1', '--prompts=HumanEval=/nowhere.jsonl'],
+    'error: cannot read prompts from /nowhere.jsonl',
+  ),
+}
+
+
+@pytest.fixture(scope='module')
+def ran(pair, tmp_path_factory):
+  """Outcomes of all commands below, by name."""
+  table = ['--num_drafts=1', '--draft_length=2', '--num_runs=2', '--context=8']
+  models = [f'--{role}={path}' for role, path in pair.items()]
+  good = {
+    'table': ['--table=spectr_table1', *models, *table],
+    'figures': ['--figure=batch_fig3,pareto_fig4', '--num_drafts=1,2'],
+  }
+  return _run(good | {name: arguments for name, (arguments, _) in _BAD.items()}, tmp_path_factory.mktemp('commands'))
+
+
+@pytest.mark.parametrize('name', _BAD)
+def test_bad_input_is_one_line(name, ran):
+  code, _, err, output = ran[name]
+  assert code == 1
+  [error] = [line for line in err.splitlines() if not line.startswith('[')]
+  assert error.startswith(_BAD[name][1])
+  assert {path.name: path.read_text() for path in output.iterdir()} == {
+    'batch_fig3.csv': 'kept',
+    'gbv_table1.json': 'kept',
+  }
+
+
+def test_the_command_writes_a_table(ran):
+  code, out, err, output = ran['table']
+  assert code == 0, err
+  written = {path.name for path in output.iterdir()} - {'batch_fig3.csv', 'gbv_table1.json'}
+  assert written == {f'spectr_table1.{kind}' for kind in ('json', 'md', 'png')}
+  assert 'reduced: num_runs 2 instead of 1000' in out
+  assert out.startswith(TABLES['spectr_table1'].title)
+  assert '[0/1] 2 calls, 2 times each' in err
+
+
+def test_the_command_writes_figures(ran):
+  code, out, err, output = ran['figures']
+  assert code == 0, err
+  written = {path.name for path in output.iterdir()} - {'gbv_table1.json'}
+  assert written == {f'{name}.{kind}' for name in ('batch_fig3', 'pareto_fig4') for kind in ('csv', 'md', 'png')}
+  # Of several figures each takes the sizes that are for it.
+  request = request_of('batch_fig3', num_drafts=(1, 2))
+  figure = FIGURES['batch_fig3']
+  results = figure.run(request, None)
+  for name, content in figure.files('batch_fig3', request, results).items():
+    assert (output / name).read_bytes() == (content if isinstance(content, bytes) else content.encode())
+  assert figure.tell(results.rows) in out
+
+
+@pytest.mark.slow
+def test_figures_with_the_same_rows_are_measured_once(pair, prompt_file, tmp_path):
+  models = [f'--{role}={path}' for role, path in pair.items()]
+  sizes = ['--num_prompts=2', '--max_new_tokens=4', '--batch_size=2', '--num_nodes=2']
+  arguments = ['--figure=ersd_fig3,ersd_fig4', *models, f'--prompts={prompt_file}', *sizes]
+  code, out, err, output = _run({'both': arguments}, tmp_path)['both']
+  assert code == 0, err
+  assert '] ersd_fig3: ' in err
+  assert '] ersd_fig4: ' not in err
+  first, second = ((output / f'{name}.csv').read_text() for name in ('ersd_fig3', 'ersd_fig4'))
+  assert first == second
+  assert all(FIGURES[name].tell(from_csv(first)) in out for name in ('ersd_fig3', 'ersd_fig4'))

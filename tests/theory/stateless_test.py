@@ -16,6 +16,7 @@ from spectr_jax.theory import (
   log_presence,
   optimal_acceptance,
   optimal_block_acceptance,
+  stateless_fewest_calls,
   stateless_kept_bound,
   stateless_optimum,
 )
@@ -173,6 +174,68 @@ def test_bound_of_drawn_texts():
   assert (np.abs(found.mean(axis=0) - expected) < 4 * errors).all()
 
 
+# The fewest calls for a text.
+
+
+def _log(probs):
+  with np.errstate(divide='ignore'):
+    return np.log(probs)
+
+
+def _bounds_along(tree, draft_log_probs, target_log_probs):
+  """`stateless_kept_bound` at every token of every text, NaN where fewer tokens are left."""
+  num_texts, num_tokens = target_log_probs.shape
+  bounds = np.full((num_texts, num_tokens, tree.max_depth), np.nan)
+  for text, start in np.argwhere(~np.isnan(target_log_probs)):
+    rest = slice(start, start + tree.max_depth)
+    num_left = int((~np.isnan(target_log_probs[text, rest])).sum())
+    window = np.zeros((2, tree.max_depth))
+    window[:, :num_left] = [values[text, rest][:num_left] for values in (draft_log_probs, target_log_probs)]
+    bounds[text, start, :num_left] = stateless_kept_bound(tree, *window)[:num_left]
+  return bounds
+
+
+def test_fewest_calls_by_hand():
+  """Texts of three tokens, one and none; two drafts of two tokens."""
+  p = _log([[0.5, 0.25, 0.5], [0.5, np.nan, np.nan], [np.nan] * 3])
+  q = _log([[0.8, 0.5, 0.5], [1, np.nan, np.nan], [np.nan] * 3])
+  # The first place: .75 of .8 and 1 - (1 - 1/8)^2 of .4; the second: .4375 of .5 are kept, and a call ends the text.
+  first, both, second = 0.75 / 0.8, (1 - 0.875**2) / 0.4, 0.4375 / 0.5
+  from_second = 1 + (1 - second)
+  expected = 1 + (1 - first) * from_second + (first - both)
+  found = stateless_fewest_calls(_bounds_along(TokenTree.chains(2, 2), p, q))
+  np.testing.assert_allclose(found, [expected, 1, 0])
+
+
+def test_fewest_calls_keep_what_suits_the_rest():
+  """The first token can be kept, but only the second's place sees the rest of the text in one call."""
+  draft, target = _log([[1, 0, 1, 0]]), _log(np.full((1, 4), 0.5))
+  assert stateless_fewest_calls(_bounds_along(TokenTree.chains(1, 1), draft, target)) == 2
+  # Before the third token nothing is kept, before the second two tokens are.
+  assert stateless_fewest_calls([[[1, 0], [1, 1], [0, np.nan], [0, np.nan]]]) == 2  # not 3
+
+
+def test_no_rule_takes_fewer_calls():
+  """Chances below the bound at random, and the calls that they lead to."""
+  rng = np.random.default_rng(0)
+  p, q = _log(rng.uniform(0.1, 1, (2, 5, 8)))
+  bounds = _bounds_along(TokenTree.prefix((2, 1, 1)), p, q)
+  fewest = stateless_fewest_calls(bounds)
+  lowest = np.full(5, np.inf)
+  for trial in range(200):
+    share = (
+      np.ones((5, 8, 3)) if not trial else np.cumprod(rng.choice([0, 0.5, 1], (5, 8, 3), p=[0.1, 0.1, 0.8]), axis=2)
+    )
+    at_least = np.concatenate([np.ones((5, 8, 1)), np.nan_to_num(bounds) * share, np.zeros((5, 8, 1))], axis=2)
+    calls = np.zeros((5, 12))
+    for place in reversed(range(8)):
+      chances = at_least[:, place, :-1] - at_least[:, place, 1:]
+      calls[:, place] = 1 + (chances * calls[:, place + 1 : place + 5]).sum(axis=1)
+    assert (calls[:, 0] > fewest - 1e-12).all()
+    lowest = np.minimum(lowest, calls[:, 0])
+  assert (lowest < 1.1 * fewest).all()
+
+
 # The optimum.
 
 
@@ -297,6 +360,11 @@ def test_stateless_methods():
     (lambda: stateless_kept_bound(TokenTree.chains(2, 2), [-1, -1], [-1]), 'target_log_probs must have shape'),
     (lambda: stateless_kept_bound(TokenTree.chains(2, 2), [-1, -1], [np.nan, -1]), 'target_log_probs must be'),
     (lambda: stateless_kept_bound(TokenTree.chains(1, 2), np.zeros((3, 2)), np.zeros((4, 2))), 'equal shapes'),
+    (lambda: stateless_fewest_calls(np.ones((3, 4))), r'shape \[P, T, L\]'),
+    (lambda: stateless_fewest_calls(np.ones((3, 4, 0))), 'L of at least 1'),
+    (lambda: stateless_fewest_calls([[[0.5, 0.6]]]), 'never rise'),
+    (lambda: stateless_fewest_calls([[[1.5, 0.5]]]), 'must be probabilities'),
+    (lambda: stateless_fewest_calls([[[0.5, -0.5]]]), 'must be probabilities'),
     (lambda: stateless_optimum(TokenTree.chains(2, 2), [0.5, 0.5], [0.5, 0.5]), 'must be of 2 tokens'),
     (lambda: stateless_optimum(TokenTree.chains(2, 2), np.ones((2, 2)) / 4, [0.5, 0.5]), r'\[V\] \* L'),
     (lambda: stateless_optimum(TokenTree.chains(1, 1), [0.5, 0.5], [0.5, 0.6]), 'target_law must sum to 1'),

@@ -1,4 +1,4 @@
-"""Figures of measured tables, as PNG; needs matplotlib, the extra `plots`."""
+"""The picture of a table: measured values with their errors, and crosses where the paper prints a number."""
 
 from __future__ import annotations
 
@@ -6,25 +6,51 @@ import dataclasses
 import io
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decode.papers import plots
-from decode.papers.table import Panel, Row, Table, Value
+from decode.papers.exhibit import Row, Value
 
-# Parts of a round stand in for methods where these are stacked.
+# Where the parts of a round are stacked, they take the place of methods.
 _COLORS = plots.COLORS | {'draft': '#E69F00', 'target': '#0072B2', 'verification': '#D55E00', 'rest': '#999999'}
-_MARKERS = 'osD^vP*X<>'
 _HATCHES = ('', '//', '..', 'xx', '--', '++', 'oo')
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Panel:
+  """One panel of the picture.
+
+  Attributes:
+    x: Column of the horizontal axis.
+    y: Columns that are drawn; several only where `kind` is `stack`.
+    by: Columns that tell lines or bars apart: `method` by color, the others by marker or hatch.
+    paper: Column of published values, or None.
+    where: Values that a row must have.
+    kind: `line`, `bar` or `stack`.
+  """
+
+  x: str
+  y: tuple[str, ...]
+  by: tuple[str, ...] = ()
+  paper: str | None = None
+  where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  kind: str = 'line'
+
+  @property
+  def column(self) -> str:
+    """The only column that is drawn."""
+    [column] = self.y
+    return column
+
+
 def _number(cell: Any) -> float:
-  """NaN, which is not drawn, where there is nothing."""
+  """The number of a cell, or NaN, which is not drawn."""
   return cell.number if isinstance(cell, Value) else math.nan
 
 
 def _errors(cells: Sequence[Any]) -> list[list[float]]:
-  """How far below and above the error bars reach; NaN where that is not known."""
+  """Lengths of the error bars below and above the values; NaN where they are not known."""
   ends = []
   for cell in cells:
     low, high = math.nan, math.nan
@@ -36,15 +62,20 @@ def _errors(cells: Sequence[Any]) -> list[list[float]]:
   return [list(side) for side in zip(*ends)]
 
 
+def _telling_columns(rows: Sequence[Row], panel: Panel) -> list[str]:
+  """The columns of `panel.by` in which rows differ."""
+  return [column for column in panel.by if len({str(row[column]) for row in rows}) > 1]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Group:
   """Rows that are one line, or bars of one look.
 
   Attributes:
-    name: What tells them apart from others.
+    name: Its name in the legend.
     rows: The rows.
-    color: Of their method, or their own where there is none.
-    look: Number of what else tells them apart: marker, hatch.
+    color: The method's, or a shade where there is no method.
+    look: Index of the marker or hatch.
   """
 
   name: str
@@ -54,11 +85,11 @@ class _Group:
 
 
 def _groups(rows: Sequence[Row], panel: Panel) -> list[_Group]:
-  """Rows by what tells them apart, columns that are the same everywhere left out of the name."""
-  telling = [column for column in panel.by if len({str(row[column]) for row in rows}) > 1]
+  """Rows by the columns that tell them apart. Columns with one value everywhere are left out of the names."""
+  telling = _telling_columns(rows, panel)
   by_key: dict[tuple, list[Row]] = {}
   for row in rows:
-    # With and without the mark of what is not lossless on some trees: one method.
+    # With and without the mark of not being lossless, which depends on the tree, it is one method.
     key = (row[column].split()[0] if column == 'method' else row[column] for column in telling)
     by_key.setdefault(tuple(key), []).append(row)
   looks: dict[tuple, int] = {}
@@ -73,51 +104,51 @@ def _groups(rows: Sequence[Row], panel: Panel) -> list[_Group]:
       groups.append(_Group(name or 'measured', members, plots.SHADES[place % num_shades], place // num_shades))
       continue
     look = looks.setdefault(tuple(parts.values()), len(looks))
-    groups.append(_Group(name, members, _COLORS.get(method.split()[0], plots.OTHER), look))
+    groups.append(_Group(name, members, plots.method_color(method), look))
   return groups
 
 
 def _draw_lines(axes, panel: Panel, rows: Sequence[Row]) -> None:
-  [column] = panel.y
   for group in _groups(rows, panel):
     ordered = sorted(group.rows, key=lambda row: row[panel.x])
-    xs, cells = [row[panel.x] for row in ordered], [row[column] for row in ordered]
-    marker = _MARKERS[group.look % len(_MARKERS)]
+    xs, cells = [row[panel.x] for row in ordered], [row[panel.column] for row in ordered]
+    marker = plots.PLAIN_MARKERS[group.look % len(plots.PLAIN_MARKERS)]
     axes.errorbar(
       xs, list(map(_number, cells)), _errors(cells), color=group.color, marker=marker, markersize=4, capsize=2,
       linewidth=1, label=group.name,
     )  # fmt: skip
-    printed = [(x, row[panel.paper]) for x, row in zip(xs, ordered) if panel.paper and row[panel.paper] is not None]
-    if printed:
-      points = [x for x, _ in printed], [_number(y) for _, y in printed]
-      axes.plot(*points, color=group.color, marker='x', linestyle='--', linewidth=1)
+    xs, ys = _published_points(panel, xs, ordered)
+    if xs:
+      axes.plot(xs, ys, color=group.color, marker='x', linestyle='--', linewidth=1)
   axes.set_xticks(sorted({row[panel.x] for row in rows}))
 
 
 def _draw_bars(axes, panel: Panel, rows: Sequence[Row]) -> None:
-  [column] = panel.y
   places = {x: place for place, x in enumerate(dict.fromkeys(row[panel.x] for row in rows))}
   groups = _groups(rows, panel)
   width = 0.8 / len(groups)
   for index, group in enumerate(groups):
     left = [places[row[panel.x]] + width * (index + 0.5) - 0.4 for row in group.rows]
-    cells = [row[column] for row in group.rows]
+    cells = [row[panel.column] for row in group.rows]
     axes.bar(
       left, list(map(_number, cells)), width, yerr=_errors(cells), label=group.name, color=group.color,
       hatch=_HATCHES[group.look % len(_HATCHES)], edgecolor='white', linewidth=0.3, error_kw={'linewidth': 0.8},
     )  # fmt: skip
-    printed = [
-      (x, row[panel.paper]) for x, row in zip(left, group.rows) if panel.paper and row[panel.paper] is not None
-    ]
-    axes.plot([x for x, _ in printed], [_number(y) for _, y in printed], 'kx', markersize=4)
+    axes.plot(*_published_points(panel, left, group.rows), 'kx', markersize=4)
   axes.set_xticks(list(places.values()), list(places))
+
+
+def _published_points(panel: Panel, xs: Sequence[float], rows: Sequence[Row]) -> tuple[list, list]:
+  """Coordinates of the rows that have a published value; none if the panel shows none."""
+  points = [(x, row[panel.paper].number) for x, row in zip(xs, rows) if panel.paper and row[panel.paper] is not None]
+  return [x for x, _ in points], [y for _, y in points]
 
 
 def _draw_stacks(axes, panel: Panel, rows: Sequence[Row]) -> None:
   stacks = [row for row in rows if isinstance(row[panel.y[0]], Value)]
-  telling = [column for column in panel.by if len({str(row[column]) for row in stacks}) > 1]
+  telling = _telling_columns(stacks, panel)
   names = [', '.join([row[panel.x], *(f'{column}={row[column]}' for column in telling)]) for row in stacks]
-  # What is below zero hangs left of the axis, as it cannot be stacked.
+  # A part below zero cannot be stacked, so it extends left of the axis.
   ends = [0.0] * len(stacks)
   for part in panel.y:
     lengths = [_number(row[part]) for row in stacks]
@@ -130,28 +161,35 @@ def _draw_stacks(axes, panel: Panel, rows: Sequence[Row]) -> None:
 _DRAW = {'line': _draw_lines, 'bar': _draw_bars, 'stack': _draw_stacks}
 
 
-def draw(table: Table, rows: Sequence[Row], footer: str) -> bytes:
-  """A PNG of the table's panels: what is measured with its spread, and crosses where the paper prints a number."""
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure
+def _name_axes(axes, panel: Panel) -> None:
+  if panel.kind == 'stack':
+    axes.set(ylabel=panel.x, xlabel=f'{", ".join(panel.y)}, seconds per prompt')
+  else:
+    axes.set(xlabel=panel.x, ylabel=', '.join(panel.y))
 
-  figure = Figure(figsize=(max(7, 5.5 * len(table.panels)), 5.5), dpi=120, layout='constrained')
-  FigureCanvasAgg(figure)
-  panels = figure.subplots(1, len(table.panels), squeeze=False)[0]
-  for axes, panel in zip(panels, table.panels):
+
+def draw(panels: Sequence[Panel], rows: Sequence[Row], *, title: str, footer: str) -> bytes:
+  """A PNG of the panels, side by side.
+
+  Args:
+    panels: The panels, from left to right.
+    rows: Rows of the table.
+    title: Text above all panels.
+    footer: Text below them.
+  """
+  figure, axes = plots.bare_panels(len(panels), figsize=(max(7, 5.5 * len(panels)), 5.5), dpi=120)
+  for each, panel in zip(axes, panels):
     shown = [row for row in rows if all(row.get(column) == value for column, value in panel.where.items())]
     if shown:
-      _DRAW[panel.kind](axes, panel, shown)
-    unit = ', seconds per prompt' if panel.kind == 'stack' else ''
-    names = (panel.x, ', '.join(panel.y) + unit)
-    axes.set(**dict(zip(('ylabel', 'xlabel') if panel.kind == 'stack' else ('xlabel', 'ylabel'), names)))
-    axes.grid(alpha=0.3)
-  title = 'crosses: the paper' if any(panel.paper for panel in table.panels) else None
-  panels[-1].legend(fontsize=6, loc='center left', bbox_to_anchor=(1, 0.5), title=title, title_fontsize=6)
-  width = int(16 * figure.get_figwidth())  # characters of this size
-  for write, text, size in ((figure.suptitle, table.title, 9), (figure.supxlabel, footer, 6)):
+      _DRAW[panel.kind](each, panel, shown)
+    _name_axes(each, panel)
+    each.grid(alpha=0.3)
+  crosses = 'crosses: the paper' if any(panel.paper for panel in panels) else None
+  axes[-1].legend(fontsize=6, loc='center left', bbox_to_anchor=(1, 0.5), title=crosses, title_fontsize=6)
+  width = int(16 * figure.get_figwidth())  # characters of size 6
+  for write, text, size in ((figure.suptitle, title, 9), (figure.supxlabel, footer, 6)):
     lines = '\n'.join(textwrap.wrap(text, width * 6 // size))
-    write(lines, fontsize=size, parse_math=False)  # names of files may hold dollar signs
+    write(lines, fontsize=size, parse_math=False)  # file names may hold dollar signs
   content = io.BytesIO()
   figure.savefig(content, format='png')
   return content.getvalue()

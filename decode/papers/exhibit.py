@@ -1,0 +1,285 @@
+"""Exhibits of the papers: what a table or figure is measured on, and what each can say, write and draw."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from etils import epath
+from rich.console import Console
+
+from decode.experiment.options import DecodeOptions
+from decode.experiment.prompts import without_long
+from decode.experiment.settings import Setting
+from decode.experiment.workload import Notify
+from spectr_jax import Tokenizer
+from spectr_jax.io.model_files import read_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+  """A measured or published number with what is known of its error.
+
+  Attributes:
+    number: The number.
+    spread: Half width behind its ±, or None.
+    interval: Low and high end where they are not equally far away; in place of a spread.
+  """
+
+  number: float
+  spread: float | None = None
+  interval: tuple[float, float] | None = None
+
+  def __str__(self):
+    digits = 2 if abs(self.number) >= 1 or not self.number else 1 - math.floor(math.log10(abs(self.number)))
+    text = f'{self.number:.{digits}f}'
+    if self.spread is not None:
+      return f'{text} ± {self.spread:.{digits}f}'
+    return text if self.interval is None else f'{text} ({self.interval[0]:.{digits}f} to {self.interval[1]:.{digits}f})'
+
+
+# Cells by column. Tables hold `Value`s; figures hold plain numbers, with intervals in columns `low` and `high`.
+Row = dict[str, int | float | str | Value | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+  """How much is measured; a size that an exhibit does not use is 0 or empty.
+
+  Attributes:
+    num_prompts: Prompts of each set, from its beginning, at most.
+    num_seeds: Runs of every setting.
+    max_new_tokens: Tokens of each continuation, at most.
+    batch_size: Prompts decoded together.
+    num_runs: Repetitions of a timed call, or texts of a simulation.
+    context: Tokens that the caches of a timed call have room for.
+    num_drafts: K, several.
+    draft_length: L, several.
+    num_nodes: N, tokens drafted in a call, several.
+    epsilon: Over-acceptance, several.
+  """
+
+  num_prompts: int = 0
+  num_seeds: int = 0
+  max_new_tokens: int = 0
+  batch_size: int = 0
+  num_runs: int = 0
+  context: int = 0
+  num_drafts: tuple[int, ...] = ()
+  draft_length: tuple[int, ...] = ()
+  num_nodes: tuple[int, ...] = ()
+  epsilon: tuple[float, ...] = ()
+
+  @property
+  def used(self) -> dict[str, Any]:
+    """The sizes that are neither 0 nor empty, by name."""
+    return {name: value for name, value in dataclasses.asdict(self).items() if value}
+
+
+# The sizes that are also options of decoding.
+_DECODE_SIZES = 'num_prompts', 'num_seeds', 'max_new_tokens', 'batch_size', 'num_drafts', 'draft_length'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+  """What to measure an exhibit on.
+
+  Attributes:
+    target: Directory of the target.
+    drafts: Directories of drafts by name.
+    prompts: Files of prompts by name; None for the shipped ones. Empty for exhibits that decode none.
+    sizes: How much to measure.
+    dtype: As in `DecodeOptions`.
+    seed: The first seed.
+  """
+
+  target: str
+  drafts: Mapping[str, str]
+  prompts: Mapping[str, str | None]
+  sizes: Sizes
+  dtype: str = ''
+  seed: int = 0
+
+  @property
+  def draft(self) -> str:
+    """The first draft; the only one, unless the exhibit compares several."""
+    return next(iter(self.drafts.values()))
+
+  def decode_options(self, **options) -> DecodeOptions:
+    """Options of decoding with these models, prompts and sizes.
+
+    Args:
+      **options: Fields of `DecodeOptions` that go before those of the request.
+    """
+    own = {
+      'target': self.target,
+      'draft': self.draft,
+      'dtype': self.dtype,
+      'prompts': next(iter(self.prompts.values()), None),
+      'skip_long': True,
+      'seed': self.seed,
+    }
+    sizes = {name: value for name, value in self.sizes.used.items() if name in _DECODE_SIZES}
+    return DecodeOptions(**(own | sizes | options))
+
+
+@dataclasses.dataclass
+class Results:
+  """The outcome of measuring an exhibit.
+
+  Attributes:
+    rows: Rows that all have the same columns.
+    runs: Description of each run: flags, versions, device, models. Tables keep it.
+  """
+
+  rows: list[Row] = dataclasses.field(default_factory=list)
+  runs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exhibit(abc.ABC):
+  """A table or figure of a paper. Its rows are all that is kept: pictures can be drawn again from the file of data.
+
+  Attributes:
+    kind: What messages call it.
+    data_format: Extension of the file of data.
+    title: Its subject, and the paper and number.
+    measure: Measures or computes the rows; call `run`, which checks the request first.
+    sizes: How much is measured by default: minutes with the pretrained pair on two cores.
+    has_models: Whether it is about a pair of models.
+    compares_drafts: Whether it takes several drafts.
+    is_simulated: Whether it simulates texts, which a seed decides.
+  """
+
+  kind: ClassVar[str]
+  data_format: ClassVar[str]
+
+  title: str
+  measure: Callable[[Request, Notify], Results]
+  sizes: Sizes = Sizes()
+  has_models: bool = True
+  compares_drafts: bool = False
+  is_simulated: bool = False
+
+  @property
+  def has_prompts(self) -> bool:
+    """Whether it decodes prompts."""
+    return bool(self.sizes.num_prompts)
+
+  @property
+  def is_random(self) -> bool:
+    """Whether a seed matters."""
+    return self.has_prompts or self.is_simulated
+
+  def choose_sizes(self, given: Mapping[str, Any]) -> Sizes:
+    """The default sizes with the given ones in their place.
+
+    Args:
+      given: Sizes by name; None keeps the default.
+
+    Raises:
+      ValueError: A size is given that this exhibit does not use.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    used = self.sizes.used
+    for name in given:
+      if name not in used:
+        sizes = f'whose sizes are {", ".join(used)}' if used else 'which has none'
+        raise ValueError(f'{name} is not for this {self.kind}, {sizes}')
+    return dataclasses.replace(self.sizes, **given)
+
+  def run(self, request: Request, notify: Notify) -> Results:
+    """Measures the rows, after every check that needs no measuring.
+
+    Args:
+      request: What to measure on.
+      notify: Called with progress.
+
+    Raises:
+      ValueError: A model or a file of prompts is unusable, or there are several drafts where one is taken.
+    """
+    if self.has_models:
+      if len(request.drafts) > 1 and not self.compares_drafts:
+        raise ValueError(f'this {self.kind} has one draft, got {", ".join(request.drafts)}')
+      _check_inputs(request)
+    return self.measure(request, notify)
+
+  def files(self, name: str, request: Request, results: Results) -> dict[str, str | bytes]:
+    """Contents of the files to write, by file name: data, Markdown and picture.
+
+    Args:
+      name: The exhibit's name.
+      request: What was measured on.
+      results: The outcome of `run`.
+    """
+    about = self.describe(request, results)
+    return {
+      f'{name}.{self.data_format}': self.to_data(name, request, results),
+      f'{name}.md': self.to_markdown(name, results.rows, about),
+      f'{name}.png': self.to_png(results.rows, about),
+    }
+
+  @abc.abstractmethod
+  def describe(self, request: Request, results: Results) -> list[str]:
+    """Lines on what the rows were measured on."""
+
+  @abc.abstractmethod
+  def show(self, console: Console, rows: Sequence[Row], about: Sequence[str]) -> None:
+    """Prints the rows, or what they show, and the lines of `describe`."""
+
+  @abc.abstractmethod
+  def to_data(self, name: str, request: Request, results: Results) -> str:
+    """The file of data."""
+
+  @abc.abstractmethod
+  def read_rows(self, data: str) -> list[Row]:
+    """The rows of a file of data."""
+
+  @abc.abstractmethod
+  def to_markdown(self, name: str, rows: Sequence[Row], about: Sequence[str]) -> str:
+    """The page of Markdown, with the lines of `describe`."""
+
+  @abc.abstractmethod
+  def to_png(self, rows: Sequence[Row], about: Sequence[str] = ()) -> bytes:
+    """The picture; tables put the first lines of `describe` below it."""
+
+
+def _check_inputs(request: Request) -> None:
+  """Reads what is quickly read of all models and prompts, so that nothing is measured in vain.
+
+  Raises:
+    ValueError: Something is missing, does not belong together, or holds no prompt that fits.
+  """
+  limits, fingerprints = [], {}
+  for path in (request.target, *request.drafts.values()):
+    limits.append(read_config(path).max_length)
+    tokenizer = Tokenizer.load(epath.Path(path) / 'tokenizer.json')
+    fingerprints[path] = tokenizer.fingerprint
+  if len(set(fingerprints.values())) > 1:
+    each = ', '.join(f'{fingerprint} in {path}' for path, fingerprint in fingerprints.items())
+    raise ValueError(f'target and drafts must share a tokenizer, but their fingerprints differ: {each}')
+  for path in request.prompts.values():
+    prompts = DecodeOptions(prompts=path).read_prompts()
+    without_long(prompts, tokenizer, max_new_tokens=request.sizes.max_new_tokens, max_length=min(limits))
+
+
+def method_label(setting: Setting) -> str:
+  """The method's name, marked where it is not lossless."""
+  method = setting.method
+  return method.name if method.is_lossless_on(setting.tree) else f'{method.name} (not lossless)'
+
+
+def describe_sizes(used: Mapping[str, Any]) -> list[str]:
+  """Each size as `name value`, several values separated by commas.
+
+  Args:
+    used: Sizes by name.
+  """
+  texts = {
+    name: ','.join(f'{number:g}' for number in value) if isinstance(value, tuple) else str(value)
+    for name, value in used.items()
+  }
+  return [f'{name} {text}' for name, text in texts.items()]

@@ -1,0 +1,130 @@
+"""Figures of the papers: rows of plain numbers as CSV, a picture drawn from them, and a paragraph on what it shows."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from decode.experiment.workload import portable
+from decode.papers import plots
+from decode.papers.exhibit import Exhibit, Request, Results, Row, describe_sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figure(Exhibit):
+  """A figure of a paper.
+
+  Attributes:
+    draw: Draws the rows, as a figure of matplotlib.
+    tell: A paragraph on what they show.
+  """
+
+  kind = 'figure'
+  data_format = 'csv'
+
+  draw: Callable[[Sequence[Row]], Any]
+  tell: Callable[[Sequence[Row]], str]
+
+  def describe(self, request: Request, results: Results) -> list[str]:
+    """Models, prompts and sizes of the rows; no line for what a figure has none of."""
+    del results
+    lines = []
+    if self.has_models:
+      lines.append(f'target {portable(request.target)}, draft {portable(request.draft)}, temperature 1')
+    lines += [f'prompts: the first of {path or "pretrained/prompts.jsonl"}' for path in request.prompts.values()]
+    sizes = describe_sizes(request.sizes.used)
+    if self.is_random:
+      sizes.append(f'seed {request.seed}')
+    return [*lines, *([', '.join(sizes)] if sizes else [])]
+
+  def show(self, console: Console, rows: Sequence[Row], about: Sequence[str]) -> None:
+    """Prints the paragraph and the lines of `describe`."""
+    for line in (self.title, '', self.tell(rows), '', *about):
+      console.print(line, soft_wrap=True)
+
+  def to_data(self, name: str, request: Request, results: Results) -> str:
+    """CSV, see `to_csv`."""
+    del name, request
+    return to_csv(results.rows)
+
+  def read_rows(self, data: str) -> list[Row]:
+    """The rows that `to_data` wrote."""
+    return from_csv(data)
+
+  def to_markdown(self, name: str, rows: Sequence[Row], about: Sequence[str]) -> str:
+    """The picture, the paragraph, and the lines of `describe` as a list."""
+    lines = [f'- {line}' for line in about]
+    return '\n'.join([f'# {self.title}', '', f'![{name}]({name}.png)', '', self.tell(rows), '', *lines]) + '\n'
+
+  def to_png(self, rows: Sequence[Row], about: Sequence[str] = ()) -> bytes:
+    """The picture, under its title."""
+    del about
+    return plots.to_png(self.draw(rows), title=self.title)
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+  """A header and a line for each row; floats with all their digits, an empty cell for None."""
+  stream = io.StringIO()
+  writer = csv.DictWriter(stream, list(rows[0]), lineterminator='\n')
+  writer.writeheader()
+  writer.writerows(rows)
+  return stream.getvalue()
+
+
+def _parse(text: str) -> int | float | str | None:
+  for kind in (int, float):
+    try:
+      return kind(text)
+    except ValueError:
+      pass
+  return text or None
+
+
+def from_csv(text: str) -> list[Row]:
+  """The rows that `to_csv` wrote; a text that reads as a number becomes one."""
+  return [{name: _parse(cell) for name, cell in row.items()} for row in csv.DictReader(io.StringIO(text))]
+
+
+def low_high(interval: tuple[float, float] | None) -> Row:
+  """Columns `low` and `high` of an interval, None where there is none."""
+  low, high = interval or (None, None)
+  return {'low': low, 'high': high}
+
+
+def select(rows: Sequence[Row], **where: Any) -> list[Row]:
+  """The rows that have the given values.
+
+  Args:
+    rows: The rows.
+    **where: Values by column.
+  """
+  return [row for row in rows if all(row[name] == value for name, value in where.items())]
+
+
+def column(rows: Sequence[Row], name: str, **where: Any) -> list:
+  """One column of the rows that have the given values.
+
+  Args:
+    rows: The rows.
+    name: The column.
+    **where: Values by column.
+  """
+  return [row[name] for row in select(rows, **where)]
+
+
+def by_value(rows: Sequence[Mapping[str, Any]], name: str) -> dict[Any, list]:
+  """Rows by their value in a column, values in the order of the rows.
+
+  Args:
+    rows: The rows.
+    name: The column.
+  """
+  groups: dict[Any, list] = {}
+  for row in rows:
+    groups.setdefault(row[name], []).append(row)
+  return groups

@@ -1,0 +1,64 @@
+"""Requests for small exhibits, and checks that hold of every figure."""
+
+from decode.papers.exhibit import Request, Results
+from decode.papers.exhibits import EXHIBITS, FIGURES
+
+# Rows in JAX's float64, where K-SEQ's threshold is searched to within 1e-9.
+CLOSE = 1e-6
+
+_SMALL = {'num_prompts': 3, 'num_seeds': 1, 'max_new_tokens': 6, 'batch_size': 2}
+# Sizes of every figure about a pair of models, as small as they can be.
+SMALL_FIGURES = {
+  'spectr_fig5': {'num_drafts': (1, 2)},
+  'optimum': _SMALL | {'num_drafts': (1, 2)},
+  'ersd_fig3': _SMALL | {'num_nodes': (5,)},
+  'ersd_fig4': _SMALL | {'num_nodes': (5,)},
+  'opt_uno': _SMALL | {'draft_length': (2,), 'epsilon': (0, 0.5), 'num_seeds': 2},
+  'methods': _SMALL | {'num_drafts': (2,), 'draft_length': (2,)},
+  'ladder': _SMALL | {'num_nodes': (4, 2)},
+}
+
+
+def request_of(name, pair=None, prompts='x', **sizes):
+  """A request of an exhibit on a pair of models and a file of prompts, or files by name."""
+  exhibit = EXHIBITS[name]
+  pair = pair or {'target': '', 'draft': ''}
+  prompts = prompts if isinstance(prompts, dict) else {'HumanEval': str(prompts)}
+  return Request(
+    target=pair['target'],
+    drafts={'tiny': pair['draft']},
+    prompts=prompts if exhibit.has_prompts else {},
+    sizes=exhibit.choose_sizes(sizes),
+  )
+
+
+def check_figure(name, request, rows):
+  """Checks columns, files and paragraph of a figure, and that its picture follows from its data; returns the rows."""
+  figure = FIGURES[name]
+  assert len({tuple(row) for row in rows}) == 1
+  files = figure.files(name, request, Results(rows))
+  assert list(files) == [f'{name}.{kind}' for kind in ('csv', 'md', 'png')]
+  again = figure.read_rows(files[f'{name}.csv'])
+  assert again == rows
+  picture = files[f'{name}.png']
+  assert picture.startswith(b'\x89PNG')
+  assert picture == figure.to_png(again)
+  text = files[f'{name}.md']
+  assert text.startswith(f'# {figure.title}\n')
+  paragraph = figure.tell(rows)
+  assert len(paragraph) > 200
+  assert paragraph in text
+  assert '\n' not in paragraph
+  assert 'nan' not in paragraph
+  return rows
+
+
+def measure_figure(name, pair=None, prompts='x', **sizes):
+  """The rows of a figure, checked."""
+  request = request_of(name, pair, prompts, **sizes)
+  return check_figure(name, request, FIGURES[name].run(request, lambda *_: None).rows)
+
+
+def measure_small(name, pair, prompts):
+  """The rows of a figure about a pair of models, with the sizes above."""
+  return measure_figure(name, pair, prompts, **SMALL_FIGURES[name])
