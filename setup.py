@@ -19,6 +19,30 @@ def _readme() -> str:
   return path.read_text(encoding='utf-8') if path.exists() else ''
 
 
+# The lower bounds are tested: all of them together, on the oldest supported Python.
+
+# What spectr_jax imports: `import spectr_jax` needs JAX and NumPy, the others are imported on first use.
+_LIBRARY = [
+  'etils[epath]>=1.9',  # paths of model files, local or remote
+  'flax>=0.12',  # spectr_jax.models.transformer
+  'jax>=0.8.1',
+  'numpy>=2.0',
+  'orbax-checkpoint>=0.11.26',  # load_model, save_model
+  'scipy>=1.13',  # spectr_jax.theory, spectr_jax.testing
+  'tokenizers>=0.21',  # Tokenizer
+]
+
+# What the commands of decode/ and train/ need in addition. They run from a clone and are not in the wheel, but
+# `pip install -e .` alone must be enough for those of README.md.
+_COMMANDS = [
+  'absl-py>=2.1',  # flags
+  'filelock>=3.13',  # JAX locks a compilation cache of limited size
+  'ml_collections>=1.0',  # configs/
+  'optax>=0.2.6',  # train/
+  'rich>=13.7',  # tables and progress
+  'tensorboardX>=2.6.2.2',  # metrics of train/
+]
+
 setuptools.setup(
   name='spectr_jax',
   version=_version(),
@@ -28,28 +52,16 @@ setuptools.setup(
   license='Apache-2.0',
   license_files=['LICENSE'],
   packages=setuptools.find_packages(include=['spectr_jax', 'spectr_jax.*']),
+  package_data={'spectr_jax': ['py.typed']},
   python_requires='>=3.11',
-  install_requires=[
-    'absl-py>=2.1',
-    'etils[epath]>=1.9',
-    'filelock>=3.13',
-    'flax>=0.12',
-    'jax>=0.8',
-    'ml_collections>=1.0',
-    'numpy>=2.0',
-    'optax>=0.2.6',
-    'orbax-checkpoint>=0.11.26',
-    'rich>=13.7',
-    'scipy>=1.13',
-    'tensorboardX>=2.6.2.2',
-    'tokenizers>=0.21',
-  ],
+  install_requires=[*_LIBRARY, *_COMMANDS],
   extras_require={
     'test': ['hypothesis>=6.100', 'matplotlib>=3.9', 'nbformat>=5.10', 'pytest>=8.0', 'pytest-xdist>=3.6', 'ruff>=0.9'],
     'plots': ['matplotlib>=3.9'],
     'notebooks': ['ipykernel>=6.29', 'matplotlib>=3.9', 'nbclient>=0.10', 'nbformat>=5.10'],
     'lm1b': ['array_record>=0.5', 'importlib_resources>=6.0', 'tensorflow-datasets>=4.9.7'],
-    'docs': ['mkdocs>=1.6,<2', 'mkdocstrings[python]>=0.26'],
+    'docs': ['mkdocs>=1.6,<2', 'mkdocs-material>=9.6', 'mkdocstrings[python]>=0.26', 'ruff>=0.9'],
+    'types': ['pyright[nodejs]>=1.1.414'],
     'browser': ['playwright>=1.45'],
     'tpu': ['jax[tpu]'],
     'cuda': ['jax[cuda12]'],

@@ -1,4 +1,4 @@
-"""How a command ends, bad input becomes one line and a non-zero exit code, never a traceback; and what options say."""
+"""Entry of every command, and parsers of options. Bad input ends in one line and a non-zero exit code, no traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME_AND_INTS = re.compile(r'\s*([a-z][\w-]*)\s*(?::(\s*[+-]?\d+\s*(?:,\s*[+-]?
 
 
 def message_of(error: Exception) -> str:
-  """What to tell the user about an error."""
+  """The message about an error for users."""
   if isinstance(error, OSError) and error.filename and error.strerror:
     return f'{error.filename}: {error.strerror}'
   return str(error)
@@ -32,14 +32,20 @@ def _parse_flags(argv: list[str]) -> list[str]:
     rest = flags.FLAGS(argv)
   except flags.Error as error:
     _fail(f'{error}; --help lists the flags')
-  # Unless asked for, what libraries log while they start is no business of the user's.
+  # Users see log messages of libraries below ERROR only if they set --verbosity.
   if flags.FLAGS['verbosity'].using_default_value:
     flags.FLAGS.verbosity = logging.ERROR
   return rest
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-  """Runs `main` under absl; bad input, which raises `ValueError` or `OSError`, ends it with one line and code 1."""
+  """Runs a command under absl: parses flags, sets up the compilation cache and calls `main`.
+
+  `ValueError`, `OSError` and `ImportError` end the process with one line and exit code 1.
+
+  Args:
+    main: Called with the arguments that are not flags: the program's name.
+  """
   cache_dir = flags.DEFINE_string(
     'compilation_cache_dir',
     None,
@@ -53,7 +59,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     try:
       keep_compiled(cache_dir.value)
       main(argv)
-    except (ValueError, OSError, ImportError) as error:  # a remote path may need a package that is not there
+    except (ValueError, OSError, ImportError) as error:  # a remote path may need a package that is not installed
       _fail(message_of(error))
     except KeyboardInterrupt:
       _fail('interrupted', 130)
@@ -62,16 +68,19 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def parse_numbers(name: str, texts: Iterable[str], kind: Callable[[str], float] = int, *, least: float = 1) -> tuple:
-  """The values of an option that is a list of numbers.
+  """Parses the values of an option that is a list of numbers.
 
   Args:
-    name: The option.
-    texts: What stands between its commas.
+    name: The option, for messages.
+    texts: The texts between its commas.
     kind: int or float.
-    least: What none may be below.
+    least: The smallest valid number.
+
+  Returns:
+    The numbers, at least one.
 
   Raises:
-    ValueError: Something else stands there.
+    ValueError: There is none, or a text is not a finite number of at least `least`.
   """
   texts = list(texts)
   try:
@@ -86,14 +95,14 @@ def parse_numbers(name: str, texts: Iterable[str], kind: Callable[[str], float] 
 
 
 def parse_name_and_ints(text: str) -> tuple[str, tuple[int, ...]]:
-  """Parses the value of an option that is a name, or a name and integers: `chains:8,4`.
+  """Parses the value of an option that is a name, or a name and integers, such as `chains:8,4`.
 
   Args:
-    text: A name of letters, digits, `-` and `_` that begins with a letter; then maybe `:` and integers with commas
-      between them. Spaces around the parts do not matter.
+    text: A name of letters, digits, `-` and `_` that begins with a letter, optionally followed by `:` and integers
+      separated by commas. Spaces around the parts are ignored.
 
   Returns:
-    The name and the integers, none if there is no `:`.
+    The name, and the integers; no integers if there is no `:`.
 
   Raises:
     ValueError: `text` has another form.
@@ -106,10 +115,16 @@ def parse_name_and_ints(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-  """Parses the value of an option that gives names a number each: `data:8,model:2`.
+  """Parses the value of an option that gives every name one integer, such as `data:8,model:2`.
+
+  Args:
+    text: Pairs NAME:INTEGER, separated by commas.
+
+  Returns:
+    The integers by name.
 
   Raises:
-    ValueError: `text` has another form, or a name twice.
+    ValueError: `text` has another form or repeats a name.
   """
   sizes = {}
   for part in text.split(','):
@@ -121,17 +136,20 @@ def parse_sizes(text: str) -> dict[str, int]:
 
 
 def parse_paths(name: str, texts: Iterable[str]) -> dict[str, str]:
-  """Paths by name, of a list of `PATH` or `NAME=PATH`.
+  """Parses the values of an option that is a list of `PATH` or `NAME=PATH`.
 
-  A path without a name is named after its last part, without what says how a file is written; of `WORKDIR/model`, where
-  trained models stand, after the part before.
+  A path without a name is named after its last part without the file extension. `WORKDIR/model`, the directory of a
+  trained model, is named after the part before the last.
 
   Args:
-    name: The option.
-    texts: What stands between its commas.
+    name: The option, for messages.
+    texts: The texts between its commas.
+
+  Returns:
+    The paths by name, at least one.
 
   Raises:
-    ValueError: There is none, one is empty, or two have one name.
+    ValueError: There is no path, a name or path is empty, or two paths have the same name.
   """
   texts = [text.strip() for text in texts]
   paths = {}

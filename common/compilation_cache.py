@@ -1,4 +1,4 @@
-"""Compiled programs on disk, so that a command need not compile what an earlier one has."""
+"""Compilation cache on disk, so that a command reuses the programs that an earlier one compiled."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from etils import epath
 
 
 def _machine() -> str:
-  """A name for processors that can run each other's programs: a home directory may be shared by others."""
+  """A name that is equal for CPUs that can run each other's programs, since machines may share a home directory."""
   try:
     lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
   except OSError:
     lines = [platform.processor(), platform.system()]
-  told = sorted({line for line in lines if line.startswith(('flags', 'Features', 'model name'))} or lines)
-  return f'{platform.machine()}-{hashlib.sha256(chr(10).join(told).encode()).hexdigest()[:8]}'
+  features = sorted({line for line in lines if line.startswith(('flags', 'Features', 'model name'))} or lines)
+  return f'{platform.machine()}-{hashlib.sha256(chr(10).join(features).encode()).hexdigest()[:8]}'
 
 
 def keep_compiled(directory: str | None) -> None:
-  """Lets JAX keep compiled programs between runs, at most a gigabyte, the least recently used going first.
+  """Lets JAX keep compiled programs between runs, at most 1 GiB; the least recently used are deleted first.
 
   Args:
-    directory: Where; '' for nowhere, None for what `JAX_COMPILATION_CACHE_DIR` says or else the user's cache directory.
+    directory: The directory; '' for no cache, None for `JAX_COMPILATION_CACHE_DIR` or else the user's cache directory.
 
   Raises:
-    ValueError: It cannot be written.
+    ValueError: The given directory cannot be written.
   """
   if directory is None and 'JAX_COMPILATION_CACHE_DIR' in os.environ:
     return
@@ -42,7 +42,7 @@ def keep_compiled(directory: str | None) -> None:
     path.mkdir(parents=True, exist_ok=True)
     (path / 'writable').touch()
   except Exception as error:  # remote file systems raise their own types
-    if directory is None:  # nothing was asked for
+    if directory is None:  # the default; a warning is enough
       print(f'compiled programs are not kept: {error}', file=sys.stderr)
       jax.config.update('jax_enable_compilation_cache', False)
       return

@@ -1,4 +1,4 @@
-"""Reading a JSON file that another run wrote."""
+"""JSON files that another run wrote."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from etils import epath
 
 
 def read_json(path: epath.PathLike, what: str, advice: str) -> Any:
-  """What a file holds.
+  """Reads a JSON file.
 
   Args:
     path: The file.
-    what: What it should hold, for messages.
-    advice: What would be right, for messages.
+    what: The expected content, for messages.
+    advice: Advice on a file that is not JSON, for messages.
+
+  Returns:
+    The parsed content.
 
   Raises:
-    ValueError: The file cannot be read or is no JSON.
+    ValueError: The file cannot be read or is not JSON.
   """
   try:
     return json.loads(epath.Path(path).read_text(encoding='utf-8'))

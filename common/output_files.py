@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Output files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from etils import epath
 
 
 class OutputFiles:
-  """Files that are written whole or not at all; what stood there before stays until then.
+  """Files that are written completely or not at all; an existing file stays until its replacement is complete.
 
-  Entering proves that they can be written, so that a long run does not end in a surprise.
+  A context manager. Entering it checks that all files can be written, so that a long run does not fail at its end.
 
   Attributes:
-    paths: Where to write, by flag.
+    paths: Paths by flag, without flags that are None.
   """
 
   def __init__(self, **paths: epath.PathLike | None):
-    # Links are followed: renaming onto one would replace the link, not the file it names.
+    # Links are resolved: renaming onto a link would replace the link and not its target.
     self.paths = {
       flag: epath.Path(path if '://' in str(path) else os.path.realpath(path))
       for flag, path in paths.items()
@@ -52,7 +52,11 @@ class OutputFiles:
       raise ValueError(f'{flag}: cannot write {path}: {getattr(error, "strerror", None) or error}') from error
 
   def write(self, **contents: str | bytes) -> None:
-    """Writes the text, or the bytes, of each flag that was given a path."""
+    """Writes the content of every flag that has a path.
+
+    Args:
+      **contents: Text or bytes by flag; a flag without a path is ignored.
+    """
     contents = {flag: content for flag, content in contents.items() if flag in self.paths}
     for flag, content in contents.items():
       self._unfinished(flag).write_bytes(content.encode() if isinstance(content, str) else content)

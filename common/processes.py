@@ -1,4 +1,4 @@
-"""Several processes that run one program: how they find each other, and how one of them ends all."""
+"""Programs of several processes: joining them, and ending all of them when one fails."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, f
 
 
 def _has_tpu() -> bool:
-  """Whether this machine has TPU chips that JAX would use, found without starting them."""
+  """Tells whether this machine has TPU chips that JAX would use, without initialising them."""
   is_wanted = os.environ.get('JAX_PLATFORMS', 'tpu').split(',')[0] in ('', 'tpu')
   has_chips = bool(glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*'))
   return is_wanted and has_chips and importlib.util.find_spec('libtpu') is not None
 
 
 def initialize() -> None:
-  """Joins the other processes, which the flags name or a TPU pod knows; does nothing where there are none.
+  """Joins the other processes, given by flags or by a TPU pod; does nothing if there are none.
 
-  Must be called before anything else asks JAX for devices.
+  Call it before anything else asks JAX for devices.
 
   Raises:
-    ValueError: Not all that is needed is given, or the processes do not come together.
+    ValueError: Some of the flags are missing, or the processes cannot join.
   """
   given = {
     'coordinator_address': _ADDRESS.value, 'num_processes': _NUM_PROCESSES.value, 'process_id': _PROCESS_ID.value,
@@ -46,7 +46,7 @@ def initialize() -> None:
     raise ValueError(f'of several processes each needs all of {", ".join(given)}; missing: {", ".join(missing)}')
   elif not given['process_id'] < given['num_processes']:
     raise ValueError(f'process_id must be below num_processes, got {given["process_id"]} of {given["num_processes"]}')
-  # SIGTERM is the program's business.
+  # The program handles SIGTERM itself.
   jax.config.update('jax_enable_preemption_service', False)
   try:
     jax.distributed.initialize(**given)
@@ -56,10 +56,9 @@ def initialize() -> None:
 
 
 def fail(error: Exception) -> NoReturn:
-  """Ends this process with one line and code 1.
+  """Ends this process with one line and exit code 1, without waiting for anything.
 
-  At once: other processes wait for this one, and an orderly end would wait for them; and what is still going on in the
-  background has nothing to add.
+  An orderly exit would wait for the other processes, which wait for this one, and for work in background threads.
   """
   print('error: ' + ' '.join(command_line.message_of(error).split()), file=sys.stderr, flush=True)
   sys.stdout.flush()
@@ -67,10 +66,14 @@ def fail(error: Exception) -> NoReturn:
 
 
 def run_together(work: Callable[[], None]) -> None:
-  """Joins the other processes, if there are any, and does the work; what fails in one of several ends all of them.
+  """Joins the other processes, if there are any, and does the work; a failure in one of them ends all.
+
+  Args:
+    work: The work; bad input raises ValueError or OSError.
 
   Raises:
-    ValueError, OSError: Of the work, where there is one process alone.
+    ValueError: `work` raised it, and there is only this process.
+    OSError: `work` raised it, and there is only this process.
   """
   initialize()
   try:

@@ -1,4 +1,4 @@
-"""Keeps long grids within the memory maps of a process, of which programs for processors take many."""
+"""Limit on the memory maps of a process, of which compiled CPU programs take many, for long grids of settings."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def _is_half_full() -> bool:
 
 
 def is_half_full(*, is_joint: bool = False) -> bool:
-  """Whether half of the memory maps that Linux allows a process are taken; False on other systems.
+  """Tells whether this process uses half of the memory maps that Linux allows it; False on other systems.
 
-  XLA takes a thousand for a loop that it compiles for a processor, and 65,530 are allowed by default. Where there are
-  none left the process crashes.
+  XLA uses a thousand for a loop that it compiles for CPU. The default limit is 65,530, and beyond it the process
+  crashes.
 
   Args:
-    is_joint: Whether several processes run the same programs together, and have to forget them together: then the
-      answer is of the fullest.
+    is_joint: Whether several processes run the same programs together and must forget them together. Then the result
+      is True in all of them if it is in one.
   """
   own = _is_half_full()
   return bool(np.any(multihost_utils.process_allgather(np.array(own)))) if is_joint else own
 
 
 def make_room(*, is_joint: bool = False) -> None:
-  """Forgets all compiled programs if memory maps are half full; `is_joint` as for `is_half_full`."""
+  """Forgets all compiled programs if half of the memory maps are used; `is_joint` as for `is_half_full`."""
   if is_half_full(is_joint=is_joint):
     jax.clear_caches()
 
@@ -46,13 +46,17 @@ def make_room(*, is_joint: bool = False) -> None:
 def in_groups(
   items: Sequence[T], compile_fn: Callable[[T], None], *, baseline: T | None = None, is_joint: bool = False
 ) -> Iterator[list[T]]:
-  """Compiles as many as the process can hold, gives these, forgets their programs and goes on.
+  """Splits items into groups whose compiled programs fit into the process, and compiles one group after another.
 
   Args:
-    items: What has programs.
-    compile_fn: Compiles the programs of one.
-    baseline: One of them that is the first of every group, for the others to be compared with; None for none.
+    items: Items that have compiled programs.
+    compile_fn: Compiles the programs of one item.
+    baseline: One of the items, which becomes the first of every group, so that the others can be compared with it; None
+      for no baseline.
     is_joint: As for `is_half_full`.
+
+  Yields:
+    A group of items that are compiled; their programs are forgotten when the next group is asked for.
   """
   make_room(is_joint=is_joint)
   common = [] if baseline is None else [baseline]
@@ -72,7 +76,14 @@ def in_groups(
 
 
 def describe_groups(groups: Sequence[Sequence[str]]) -> list[str]:
-  """A line where not all were timed in turns; none otherwise."""
+  """A line for the report if not all settings were timed together; no line otherwise.
+
+  Args:
+    groups: Names of the settings of each group, in order.
+
+  Returns:
+    One line or none.
+  """
   if len(groups) < 2:
     return []
   first, *others = groups

@@ -1,5 +1,8 @@
 """Lossless multi-draft speculative decoding in JAX."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from spectr_jax import models
 from spectr_jax.draft import Drafter, ModelDrafter
 from spectr_jax.engine.loop import decode_rounds, generate
@@ -7,15 +10,19 @@ from spectr_jax.engine.refill import Continuation, Request, generate_many, refil
 from spectr_jax.engine.result import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Generation, NotFiniteError
 from spectr_jax.engine.state import DecodeState, init_decode
 from spectr_jax.engine.statistics import Statistics
-from spectr_jax.io.model_files import load_model, save_model
-from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.methods import METHODS, Method, get_method, register, with_children, with_epsilon, with_gumbel
 from spectr_jax.model import KVCache, Model, ModelOutput
-from spectr_jax.models import table, transformer
+from spectr_jax.models import table
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.tree import TokenTree, optimal_factors
 from spectr_jax.verify import Verdict, Verifier
+
+if TYPE_CHECKING:
+  from spectr_jax import testing, theory
+  from spectr_jax.io.model_files import load_model, save_model
+  from spectr_jax.io.tokenizer import Tokenizer
+  from spectr_jax.models import transformer
 
 __version__ = '0.1.0'
 
@@ -54,8 +61,38 @@ __all__ = [
   'register',
   'save_model',
   'table',
+  'testing',
+  'theory',
   'transformer',
   'with_children',
   'with_epsilon',
   'with_gumbel',
 ]
+
+
+# Names that are imported on first use, each with its module and its name there (None for the module itself). They need
+# Flax, Orbax or tokenizers, which take longer to import than the rest of the library together. The imports under
+# TYPE_CHECKING tell type checkers and editors the same.
+_LAZY: dict[str, tuple[str, str | None]] = {
+  'Tokenizer': ('spectr_jax.io.tokenizer', 'Tokenizer'),
+  'load_model': ('spectr_jax.io.model_files', 'load_model'),
+  'save_model': ('spectr_jax.io.model_files', 'save_model'),
+  'testing': ('spectr_jax.testing', None),
+  'theory': ('spectr_jax.theory', None),
+  'transformer': ('spectr_jax.models.transformer', None),
+}
+
+if not TYPE_CHECKING:  # seen by a type checker, this function would make every misspelt name valid
+
+  def __getattr__(name: str):
+    if name not in _LAZY:
+      raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    module, attribute = _LAZY[name]
+    found = importlib.import_module(module)
+    found = found if attribute is None else getattr(found, attribute)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *_LAZY})

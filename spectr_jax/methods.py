@@ -1,4 +1,4 @@
-"""The registry: a method is a proposal rule, a verifier and what is known about the two."""
+"""The registry of methods: pairs of a proposal rule and a verifier, with what is known about the pair."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from spectr_jax.couplings import KSeq, Maximal, Only, OverAccept, Race, Recursive, Selected
+from spectr_jax.couplings import KSeq, Maximal, MaximalAfter, OverAccept, Race, Recursive, SingleDraft
 from spectr_jax.proposal import FirstArrivals, Independent, ProposalRule, WithoutReplacement
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify import Block, GreedyBlock, RaceTraversal, SeedExact, Traversal, Verifier, Walk
@@ -19,8 +19,8 @@ class Method:
   Attributes:
     name: Its name in `METHODS`.
     verifier: Decides which guesses are kept.
-    proposal_rule: How the children of a node are drawn.
-    is_lossless: Whether what comes out has exactly the target's law, whatever the tree.
+    proposal_rule: Draws the children of a node.
+    is_lossless: Whether the output has exactly the target's distribution, whatever the tree.
     source: Paper and algorithm.
     max_drafts: The most candidates a position may have, or None for any number; 0 drafts nothing.
     needs_chains: Whether it is defined for K chains of equal length only.
@@ -52,8 +52,28 @@ class Method:
       promise = "has the target's law" if self.is_lossless else 'is defined'
       raise ValueError(f'{self.name} {promise} only if children are drawn {names}, not {self.proposal_rule.name}')
 
+  @property
+  def takes_given(self) -> bool:
+    """Whether candidates may be given (`Proposal.is_given`)."""
+    return self.verifier.takes_given
+
+  @property
+  def takes_grown(self) -> bool:
+    """Whether rows may grow trees of their own (`TokenTree.slots`)."""
+    return self.verifier.takes_grown
+
+  @property
+  def is_token_level(self) -> bool:
+    """Whether each position is decided by itself."""
+    return self.verifier.is_token_level
+
+  @property
+  def tries_every_branch(self) -> bool:
+    """Whether a branch that fails is followed by the next one."""
+    return self.verifier.tries_every_branch
+
   def is_lossless_on(self, tree: TokenTree) -> bool:
-    """Whether what comes out has exactly the target's law on this tree."""
+    """Whether the output has exactly the target's distribution on this tree."""
     return self.is_lossless or (self.is_lossless_alone and tree.is_chain)
 
   def tree_for(self, tree: TokenTree | None) -> TokenTree:
@@ -66,6 +86,10 @@ class Method:
       return TokenTree()
     if tree is None or not tree.num_nodes:
       raise ValueError(f'{self.name} needs guesses: give it a tree, such as TokenTree.chains(1, 4)')
+    if tree.is_grown and not self.takes_grown:
+      raise ValueError(
+        f'{self.name} needs one tree for all rows: it does not take trees that grow while they are drafted'
+      )
     if self.max_drafts == 1 and not tree.is_chain:
       raise ValueError(f'{self.name} verifies a single draft: the tree must be a chain (num_drafts 1)')
     if self.max_drafts is not None and (widest := int(np.bincount(tree.depths)[1:].max())) > self.max_drafts:
@@ -137,7 +161,7 @@ _METHODS = (
   ),
   Method(
     name='block',
-    verifier=Block(Only()),
+    verifier=Block(SingleDraft()),
     proposal_rule=Independent(),
     is_lossless=True,
     source='Sun et al. 2024, "Block Verification Accelerates Speculative Decoding"',
@@ -163,7 +187,7 @@ _METHODS = (
   ),
   Method(
     name='race',
-    verifier=Walk(Selected(Race())),
+    verifier=Walk(MaximalAfter(Race())),
     proposal_rule=Independent(),
     is_lossless=True,
     source="this library: SpecTr's optimal transport by an exponential race",
@@ -249,26 +273,27 @@ def with_children(method: Method, children: str) -> Method:
   rules = {rule.name: rule for rule in (Independent(), WithoutReplacement(), FirstArrivals())}
   if children not in rules:
     raise ValueError(f'children must be one of {", ".join(rules)}, got {children!r}')
-  verifier = method.verifier
-  if isinstance(verifier, Traversal):
-    verifier = Traversal(with_replacement=children == Independent.name)
-  return dataclasses.replace(method, verifier=verifier, proposal_rule=rules[children])
+  rule = rules[children]
+  return dataclasses.replace(method, verifier=method.verifier.for_rule(rule), proposal_rule=rule)
 
 
 def with_epsilon(method: Method, epsilon: float) -> Method:
   """`method` with another amount of over-acceptance; methods that accept no more than they may stay as they are.
 
-  With none, and the best law after a rejection, what is left is speculative decoding, which is lossless.
+  With none, and the best residual, the method is speculative decoding, which is lossless.
+
+  Args:
+    method: The method.
+    epsilon: The amount added to the target's probability of a candidate.
 
   Raises:
     ValueError: `epsilon` is negative.
   """
-  verifier = method.verifier
-  if not (isinstance(verifier, Walk) and isinstance(verifier.coupling, OverAccept)):
+  verifier = method.verifier.with_epsilon(epsilon)
+  if verifier is method.verifier:
     return method
-  coupling = dataclasses.replace(verifier.coupling, epsilon=epsilon)
-  method = dataclasses.replace(method, verifier=dataclasses.replace(verifier, coupling=coupling))
-  return dataclasses.replace(method, is_lossless=True, bias='') if coupling.is_lossless else method
+  method = dataclasses.replace(method, verifier=verifier)
+  return method if verifier.is_biased else dataclasses.replace(method, is_lossless=True, bias='')
 
 
 def with_gumbel(method: Method) -> Method:

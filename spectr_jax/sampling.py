@@ -1,9 +1,9 @@
-"""From logits to laws, and draws from them.
+"""Probabilities from logits, and draws from them.
 
-Temperature, top-k and top-p turn logits into the law a token is drawn from; draft and target go through the same
-function. Thresholds are found by bisection over the bits of a float, so nothing is sorted, ties are all kept, and
-the result does not depend on the order of the vocabulary. Draws invert a two-level cumulative sum, so that no noise of
-the size of the vocabulary is made.
+Temperature, top-k and top-p turn logits into the distribution that a token is drawn from. Draft and target use the same
+function. Bisection over the bits of a float finds the thresholds. So nothing is sorted, all ties are kept, and the
+result does not depend on the order of the vocabulary. Draws invert a two-level cumulative sum, which needs one uniform
+and no noise of the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-  """How logits become a law, per row.
+  """Parameters that turn logits into a distribution, per row.
 
   Attributes:
-    temperature: float `[B]`; 0 is the one-hot law of the first largest logit.
-    top_k: int32 `[B]`; the k largest are kept, 0 keeps all.
-    top_p: float `[B]` in (0, 1]; the fewest largest with at least this mass are kept, after top-k.
+    temperature: float `[B]`; 0 is the point mass at the first largest logit.
+    top_k: int32 `[B]`; keeps the k most probable tokens, 0 keeps all.
+    top_p: float `[B]` in (0, 1]; keeps the fewest most probable tokens that have at least this mass, after top-k.
   """
 
   temperature: jax.Array
@@ -30,11 +32,27 @@ class SamplingParams:
   top_p: jax.Array
 
   @classmethod
-  def make(cls, batch_size: int, *, temperature=1.0, top_k=0, top_p=1.0) -> SamplingParams:
+  def make(
+    cls,
+    batch_size: int,
+    *,
+    temperature: ArrayLike = 1.0,
+    top_k: ArrayLike = 0,
+    top_p: ArrayLike = 1.0,
+  ) -> SamplingParams:
     """Broadcasts scalars or `[B]` arrays to `[B]`.
 
+    Args:
+      batch_size: B.
+      temperature: Scalar or `[B]`, finite and at least 0.
+      top_k: Scalar or `[B]`, at least 0.
+      top_p: Scalar or `[B]`, above 0 and at most 1.
+
+    Returns:
+      The parameters of B rows.
+
     Raises:
-      ValueError: A value is out of range or of another length.
+      ValueError: A value is out of range or of another shape.
     """
     values = {}
     for name, value, dtype, is_valid, allowed in (
@@ -45,28 +63,28 @@ class SamplingParams:
       array = jnp.asarray(value, dtype)
       if array.shape not in ((), (batch_size,)):
         raise ValueError(f'{name} must be a scalar or [{batch_size}], got shape {array.shape}')
-      if not isinstance(array, jax.core.Tracer) and not bool(jnp.all(is_valid(array))):
+      if not isinstance(array, Tracer) and not bool(jnp.all(is_valid(array))):
         raise ValueError(f'{name} must be {allowed}, got {value}')
       values[name] = jnp.broadcast_to(array, (batch_size,))
     return cls(**values)
 
 
-# From so many rows on a processor filters them one by one.
+# From this many rows on, the CPU path filters row by row.
 _MANY_ROWS = 64
 
 
 def _largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | None) -> jax.Array:
-  """The largest t such that the tokens with probability at least t measure `goal` or more; 0 where none do.
+  """Finds the largest t such that the tokens with probability at least t have a total weight of `goal` or more.
 
   Args:
     probs: `[..., V]`, not negative.
-    goal: `[...]`, or what broadcasts to it.
-    weights: `[..., V]`, what a token measures; None counts tokens.
+    goal: `[...]`, or broadcastable to it.
+    weights: `[..., V]`, the tokens' weights; None gives every token the weight 1.
 
   Returns:
-    `[..., 1]`; tokens at or above it are those to keep.
+    `[..., 1]`, t; the tokens to keep are those with probability at least t. 0 where all tokens together weigh less.
   """
-  # Floats that are not negative order like their bits; thresholds are bits, and compared as floats.
+  # Floats that are not negative order like their bits. The search bisects over bits and compares them as floats.
   bits_dtype = {4: jnp.int32, 8: jnp.int64}[probs.dtype.itemsize]
   goal = jnp.broadcast_to(goal, probs.shape[:-1])
 
@@ -107,18 +125,18 @@ def _largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | N
 
   if goal.size < _MANY_ROWS:
     return search(probs, goal, weights)
-  # Many rows do not fit into a processor's cache together, and one by one none waits for the others.
+  # Many rows together do not fit into a CPU's cache. And row by row, no row waits for the slowest.
   return jax.lax.platform_dependent(cpu=row_by_row, default=lambda: search(probs, goal, weights))
 
 
 def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
-  """The laws tokens are drawn from; used on draft and target alike.
+  """Computes the distributions that tokens are drawn from, for draft and target alike.
 
-  Temperature first, then top-k, then top-p of what is left. A filter that no row asks for costs nothing.
+  Temperature comes first, then top-k, then top-p of the remaining tokens. A filter that no row uses costs nothing.
 
   Args:
     logits: `[B, N, V]`, float32 or wider; -inf for tokens that must not occur.
-    sampling: The rows' parameters.
+    sampling: Parameters of the B rows.
 
   Returns:
     Probabilities `[B, N, V]` in the logits' dtype; NaN throughout where the largest logit is not finite.
@@ -126,8 +144,8 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   temperature, top_k, top_p = (x[:, None] for x in (sampling.temperature, sampling.top_k, sampling.top_p))
   is_greedy = temperature == 0
   scale = jnp.where(is_greedy, 1, jnp.maximum(temperature, 1e-30)).astype(logits.dtype)  # 1/scale must be finite
-  # The largest is taken off before the division: after it, at a small temperature, logits would overflow or, divided
-  # twice with different rounding in a fused program, be far from their own maximum.
+  # The maximum is subtracted before the division. After it, logits at a small temperature could overflow; and a fused
+  # program may divide twice with different rounding, so that logits would differ from their own maximum.
   weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / scale[..., None])
   probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
 
@@ -148,16 +166,16 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     largest = jnp.where(jnp.isnan(probs[..., :1]), jnp.nan, largest)
     return jnp.where(is_greedy[..., None], largest, probs)
 
-  # One branch around all of it: each would hold a copy of the laws.
+  # One branch around all filters, since each branch holds a copy of the distributions.
   is_restricted = jnp.any((top_k > 0) | (top_p < 1) | is_greedy)
   return jax.lax.cond(is_restricted, restrict, lambda x: x, probs)
 
 
 def _first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """First index of positive weight whose cumulative sum exceeds `level`, and the sum before it."""
+  """The first index of positive weight whose cumulative sum exceeds `level`, and the sum before it."""
   cumulative = jnp.cumsum(weights)
-  # Rounding can leave every sum at or below the level, and a parallel sum can rise at a zero: only positive weights
-  # are eligible, the last of them if no sum is above.
+  # Rounding can leave every sum at or below the level, and a parallel sum can rise at a weight of 0. So only positive
+  # weights are eligible, and the last of them is taken if no sum is above.
   is_positive = weights > 0
   is_above = (cumulative > level) & is_positive
   last_positive = weights.shape[0] - 1 - jnp.argmax(is_positive[::-1])
@@ -166,14 +184,14 @@ def _first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
-  """The token at a uniform's place in the cumulative law; never one of weight 0.
+  """Draws a token with probability proportional to its weight, by inversion of the cumulative sum.
 
   Args:
     uniform: Scalar in [0, 1).
-    weights: `[V]`, not negative, of any positive sum.
+    weights: `[V]`, not negative, with any positive sum.
 
   Returns:
-    int32 scalar.
+    The token, int32 scalar; never one of weight 0.
   """
   vocab_size = weights.shape[0]
   block = 128
@@ -189,10 +207,10 @@ def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _exponentials(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-  """Independent Exp(1), with all random bits where they count: among the smallest of many, which win races.
+  """Independent Exp(1) variables that are accurate where they are small, since the smallest wins a race.
 
-  `jax.random.exponential` is 0 once in 2^23 in float32, and whoever draws it wins whatever its probability. Here the
-  smallest value is 2^-33: of a vocabulary of V tokens less than V / 2^33 of the mass is displaced.
+  In float32 `jax.random.exponential` is 0 once in 2^23 draws, and a token with 0 wins whatever its probability. Here
+  the smallest value is 2^-33. So with V tokens less than V / 2^33 of the mass is displaced.
   """
   num_bits = 8 * jnp.dtype(dtype).itemsize
   bits = jax.random.bits(key, shape, jnp.uint32 if num_bits == 32 else jnp.uint64)
@@ -203,14 +221,14 @@ def _exponentials(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
 def arrivals(key: jax.Array, probs: jax.Array) -> jax.Array:
   """Arrival times of an exponential race: E_x / p(x) with independent E_x ~ Exp(1) that depend on the key alone.
 
-  The first to arrive has the law `probs`; this is Gumbel-max sampling, since -log E is a Gumbel variable.
+  The first token to arrive has the distribution `probs`. This is Gumbel-max sampling: -log E is a Gumbel variable.
 
   Args:
-    key: A key.
+    key: A typed key.
     probs: `[V]`.
 
   Returns:
-    `[V]`, inf where the probability is 0.
+    Times `[V]`, inf where the probability is 0.
   """
   exponentials = _exponentials(key, probs.shape, probs.dtype)
   is_possible = probs > 0
@@ -218,10 +236,10 @@ def arrivals(key: jax.Array, probs: jax.Array) -> jax.Array:
 
 
 def first_arrival(times: jax.Array) -> jax.Array:
-  """The token that arrives first, the lowest of several; `[V]` to an int32 scalar.
+  """The token that arrives first, int32 scalar; of equal times `[V]` the one with the lowest index.
 
-  A minimum by blocks and one within the first block that has it: over a whole vocabulary a processor finds an index
-  one by one.
+  It takes the minimum of every block, then the index within the first block that has the smallest. An argmin over the
+  whole vocabulary is not vectorised on CPU.
   """
   vocab_size = times.shape[0]
   block = 128
@@ -231,14 +249,22 @@ def first_arrival(times: jax.Array) -> jax.Array:
 
 
 def positive_part(weights: jax.Array) -> jax.Array:
-  """`[weights]+`.
+  """`[weights]+`, of any shape.
 
-  A choice and not a maximum: XLA hands a sum over a maximum to a library for matrices, and copies what goes into it.
+  A `where` and not a `maximum`: XLA on CPU hands a sum over a maximum to a matrix library, and copies its input.
   """
   return jnp.where(weights > 0, weights, 0)
 
 
 def positive_part_or(weights: jax.Array, fallback: jax.Array) -> jax.Array:
-  """`[weights]+`, or `fallback` where rounding or equal laws leave it no mass; `[V]`, not normalised."""
+  """`[weights]+`, or `fallback` if rounding or equal distributions leave no mass.
+
+  Args:
+    weights: `[V]`.
+    fallback: `[V]`.
+
+  Returns:
+    `[V]`, not normalised.
+  """
   positive = positive_part(weights)
   return jnp.where(jnp.sum(positive) > 0, positive, fallback)

@@ -1,24 +1,31 @@
-"""Where arrays live: one function that builds a mesh, and rules from a parameter's path to its sharding."""
+"""Placement of arrays on devices: the mesh, and rules that give every parameter a sharding by its path."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+  Device: TypeAlias = Any  # jaxlib has no type stubs, so a type checker does not accept `jax.Device` as a type
+else:
+  Device = jax.Device
 
 DATA, MODEL = 'data', 'model'
 
 Rules = Sequence[tuple[str, tuple[str | None, ...]]]
 
-# What the path of a parameter ends with, and the mesh axis that each of its dimensions is divided over: tensor
-# parallelism over `model` (attention by heads, the MLP by hidden units, the embedding by tokens), and over `data`
-# what is left, so that parameters and what the optimizer keeps for them are stored once.
+# The end of a parameter's path, and the mesh axis that each of its dimensions is sharded over. Tensor parallelism over
+# `model`: attention by heads, the MLP by hidden units, the embedding by tokens. The other dimension is sharded over
+# `data`, so that every parameter and its optimizer state is stored once.
 TRANSFORMER_RULES = (
   (r'embedding', (MODEL, DATA)),
   (r'unembedding', (DATA, MODEL)),
@@ -28,17 +35,20 @@ TRANSFORMER_RULES = (
 )
 
 
-def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """The mesh `data` x `model`; both axes always exist.
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[Device] | None = None) -> Mesh:
+  """Builds the mesh `data` x `model`; both axes always exist.
 
   Neighbours along `model` are neighbours in hardware where the backend knows its topology.
 
   Args:
-    sizes: Devices along an axis, -1 in at most one for all that are left; 1 where none is given.
-    devices: The devices, all by default; those of a topology that is compiled for will do.
+    sizes: Number of devices by axis. A missing axis has 1; at most one may be -1 and takes all remaining devices.
+    devices: The devices; all of this run by default. Described devices of a topology to compile for are valid too.
+
+  Returns:
+    The mesh.
 
   Raises:
-    ValueError: There is no such axis, or the sizes do not fit the number of devices.
+    ValueError: An axis is unknown, or the sizes do not fit the number of devices.
   """
   devices = jax.devices() if devices is None else list(devices)
   wanted = ','.join(f'{name}:{size}' for name, size in sizes.items())
@@ -52,49 +62,58 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
   if math.prod(shape) != len(devices):
     needed = f'a multiple of {num_known}' if -1 in sizes.values() else f'{num_known}'
     raise ValueError(f'mesh {wanted} needs {needed} devices, and there are {len(devices)}')
-  # Axis types are given: left to themselves, meshes of devices and of described topologies differ.
+  # Explicit axis types: the defaults of meshes of real and of described devices differ.
   return jax.make_mesh(shape, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
 def path_of(keys: Sequence[Any]) -> str:
-  """`layer_0/qkv/kernel`, from the keys of a tree's leaf."""
-  return '/'.join(str(getattr(key, 'key', getattr(key, 'name', getattr(key, 'idx', key)))) for key in keys)
+  """The path of a tree's leaf, such as `layer_0/qkv/kernel`, from its keys."""
+  return jax.tree_util.keystr(tuple(keys), simple=True, separator='/')
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """A whole copy on every device."""
+  """The sharding that puts a whole copy on every device of the mesh."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def divide_rows(mesh: Mesh, array: jax.Array) -> jax.Array:
-  """Inside of a program: `[B, ...]` with B divided over `data`, the rest as the compiler likes.
+  """Constrains an array to be sharded over `data` by rows, inside of a compiled program.
 
-  Parameters that are divided over `data` as well make it look, otherwise, as if every device should see all rows.
+  Parameters are sharded over `data` as well. Without the constraint the compiler may conclude from them that every
+  device needs all rows.
+
+  Args:
+    mesh: The mesh.
+    array: `[B, ...]`; the compiler chooses the sharding of the dimensions after B.
+
+  Returns:
+    The array, `[B, ...]`.
   """
   axes = PartitionSpec(DATA, *(PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1))
   return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, axes))
 
 
 def shardings(mesh: Mesh, tree: Any, rules: Rules = TRANSFORMER_RULES) -> Any:
-  """Shardings of arrays by their path; scalars are replicated.
+  """Chooses the sharding of every array in a tree by its path; scalars are replicated.
 
-  A rule holds for every array whose path ends with what it matches, so also for an optimizer's moments. To divide over
-  `data` only saves memory: a dimension that is no multiple of that axis stays whole.
+  A rule applies to every array whose path ends with its pattern, so also to an optimizer's moments. Sharding over
+  `data` only saves memory, so a dimension that is not a multiple of that axis stays whole.
 
   Args:
     mesh: The mesh.
     tree: Arrays or shapes.
-    rules: Regular expressions and, for each dimension, the axis that it is divided over; the first that matches holds.
+    rules: Pairs of a regular expression and, for each dimension, the mesh axis to shard it over or None. The first
+      match applies.
 
   Returns:
     A tree of `NamedSharding`.
 
   Raises:
-    ValueError: No rule matches, or a dimension cannot be divided over `model`.
+    ValueError: No rule matches an array, or a dimension is not a multiple of the axis `model`.
   """
 
   def place(keys, array):
-    path = path_of(keys)
+    path = jax.tree_util.keystr(keys, simple=True, separator='/')
     if array.ndim == 0:
       return replicated(mesh)
     axes = next((axes for pattern, axes in rules if re.search(f'(^|/){pattern}$', path)), None)
@@ -109,21 +128,37 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = TRANSFORMER_RULES) -> Any:
 
 
 def only_over(axis: str, rules: Rules) -> Rules:
-  """The same rules with nothing divided over any other axis."""
+  """The same rules, sharding over one axis alone.
+
+  Args:
+    axis: The axis to keep.
+    rules: Rules as for `shardings`.
+
+  Returns:
+    The rules with None in place of every other axis.
+  """
   return tuple((pattern, tuple(name if name == axis else None for name in axes)) for pattern, axes in rules)
 
 
 def put(tree: Any, places: Any) -> Any:
-  """Arrays at their places; what is there already stays. Every process has to give the same."""
+  """Moves arrays to their shardings; an array that has its sharding already is not copied.
+
+  Args:
+    tree: Arrays, the same in every process. Tracers stay as they are.
+    places: A tree of shardings, of the same structure.
+
+  Returns:
+    The arrays with these shardings.
+  """
 
   def put_one(array, place):
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
       return array
     if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(place, array.ndim):
       return array
     if jax.process_count() == 1:
       return jax.device_put(array, place)
-    if isinstance(array, jax.Array) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
       data = jax.device_put(np.asarray(jax.random.key_data(array)), place)
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     return jax.device_put(np.asarray(array), place)
@@ -132,15 +167,14 @@ def put(tree: Any, places: Any) -> Any:
 
 
 def is_primary() -> bool:
-  """Whether this process is the one that prints and writes what all have in common."""
+  """Tells whether this process prints and writes for all of them; it is process 0."""
   return jax.process_index() == 0
 
 
 def fetch(tree: Any) -> Any:
-  """Arrays of all devices as numpy arrays.
+  """Copies arrays to the host as NumPy arrays.
 
-  Where they are divided over several processes each has to call this, and gets all of them; what a process has on its
-  own devices alone is its own.
+  If an array is sharded over several processes, all of them must call this function, and each gets the whole array.
   """
   if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)):
     return jax.device_get(tree)

@@ -1,8 +1,10 @@
-"""What is read off a compiled program's text."""
+"""Figures that are read from the text of a compiled program."""
 
 import textwrap
 
-from spectr_jax.aot.hlo_report import count_collectives, estimate_cycles
+import pytest
+
+from spectr_jax.aot.hlo_report import Memory, count_collectives, estimate_cycles
 
 # As XLA writes programs for TPU, shortened.
 _PROGRAM = textwrap.dedent("""
@@ -37,17 +39,32 @@ _PROGRAM = textwrap.dedent("""
 """)  # noqa: E501
 
 
-def test_loops_count_as_often_as_they_turn():
+def test_loops_count_once_per_iteration():
   assert estimate_cycles(_PROGRAM) == 10000 + (100 + 10) + 5 * 1000 + 1
   assert estimate_cycles(_PROGRAM, {'path': 3}) == 10000 + 3 * (100 + 10) + 5 * 1000 + 1
-  # A scope counts for the loop that it stands around, not for those within.
+  # A scope applies to the loop directly within it, not to loops inside of that one.
   assert estimate_cycles(_PROGRAM, {'path': 3, 'search': 4}) == 10000 + 3 * (100 + 4 * 10) + 5 * 1000 + 1
 
 
-def test_a_turn_of_a_loop_alone():
+def test_one_iteration_of_a_loop_alone():
   assert estimate_cycles(_PROGRAM, {'search': 4}, loop='path') == 100 + 4 * 10
   assert estimate_cycles(_PROGRAM, loop='elsewhere') == 0
 
 
+@pytest.mark.parametrize('loop', [None, 'path'])
+def test_a_text_without_a_main_computation_is_refused(loop):
+  with pytest.raises(ValueError, match='no computation marked ENTRY'):
+    estimate_cycles(_PROGRAM.replace('ENTRY ', ''), loop=loop)
+
+
 def test_collectives_are_counted_by_kind():
   assert count_collectives(_PROGRAM) == {'all-gather': 2, 'all-reduce': 1}
+
+
+def test_a_program_without_memory_analysis_is_refused():
+  class Unanalysed:
+    def memory_analysis(self):
+      return None
+
+  with pytest.raises(ValueError, match='does not report how much memory'):
+    Memory.of(Unanalysed())

@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.couplings import KSeq, Maximal, Only, OverAccept, Race, Recursive, Selected, solve_gamma
+from spectr_jax.couplings import (
+  Given,
+  KSeq,
+  Maximal,
+  MaximalAfter,
+  OverAccept,
+  Race,
+  Recursive,
+  SingleDraft,
+  solve_gamma,
+)
 from spectr_jax.couplings.kseq import any_accepted, overlap
 from spectr_jax.couplings.on_demand import map_needed
 from spectr_jax.proposal import Independent, WithoutReplacement
@@ -48,8 +58,8 @@ RACES = [
   Race(num_classes=6, octave_bits=0, num_rounds=1),
 ]  # fmt: skip
 # For any number of candidates, and for one: each emits the target.
-COUPLINGS = [KSeq(), Recursive(), Recursive(with_replacement=False), Selected(Race())]
-ONE_DRAFT = [Maximal(), Selected(Only()), OverAccept(epsilon=0.0, has_best_residual=True)]
+COUPLINGS = [KSeq(), Recursive(), Recursive(with_replacement=False), MaximalAfter(Race())]
+ONE_DRAFT = [Maximal(), MaximalAfter(SingleDraft()), OverAccept(epsilon=0.0, has_best_residual=True)]
 
 
 def _assert_close(actual, expected, atol):
@@ -57,7 +67,7 @@ def _assert_close(actual, expected, atol):
 
 
 def _exactness(coupling):
-  return INTEGRAL if isinstance(coupling, Selected) else EXACT
+  return INTEGRAL if isinstance(coupling, MaximalAfter) else EXACT
 
 
 @functools.cache
@@ -182,7 +192,7 @@ def test_gamma_of_equal_laws_is_one():
 
 @pytest.mark.parametrize(('d', 'r'), [(4, 2), (6, 2), (6, 3)])
 @pytest.mark.parametrize('n', [1, 2, 3])
-@pytest.mark.parametrize('coupling', [AtGamma(), Recursive(), Selected(Race(num_rounds=1))])
+@pytest.mark.parametrize('coupling', [AtGamma(), Recursive(), MaximalAfter(Race(num_rounds=1))])
 def test_uniform_to_a_part_of_it(d, r, n, coupling):
   """U(d) -> U(d/r): K-SEQ with gamma <= r accepts every candidate in the support of the target.
 
@@ -221,11 +231,11 @@ def test_recursive_on_the_bernoulli_example(n):
 def test_race_on_the_bernoulli_example():
   """Token 1, the class with the higher ratio, wins wherever it occurs: that attains 1 + q(0) - p(0)^2 = .9375."""
   laws = [np.append(law, [0, 0]) for law in BERNOULLI]
-  _, acceptance = _emitted(Selected(Race()), *laws, 2)
+  _, acceptance = _emitted(MaximalAfter(Race()), *laws, 2)
   assert acceptance == pytest.approx(0.9375, abs=1e-6)
   assert _optimum(*BERNOULLI, 2) == pytest.approx(0.9375, abs=EXACT)
   # With three candidates token 1 must not always win, for p(0)^3 < q(0), and weights have to be fitted.
-  _, acceptance = _emitted(Selected(Race()), *laws, 3)
+  _, acceptance = _emitted(MaximalAfter(Race()), *laws, 3)
   assert 0.97 < acceptance <= 1 + INTEGRAL
 
 
@@ -234,7 +244,7 @@ def test_race_on_the_bernoulli_example():
 
 @pytest.mark.parametrize('n', [1, 2, 3])
 @pytest.mark.parametrize(
-  'coupling', [*COUPLINGS, AtGamma(), AtGamma(place=0.3), AtGamma(place=1.0), Selected(RACES[1])]
+  'coupling', [*COUPLINGS, AtGamma(), AtGamma(place=0.3), AtGamma(place=1.0), MaximalAfter(RACES[1])]
 )
 def test_emits_the_target(coupling, n):
   for p, q in _laws():
@@ -386,7 +396,7 @@ def test_a_token_drawn_twice_has_two_tickets():
   _assert_close(picked, 1 / 3, EXACT)
 
 
-@pytest.mark.parametrize('selection', [Race(), Only()])
+@pytest.mark.parametrize('selection', [Race(), SingleDraft()])
 def test_picks_of_none_and_of_one(selection):
   for p, q in _laws():
     picked, law = _picks(selection, p, q, [[0, 3, 1]] * 2, [[False] * 3, [False, True, False]])
@@ -439,6 +449,55 @@ def test_a_race_comes_close_to_the_optimum_at_every_position(temperature):
   p, q = (np.float32(x) for x in jax.nn.softmax(jnp.stack([drafted, logits]) / temperature))
   for n in (2, 8):
     assert np.min(race_acceptance(p, q, n) / optimal_acceptance(p, q, n)) > 0.96
+
+
+# Given candidates, which are not samples.
+
+
+def _given_law(coupling, p, q, candidates, is_valid):
+  """The law of the emitted token for fixed candidates, and the chance of acceptance."""
+  outcome = _outcome(coupling, p, q, candidates, is_valid)
+  accept, residual = np.asarray(outcome.accept_probs), np.asarray(outcome.residual)
+  assert (accept >= 0).all()
+  assert (residual >= 0).all()
+  law = (1 - accept.sum()) * residual / residual.sum()
+  np.add.at(law, np.asarray(candidates), accept)
+  return law, accept
+
+
+def test_given_candidates_emit_the_target_whatever_they_are():
+  """For every set and order of candidates by itself, not on average; accepted with q(D), which is the most."""
+  for p, q in _laws():
+    for candidates in itertools.product(range(4), repeat=3):
+      for is_valid in ((True, True, True), (False, True, True), (True, False, False), (False, False, False)):
+        law, accept = _given_law(Given(), p, q, candidates, is_valid)
+        _assert_close(law, q, EXACT)
+        there = {token for token, exists in zip(candidates, is_valid) if exists}
+        assert accept.sum() == pytest.approx(q[list(there)].sum(), abs=EXACT)
+        # A copy adds nothing to the first.
+        for slot, token in enumerate(candidates):
+          if not is_valid[slot] or token in [candidates[i] for i in range(slot) if is_valid[i]]:
+            assert accept[slot] == 0
+
+
+def test_one_given_candidate_is_a_draw_from_a_point_mass():
+  for p, q in _laws():
+    for token in range(4):
+      given = _outcome(Given(), p, q, [token], [True])
+      drawn = _outcome(Maximal(), np.eye(4)[token], q, [token], [True])
+      _assert_close(given.accept_probs, drawn.accept_probs, EXACT)
+      _assert_close(given.residual / given.residual.sum(), drawn.residual / drawn.residual.sum(), EXACT)
+
+
+@pytest.mark.parametrize('coupling', [Maximal(), KSeq(), Recursive(), MaximalAfter(Race())])
+def test_given_counted_as_a_draw_is_caught(coupling):
+  """The enumeration can tell: the draft's likeliest tokens, judged as if they had been drawn from p."""
+  errors = []
+  for p, q in _laws()[:6]:
+    candidates = np.argsort(-p)[: 1 if coupling == Maximal() else 2]
+    law, _ = _given_law(coupling, p, q, candidates, np.ones(len(candidates), bool))
+    errors.append(np.abs(law - q).max())
+  assert max(errors) > 0.05
 
 
 # What all have in common.

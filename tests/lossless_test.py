@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spectr_jax import METHODS, TokenTree, generate, with_children, with_gumbel
-from spectr_jax.couplings import KSeq, Race, Selected
+from spectr_jax.couplings import KSeq, MaximalAfter, Race
 from spectr_jax.models import table, transformer
 from spectr_jax.testing import (
   CONTROLS,
@@ -78,8 +78,8 @@ def _coarse(method):
   coarse = {'num_classes': 6, 'octave_bits': 0, 'num_rounds': 1}
   if isinstance(verifier, Block) and isinstance(verifier.selection, Race):
     verifier = Block(dataclasses.replace(verifier.selection, **coarse))
-  elif isinstance(verifier, Walk) and isinstance(verifier.coupling, Selected):
-    verifier = Walk(Selected(dataclasses.replace(verifier.coupling.selection, **coarse)))
+  elif isinstance(verifier, Walk) and isinstance(verifier.coupling, MaximalAfter):
+    verifier = Walk(MaximalAfter(dataclasses.replace(verifier.coupling.selection, **coarse)))
   elif isinstance(verifier, RaceTraversal):
     verifier = dataclasses.replace(verifier, race=dataclasses.replace(verifier.race, **coarse))
   return dataclasses.replace(method, verifier=verifier)

@@ -5,11 +5,21 @@ import dataclasses
 import pytest
 
 from spectr_jax import METHODS, TokenTree, get_method, with_children, with_epsilon, with_gumbel
-from spectr_jax.couplings import KSeq, Maximal, OverAccept, Recursive
+from spectr_jax.couplings import (
+  Explanation,
+  KSeq,
+  Maximal,
+  MaximalAfter,
+  Outcome,
+  OverAccept,
+  Race,
+  Recursive,
+  SingleDraft,
+)
 from spectr_jax.methods import Method
 from spectr_jax.proposal import FirstArrivals, Independent, WithoutReplacement
 from spectr_jax.testing import CONTROLS
-from spectr_jax.verify import Block, GreedyBlock, SeedExact, Traversal, Walk
+from spectr_jax.verify import Block, GreedyBlock, SeedExact, Traversal, Verifier, Walk
 
 CHAIN, CHAINS, PREFIX, UNEQUAL = (
   TokenTree.chains(1, 3),
@@ -60,6 +70,82 @@ def test_what_a_method_says_of_itself(method):
   # The one method for which keys by position are right is the one whose verifier shares its noise with drafting.
   assert method.is_seed_exact == isinstance(method.verifier, SeedExact)
   assert hash(method) == hash(dataclasses.replace(method))
+
+
+def _names(attribute):
+  return {name for name, method in METHODS.items() if getattr(method, attribute)}
+
+
+def test_what_a_method_takes():
+  blocks = {'block', 'race_block', 'traversal', 'race_traversal'}
+  greedy = {'greedy_block', 'spectr_gbv'}
+  token_level = METHODS.keys() - blocks - greedy
+  assert _names('is_token_level') == token_level
+  assert _names('takes_given') == token_level
+  assert _names('takes_grown') == METHODS.keys() - greedy
+  assert _names('tries_every_branch') == {'race_traversal'}
+  biased = {name for name, method in METHODS.items() if method.verifier.is_biased}
+  assert biased == {'decoding_opt', 'decoding_uno'}
+
+
+@pytest.mark.parametrize('name', list(METHODS))
+def test_trees_that_grow(name):
+  method, bounds = METHODS[name], TokenTree.slots((1, 1) if METHODS[name].max_drafts == 1 else (2, 3))
+  if method.takes_grown:
+    assert method.tree_for(bounds) == (TokenTree() if method.max_drafts == 0 else bounds)
+  else:
+    with pytest.raises(ValueError, match=f'^{name} needs one tree for all rows: it does not take trees that grow'):
+      method.tree_for(bounds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Nothing(Verifier):
+  """Keeps nothing: what a verifier of one's own has to write, and no more."""
+
+  proposal_rules = (Independent, WithoutReplacement)
+
+  def verify(self, keys, tree, proposal, target_probs, state):
+    return 'verdict', keys, tree, proposal, target_probs, state
+
+  def law(self, tree, proposal, target_probs, state):
+    raise NotImplementedError
+
+
+def test_what_a_verifier_of_ones_own_has_without_writing_it():
+  verifier = Nothing()
+  method = Method('mine', verifier, Independent(), is_lossless=True, source='none')
+  assert not any((method.takes_given, method.takes_grown, method.is_token_level, method.tries_every_branch))
+  assert verifier.init_state(CHAIN) == ()
+  assert verifier.advance(CHAIN, None, None, (), 0, 0) == ()
+  assert verifier.explain(1, CHAIN, 2, 3, ()) == (('verdict', 1, CHAIN, 2, 3, ()), None)
+  assert verifier.explanation == Explanation('', '')
+  assert with_epsilon(method, 0.1) is method
+  assert with_children(method, 'without_replacement').verifier is verifier
+  with pytest.raises(TypeError, match='abstract'):
+    Verifier()
+
+
+def test_words_of_a_rule_of_ones_own_are_shown():
+  @dataclasses.dataclass(frozen=True)
+  class Silent:
+    proposal_rules = (Independent,)
+
+    def __call__(self, draft_probs, target_probs, candidates, is_valid):
+      return Outcome(0 * is_valid, target_probs)
+
+  @dataclasses.dataclass(frozen=True)
+  class Telling(Silent):
+    explanation = Explanation('Nothing is accepted.', 'q')
+
+  for verifier in (Walk(Silent()), Walk(MaximalAfter(Silent())), Block(Silent()), Walk(Silent(), is_pooled=False)):
+    assert verifier.explanation == Explanation()
+  assert Walk(Telling()).explanation == Telling.explanation
+  alone = Walk(Telling(), is_pooled=False).explanation
+  assert alone.rule == 'Nothing is accepted. After the first position only the accepted draft goes on.'
+  # Siblings that differ have no copies to pool.
+  assert METHODS['gsd'].verifier.explanation == Recursive(with_replacement=False).explanation
+  assert Walk(MaximalAfter(SingleDraft())).explanation == Maximal().explanation
+  assert Block(Race()).explanation.residual == '[Pq − p̃]₊'
 
 
 def test_what_is_not_lossless_is_marked():

@@ -12,7 +12,7 @@ from spectr_jax import METHODS, Proposal, TokenTree, generate
 from spectr_jax.couplings import Race
 from spectr_jax.engine.trace import make_judge, trace_decode
 from spectr_jax.models import table
-from spectr_jax.verify import Walk
+from spectr_jax.verify import Verifier, Walk
 
 V, ROWS = 6, 256
 _WIDE = TokenTree.prefix((3, 1, 2))
@@ -59,7 +59,7 @@ def _draft(rng, keys, method, tree, laws):
 
 @functools.cache
 def _played(name):
-  """Drafts of many rows, what the verifier decides on them and the record of it, in numpy."""
+  """Drafts of many rows, the verifier's verdicts on them and its explanations, in numpy."""
   method = METHODS[name]
   tree = _CHAIN if method.max_drafts == 1 else _TREES.get(name, _WIDE)
   draft_laws, target_laws = _laws_of_tables()
@@ -72,9 +72,12 @@ def _played(name):
   @jax.vmap
   def judge(keys, proposal, target_probs):
     row = keys, tree, proposal, target_probs, method.verifier.init_state(tree)
-    return method.verifier.verify(*row), method.verifier.record(*row)
+    return method.verifier.verify(*row), method.verifier.explain(*row)
 
-  rows = proposal, target_probs, *jax.device_get(judge(keys, proposal, target_probs))
+  verdict, (explained, record) = jax.device_get(judge(keys, proposal, target_probs))
+  # One run gives both, so a record cannot be of another verdict; and it is the verdict without a record.
+  jax.tree.map(np.testing.assert_array_equal, explained, verdict)
+  rows = proposal, target_probs, explained, record
   return tree, [jax.tree.map(lambda x, row=row: x[row], rows) for row in range(ROWS)]
 
 
@@ -401,7 +404,7 @@ def test_who_may_judge():
 def test_a_verifier_without_a_record_is_traced_without_one():
   @dataclasses.dataclass(frozen=True)
   class Silent(Walk):
-    record = property()  # raises AttributeError
+    explain = Verifier.explain
 
   method = dataclasses.replace(METHODS['spectr'], name='silent', verifier=Silent(METHODS['spectr'].verifier.coupling))
   trace, generation = _trace(method, TokenTree.chains(2, 2))

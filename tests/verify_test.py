@@ -1,5 +1,6 @@
 """Verifiers: draws follow their own laws, laws agree where two methods are one, and what a program is made of."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,8 +10,9 @@ import pytest
 
 from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, with_children, with_epsilon
 from spectr_jax.couplings import Race
-from spectr_jax.sampling import logits_to_probs
+from spectr_jax.sampling import arrivals, first_arrival, logits_to_probs
 from spectr_jax.testing import chi_square
+from spectr_jax.tree import RowTree
 from spectr_jax.verify.greedy_block import Modifications
 from spectr_jax.verify.race_traversal import RACES_AT_ONCE
 
@@ -458,6 +460,268 @@ def test_siblings_that_share_no_prefix_need_no_pool():
   assert difference[~twice].max() <= EXACT
   assert 10 < twice.sum() < 70
   assert difference[twice].max() > 0.05
+
+
+# Trees that are data.
+
+
+def _placed(tree, bounds, places, proposal, targets):
+  """The guesses of a tree in slots of wider bounds: parents, proposal and the target's laws there.
+
+  Args:
+    tree: The tree.
+    bounds: The bounds.
+    places: int `[n + 1]`, the slot of each of its nodes, the root's 0.
+    proposal, targets: The guesses on the tree.
+  """
+  vocab_size = targets.shape[1]
+  parents, tokens = np.full((2, bounds.num_nodes), -1, np.int32)
+  parents[places[1:] - 1] = places[tree.parent_of[1:]]
+  tokens[places[1:] - 1] = proposal.tokens
+  # Draft laws of nodes without children are never read.
+  probs = np.full((bounds.num_nodes + 1, vocab_size), np.nan)
+  probs[places[tree.parent_nodes]] = proposal.probs
+  laws = np.full((bounds.num_nodes + 1, vocab_size), 1 / vocab_size)
+  laws[places] = targets
+  return parents, Proposal(tokens, probs[bounds.parent_nodes]), laws
+
+
+def _grown_rows(tree, bounds, places, tokens, num_rows=6):
+  """Several rows of guesses on a tree, and the same in slots of the bounds; `tokens` holds rows, or None to draw."""
+  own, more = ([{'tokens': row} for row in tokens], 0) if tokens else ([], num_rows)
+  rows = [
+    _guesses(seed, tree, 5, zero_share=0.0 if tokens else 0.2, equal_share=0.2, agreement=0.4, **options)
+    for seed, options in enumerate(own + [{}] * more)
+  ]
+  return rows, [_placed(tree, bounds, np.array(places), *row) for row in rows]
+
+
+_GROWN = [name for name, method in METHODS.items() if method.takes_grown and method.max_drafts is None]
+_GROWN += ['traversal_without_replacement']
+_GROWN_KINDS = 'spectr', 'gsd', 'ersd', 'race_block', 'race_traversal', 'traversal_without_replacement'
+_grown_methods = pytest.mark.parametrize(
+  'name', [name if name in _GROWN_KINDS else pytest.param(name, marks=pytest.mark.slow) for name in _GROWN]
+)
+
+
+def _tokens_for(name, *choices):
+  """Those that the method's proposal rule can draw: siblings that differ, or that may be equal."""
+  return [tokens for tokens, is_distinct in choices if is_distinct or not ALL[name].proposal_rule.may_run_out]
+
+
+@pytest.mark.usefixtures('quickly')
+@_grown_methods
+@pytest.mark.parametrize('is_bound', [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_row_with_the_parents_of_a_tree_is_verified_like_it(name, is_bound):
+  """Verdict, law and explanation: with the tree itself as its bounds, and with bounds in which every node may have
+  children.
+  """
+  verifier = ALL[name].verifier
+  bounds = UNEQUAL if is_bound else TokenTree.slots([2, 3, 1])
+  tokens = _tokens_for(name, (_DUPLICATES, False), (_DISTINCT, True), ([2, 4, 0, 1, 3, 3], True))
+  if ALL[name].proposal_rule.may_run_out:
+    tokens += [_RAN_OUT, _RAN_OUT_BELOW]
+  rows, placed = _grown_rows(UNEQUAL, bounds, range(7), tokens)
+  keys = jax.random.split(jax.random.key(2), (len(rows), 20, UNEQUAL.max_depth + 1))
+
+  def judge(keys, *row):
+    verdict, explained = (
+      jax.vmap(lambda key, decide=decide: decide(key, *row, ()))(keys) for decide in (verifier.verify, verifier.explain)
+    )
+    return verdict, explained, verifier.law(*row, ()) if name != 'ersd' else ()
+
+  with jax.enable_x64(True):
+    fixed = jax.jit(jax.vmap(lambda keys, *row: judge(keys, UNEQUAL, *row)))(keys, *_stack(rows))
+    grown = jax.jit(jax.vmap(lambda keys, parents, *row: judge(keys, RowTree(parents, bounds), *row)))(
+      keys, *_stack(placed)
+    )
+  for verdict, (explained, _), _ in (fixed, grown):
+    jax.tree.map(np.testing.assert_array_equal, verdict, explained)
+  jax.tree.map(np.testing.assert_array_equal, grown[0], fixed[0])
+  assert len(np.unique(fixed[0].num_accepted)) > 1
+  # Races are fitted in two programs, and rounding grows in their rounds.
+  np.testing.assert_allclose(grown[2], fixed[2], rtol=0, atol=1e-9 if 'race' in name else EXACT)
+  found, expected = grown[1][1], fixed[1][1]
+  np.testing.assert_array_equal(found.node, expected.node)
+  np.testing.assert_allclose(found.weights, expected.weights, atol=1e-9)
+  num_made = 0
+  for kind, made in expected.decisions.items():
+    mine = found.decisions[kind]
+    np.testing.assert_array_equal(mine.is_made, made.is_made)
+    num_made += np.sum(made.is_made)
+    for field in ('node', 'chosen', 'uniform'):
+      if getattr(made, field) is not None:
+        np.testing.assert_array_equal(*(np.asarray(getattr(each, field))[made.is_made] for each in (mine, made)))
+    is_shown = np.asarray(made.is_made)[..., None] & np.asarray(made.is_valid)
+    np.testing.assert_array_equal(np.asarray(mine.is_made)[..., None] & np.asarray(mine.is_valid), is_shown)
+    pairs = [(mine.nodes, made.nodes)] + ([(mine.shares, made.shares)] if made.shares is not None else [])
+    for mine_, made_ in pairs + [(mine.numbers[key], made.numbers[key]) for key in made.numbers]:
+      at = is_shown if np.ndim(made_) == np.ndim(is_shown) else np.asarray(made.is_made)
+      np.testing.assert_allclose(np.asarray(mine_)[at], np.asarray(made_)[at], rtol=1e-7, atol=1e-9)
+  assert num_made > 20
+
+
+# Shapes in bounds of 3, 4 and 3 slots, with some left out before, between and behind those in use. In the last one the
+# nodes of depth 2 stand in another order than their parents; siblings keep theirs, and no two nodes spell the same.
+_WIDE = TokenTree.slots([3, 4, 3])
+_SHAPES = [
+  (UNEQUAL, (0, 2, 3, 4, 6, 7, 9), None),
+  (TokenTree.chains(2, 2), (0, 1, 3, 5, 7), None),
+  (TokenTree.prefix((3, 1, 1)), (0, 1, 2, 3, 4, 6, 7, 8, 9, 10), None),
+  (TokenTree.chains(1, 3), (0, 3, 5, 10), None),
+  (TokenTree.chains(3, 1), (0, 1, 2, 3), None),
+  (UNEQUAL, (0, 1, 3, 6, 7, 4, 8), [[2, 4, 0, 1, 3, 3], [0, 1, 4, 2, 4, 0]]),
+]
+
+
+@pytest.mark.usefixtures('quickly')
+@_grown_methods
+def test_slots_that_a_row_does_not_use_change_nothing(name):
+  """Rows of many shapes in one program, each with the law of its own tree; a shared race, token for token."""
+  verifier = ALL[name].verifier
+  shapes = _SHAPES if ALL[name].proposal_rule.name == 'independent' else [
+    (tree, places, tokens or [[2, 4, 0, 1, 3, 3], [0, 1, 4, 2, 4, 0]])
+    for tree, places, tokens in _SHAPES
+    if tree is UNEQUAL
+  ]  # fmt: skip
+  keys = jax.random.split(jax.random.key(4), (50, _WIDE.max_depth + 1))
+
+  def judge(tree, proposal, targets):
+    if name != 'ersd':
+      return verifier.law(tree, proposal, targets, ())
+    verdict = jax.vmap(lambda key: verifier.verify(key, tree, proposal, targets, ()))(keys)
+    return verdict.next_token, verdict.path, verdict.num_accepted
+
+  with jax.enable_x64(True):
+    in_slots = jax.jit(jax.vmap(lambda parents, *row: judge(RowTree(parents, _WIDE), *row)))
+    alone = jax.jit(judge, static_argnums=0)
+    cases = [(tree, np.array(places), *_grown_rows(tree, _WIDE, places, tokens)) for tree, places, tokens in shapes]
+    placed = _stack([row for *_, rows in cases for row in rows])
+    leaves, structure = jax.tree.flatten(jax.device_get(in_slots(*placed)))
+    found = (jax.tree.unflatten(structure, row) for row in zip(*leaves))
+    for tree, places, rows, _ in cases:
+      for row in rows:
+        mine, expected = next(found), jax.device_get(alone(tree, *row))
+        if name == 'ersd':
+          (token, path, number), (own_token, own_path, own_number) = mine, expected
+          np.testing.assert_array_equal(token, own_token)
+          np.testing.assert_array_equal(number, own_number)
+          is_kept = np.arange(tree.max_depth) < number[:, None]
+          np.testing.assert_array_equal(path[:, : tree.max_depth][is_kept], places[own_path][is_kept])
+          continue
+        np.testing.assert_allclose(mine[places], expected, rtol=0, atol=1e-9 if 'race' in name else EXACT)
+        assert mine.sum() == pytest.approx(1, abs=EXACT)
+
+
+# Given candidates.
+
+
+def _given_error(verifier, *, is_counted_as_drawn=False):
+  """Largest difference between the joint law of the first three tokens and the target's, with given candidates.
+
+  The root's two candidates are given. Below the first two are drawn, below the second two are given. All that can be
+  drawn is enumerated; what a round leaves of the three tokens comes from the target.
+  """
+  tree, vocab_size = TokenTree.prefix((2, 2)), 3
+  is_given = np.array([True, True, False, False, True, True])
+
+  def then(q, known):
+    """The law of the first three tokens after those known, by the target alone."""
+    if len(known) == 3:
+      return np.ones(())
+    return np.stack([q[known][x] * then(q, (*known, x)) for x in range(vocab_size)])
+
+  worst = 0.0
+  for seed, given in enumerate([(0, 1, 2, 2), (1, 2, 0, 1), (2, 0, 1, 0)]):
+    rng = np.random.default_rng(seed)
+    contexts = [()] + [(x,) for x in range(3)] + [(x, y) for x in range(3) for y in range(3)]
+    p, q = ({context: _random_law(rng, vocab_size, 0.15) for context in contexts} for _ in range(2))
+    first, second, *below = given
+    drawn = [(x, y) for x in range(3) for y in range(3)]
+    tokens = np.array([[first, second, x, y, *below] for x, y in drawn], np.int32)
+    weights = np.array([p[first,][x] * p[first,][y] for x, y in drawn])
+    texts = [[(), (first,), (second,), (first, x), (first, y), *((second, z) for z in below)] for x, y in drawn]
+    probs = np.array([[p[text] for text in row[:3]] for row in texts])
+    targets = np.array([[q[text] for text in row] for row in texts])
+    given_rows = None if is_counted_as_drawn else np.tile(is_given, (len(tokens), 1))
+    with jax.enable_x64(True):
+      proposals = Proposal(jnp.asarray(tokens), jnp.asarray(probs), is_given=given_rows)
+      laws = np.asarray(_laws(proposals, jnp.asarray(targets), verifier=verifier, tree=tree))
+    emitted = np.zeros((vocab_size,) * 3)
+    for weight, row, law in zip(weights, texts, laws):
+      for text, out in zip(row, law):
+        for token, share in enumerate(out):
+          known = (*text, token)
+          emitted[known] += weight * share * then(q, known)
+    worst = max(worst, np.abs(emitted - then(q, ())).max())
+  return worst
+
+
+_GIVEN = 'spectr', 'specinfer', 'batch', 'race'
+
+
+@pytest.mark.usefixtures('quickly')
+@pytest.mark.parametrize('name', [_GIVEN[0], *(pytest.param(name, marks=pytest.mark.slow) for name in _GIVEN[1:])])
+def test_given_and_drawn_candidates_beside_each_other(name):
+  verifier = ALL[name].verifier
+  assert verifier.takes_given
+  assert _given_error(verifier) <= (1e-11 if name == 'race' else EXACT)
+  # Counted as drawn they are not right: this is what `is_given` is for.
+  assert _given_error(verifier, is_counted_as_drawn=True) > 0.02
+
+
+def _winners(key, laws):
+  """The winner of the race with each law, on one set of exponentials."""
+  return jax.vmap(lambda law: first_arrival(arrivals(key, law)))(laws)
+
+
+def test_a_given_candidate_is_shown_as_a_draw_from_a_point_mass():
+  tree, tokens = TokenTree.prefix((2, 2)), [2, 1, 0, 0, 3, 1]
+  proposal, targets = _float32(_guesses(3, tree, 5, tokens, agreement=0.5))
+  # Only the candidates of the root are given.
+  proposal = dataclasses.replace(proposal, is_given=jnp.arange(6) < 2)
+  keys = jax.random.split(jax.random.key(6), (64, 3))
+  row = tree, proposal, targets, ()
+  verifier = ALL['spectr'].verifier
+  verdict, record = jax.device_get(jax.jit(jax.vmap(lambda keys: verifier.explain(keys, *row)))(keys))
+  made = record.decisions['accept']
+  q = targets[0][jnp.array([2, 1])]
+  for values in (made.shares[:, 0, :2], made.numbers['target_prob'][:, 0, :2], made.numbers['ratio'][:, 0, :2]):
+    np.testing.assert_allclose(values, np.broadcast_to(q, (64, 2)), rtol=1e-6)
+  np.testing.assert_array_equal(made.numbers['draft_prob'][:, 0, :2], 1)
+  kept = verdict.num_accepted > 0
+  np.testing.assert_array_equal(kept, made.uniform[:, 0] < np.sum(q))
+  assert 0 < kept.sum() < 64
+  # Below them the draft's law is the draft's.
+  parents = verdict.path[kept, 0]
+  for place, parent in zip(np.flatnonzero(kept), parents):
+    drawn = [node for node in range(1, 7) if tree.parent_of[node] == parent]
+    law = proposal.probs[tree.law_index[parent]]
+    found = made.numbers['draft_prob'][place, 1][made.is_valid[place, 1]]
+    np.testing.assert_allclose(found, [law[tokens[node - 1]] for node in drawn], rtol=1e-6)
+
+
+def test_a_shared_race_takes_given_candidates():
+  """Whatever is given, copies included: tokens are the target's own winners, up to the first that is no candidate."""
+  verifier, tree = ALL['ersd'].verifier, TokenTree.prefix((3, 2))
+  tokens = [2, 2, 0, 1, 1, 3, 0, 2, 4]
+  proposal, targets = _float32(_guesses(5, tree, 5, tokens))
+  proposal = dataclasses.replace(proposal, is_given=jnp.ones(9, bool), probs=jnp.full_like(proposal.probs, jnp.nan))
+  keys = jax.random.split(jax.random.key(7), (200, 3))
+  verdict = jax.device_get(jax.jit(jax.vmap(lambda keys: verifier.verify(keys, tree, proposal, targets, ())))(keys))
+  winners = np.asarray(jax.jit(jax.vmap(lambda keys: jax.vmap(lambda key: _winners(key, targets))(keys)))(keys))
+  for row in range(200):
+    node = 0
+    for depth in range(3):
+      winner = winners[row, depth, node]
+      children = [child for child in range(1, 10) if tree.parent_of[child] == node and tokens[child - 1] == winner]
+      if not children:
+        break
+      assert verdict.path[row, depth] == children[0]
+      node = children[0]
+    assert verdict.num_accepted[row] == tree.depths[node]
+    assert verdict.next_token[row] == winner
+  assert len(np.unique(verdict.num_accepted)) == 3
 
 
 # What a verification is made of, read off its program.

@@ -15,8 +15,10 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-# What fails in a thread of Orbax is logged there, with its traceback, and raised here: once is enough.
-logging.getLogger('absl').addFilter(lambda record: record.levelno < logging.ERROR or 'orbax' not in record.pathname)
+
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
+  """A log filter that drops errors of Orbax's threads: they are raised here as well, and one message is enough."""
+  return record.levelno < logging.ERROR or 'orbax' not in record.pathname
 
 
 @contextlib.contextmanager
@@ -46,6 +48,7 @@ class Checkpoints:
   def __init__(self, workdir: epath.Path, keep: int):
     self._unraisablehook, sys.unraisablehook = sys.unraisablehook, lambda *_: None
     logging.getLogger('asyncio').disabled = True
+    logging.getLogger('absl').addFilter(_is_not_from_orbax)  # stays, since models are saved after `close`
     self._aside = workdir / 'damaged_checkpoints'
     # Directories are made behind a barrier: what tells processes of one made in the background counts the saves of
     # each, and models are saved by one process alone.

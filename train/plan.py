@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from spectr_jax.models.transformer import TransformerConfig
-from spectr_jax.sharding import path_of, shardings
+from spectr_jax.sharding import shardings
 from train.step import init_state, make_optimizer
 
 
@@ -32,7 +32,8 @@ def state_entries(config, model_config: TransformerConfig, mesh: Mesh) -> list[E
   for (keys, array), place in zip(jax.tree_util.tree_flatten_with_path(state)[0], places, strict=True):
     device_shape = place.shard_shape(array.shape)
     sizes = (math.prod(shape) * array.dtype.itemsize for shape in (array.shape, device_shape))
-    entries.append(Entry(path_of(keys), array.shape, tuple(place.spec), *sizes))
+    path = jax.tree_util.keystr(keys, simple=True, separator='/')
+    entries.append(Entry(path, array.shape, tuple(place.spec), *sizes))
   return entries
 
 

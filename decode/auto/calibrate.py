@@ -17,7 +17,6 @@ from decode.experiment.settings import Setting
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
 from spectr_jax.proposal import Independent
 from spectr_jax.theory import stateless_kept_bound
-from spectr_jax.verify import RaceTraversal
 
 # Fewer visits than this say too little about a rate; such a rate counts as not measured.
 _FEWEST_VISITS = 50
@@ -39,7 +38,7 @@ def has_independent_children(method: Method) -> bool:
 
 def is_chosen_by_bound(method: Method) -> bool:
   """Whether its best tree is chains, chosen by `bound_kept`: it tries every branch, and comes close to the bound."""
-  return isinstance(method.verifier, RaceTraversal)
+  return method.tries_every_branch
 
 
 def rates_name(method: Method) -> str:

@@ -39,7 +39,6 @@ from decode.experiment.settings import Setting, baseline_of, settings_of
 from decode.experiment.workload import Notify, Workload
 from spectr_jax import METHODS, TokenTree
 from spectr_jax.sharding import fetch, is_primary
-from spectr_jax.verify import SeedExact, Walk
 
 _FORMAT = 1
 _NUM_RUNS = 9
@@ -66,7 +65,7 @@ def _is_chains(setting: Setting) -> bool:
 
 
 def _decides_by_token(setting: Setting) -> bool:
-  return _is_chains(setting) and isinstance(setting.method.verifier, Walk | SeedExact)
+  return _is_chains(setting) and setting.method.is_token_level
 
 
 def reference_of(setting: Setting, settings: list[Setting]) -> Setting:

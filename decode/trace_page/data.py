@@ -2,88 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from typing import Any
 
 import numpy as np
 
-from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, Method, Tokenizer, TokenTree
-from spectr_jax.couplings import KSeq, Maximal, Only, OverAccept, Race, Recursive, Selected
+from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, Tokenizer, TokenTree
 from spectr_jax.engine.trace import Judge, Judgement, Trace, TracedRound
-from spectr_jax.verify import Block, Decisions, GreedyBlock, RaceTraversal, Record, SeedExact, Traversal, Walk
+from spectr_jax.verify import Decisions, Record
 
 NUM_SHOWN = 6  # likeliest tokens of a law
 _SPECIAL = {Tokenizer.pad_id: '⟨pad⟩', Tokenizer.bos_id: '⟨begin⟩', Tokenizer.eos_id: '⟨end⟩'}
-
-# How candidates of one position are judged, and where the next token comes from if none is accepted.
-_COUPLINGS = {
-  Maximal: ('The candidate is accepted with probability min(1, q/p).', '[q − p]₊'),
-  KSeq: (
-    'K-SEQ tries the candidates in turn against one threshold γ: each is accepted with min(1, q/(γp)).',
-    '[q − min(p, q/γ) · (1 − (1 − β)ⁿ)/β]₊',
-  ),
-  Recursive: (
-    'The candidates are tried in turn with min(1, r/p), where r is what the rejected ones before have left of q.',
-    'r, which is what the rejected candidates have left of q',
-  ),
-  Selected: (
-    'A weighted race picks one candidate; it is accepted with min(1, q/p̃), where p̃ is the law of what the race picks.',
-    '[q − p̃]₊',
-  ),
-  OverAccept: (
-    'The candidate is accepted with min(1, (q + ε)/p): more than is right, on purpose.',
-    'the rejection law',
-  ),
-}
-_SELECTIONS = {
-  Only: ('The path is the draft.', 'p'),
-  Race: ('At each position a weighted race picks one candidate; p̃ is the law of what it picks.', 'p̃'),
-}
-
-
-def _rules(method: Method) -> dict[str, str]:
-  """What the page says of a verifier: how it decides, `rule`, and where a correction comes from, `residual`."""
-  verifier = method.verifier
-  if isinstance(verifier, Walk) and type(verifier.coupling) in _COUPLINGS:
-    rule, residual = _COUPLINGS[type(verifier.coupling)]
-    if verifier.coupling == Recursive(with_replacement=False):
-      rule += ' Candidates differ: p loses each rejected token.'
-    elif not verifier.is_pooled:
-      rule += ' After the first position only the accepted draft goes on.'
-  elif isinstance(verifier, Block) and type(verifier.selection) in _SELECTIONS:
-    picks, law = _SELECTIONS[type(verifier.selection)]
-    rule = (
-      f'{picks} With P = min(1, P · q/{law}) along the path and S = Σ [Pq − {law}]₊ at its next position, the path is'
-      ' kept down to the deepest token with u < h = S/(S + 1 − P); at its end h = P.'
-    )
-    residual = f'[Pq − {law}]₊'
-  elif isinstance(verifier, Traversal):
-    rule = (
-      'Leaves first: the whole path to a leaf is kept if u < P, with P = min(1, P · q/p) along it. A rejected leaf is'
-      ' deleted, and takes [Pq − p]₊ as the new q at its parent, whose P becomes S/(S + 1 − P).'
-    )
-    residual = 'what the rejected children have left of q'
-  elif isinstance(verifier, RaceTraversal):
-    rule = (
-      'Nodes that spell the same are one. A weighted race would pick each candidate with probability s; p̃ is the law'
-      ' of what it picks. Every branch is tried, leaves first, candidates in ascending order of s. With'
-      ' m = s · min(1, P · q/p̃) a candidate has P = m/(1 − Σ m of those before it). The first with u < h is kept:'
-      ' h = S/(S + 1 − P) with S = Σ [Pq − p̃]₊ at the next position; at a leaf h = P.'
-    )
-    residual = '[Pq − p̃]₊'
-  elif isinstance(verifier, SeedExact):
-    rule = (
-      "Every token x has one exponential E. Candidates are the first to arrive at E/p; the target's own winner is the"
-      ' first at E/q. If it is a candidate, the walk goes on there.'
-    )
-    residual = "q: it is the winner of the target's race"
-  elif isinstance(verifier, GreedyBlock):
-    rule = 'Every beginning of every draft is accepted with probability h; the longest accepted one is kept.'
-    residual = 'q (1 − min(1, p/(vq)))ᴷ'
-  else:
-    rule = residual = ''
-  return {'rule': rule, 'residual': residual}
 
 
 def _number(value: float) -> float | None:
@@ -244,7 +175,7 @@ def describe_trace(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
       'source': judge.method.source,
       'nodes': judge.nodes.tolist(),
       'children': judge.method.proposal_rule.name,
-      **_rules(judge.method),
+      **dataclasses.asdict(judge.method.verifier.explanation),  # rule and residual
     }
     for judge in trace.judges
   ]

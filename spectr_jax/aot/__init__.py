@@ -1,0 +1,1 @@
+"""Ahead-of-time compilation for TPU slices, and reports of the compiler."""

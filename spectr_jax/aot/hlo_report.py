@@ -1,4 +1,4 @@
-"""What the compiler says about a program: memory, operations between devices, and the time that it expects."""
+"""Reports of the compiler about a program: memory, collectives and estimated time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Memory:
   """Bytes that a program needs on one device.
 
   Attributes:
-    arguments: What goes in.
+    arguments: Inputs.
     temporaries: Scratch memory at its peak.
-    outputs: What comes out and does not stand where something went in.
+    outputs: Outputs that do not reuse the memory of an input.
     code: The program itself.
   """
 
@@ -33,7 +33,14 @@ class Memory:
 
   @classmethod
   def of(cls, compiled: jax.stages.Compiled) -> Memory:
+    """Reads the compiler's memory analysis.
+
+    Raises:
+      ValueError: The backend has none.
+    """
     found = compiled.memory_analysis()
+    if found is None:
+      raise ValueError('the backend does not report how much memory a program needs')
     return cls(
       arguments=found.argument_size_in_bytes,
       temporaries=found.temp_size_in_bytes,
@@ -43,32 +50,37 @@ class Memory:
 
   @property
   def total(self) -> int:
+    """The sum of the four."""
     return self.arguments + self.temporaries + self.outputs + self.code
 
   def lines(self, chip: Chip) -> list[str]:
-    """A table, what is left of the chip's memory below it."""
+    """Lines of a table of sizes, with the chip's free memory in the last one."""
     sizes = dataclasses.asdict(self) | {'total': self.total}
     return [f'{name:<12} {size / 2**20:12,.1f} MiB per device' for name, size in sizes.items()] + [
       f'{"free":<12} {(chip.memory - self.total) / 2**20:12,.1f} MiB of {chip.memory / 2**30:.0f} GiB'
     ]
 
   def check(self, chip: Chip) -> None:
-    """Raises ValueError where it does not fit."""
+    """Checks that the program fits into the chip's memory.
+
+    Raises:
+      ValueError: It does not fit.
+    """
     if self.total > chip.memory:
       raise ValueError(f'does not fit: {self.total / 2**30:.1f} GiB of {chip.memory / 2**30:.0f}')
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-  """What the compiler says about a program; bytes and operations are per device.
+  """Report of the compiler about a program; bytes and operations are per device.
 
   Attributes:
-    devices: Devices of the mesh.
-    memory: Bytes.
-    chip: What is published about the device.
-    cycles: The compiler's estimate of a device's work, transfers between devices left out.
-    collectives: How many operations of each kind move data between devices.
-    compile_seconds: Time to compile once.
+    devices: Number of devices of the mesh.
+    memory: Bytes by use.
+    chip: Published figures of the device.
+    cycles: The compiler's estimate of a device's work in cycles, without transfers between devices.
+    collectives: Number of operations that move data between devices, by kind.
+    compile_seconds: Seconds to compile once.
   """
 
   devices: int
@@ -80,12 +92,20 @@ class ProgramReport:
 
   @property
   def seconds(self) -> float:
-    """Estimated time of the work."""
+    """Estimated time of the work, in seconds."""
     return self.cycles / self.chip.clock
 
 
-def out_of_memory(error: jax.errors.JaxRuntimeError, advice: str) -> ValueError | None:
-  """What to tell the user about an error that says that devices have too little memory; None for any other."""
+def out_of_memory(error: Exception, advice: str) -> ValueError | None:
+  """Turns a runtime error that reports too little device memory into a message for users.
+
+  Args:
+    error: A `jax.errors.JaxRuntimeError`.
+    advice: The message's last part: a way to need less memory.
+
+  Returns:
+    The error to raise instead; None if `error` has another cause.
+  """
   if 'RESOURCE_EXHAUSTED' not in str(error):
     return None
   reason = str(error).split('RESOURCE_EXHAUSTED: ')[-1].splitlines()[0][:200]
@@ -93,20 +113,28 @@ def out_of_memory(error: jax.errors.JaxRuntimeError, advice: str) -> ValueError 
 
 
 def count_collectives(program: str) -> dict[str, int]:
-  """How many operations of each kind move data between devices; each stands once in the program's text."""
+  """Counts the operations that move data between devices, by kind, each once as in the program's text."""
   return {kind: n for kind in _COLLECTIVES if (n := program.count(f' {kind}(') + program.count(f' {kind}-start('))}
 
 
 def estimate_cycles(
   program: str, trips: Mapping[str, int] = types.MappingProxyType({}), *, loop: str | None = None
 ) -> float:
-  """The sum of the cycles that the compiler expects of every operation, transfers between devices left out.
+  """Adds up the compiler's estimates of cycles over all operations, without transfers between devices.
+
+  Of a conditional's branches the cheapest counts.
 
   Args:
     program: Text of a program compiled for TPU.
-    trips: How often loops turn whose number of turns the compiler does not know, by the `jax.named_scope` directly
-      around them; others turn once. Of branches the cheapest counts.
-    loop: Scope of a loop in the main computation: one turn of it is counted, and nothing else.
+    trips: Number of iterations of loops for which the compiler does not know it, by the `jax.named_scope` directly
+      around the loop; a loop that is not named has one iteration.
+    loop: Scope of a loop in the main computation; one iteration of it is counted and nothing else.
+
+  Returns:
+    Cycles of one device.
+
+  Raises:
+    ValueError: The text has no main computation.
   """
   bodies: dict[str, list[str]] = {}
   entry = name = None
@@ -120,17 +148,17 @@ def estimate_cycles(
 
   def is_in(line: str, scope: str) -> bool:
     path = re.search(r'op_name="([^"]*)"', line)
-    # Such as `jit(f)/vmap(path)/while/body/search/while`: the scope of the loop within the last body.
+    # In `jit(f)/vmap(path)/while/body/search/while` the scope of the loop stands after the last `/body/`.
     return bool(path and re.search(rf'\b{scope}\b', path[1].split('/body/')[-1]))
 
-  def turns_of(line: str) -> int:
+  def iterations_of(line: str) -> int:
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
       return int(known[1])
     return next((count for scope, count in trips.items() if is_in(line, scope)), 1)
 
   def body_of(line: str) -> str | None:
     found = re.search(r' while\(.*body=%?([\w.\-]+)', line)
-    return found and found[1]
+    return found[1] if found else None
 
   @functools.cache
   def cycles_of(name: str) -> float:
@@ -139,11 +167,13 @@ def estimate_cycles(
       if cost := re.search(r'"estimated_cycles":"(\d+)"', line):
         total += int(cost[1])
       if inner := body_of(line):
-        total += cycles_of(inner) * turns_of(line)
+        total += cycles_of(inner) * iterations_of(line)
       elif branches := re.search(r'branch_computations=\{([^}]*)\}', line):
         total += min(cycles_of(branch.strip().lstrip('%')) for branch in branches[1].split(','))
     return total
 
+  if entry is None:
+    raise ValueError('the text is not a compiled program: it has no computation marked ENTRY')
   if loop is None:
     return cycles_of(entry)
   return sum(cycles_of(body) for line in bodies[entry] if (body := body_of(line)) and is_in(line, loop))

@@ -1,4 +1,4 @@
-"""Slices of TPUs to compile for without having them; needs the extra `tpu`, for the compiler."""
+"""TPU slices to compile for without having one; needs the extra `tpu`, which contains the compiler."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import os
 
 import jax
 
+from spectr_jax.sharding import Device
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """What is published about a kind of TPU.
+  """Published figures of a kind of TPU.
 
   Attributes:
     memory: Bytes of high-bandwidth memory of a device.
     peak_flops: Floating-point operations per second in bfloat16.
-    clock: Cycles per second of its matrix units, which follows from their number and the peak.
+    clock: Cycles per second of its matrix units; follows from their number and the peak.
   """
 
   memory: int
@@ -24,8 +26,8 @@ class Chip:
   clock: float
 
 
-# By what JAX calls the kind; from Google Cloud's documentation of TPU versions. Not v4: its chips are described as two
-# devices, and are one on a machine.
+# By `device_kind` in JAX; from Google Cloud's documentation of TPU versions. v4 is missing, since a description has two
+# devices per chip where a machine has one.
 _CHIPS = {
   'TPU v5 lite': Chip(16 * 2**30, 197e12, 1.5e9),
   'TPU v5': Chip(95 * 2**30, 459e12, 1.75e9),
@@ -35,14 +37,18 @@ _CHIPS = {
 
 
 def is_compiler_installed() -> bool:
-  """Whether the extra `tpu` is."""
+  """Tells whether the extra `tpu` is installed."""
   return importlib.util.find_spec('libtpu') is not None
 
 
-def describe_topology(name: str) -> list[jax.Device]:
-  """The chips of a slice such as `v5e:4x4`, as descriptions.
+def describe_topology(name: str) -> list[Device]:
+  """Describes the chips of a slice such as `v5e:4x4`.
 
-  JAX does not begin after it to keep compiled programs on disk: those for described chips cannot be read back.
+  This sets environment variables of the TPU compiler that are not set yet. It also switches JAX's compilation cache
+  off, because programs for described chips cannot be read back from disk.
+
+  Returns:
+    The described devices, to build a mesh of.
 
   Raises:
     ValueError: The compiler is missing or does not know the topology.
@@ -51,7 +57,8 @@ def describe_topology(name: str) -> list[jax.Device]:
     raise ValueError("no TPU compiler: the extra tpu is not installed (pip install -e '.[tpu]')")
   from jax.experimental import topologies
 
-  # The compiler would look for the machine's own TPUs, ask the cloud about them, and let only one process have them.
+  # By default the compiler looks for the machine's own TPUs, queries the cloud's metadata server and takes a lock that
+  # only one process can hold.
   for variable, value in (
     ('TPU_SKIP_MDS_QUERY', '1'), ('TPU_WORKER_HOSTNAMES', 'localhost'), ('TPU_ACCELERATOR_TYPE', 'v5litepod-4'),
     ('ALLOW_MULTIPLE_LIBTPU_LOAD', '1'),
@@ -65,11 +72,11 @@ def describe_topology(name: str) -> list[jax.Device]:
   return devices
 
 
-def chip_of(device: jax.Device) -> Chip:
-  """What is known of a described chip.
+def chip_of(device: Device) -> Chip:
+  """Published figures of a device's chip.
 
   Raises:
-    ValueError: Its kind is not known here.
+    ValueError: The table has no such kind.
   """
   if device.device_kind not in _CHIPS:
     raise ValueError(f'nothing is known of {device.device_kind!r}; known: {", ".join(_CHIPS)}')

@@ -8,29 +8,44 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
+from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.on_demand import where_needed
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
 
 def overlap(draft_probs: jax.Array, target_probs: jax.Array, gamma: jax.Array) -> jax.Array:
-  """beta(gamma) = sum_x min(p(x), q(x)/gamma), the chance that one candidate is accepted; scalar."""
+  """beta(gamma) = sum_x min(p(x), q(x)/gamma), the chance that one candidate is accepted; scalar.
+
+  Args:
+    draft_probs: `[V]`, p.
+    target_probs: `[V]`, q.
+    gamma: Scalar, the threshold.
+  """
   return jnp.sum(jnp.minimum(draft_probs, target_probs / gamma))
 
 
 def any_accepted(beta: jax.Array, num_candidates: jax.Array) -> jax.Array:
-  """1 - (1 - beta)^n, without cancellation for small beta."""
+  """1 - (1 - beta)^n, without cancellation for small beta.
+
+  Args:
+    beta: The chance that one candidate is accepted.
+    num_candidates: n.
+  """
   return -jnp.expm1(num_candidates * jnp.log1p(-jnp.minimum(beta, 1)))
 
 
 def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates: jax.Array, *, num_rounds: int):
   """gamma*, the root in [1, n] of 1 - (1 - beta)^n = gamma beta(gamma), from above.
 
-  Left minus right falls as gamma grows. Any gamma from the root up to n is lossless and none below is, so the search
-  returns the upper end of its last bracket. A round is a pass over the vocabulary. It looks near where the chord of the
-  bracket crosses 0, no farther from the middle than leaves the bracket that bisection would have had a few rounds
-  before (the ITP method, Oliveira and Takahashi 2020): half as many rounds as bisection as a rule, and never more than
-  four in addition.
+  Left minus right, the excess, falls as gamma grows. Any gamma from the root up to n is lossless and none below is, so
+  the search returns the upper end of its last bracket. For example, with p = (.75, .25), q = (.5, .5) and n = 2 the
+  excess is .1875 at 1 and -.25 at 2, and the root is (7 + sqrt(17)) / 8 = 1.390.
+
+  A round is a pass over the vocabulary at one point of the bracket: near the place where the chord between the ends
+  crosses 0, in the example 1.429. The point may leave the middle only so far that the bracket afterwards is no wider
+  than bisection's of four rounds before (the ITP method, Oliveira and Takahashi 2020). As a rule this takes half as
+  many rounds as bisection, and at most four more.
 
   Args:
     draft_probs: `[V]`.
@@ -96,15 +111,25 @@ class KSeq:
   [q - min(p, q/gamma) (1 - (1 - beta)^n) / beta]+.
 
   Attributes:
-    num_rounds: Rounds of bisection that gamma is as good as. They change the acceptance by less than 1e-4, the law not
-      at all.
+    num_rounds: Rounds of bisection that gamma is as good as. They change the acceptance by less than 1e-4, and the
+      distribution of the token emitted not at all.
   """
 
   num_rounds: int = 16
   proposal_rules = (Independent,)
+  explanation = Explanation(
+    'K-SEQ tries the candidates in turn against one threshold γ: each is accepted with min(1, q/(γp)).',
+    '[q − min(p, q/γ) · (1 − (1 − β)ⁿ)/β]₊',
+  )
 
   def gamma(self, draft_probs, target_probs, num_candidates):
-    """The threshold in use; replaced in negative controls."""
+    """The threshold in use; negative controls replace it.
+
+    Args:
+      draft_probs: `[V]`.
+      target_probs: `[V]`.
+      num_candidates: n, scalar.
+    """
     return solve_gamma(draft_probs, target_probs, num_candidates, num_rounds=self.num_rounds)
 
   def _gamma_of(self, draft_probs, target_probs, num_candidates):
@@ -112,7 +137,11 @@ class KSeq:
     return where_needed(num_candidates > 1, self.gamma, one, draft_probs, target_probs, num_candidates)
 
   def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
-    """The threshold at a position, to be shown; arguments as of a call."""
+    """The threshold at a position, to be shown.
+
+    Args:
+      draft_probs, target_probs, candidates, is_valid: As of a call.
+    """
     del candidates
     return {'gamma': self._gamma_of(draft_probs, target_probs, jnp.maximum(jnp.sum(is_valid), 1))}
 

@@ -7,18 +7,20 @@ import dataclasses
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
+from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
 
 @dataclasses.dataclass(frozen=True)
 class Maximal:
-  """Accept X with probability min(1, q(X)/p(X)), else draw from [q - p]+ (SpecTr, Algorithm 1).
+  """Accepts X with probability min(1, q(X)/p(X)), else draws from [q - p]+ (SpecTr, Algorithm 1).
 
-  For one candidate: where more are valid, the outcome is not the target's law.
+  It is for one candidate: where more are valid, the token emitted does not have the target's distribution.
   """
 
   proposal_rules = (Independent,)
+  explanation = Explanation('The candidate is accepted with probability min(1, q/p).', '[q − p]₊')
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     accept = jnp.minimum(1, ratio(target_probs[candidates], draft_probs[candidates]))

@@ -1,4 +1,4 @@
-"""Work on the vocabulary that only some rows or nodes need."""
+"""Maps that skip the rows or nodes which do not need them, where the work is a pass over the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Operands this large are worth a turn of a loop per row on a processor.
+# On a CPU operands from this size on are worth an iteration of a loop per row.
 _MANY = 4096
 
 
 def where_needed(is_needed: jax.Array, function: Callable[..., Any], otherwise: Any, *operands: Any) -> Any:
   """`function(*operands)` where it is needed, else `otherwise`, and no time spent where it is not, under vmap too.
 
-  A `lax.cond` under vmap computes both branches for every row. Here a processor goes through the rows one by one and
-  leaves out those that need nothing; an accelerator computes all rows together, or nothing if no row needs it.
+  A `lax.cond` under vmap computes both branches for every row. Here a CPU goes through the rows one by one and skips
+  those that need nothing. An accelerator computes all rows together, or nothing if no row needs it: the loop in
+  `together` runs once or not at all. For example, with `is_needed` (False, True, False) a CPU calls `function` once,
+  for the second row; an accelerator calls it for three rows in one iteration, and takes the second result.
 
   Args:
     is_needed: bool scalar.
     function: Of the operands alone: it must not close over traced values.
-    otherwise: Like what `function` returns, arrays all.
+    otherwise: Arrays like those that `function` returns.
     *operands: Arrays or trees of arrays.
   """
 
@@ -43,7 +45,7 @@ def where_needed(is_needed: jax.Array, function: Callable[..., Any], otherwise: 
         def of_row(tree):
           return jax.tree.map(lambda x: x[row], tree)
 
-        # Cut out inside the branch: what is not needed is not even copied.
+        # Sliced inside the branch, so that rows that are skipped are not copied either.
         return jax.lax.cond(is_needed[row], lambda: function(*of_row(operands)), lambda: of_row(otherwise))
 
       return jax.lax.map(one, jnp.arange(num_rows))
@@ -53,8 +55,8 @@ def where_needed(is_needed: jax.Array, function: Callable[..., Any], otherwise: 
         return jnp.any(carry[0])
 
       def compute(carry):
-        # Tied to the loop's own variable: what does not change from turn to turn would be moved out of the loop, and be
-        # computed whether the loop turns or not.
+        # The barrier ties the operands to the loop's own variable. Otherwise the compiler would see that they do not
+        # change between iterations, move the computation out of the loop, and always run it.
         is_waiting, tied = jax.lax.optimization_barrier((carry[0], operands))
         computed = jax.vmap(function)(*tied)
         chosen = jax.tree.map(
@@ -74,7 +76,12 @@ def where_needed(is_needed: jax.Array, function: Callable[..., Any], otherwise: 
 
 
 def _rows(laws: jax.Array, places: np.ndarray) -> jax.Array:
-  """`laws[places]`, without a copy where the places are the first ones in order."""
+  """`laws[places]`, without a copy where the places are the first ones in order.
+
+  Args:
+    laws: `[R, V]`.
+    places: int `[M]`, static.
+  """
   is_start = np.array_equal(places, np.arange(len(places)))
   return laws[: len(places)] if is_start else laws[places]
 
@@ -88,18 +95,18 @@ def map_needed(
   *,
   at_once: int | None = None,
 ) -> Any:
-  """`function` of some laws and an item, for each of M entries that needs it; `otherwise` for the others.
+  """`function` of some distributions and an item, for each of M entries that needs it; `otherwise` for the others.
 
   A CPU visits the entries that are needed one by one, under vmap those of all rows. An accelerator computes `at_once`
   of them together, and as often as the row with the most of them requires; or all entries, in one pass without a loop.
   With a small vocabulary all entries are computed everywhere.
 
   Args:
-    function: Takes one law `[V]` of each array of `laws`, then one item. It must not close over traced values.
+    function: Takes one distribution `[V]` of each array of `laws`, then one item. It must not close over traced values.
     is_needed: bool `[M]`.
     otherwise: Arrays `[M, ...]` like those that `function` returns.
-    laws: Pairs of an array `[R, V]` and int `[M]`, static: which of its laws belongs to each entry. The laws are read
-      where they are, so no second copy of them is made.
+    laws: Pairs of an array `[R, V]` and int `[M]`, static: the row of the array that belongs to each entry. The rows
+      are read in place, so no second copy of them is made.
     items: Arrays `[M, ...]`.
     at_once: Entries that an accelerator computes together; None for all.
 
@@ -123,7 +130,7 @@ def map_needed(
     return order.at[to].set(jnp.arange(len(is_needed), dtype=jnp.int32), mode='drop')
 
   def in_parts(is_needed, otherwise, arrays, items):
-    size = min(at_once, num_entries)
+    size = num_entries if at_once is None else min(at_once, num_entries)
     order = jnp.pad(needed_first(is_needed), (0, size), constant_values=num_entries)
 
     def is_unfinished(carry):

@@ -1,4 +1,4 @@
-"""Accepting more than is right, by a chosen amount: fewer rejections for a bias."""
+"""Over-acceptance by a chosen amount: fewer rejections in exchange for a bias."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
+from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
 
 @dataclasses.dataclass(frozen=True)
 class OverAccept:
-  """Accept X with probability min(1, (q(X) + epsilon)/p(X)). Not lossless, on purpose.
+  """Accepts X with probability min(1, (q(X) + epsilon)/p(X)). It is not lossless, on purpose.
 
-  "A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024), section 4. With the best rejection
-  law, [q - p]+ (Theorem 4, Decoding-OPT), the chance of rejection and the bias in total variation add up to TV(p, q)
-  (Theorem 5). With the target's own law in its place (Decoding-UNO) the bias is larger.
+  "A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024), section 4. With the best residual,
+  [q - p]+ (Theorem 4, Decoding-OPT), the chance of rejection and the bias in total variation add up to TV(p, q)
+  (Theorem 5). With the target's own distribution in its place (Decoding-UNO) the bias is larger.
 
   Attributes:
-    epsilon: What is added to the target's probability, at least 0; 0 with the best rejection law is `Maximal`.
+    epsilon: The amount added to the target's probability, at least 0; 0 with the best residual is `Maximal`.
     has_best_residual: Decoding-OPT if True, else Decoding-UNO.
 
   Raises:
@@ -31,17 +32,29 @@ class OverAccept:
   epsilon: float
   has_best_residual: bool
   proposal_rules = (Independent,)
+  explanation = Explanation(
+    'The candidate is accepted with min(1, (q + ε)/p): more than is right, on purpose.', 'the rejection law'
+  )
 
   def __post_init__(self):
     if not self.epsilon >= 0:
       raise ValueError(f'epsilon must be at least 0, got {self.epsilon}')
 
   @property
-  def is_lossless(self) -> bool:
-    return self.epsilon == 0 and self.has_best_residual
+  def is_biased(self) -> bool:
+    """Whether the token emitted has another distribution than the target's."""
+    return self.epsilon > 0 or not self.has_best_residual
+
+  def with_epsilon(self, epsilon: float) -> OverAccept:
+    """The same coupling with another `epsilon`."""
+    return dataclasses.replace(self, epsilon=epsilon)
 
   def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
-    """What is added to the target's probability, to be shown; arguments as of a call."""
+    """The amount added to the target's probability, to be shown.
+
+    Args:
+      draft_probs, target_probs, candidates, is_valid: As of a call.
+    """
     del draft_probs, candidates, is_valid
     return {'epsilon': jnp.asarray(self.epsilon, target_probs.dtype)}
 

@@ -1,4 +1,4 @@
-"""Race selection: one of n i.i.d. candidates by a weighted race, and the exact law of the one that wins."""
+"""Race selection: one of n i.i.d. candidates by a weighted race, and the exact distribution of the winner."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.couplings.explanation import SelectionExplanation
 from spectr_jax.couplings.kseq import any_accepted
 from spectr_jax.couplings.on_demand import where_needed
 from spectr_jax.couplings.selection import Pick
@@ -46,19 +47,24 @@ def _class_masses(law: jax.Array, classes: jax.Array, num_classes: int) -> jax.A
   def compare():
     return jnp.sum(jnp.where(classes == jnp.arange(num_classes)[:, None], law, 0), axis=-1)
 
-  # Vector units compare faster than they scatter; a processor does not.
+  # Vector units compare faster than they scatter; a CPU does not.
   return jax.lax.platform_dependent(cpu=scatter, default=compare)
 
 
 def _goal(masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The best law of a picked class that any selection can reach, and where it falls in two.
+  """The best distribution of a picked class that any selection can reach, and the set of classes that it cuts off.
+
+  For example, with two candidates, p = (.75, .25) and q = (.5, .5) in two classes, both candidates lie in the lower
+  class with probability .5625. So it is picked at least that often, .0625 more than the target wants, and the goal is
+  (.5625, .4375), which overlaps with q by the optimum .9375. The lower class is cut off: a candidate of the upper one
+  is picked wherever it occurs.
 
   Args:
     masses: `[C, 2]`, of draft and target, ratios ascending.
     num_candidates: n.
 
   Returns:
-    The law `[C]`; bool `[C]`, classes that are worth picking wherever they occur; the draft's mass of the others.
+    The distribution `[C]`; bool `[C]`, classes that are picked wherever they occur; the draft's mass of the others.
   """
   below, target_below = jnp.cumsum(masses, axis=0).T
   # The picked class lies in a set at least as often as all candidates do: by how much that exceeds the target.
@@ -82,19 +88,20 @@ class Race:
   q/p. The smallest value over sets A of 1 + q(A) - p(A)^n, the optimal acceptance, is attained by a set of low classes.
   Classes above it win against those in it whatever their weights; on either side one of the candidates is picked with
   probability proportional to its class's weight (a token drawn twice has two tickets), as by the smallest of
-  independent Exp(w). So the winner's law is, for x above,
+  independent Exp(w). So the winner's distribution is, for x above,
 
       n p(x) w(x) Int_0^inf e^{-w(x) z} phi(z)^{n-1} dz,    phi(z) = sum of p e^{-w z} above, plus p(A),
 
   and for x in A the same with phi summed over A alone. Within a class it is proportional to p, so class masses are all
-  that is needed. The weights are fitted to the best law of a picked class by a few multiplicative rounds; whatever they
-  are, `Pick.probs` is the law that they give, up to the integral, a trapezoidal sum with relative error below 1e-6.
+  that is needed. The weights are fitted to the best distribution of a picked class by a few multiplicative rounds.
+  Whatever they are, `Pick.probs` is the distribution that they give, up to the integral, a trapezoidal sum with a
+  relative error below 1e-6.
 
   Attributes:
     num_classes: Classes of q/p from 1/23 on. They limit how close acceptance comes to the optimum.
     octave_bits: An octave of q/p is cut into 2^octave_bits classes.
     num_rounds: Rounds of fitting.
-    step: What the logarithm of a weight moves per round, in units of that of the missing factor; 2 at most.
+    step: How far the logarithm of a weight moves per round, in units of that of the missing factor; 2 at most.
     log_range: Weights on one side differ at most by e^log_range.
   """
 
@@ -103,11 +110,17 @@ class Race:
   num_rounds: int = 6
   step: float = 1.4
   log_range: float = 12.0
+  explanation = SelectionExplanation(
+    path='At each position a weighted race picks one candidate; p̃ is the law of what it picks.',
+    token='A weighted race picks one candidate; it is accepted with min(1, q/p̃), where p̃ is the law of what the race'
+    ' picks.',
+    law='p̃',
+  )
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Pick:
     num_valid = jnp.sum(is_valid)
     is_some, is_many = num_valid > 0, num_valid > 1
-    # A single candidate is what it is.
+    # With one candidate the picked token has the draft's distribution.
     alone = is_valid.astype(draft_probs.dtype), jnp.zeros(self.num_classes, draft_probs.dtype)
     pick_probs, scale = where_needed(is_many, self.select, alone, draft_probs, target_probs, candidates, is_valid)
     alone = jnp.where(is_some, draft_probs, 0)
@@ -121,12 +134,12 @@ class Race:
     return _classes(draft_probs, target_probs, lowest=1 / 23, **sizes)
 
   def picked_probs(self, draft_probs: jax.Array, target_probs: jax.Array, scale: jax.Array) -> jax.Array:
-    """The probability that a token is the one picked: within a class it is proportional to p.
+    """The probability that a token is the one picked; within a class it is proportional to p.
 
     Args:
       draft_probs: Probabilities of tokens under the draft, of any shape.
       target_probs: Those of the same tokens under the target.
-      scale: `[C]`, from `select`; ones give the law of a single candidate, the draft's.
+      scale: `[C]`, from `select`; ones give the distribution of a single candidate, the draft's.
 
     Returns:
       Probabilities of the tokens' shape.
@@ -136,13 +149,14 @@ class Race:
   def select(
     self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """The pick among two candidates or more, with its law as the factors of `picked_probs`.
+    """The pick among two candidates or more, with its distribution as the factors of `picked_probs`.
 
     Args:
       draft_probs, target_probs, candidates, is_valid: As of a `Coupling`; at least two candidates are valid.
 
     Returns:
-      `[n]`, the probability that each candidate is picked; `[C]`, the picked token's law in units of p, by class.
+      `[n]`, the probability that each candidate is picked; `[C]`, the picked token's distribution in units of p, by
+      class.
     """
     num_valid = jnp.sum(is_valid)
     classes = self._classes(draft_probs, target_probs)
@@ -155,14 +169,20 @@ class Race:
     return tickets / jnp.sum(tickets), jnp.where(mass > 0, law / jnp.where(mass > 0, mass, 1), 0)
 
   def fit(self, masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights, and the law of the class that is picked with them.
+    """Weights, and the distribution of the class that is picked with them.
+
+    Each round computes the distribution that the weights give and moves every weight by the factor that its class
+    misses. In the example of `_goal` each side of the cut holds one class, so every weight is the largest of its side
+    and stays 1, and the distribution is the goal from the start. With three classes above the cut, of which one is
+    picked half as often as the goal asks, its log weight would rise by `step` log 2, less what the largest of the three
+    rises by.
 
     Args:
       masses: `[C, 2]`, of draft and target, ratios ascending.
       num_candidates: n, above 1.
 
     Returns:
-      Log weights `[C]`; bool `[C]`, the classes that win against the others; the law `[C]`.
+      Log weights `[C]`; bool `[C]`, the classes that win against the others; the distribution `[C]`.
     """
     dtype = masses.dtype
     goal, is_high, low_mass = _goal(masses, num_candidates)
@@ -179,7 +199,7 @@ class Race:
     nodes, spacing = nodes.astype(dtype), spacing.astype(dtype)
     sides = jnp.stack([is_high, ~is_high])
 
-    # As products of small matrices; in full precision, since the law that they give is what is emitted.
+    # As products of small matrices; in full precision, since losslessness rests on the distribution that they give.
     multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
     def winner(log_weights):
@@ -202,5 +222,5 @@ class Race:
       return jnp.maximum(relative, -self.log_range)
 
     log_weights = jax.lax.fori_loop(0, self.num_rounds, improve, jnp.zeros_like(mass))
-    # The law of what is picked with the final weights: only then is every choice of them lossless.
+    # Computed with the final weights: only then is every choice of them lossless.
     return log_weights, is_high, winner(log_weights)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome
+from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.on_demand import where_needed
 from spectr_jax.proposal import Independent, WithoutReplacement
 from spectr_jax.sampling import positive_part
@@ -22,7 +23,8 @@ class Recursive:
   SpecInfer's multi-step speculative sampling (Miao et al. 2024, Algorithm 2). Without replacement p loses every
   rejected token and is normalised again (Jeon et al. 2024; "Speculative Decoding via Exponential Races", Algorithm 4).
 
-  Since [[a]+ - b]+ = [a - b]+ for b >= 0, r is [q - c p]+ / z with two numbers c and z, and no law but p and q is kept.
+  Since [[a]+ - b]+ = [a - b]+ for b >= 0, r is [q - c p]+ / z with two numbers c and z, and no distribution but p and q
+  is kept.
   A token that was rejected has r = 0 from then on, so removing it from p changes nothing there but p's norm.
 
   Attributes:
@@ -34,6 +36,16 @@ class Recursive:
   @property
   def proposal_rules(self):
     return (Independent,) if self.with_replacement else (WithoutReplacement,)
+
+  @property
+  def explanation(self) -> Explanation:
+    """Words for either version."""
+    differ = '' if self.with_replacement else ' Candidates differ: p loses each rejected token.'
+    return Explanation(
+      'The candidates are tried in turn with min(1, r/p), where r is what the rejected ones before have left of q.'
+      + differ,
+      'r, which is what the rejected candidates have left of q',
+    )
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     nothing = jnp.zeros(candidates.shape, target_probs.dtype), jnp.zeros((), target_probs.dtype)

@@ -1,4 +1,4 @@
-"""Selections: which of n i.i.d. candidates to pick, without deciding whether it is kept."""
+"""Selections: one of n i.i.d. candidates is picked, and whether it is kept is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome, ratio
+from spectr_jax.couplings.explanation import Explanation, SelectionExplanation
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
@@ -16,11 +17,11 @@ from spectr_jax.sampling import positive_part_or
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pick:
-  """Which candidate is picked at one position, and how picked tokens are distributed.
+  """The pick at one position, and the distribution of picked tokens.
 
   Attributes:
     pick_probs: `[n]`, the probability that each candidate is picked; all 0 if there is none, else they sum to 1.
-    probs: `[V]`, the law of the picked token, averaged over candidates; 0 everywhere if there is none.
+    probs: `[V]`, the distribution of the picked token, averaged over candidates; 0 everywhere if there is none.
     candidate_probs: `[n]`, the same at the candidates; 0 where there is none.
   """
 
@@ -30,17 +31,32 @@ class Pick:
 
 
 class Selection(Protocol):
-  """Picks one of n candidates drawn i.i.d.; a pure function, hashable, options are fields."""
+  """Picks one of n candidates drawn i.i.d.; a pure function, hashable, options are fields.
+
+  It may have an attribute `explanation`, a `SelectionExplanation`, to be shown.
+  """
 
   def __call__(
     self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
   ) -> Pick:
-    """The pick at one position; arguments as of a `Coupling`."""
+    """The pick at one position.
+
+    Args:
+      draft_probs, target_probs, candidates, is_valid: As of a `Coupling`.
+    """
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Only:
-  """Picks the one candidate there is. For single drafts: with more, `Pick.probs` is not the picked one's law."""
+class SingleDraft:
+  """Picks the one candidate there is.
+
+  It is for single drafts: with more candidates, `Pick.probs` is not the distribution of the picked one.
+  """
+
+  explanation = SelectionExplanation(
+    path='The path is the draft.', token='The candidate is accepted with probability min(1, q/p).', law='p'
+  )
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Pick:
     del target_probs
@@ -52,8 +68,11 @@ class Only:
 
 
 @dataclasses.dataclass(frozen=True)
-class Selected:
-  """Couples what `selection` picks with the target, maximally: accepted with probability min(1, q/pt), pt its law.
+class MaximalAfter:
+  """Picks by `selection` and couples the picked candidate maximally with the target.
+
+  With pt the distribution of picked tokens, the picked one is accepted with probability min(1, q/pt); otherwise the
+  token comes from [q - pt]+.
 
   Attributes:
     selection: The selection.
@@ -62,8 +81,18 @@ class Selected:
   selection: Selection
   proposal_rules = (Independent,)
 
+  @property
+  def explanation(self) -> Explanation:
+    """The selection's words."""
+    words = getattr(self.selection, 'explanation', SelectionExplanation())
+    return Explanation(words.token, f'[q − {words.law}]₊' if words.law else '')
+
   def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
-    """What picks a candidate, and the law pt of what is picked at it, `[n]`, to be shown; arguments as of a call."""
+    """The probability that each candidate is picked and its probability under pt, `[n]`, to be shown.
+
+    Args:
+      draft_probs, target_probs, candidates, is_valid: As of a call.
+    """
     pick = self.selection(draft_probs, target_probs, candidates, is_valid)
     return {'pick_prob': pick.pick_probs, 'picked_prob': pick.candidate_probs}
 

@@ -1,4 +1,4 @@
-"""A model on disk: `model.json`, `tokenizer.json` and the parameters as an Orbax checkpoint in `params/`."""
+"""Model directories: `model.json`, `tokenizer.json` and the parameters as an Orbax checkpoint in `params/`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from etils import epath
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.model import Model
 from spectr_jax.models import transformer
-from spectr_jax.sharding import path_of
 
 _FORMAT = 3
 
@@ -36,7 +35,7 @@ def _file_hashes(directory: epath.Path) -> dict[str, str]:
 
 
 def _checkpointer() -> ocp.StandardCheckpointer:
-  """Of this process alone: of several that train together the first writes a model, and each may read one."""
+  """A checkpointer that waits for no other process: one process writes a model, and any may read one by itself."""
   process = jax.process_index()
   alone = ocp.options.MultiprocessingOptions(
     primary_host=process, active_processes={process}, barrier_sync_key_prefix=f'process_{process}'
@@ -44,19 +43,23 @@ def _checkpointer() -> ocp.StandardCheckpointer:
   return ocp.StandardCheckpointer(multiprocessing_options=alone)
 
 
+def _path(keys: jax.tree_util.KeyPath) -> str:
+  return jax.tree_util.keystr(keys, simple=True, separator='/')
+
+
 def _transposed_kernels(params: Any) -> Any:
-  return jax.tree_util.tree_map_with_path(lambda keys, x: x.T if path_of(keys).endswith('kernel') else x, params)
+  return jax.tree_util.tree_map_with_path(lambda keys, x: x.T if _path(keys).endswith('kernel') else x, params)
 
 
 def _from_older_format(params: Any, config: transformer.TransformerConfig, number: int) -> Any:
-  """Kernels as they are now.
+  """Converts the kernels of format 1 or 2 to the current layout.
 
-  In format 2 they were `[out, in]`. In format 1, moreover, all queries stood before all keys, and those before all
-  values; now they stand by head.
+  Format 2 stores them as `[out, in]`. In format 1, moreover, the rows of `qkv` are ordered by query, key and value
+  first; now they are ordered by head first.
   """
 
   def by_head(keys, kernel):
-    if not path_of(keys).endswith('qkv/kernel'):
+    if not _path(keys).endswith('qkv/kernel'):
       return kernel
     parts = kernel.reshape(3, config.num_heads, config.head_dim, config.embed_dim)
     return parts.swapaxes(0, 1).reshape(kernel.shape)
@@ -75,18 +78,18 @@ def save_model(
   param_dtype: str = 'bfloat16',
   overwrite: bool = False,
 ) -> None:
-  """Writes a transformer and its tokenizer, whole or not at all.
+  """Writes a transformer and its tokenizer, both or neither.
 
   Args:
-    path: Directory to make.
+    path: The directory to create.
     model: A model made by `transformer_model`.
     tokenizer: The tokenizer it was trained with.
-    info: JSON values to keep beside it, such as the training text's hashes.
-    param_dtype: Type the parameters are stored in.
-    overwrite: Replace a model that is there.
+    info: JSON values to store with it, such as hashes of the training text.
+    param_dtype: The dtype to store parameters in.
+    overwrite: Whether to replace an existing model.
 
   Raises:
-    ValueError: The directory exists and `overwrite` is False, or model and tokenizer do not fit.
+    ValueError: The directory exists and `overwrite` is False, or the vocabularies of model and tokenizer differ.
   """
   path = epath.Path(path)
   if path.exists() and not overwrite:
@@ -99,7 +102,7 @@ def save_model(
     unfinished.rmtree()
   unfinished.mkdir(parents=True)
   with _checkpointer() as checkpointer:
-    # NumPy arrays belong to a process; JAX's would have to be known to all.
+    # One process can save NumPy arrays by itself; JAX arrays would have to be saved by all processes together.
     params = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(param_dtype)), model.params)
     checkpointer.save((unfinished / 'params').resolve(), params)
   tokenizer.save(unfinished / 'tokenizer.json')
@@ -114,7 +117,7 @@ def save_model(
     'sha256': _file_hashes(unfinished),
   }
   (unfinished / 'model.json').write_text(json.dumps(spec, indent=2) + '\n')
-  # The old one goes when the new one is there.
+  # The old model is deleted only when the new one is complete.
   replaced = path.parent / f'{path.name}.replaced'
   if replaced.exists():
     replaced.rmtree()
@@ -127,7 +130,7 @@ def save_model(
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-  """What `model.json` says of a model."""
+  """Content of `model.json`."""
 
   format: int
   config: transformer.TransformerConfig
@@ -152,7 +155,7 @@ def _read_spec(path: epath.Path) -> _Spec:
 
 
 def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
-  """Sizes of a model that `save_model` wrote, without its parameters.
+  """Reads the configuration of a model that `save_model` wrote, without its parameters.
 
   Raises:
     ValueError: The directory is missing or not a model.
@@ -164,8 +167,8 @@ def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model
   """Reads a model that `save_model` wrote.
 
   Args:
-    path: The directory; may be remote (`gs://`).
-    dtype: Type to compute in, `float32` or `bfloat16`; None for the model's own.
+    path: The directory; may be remote (`gs://...`).
+    dtype: The dtype to compute in, `float32` or `bfloat16`; None for the one in its configuration.
 
   Returns:
     The model and its tokenizer.

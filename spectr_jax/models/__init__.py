@@ -1,1 +1,22 @@
-"""Networks behind the `Model` seam."""
+"""Networks behind the `Model` seam. The transformer needs Flax and is imported on first use."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from spectr_jax.models import table
+
+if TYPE_CHECKING:
+  from spectr_jax.models import transformer
+
+__all__ = ['table', 'transformer']
+
+if not TYPE_CHECKING:  # seen by a type checker, this function would make every misspelt name valid
+
+  def __getattr__(name: str):
+    if name == 'transformer':
+      return importlib.import_module('spectr_jax.models.transformer')
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

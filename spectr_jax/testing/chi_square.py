@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import scipy.optimize
-import scipy.stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +55,17 @@ def detectable_bias(num_cells: int, num_samples: int, *, level: float = 1e-3, po
   """
   if not 0 < level < power < 1 or num_samples < 1:
     raise ValueError(f'need 0 < level < power < 1 and samples, got {level}, {power} and {num_samples} samples')
+  from scipy import optimize, stats
+
   degrees = num_cells - 1
   if degrees < 1:
     return 1.0
-  critical = scipy.stats.chi2.isf(level, degrees)
+  critical = stats.chi2.isf(level, degrees)
 
   def excess(noncentrality):
-    return scipy.stats.ncx2.sf(critical, degrees, noncentrality) - power
+    return stats.ncx2.sf(critical, degrees, noncentrality) - power
 
-  noncentrality = scipy.optimize.brentq(excess, 1e-6, 100 + 10 * critical)
+  noncentrality = optimize.root_scalar(excess, bracket=(1e-6, 100 + 10 * critical), method='brentq').root
   return min(1.0, float(np.sqrt(noncentrality / (4 * num_samples))))
 
 
@@ -75,6 +75,8 @@ def chi_square(counts: np.ndarray, law: np.ndarray) -> ChiSquare:
   Raises:
     ValueError: The shapes differ, or there is nothing to compare.
   """
+  from scipy import stats
+
   counts, law = np.asarray(counts, np.float64).reshape(-1), np.asarray(law, np.float64).reshape(-1)
   if counts.shape != law.shape or not counts.sum():
     raise ValueError(f'need samples, and one probability per cell; got {counts.shape}, {law.shape}, {counts.sum()}')
@@ -89,5 +91,5 @@ def chi_square(counts: np.ndarray, law: np.ndarray) -> ChiSquare:
   counts, expected = counts[expected > 0], expected[expected > 0]
   statistic = float(((counts - expected) ** 2 / expected).sum())
   degrees = max(len(counts) - 1, 1)
-  p_value = float(scipy.stats.chi2.sf(statistic, degrees))
+  p_value = float(stats.chi2.sf(statistic, degrees))
   return ChiSquare(statistic, len(counts), p_value, num_samples, pooled_mass)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.couplings import Coupling, KSeq, Maximal, Only, Outcome, Race, Selected
+from spectr_jax.couplings import Coupling, KSeq, Maximal, MaximalAfter, Outcome, Race, SingleDraft
 from spectr_jax.methods import Method
 from spectr_jax.proposal import Independent
-from spectr_jax.verify import Block, GreedyBlock, RaceTraversal, Stateless, Verifier, Walk
+from spectr_jax.verify import Block, GreedyBlock, RaceTraversal, Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,8 @@ class GammaTooSmall(KSeq):
 
 
 @dataclasses.dataclass(frozen=True)
-class LawBeforeTopP(Stateless):
-  """A verifier told another draft law than the one drawn from, as when it is recomputed or taken before top-p."""
+class LawBeforeTopP(Verifier):
+  """A verifier told another draft distribution than the one drawn from, as when it is taken before top-p."""
 
   verifier: Verifier
   proposal_rules = (Independent,)
@@ -56,7 +56,7 @@ class LawBeforeTopP(Stateless):
 
 @dataclasses.dataclass(frozen=True)
 class OneTicket(Race):
-  """A race in which a token drawn twice has one ticket, while the law of the winner is taken to be that with two."""
+  """A race with one ticket for a token drawn twice, while the winner's distribution is taken to be that with two."""
 
   def select(self, draft_probs, target_probs, candidates, is_valid):
     pick_probs, scale = super().select(draft_probs, target_probs, candidates, is_valid)
@@ -157,10 +157,10 @@ CONTROLS: dict[str, Method] = {
     _broken('spectr_residual_left_out', Walk(ResidualLeftOut(KSeq()))),
     _broken('spectr_gamma_too_small', Walk(GammaTooSmall())),
     _broken('speculative_many_drafts', Walk(Maximal())),
-    _broken('race_one_ticket', Walk(Selected(OneTicket()))),
+    _broken('race_one_ticket', Walk(MaximalAfter(OneTicket()))),
     _broken('race_block_one_ticket', Block(OneTicket())),
     _broken('greedy_block_level_too_few', GreedyBlock(num_levels_dropped=1), max_drafts=1),
-    _broken('block_keyed_by_position', Block(Only()), max_drafts=1, is_seed_exact=True),
+    _broken('block_keyed_by_position', Block(SingleDraft()), max_drafts=1, is_seed_exact=True),
     _broken('race_block_keyed_by_position', Block(Race()), is_seed_exact=True),
     _broken('race_traversal_one_ticket', RaceTraversal(OneTicket())),
     _broken('race_traversal_credit_not_divided', CreditNotDivided()),

@@ -70,7 +70,7 @@ def ordinary_law(model: Model, prompt: Sequence[int], num_tokens: int, **samplin
   """
   vocab_size = model.vocab_size
   texts = np.array(list(itertools.product(range(vocab_size), repeat=num_tokens - 1)), np.int32)
-  tokens = np.concatenate([np.tile(np.int32(prompt), (len(texts), 1)), texts], axis=1)
+  tokens = np.concatenate([np.tile(np.asarray(prompt, np.int32), (len(texts), 1)), texts], axis=1)
   tokens = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 8)))  # not seen by what stands before; few programs
   logits = _uncached_logits(model, jnp.asarray(tokens))[:, len(prompt) - 1 :][:, :num_tokens]
   probs = np.asarray(_to_probs(logits, SamplingParams.make(len(texts), **sampling)), np.float64)

@@ -280,14 +280,14 @@ def _draw(part: str, num_samples: int, num_batches: int, is_limited: bool, progr
   """
   size = -(-num_samples // num_batches)
   fewest = -(-_FEWEST_SAMPLES * num_batches // _DEFAULT_SAMPLES)
-  counts, start = 0, None
+  counts, start = np.zeros((), np.int64), time.monotonic()
   for batch in range(num_batches):
-    # The first batch is not counted: it compiles.
     if is_limited and batch >= fewest and time.monotonic() - start > _SECONDS[part]:
       progress.advance(num_batches - batch)
       break
     counts = counts + draw_batch(batch, size)
-    start = time.monotonic() if start is None else start
+    if batch == 0:
+      start = time.monotonic()  # the first batch is not counted: it compiles
     progress.advance()
   return counts
 
@@ -361,7 +361,7 @@ def prove(
 
     def draw_rows(batch, size):
       batch_key = jax.random.fold_in(key, batch)
-      return sample_counts(batch_key, target, draft, np.array([0]), num_samples=size, batch_size=size, **common)
+      return sample_counts(batch_key, target, draft, [0], num_samples=size, batch_size=size, **common)
 
     counts = _draw('sampling', num_samples, num_batches, is_limited, progress, draw_rows)
   law = _TARGET_TABLE[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from scipy import optimize, sparse
 
 from spectr_jax.theory.laws import as_joint_laws, prefix_laws
 
@@ -26,7 +25,8 @@ def _expected_found(draft_law, target_law, num_drafts, found_fn) -> np.ndarray:
   draft, target = as_joint_laws(draft_law, target_law)
   numbers = _numbers(num_drafts)[..., None]
   pairs = zip(prefix_laws(draft), prefix_laws(target))
-  return sum((q * (1 - (1 - found_fn(p, q)) ** numbers)).sum(axis=-1) for p, q in pairs)
+  found = ((q * (1 - (1 - found_fn(p, q)) ** numbers)).sum(axis=-1) for p, q in pairs)
+  return sum(found, start=np.zeros(numbers.shape[:-1]))
 
 
 def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
@@ -106,6 +106,8 @@ def largest_value(values, matrix, limits) -> float:
   Raises:
     RuntimeError: The solver failed.
   """
+  from scipy import optimize
+
   result = optimize.linprog(
     -np.asarray(values, np.float64),
     A_ub=matrix,
@@ -171,6 +173,8 @@ def optimal_block_acceptance(draft_law, target_law, num_drafts: int) -> float:
     ValueError: Something is no joint law, their shapes differ, K is below 1, or there are too many combinations.
     RuntimeError: The solver failed.
   """
+  from scipy import sparse
+
   draft, target = as_joint_laws(draft_law, target_law)
   num_drafts = int(_numbers(num_drafts))
   p, q = draft.reshape(-1), target.reshape(-1)

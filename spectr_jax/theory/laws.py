@@ -55,7 +55,8 @@ def as_joint_laws(draft_law, target_law) -> tuple[np.ndarray, np.ndarray]:
   if shapes[0] != shapes[1] or not shapes[0] or len(set(shapes[0])) > 1:
     raise ValueError(f'draft_law and target_law must both be [V] * L, got shapes {shapes[0]} and {shapes[1]}')
   laws = (as_laws(np.reshape(law, -1), name) for law, name in ((draft_law, 'draft_law'), (target_law, 'target_law')))
-  return tuple(law.reshape(shapes[0]) for law in laws)
+  draft, target = (law.reshape(shapes[0]) for law in laws)
+  return draft, target
 
 
 def prefix_laws(law: np.ndarray) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from spectr_jax.couplings.kseq import any_accepted
 
@@ -37,7 +38,7 @@ def optimal_acceptance(draft_probs: jax.Array, target_probs: jax.Array, num_draf
       f'draft_probs and target_probs must have the same shape [..., V], got {draft_probs.shape} and'
       f' {target_probs.shape}'
     )
-  if not isinstance(num_drafts, jax.core.Tracer) and np.any(np.asarray(num_drafts) < 0):
+  if not isinstance(num_drafts, Tracer) and np.any(np.asarray(num_drafts) < 0):
     raise ValueError(f'num_drafts must be at least 0, got {num_drafts}')
   num_drafts = jnp.asarray(num_drafts)
   if not jnp.issubdtype(num_drafts.dtype, jnp.integer):

@@ -7,7 +7,6 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
-from scipy import optimize, sparse
 
 from spectr_jax.couplings.coupling import Outcome
 from spectr_jax.proposal import Independent
@@ -126,6 +125,8 @@ def optimal_transport(draft_probs, target_probs, num_drafts: int) -> TransportPl
     ValueError: An argument is not a law, the laws differ in length, n is below 1, or the plan would be too large.
     RuntimeError: The solver failed.
   """
+  from scipy import optimize, sparse
+
   draft_probs, target_probs = _check(draft_probs, target_probs, num_drafts)
   vocab_size = len(draft_probs)
   if vocab_size ** (num_drafts + 1) > MAX_PLAN_SIZE:

@@ -1,4 +1,4 @@
-"""Verifiers: a whole tree of guesses to the tokens kept."""
+"""Verifiers: from a whole tree of guesses to the tokens kept."""
 
 from spectr_jax.verify.block import Block
 from spectr_jax.verify.greedy_block import GreedyBlock
@@ -6,7 +6,7 @@ from spectr_jax.verify.race_traversal import RaceTraversal
 from spectr_jax.verify.record import Decisions, Record
 from spectr_jax.verify.seed_exact import SeedExact
 from spectr_jax.verify.traversal import Traversal
-from spectr_jax.verify.verifier import Stateless, Verdict, Verifier
+from spectr_jax.verify.verifier import Tree, Verdict, Verifier
 from spectr_jax.verify.walk import Walk
 
 __all__ = [
@@ -16,8 +16,8 @@ __all__ = [
   'RaceTraversal',
   'Record',
   'SeedExact',
-  'Stateless',
   'Traversal',
+  'Tree',
   'Verdict',
   'Verifier',
   'Walk',

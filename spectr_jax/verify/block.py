@@ -1,4 +1,4 @@
-"""Block verification: how much of a whole path is kept, on a single draft or on the path that a selection picks."""
+"""Block verification of a whole path: of a single draft, or of the path that a selection picks."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import ratio
+from spectr_jax.couplings.explanation import Explanation, SelectionExplanation
 from spectr_jax.couplings.selection import Pick, Selection
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
-from spectr_jax.tree import TokenTree
 from spectr_jax.verify.position import Position, next_position
-from spectr_jax.verify.record import Decisions, Record
-from spectr_jax.verify.verifier import Stateless, Verdict
+from spectr_jax.verify.record import Decisions, Record, run_steps
+from spectr_jax.verify.verifier import Tree, Verdict, Verifier, with_arrays
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Step:
-  """What may happen at one depth of a path that has been picked down to a node.
+  """The possible outcomes at one depth of a path that has been picked down to a node.
 
   Attributes:
     position: The candidates of the next position.
-    pick: Which of them is picked.
+    pick: The pick among them.
     accept: Scalar, the probability that the path is kept down to here, given that nothing deeper is.
     residual: `[V]`, weights of the next token if it is.
   """
@@ -36,11 +36,11 @@ class _Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block(Stateless):
+class Block(Verifier):
   """Picks a path by `selection`, then verifies it as a block, in which a later token can make up for an earlier one.
 
-  The path: from the root on, one candidate of each position is picked, and the nodes that spell the same stay active,
-  until there is no candidate. Then with P_0 = 1 and, for the picked tokens and the laws pt that they were picked from,
+  From the root on, one candidate of each position is picked, and the nodes that spell the same stay active, until there
+  is no candidate. Then with P_0 = 1 and, for the picked tokens and the distributions pt of picked tokens,
 
       P_i = min(1, P_{i-1} q(x_i) / pt(x_i)),    S_i = sum of [P_i q - pt]+ over the token at i + 1,
       h_i = S_i / (S_i + 1 - P_i),
@@ -48,7 +48,7 @@ class Block(Stateless):
   the path is kept down to the largest i with u_i < h_i, and the next token comes from [P_i q - pt]+. At the path's end
   pt is 0, so that h = P and the residual is q.
 
-  With `Only` on a chain this is block verification (Sun et al. 2024, "Block Verification Accelerates Speculative
+  With `SingleDraft` on a chain this is block verification (Sun et al. 2024, "Block Verification Accelerates Speculative
   Decoding"), which accepts the most that a single draft allows without a state between rounds. With `Race` it is race
   block verification, beyond the papers: lossless on any tree with i.i.d. children, since a picked token and the nodes
   that agree with it act as one token of an extended alphabet, whose second part has the same conditional law under
@@ -60,8 +60,21 @@ class Block(Stateless):
 
   selection: Selection
   proposal_rules = (Independent,)
+  takes_grown = True
 
-  def _step(self, tree: TokenTree, proposal: Proposal, target_probs, node, log_kept) -> _Step:
+  @property
+  def explanation(self) -> Explanation:
+    """Words around those of the selection."""
+    words = getattr(self.selection, 'explanation', SelectionExplanation())
+    if not words.path:
+      return Explanation()
+    return Explanation(
+      f'{words.path} With P = min(1, P · q/{words.law}) along the path and S = Σ [Pq − {words.law}]₊ at its next'
+      ' position, the path is kept down to the deepest token with u < h = S/(S + 1 − P); at its end h = P.',
+      f'[Pq − {words.law}]₊',
+    )
+
+  def _step(self, tree: Tree, proposal: Proposal, target_probs, node, log_kept) -> _Step:
     """The step at `node`, where log P is `log_kept`; its logarithm, since products of many ratios underflow."""
     position = next_position(tree, proposal, target_probs, node)
     pick = self.selection(position.draft_probs, position.target_probs, position.tokens, position.is_valid)
@@ -93,7 +106,7 @@ class Block(Stateless):
     zero, log_one = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
     return zero, zero, log_one, (zero, zero, log_one)
 
-  def _walk(self, tree: TokenTree, proposal: Proposal, target_probs, uniforms, carry):
+  def _walk(self, tree: Tree, proposal: Proposal, target_probs, uniforms, carry):
     """One node further; also the step, the slot that is picked, and whether the path is kept down to here."""
     node, depth, log_kept, stop = carry
     step = self._step(tree, proposal, target_probs, node, log_kept)
@@ -112,89 +125,104 @@ class Block(Stateless):
     )
     return following, (step, slot, is_kept)
 
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+  def _decisions(self, uniforms, carry, step: _Step, slot, is_kept) -> tuple[Decisions, Decisions]:
+    """The pick among the candidates of a depth, and whether the path is kept down to there, to be shown."""
+    node, depth, log_kept, _ = carry
+    position, pick = step.position, step.pick
+    is_walking = node >= 0
+    picks = Decisions(
+      is_made=is_walking & jnp.any(position.is_valid),
+      node=position.node,
+      nodes=position.nodes,
+      is_valid=position.is_valid,
+      shares=pick.pick_probs,
+      uniform=uniforms[depth, 1] * jnp.sum(pick.pick_probs),
+      chosen=position.nodes[slot],
+      numbers={
+        'draft_prob': position.draft_probs[position.tokens],
+        'target_prob': position.target_probs[position.tokens],
+        'picked_prob': pick.candidate_probs,
+      },
+    )
+    keeps = Decisions.of_one(
+      is_made=is_walking & (depth > 0),
+      node=position.node,
+      share=step.accept,
+      uniform=uniforms[depth, 0],
+      is_chosen=is_kept,
+      numbers={'log_kept': log_kept},
+    )
+    return picks, keeps
+
+  def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool):
+    """The verdict, and its record if it is explained."""
     dtype = target_probs.dtype
     uniforms = self._uniforms(keys, dtype)
     if tree.num_nodes == 0:
-      return Verdict.at(tree, jnp.zeros((), jnp.int32), draw(uniforms[0, 2], target_probs[0]), state)
-
-    def is_walking(carry):
-      return carry[0] >= 0
+      node = jnp.zeros((), jnp.int32)
+      verdict = Verdict.at(tree, node, draw(uniforms[0, 2], target_probs[0]), state)
+      return verdict, Record({}, node, target_probs[0], uniforms[0, 2])
+    tree = with_arrays(tree)
 
     # Where the path is cut, the residual is made once more, after the walk: every depth would carry one, `[V]`.
     def walk(carry):
-      return self._walk(tree, proposal, target_probs, uniforms, carry)[0]
+      return self._walk(tree, proposal, target_probs, uniforms, carry)
+
+    def describe(_, carry, following, seen):
+      del following
+      return self._decisions(uniforms, carry, *seen)
 
     with jax.named_scope('path'):
-      node, depth, log_kept = jax.lax.while_loop(is_walking, walk, self._start(dtype))[3]
-    residual = self._step(tree, proposal, target_probs, node, log_kept).residual
-    return Verdict.at(tree, node, draw(uniforms[depth, 2], residual), state)
-
-  def record(self, keys, tree, proposal, target_probs, state) -> Record:
-    """What `verify` decides, depth by depth: `pick`, the path, and `keep`, how far it is kept, the last one wins."""
-    del state
-    uniforms = self._uniforms(keys, target_probs.dtype)
-
-    def one_depth(carry, _):
-      node, depth, log_kept, _ = carry
-      following, (step, slot, is_kept) = self._walk(tree, proposal, target_probs, uniforms, carry)
-      position, pick = step.position, step.pick
-      is_walking = node >= 0
-      picks = Decisions(
-        is_made=is_walking & jnp.any(position.is_valid),
-        node=position.node,
-        nodes=position.nodes,
-        is_valid=position.is_valid,
-        shares=pick.pick_probs,
-        uniform=uniforms[depth, 1] * jnp.sum(pick.pick_probs),
-        chosen=position.nodes[slot],
-        numbers={
-          'draft_prob': position.draft_probs[position.tokens],
-          'target_prob': position.target_probs[position.tokens],
-          'picked_prob': pick.candidate_probs,
-        },
+      (*_, stop), decisions = run_steps(
+        lambda carry: carry[0] >= 0,
+        walk,
+        self._start(dtype),
+        num_steps=tree.max_depth + 1,
+        describe=describe if is_explained else None,
       )
-      keeps = Decisions.of_one(
-        is_made=is_walking & (depth > 0),
-        node=position.node,
-        share=step.accept,
-        uniform=uniforms[depth, 0],
-        is_chosen=is_kept,
-        numbers={'log_kept': log_kept},
-      )
-      # Behind the end of a path nothing is decided.
-      following = jax.tree.map(lambda new, old: jnp.where(is_walking, new, old), following, carry)
-      return following, (picks, keeps)
-
-    carry, (picks, keeps) = jax.lax.scan(one_depth, self._start(target_probs.dtype), length=tree.max_depth + 1)
-    node, depth, log_kept = carry[3]
+    node, depth, log_kept = stop
     residual = self._step(tree, proposal, target_probs, node, log_kept).residual
-    return Record({'pick': picks, 'keep': keeps}, node, residual, uniforms[depth, 2])
+    verdict = Verdict.at(tree, node, draw(uniforms[depth, 2], residual), state)
+    if decisions is None:
+      return verdict, None
+    picks, keeps = decisions
+    return verdict, Record({'pick': picks, 'keep': keeps}, node, residual, uniforms[depth, 2])
+
+  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+    return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
+
+  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record]:
+    """The verdict and its decisions, depth by depth: `pick`, the path, and `keep`, whose last one that is kept wins."""
+    return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 
   def law(self, tree, proposal, target_probs, state):
     del state
     if tree.num_nodes == 0:
       return target_probs
-    size, dtype = tree.num_nodes + 1, target_probs.dtype
-    log_kept, reach = jnp.zeros(size, dtype), jnp.zeros(size, dtype).at[0].set(1)
-    steps, into = [], []
-    for node in range(size):
+    tree, size, dtype = with_arrays(tree), tree.num_nodes + 1, target_probs.dtype
+    no_node = jnp.zeros(size, dtype)
+
+    def downwards(carry, node):
+      """Passes log P and the probability that the path comes to `node` on to the candidates after it."""
+      log_kept, reach = carry
       step = self._step(tree, proposal, target_probs, node, log_kept[node])
-      steps.append(step)
-      into.append(jnp.where(step.position.is_valid, step.position.nodes, size))
-      slots = jnp.arange(len(step.position.nodes))
+      position, pick_probs = step.position, step.pick.pick_probs
+      into = jnp.where(position.is_valid, position.nodes, size)
+      slots = jnp.arange(len(position.nodes))
       below = jax.vmap(self._log_kept_below, (None, None, 0))(step, log_kept[node], slots)
       # Nodes that spell the same have the same value, so it does not matter which of them writes it last.
-      log_kept = log_kept.at[into[node]].set(below, mode='drop')
-      reach = reach.at[into[node]].add(reach[node] * step.pick.pick_probs, mode='drop')
-    law = jnp.zeros_like(target_probs)
-    nothing_from = jnp.zeros(size + 1, dtype)  # given that a node is reached, nothing is kept from it on
-    for node in reversed(range(size)):
-      step = steps[node]
-      below = jnp.sum(step.pick.pick_probs * nothing_from[into[node]])
-      nothing_below = jnp.where(jnp.any(step.position.is_valid), below, 1)
-      accept = jnp.ones((), dtype) if node == 0 else step.accept
-      nothing_from = nothing_from.at[node].set((1 - accept) * nothing_below)
+      log_kept = log_kept.at[into].set(below, mode='drop')
+      own_reach, accept = reach[node], jnp.where(node == 0, 1, step.accept)
+      reach = reach.at[into].add(own_reach * pick_probs, mode='drop')
       residual = step.residual / jnp.sum(step.residual)
-      law = law.at[step.position.node].add(reach[node] * accept * nothing_below * residual)
-    return law
+      return (log_kept, reach), (node, into, pick_probs, own_reach, accept, position.node, residual)
+
+    def upwards(nothing_from, step):
+      """`nothing_from` `[N + 2]`: the probability that nothing is kept from a node on, if the path comes there."""
+      node, into, pick_probs, reach, accept, stop, residual = step
+      below = jnp.where(jnp.any(into < size), jnp.sum(pick_probs * nothing_from[into]), 1)
+      return nothing_from.at[node].set((1 - accept) * below), (stop, reach * accept * below * residual)
+
+    _, steps = jax.lax.scan(downwards, (no_node, no_node.at[0].set(1)), jnp.arange(size))
+    _, (nodes, laws) = jax.lax.scan(upwards, jnp.zeros(size + 1, dtype), steps, reverse=True)
+    return jnp.zeros_like(target_probs).at[nodes].add(laws)

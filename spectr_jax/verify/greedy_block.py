@@ -8,21 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part, positive_part_or
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify.record import Decisions, Record
-from spectr_jax.verify.verifier import Verdict
+from spectr_jax.verify.verifier import Verdict, Verifier
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Modifications:
-  """How the target's law is still to be modified, by earlier rounds that stopped short of their draft's end.
+  """The changes that are still due to the target's distribution, from rounds that stopped short of their draft's end.
 
-  Level k turns the law q that the levels below it leave into one proportional to q (1 - min(1, p / (v q)))^K, which for
-  K = 1 is [v q - p]+. Modifications nest, since a round works with laws that are modified already; a round ends one
-  position of a level with each token, so at most L - 1 levels are alive.
+  Level k turns the distribution q that the levels below it leave into one proportional to
+  q (1 - min(1, p / (v q)))^K, which for K = 1 is [v q - p]+. Modifications nest, since a round works with distributions
+  that are modified already; a round ends one position of a level with each token, so at most L - 1 levels are alive.
+
+  For example, with one level v = 2, p = (.5, .5) and q = (.25, .75), the distribution is [2q - p]+ = (0, 1): token 1
+  follows, and v becomes 2 * .75 / .5 = 3 for the position after it.
 
   Attributes:
     log_ratio: `[M]`, log v of each level, oldest first.
@@ -36,7 +40,7 @@ class Modifications:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Context:
-  """Where a path has come to.
+  """The state of the method at a node of a draft's path.
 
   Attributes:
     modifications: Advanced along the path.
@@ -50,7 +54,7 @@ class _Context:
 
 
 @dataclasses.dataclass(frozen=True)
-class GreedyBlock:
+class GreedyBlock(Verifier):
   """Greedy block verification on one draft; SpecTr-GBV ("SpecTr-GBV: Multi-Draft Block Verification Accelerating
   Speculative Decoding", Algorithms 1 to 3) on K chains.
 
@@ -61,24 +65,30 @@ class GreedyBlock:
 
   equations 2 and 3 divided by P_i, each sub-block that no earlier draft has is accepted with probability h, the
   longest accepted one is kept, and the next token has weights q (1 - min(1, p / (v q)))^K. After a round that stopped
-  at tau < L the laws of the next L - tau - 1 positions are modified in the same way.
+  at tau < L the distributions of the next L - tau - 1 positions are modified in the same way.
 
   With K = 1 this is greedy block verification and lossless. With more it is not: the derivation treats each sub-block
   as if the drafts did not compete for it.
 
+  The tree must be chains of equal length, the same for all rows: the modifications last as long as the drafts.
+
   Attributes:
-    num_levels_dropped: How many of the newest modifications are forgotten; 0, but for negative controls.
+    num_levels_dropped: The number of newest modifications that are forgotten; 0, but for negative controls.
   """
 
   num_levels_dropped: int = 0
   proposal_rules = (Independent,)
+  explanation = Explanation(
+    'Every beginning of every draft is accepted with probability h; the longest accepted one is kept.',
+    'q (1 − min(1, p/(vq)))ᴷ',
+  )
 
   def init_state(self, tree) -> Modifications:
     num_levels = max(tree.max_depth - 1, 1)
     return Modifications(jnp.zeros(num_levels), jnp.zeros(num_levels, jnp.int32))
 
   def _kept(self, num_drafts: int, draft_probs, target_probs, log_ratio):
-    """q (1 - min(1, p / (v q)))^K, `[V]`: what K drafts leave of the target."""
+    """q (1 - min(1, p / (v q)))^K, `[V]`: the part of the target that K drafts leave."""
     scale = jnp.exp(jnp.minimum(-log_ratio, 80.0))
     share = positive_part(target_probs - scale * draft_probs)
     if num_drafts == 1:
@@ -87,7 +97,11 @@ class GreedyBlock:
     return share * (share / jnp.where(is_possible, target_probs, 1)) ** (num_drafts - 1)
 
   def _law(self, num_drafts: int, modifications: Modifications, draft_probs, target_probs, token):
-    """The law after a context as modified, and the modifications once `token` follows."""
+    """The modified distribution after a context, and the modifications once `token` follows.
+
+    Level by level, oldest first: each turns the distribution that the older ones left into the next, and its own v
+    grows by the factor q(token) / p(token), with q as that level found it.
+    """
     levels = modifications.left.shape[0]
 
     def modify(level, carry):
@@ -103,7 +117,7 @@ class GreedyBlock:
         log_ratio.at[level].set(jnp.where(is_alive, jnp.where(jnp.isposinf(v), v, v + gained), 0)),
       )
 
-    # Old levels die first: what is not alive at the front need not be visited.
+    # Old levels die first, so those at the front that are dead are skipped.
     is_alive = modifications.left > 0
     first = jnp.where(jnp.any(is_alive), jnp.argmax(is_alive), levels)
     law, log_ratio = jax.lax.fori_loop(first, levels, modify, (target_probs, modifications.log_ratio))
@@ -129,7 +143,7 @@ class GreedyBlock:
     return _Context(Modifications(state.log_ratio.astype(dtype), left), zero, zero)
 
   def _follow(self, tree: TokenTree, proposal: Proposal, target_probs, context: _Context, node, token):
-    """The modified law after `node`, and the context once `token` follows."""
+    """The modified distribution after `node`, and the context once `token` follows."""
     num_drafts = tree.num_nodes // tree.max_depth
     draft_probs = proposal.probs[jnp.asarray(tree.law_index)[node]]
     law, modifications = self._law(num_drafts, context.modifications, draft_probs, target_probs[node], token)
@@ -142,7 +156,12 @@ class GreedyBlock:
     )
 
   def _accept(self, tree: TokenTree, proposal: Proposal, target_probs, state) -> jax.Array:
-    """h of every sub-block, `[K, L]`; 0 where an earlier draft has the same one."""
+    """h of every sub-block, `[K, L]`; 0 where an earlier draft has the same one.
+
+    Below, `excess` is a, `covered` is g, and `gain` is R - a. For K = 1, where a = max(v - 1, 0) and g = 1, this is
+    h = min(1, sum of [v q - p]+ / sum of [p - v q]+). For example, v = .5, p = (.5, .5) and q = (1, 0) at the next
+    position give R = 0 and h = 0; p = (.25, .75) gives R = .25 and h = .25 / (1 - .5 + .25) = 1/3.
+    """
     chains = self._chains(tree)
     num_drafts, draft_length = chains.shape
     tokens = proposal.tokens[chains - 1]
@@ -207,22 +226,25 @@ class GreedyBlock:
     draft = jnp.argmax(is_accepted[:, depth - 1])
     return jnp.where(depth > 0, jnp.asarray(self._chains(tree))[draft, depth - 1], 0), is_accepted
 
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
-    accept = self._accept(tree, proposal, target_probs, state)
-    uniforms = jax.random.uniform(keys[0], (accept.size + 1,), target_probs.dtype)
-    node, _ = self._longest(tree, uniforms, accept)
-    _, weights = self._stop(tree, proposal, target_probs, state, node)
-    token = draw(uniforms[-1], weights)
-    return Verdict.at(tree, node, token, self.advance(tree, proposal, target_probs, state, node, token))
-
-  def record(self, keys, tree, proposal, target_probs, state) -> Record:
-    """What `verify` decides, draft by draft; the decisions are named `keep`, and the deepest that is kept wins.
-
-    A sub-block that an earlier draft has as well is not decided on again.
-    """
+  def _run(self, keys, tree: TokenTree, proposal: Proposal, target_probs, state):
+    """The verdict, and what its record is made of: h, which sub-blocks are accepted, the uniforms, node and weights."""
     accept = self._accept(tree, proposal, target_probs, state)
     uniforms = jax.random.uniform(keys[0], (accept.size + 1,), target_probs.dtype)
     node, is_accepted = self._longest(tree, uniforms, accept)
+    _, weights = self._stop(tree, proposal, target_probs, state, node)
+    token = draw(uniforms[-1], weights)
+    verdict = Verdict.at(tree, node, token, self.advance(tree, proposal, target_probs, state, node, token))
+    return verdict, (accept, is_accepted, uniforms, node, weights)
+
+  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+    return self._run(keys, tree, proposal, target_probs, state)[0]
+
+  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record]:
+    """The verdict and its decisions, draft by draft; they are named `keep`, and the deepest that is kept wins.
+
+    A sub-block that an earlier draft has as well is not decided on again.
+    """
+    verdict, (accept, is_accepted, uniforms, node, weights) = self._run(keys, tree, proposal, target_probs, state)
     decisions = jax.vmap(Decisions.of_one)(
       is_made=~self._is_repeated(tree, proposal).reshape(-1),
       node=jnp.asarray(self._chains(tree)).reshape(-1),
@@ -231,8 +253,7 @@ class GreedyBlock:
       is_chosen=is_accepted.reshape(-1),
       numbers={},
     )
-    _, weights = self._stop(tree, proposal, target_probs, state, node)
-    return Record({'keep': decisions}, node, weights, uniforms[-1])
+    return verdict, Record({'keep': decisions}, node, weights, uniforms[-1])
 
   def advance(self, tree, proposal, target_probs, state, node, token) -> Modifications:
     context, _ = self._stop(tree, proposal, target_probs, state, node)
@@ -245,13 +266,14 @@ class GreedyBlock:
 
   def law(self, tree, proposal, target_probs, state):
     accept = self._accept(tree, proposal, target_probs, state)
-    law = jnp.zeros_like(target_probs)
-    deeper = jnp.ones((), target_probs.dtype)
-    for depth in reversed(range(tree.max_depth)):
-      for draft, chain in enumerate(self._chains(tree)):
-        node = int(chain[depth])
-        _, weights = self._stop(tree, proposal, target_probs, state, node)
-        law = law.at[node].set(deeper * accept[draft, depth] * weights / jnp.sum(weights))
-        deeper = deeper * (1 - accept[draft, depth])
-    _, weights = self._stop(tree, proposal, target_probs, state, 0)
-    return law.at[0].set(deeper * weights / jnp.sum(weights))
+    # The deepest that is accepted wins, and of equally deep ones the first draft's; the root is what remains.
+    nodes = np.append(self._chains(tree).T[::-1].reshape(-1), 0)
+    chances = jnp.append(accept.T[::-1].reshape(-1), 1)
+    nothing_before = jnp.cumprod(jnp.append(jnp.ones((), chances.dtype), 1 - chances[:-1]))
+
+    def of_stop(node):
+      _, weights = self._stop(tree, proposal, target_probs, state, node)
+      return weights / jnp.sum(weights)
+
+    laws = jax.lax.map(of_stop, jnp.asarray(nodes))
+    return jnp.zeros_like(target_probs).at[nodes].set((nothing_before * chances)[:, None] * laws)

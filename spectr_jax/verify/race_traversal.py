@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.couplings.coupling import ratio
+from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.on_demand import map_needed
 from spectr_jax.couplings.race import Race
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify.record import Decisions, Record
-from spectr_jax.verify.verifier import Stateless, Verdict
+from spectr_jax.verify.verifier import Tree, Verdict, Verifier, with_arrays
 
 # Races that an accelerator solves together: chains rarely have more contexts with several candidates.
 RACES_AT_ONCE = 8
@@ -24,46 +25,47 @@ RACES_AT_ONCE = 8
 
 @dataclasses.dataclass(frozen=True)
 class _Slots:
-  """Where the nodes of a tree stand in a table `[L + 1, W]` of its depths; NumPy arrays.
+  """The places of a tree's nodes in a table `[L + 1, W]` of its depths; NumPy arrays, the same for all rows.
 
   Attributes:
     nodes: `[L + 1, W]`, the nodes of each depth; 0 where there is none.
     is_node: bool `[L + 1, W]`.
-    parents: `[L + 1, W]`, the slots of their parents in the depth above.
-    laws: `[L + 1, W]`, their rows in `Proposal.probs`, -1 for leaves.
+    laws: `[L + 1, W]`, their rows in `Proposal.probs`; -1 for nodes that cannot have children.
     of_nodes: `[N + 1]`, the slot of each node in its depth.
     of_laws: `[R]` each, depth and slot of the node that each row of `Proposal.probs` follows.
   """
 
   nodes: np.ndarray
   is_node: np.ndarray
-  parents: np.ndarray
   laws: np.ndarray
   of_nodes: np.ndarray
   of_laws: tuple[np.ndarray, np.ndarray]
 
 
 @functools.lru_cache(maxsize=64)
-def _slots(tree: TokenTree) -> _Slots:
-  nodes = tree.levels[:-1]
+def _slots_within(bounds: TokenTree) -> _Slots:
+  nodes = bounds.levels[:-1]
   is_node = nodes >= 0
   nodes = np.maximum(nodes, 0)
-  of_nodes = np.zeros(tree.num_nodes + 1, np.int32)
+  of_nodes = np.zeros(bounds.num_nodes + 1, np.int32)
   of_nodes[nodes[is_node]] = np.nonzero(is_node)[1]
   return _Slots(
     nodes=nodes,
     is_node=is_node,
-    parents=of_nodes[tree.parent_of[nodes]],
-    laws=np.where(is_node, tree.law_index[nodes], -1),
+    laws=np.where(is_node, bounds.law_index[nodes], -1),
     of_nodes=of_nodes,
-    of_laws=(tree.depths[tree.parent_nodes], of_nodes[tree.parent_nodes]),
+    of_laws=(bounds.depths[bounds.parent_nodes], of_nodes[bounds.parent_nodes]),
   )
+
+
+def _slots(tree: Tree) -> _Slots:
+  return _slots_within(tree.bounds)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Contexts:
-  """The contexts of a tree: nodes that spell the same are one, for which one of them stands.
+  """The contexts of a row's tree: nodes that spell the same are one, for which one of them stands.
 
   Attributes:
     stands: bool `[L + 1, W]`, whether the node of a slot stands for its context.
@@ -91,12 +93,12 @@ class _Contexts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Races:
-  """What the races say, before anything is accepted; entries of slots that stand for no context mean nothing.
+  """The results of the races, before anything is accepted; entries of slots that stand for no context mean nothing.
 
   Attributes:
     shares: `[L, W]`, s of the contexts from depth 1 on: the chance that the race above picks their token.
     log_ratios: `[L, W]`, log of q(x) / pt(x) of that token.
-    scale: `[R, C]`, the laws pt by row of `Proposal.probs`, as `Race.picked_probs` takes them.
+    scale: `[R, C]`, the distributions pt by row of `Proposal.probs`, as `Race.picked_probs` takes them.
     num_candidates: int32 `[R]`, of the contexts that the nodes of these rows stand for; 0 for other nodes.
     is_before: bool `[L, W, W]`, at `[d, j, k]` whether context k of depth d + 1 is visited before its sibling j.
     is_sibling: bool `[L, W, W]`, whether k and j follow the same context; each is its own sibling.
@@ -111,12 +113,13 @@ class _Races:
 
 
 @dataclasses.dataclass(frozen=True)
-class RaceTraversal(Stateless):
+class RaceTraversal(Verifier):
   """Race traversal verification: lossless on any tree with i.i.d. children; beyond the papers.
 
   Nodes that spell the same are one *context*, whose n candidates are the children of all of them. At a context c with
-  laws p and q, a race gives each token x the share s(x), the chance that it would pick x, and pt is the law of what it
-  picks. Every context has a credit P, 1 at the root. Below c, for the distinct candidates in ascending order of s,
+  distributions p and q, a race gives each token x the share s(x), the chance that it would pick x, and pt is the
+  distribution of what it picks. Every context has a credit P, 1 at the root. Below c, for the distinct candidates in
+  ascending order of s,
 
       m(x) = s(x) min(1, P(c) q(x) / pt(x)),
       P(cx) = m(x) / (1 - sum of m over the candidates before x).
@@ -141,8 +144,17 @@ class RaceTraversal(Stateless):
 
   race: Race = Race()
   proposal_rules = (Independent,)
+  takes_grown = True
+  tries_every_branch = True
+  explanation = Explanation(
+    'Nodes that spell the same are one. A weighted race would pick each candidate with probability s; p̃ is the law'
+    ' of what it picks. Every branch is tried, leaves first, candidates in ascending order of s. With'
+    ' m = s · min(1, P · q/p̃) a candidate has P = m/(1 − Σ m of those before it). The first with u < h is kept:'
+    ' h = S/(S + 1 − P) with S = Σ [Pq − p̃]₊ at the next position; at a leaf h = P.',
+    '[Pq − p̃]₊',
+  )
 
-  # The contexts and their races: functions of the guesses and laws alone.
+  # The contexts and their races: functions of the guesses and distributions alone.
 
   def _stands(self, is_same, has_children):
     """bool `[L + 1, W]`: the first of those that spell the same that has children, or the first if none has."""
@@ -150,15 +162,16 @@ class RaceTraversal(Stateless):
     first = jnp.argmax(is_same * jnp.where(has_children, 2, 1)[:, None, :], axis=-1)
     return (first == jnp.arange(width)) & jnp.diagonal(is_same, axis1=1, axis2=2), first
 
-  def _contexts(self, tree: TokenTree, proposal: Proposal) -> _Contexts:
+  def _contexts(self, tree: Tree, proposal: Proposal) -> _Contexts:
     slots = _slots(tree)
     width = slots.nodes.shape[1]
     paths = tree.paths[slots.nodes]
     spelled = jnp.where(paths < 0, 0, proposal.tokens[paths - 1])
     exists = jnp.all((paths < 0) | (spelled >= 0), axis=-1) & slots.is_node
     is_same = jnp.all(spelled[:, :, None] == spelled[:, None, :], axis=-1) & exists[:, :, None] & exists[:, None, :]
-    stands, first = self._stands(is_same, slots.laws >= 0)
-    above = jnp.take_along_axis(jnp.roll(first, 1, axis=0), jnp.asarray(slots.parents), axis=1).astype(jnp.int32)
+    stands, first = self._stands(is_same, (tree.num_children[slots.nodes] > 0) & slots.is_node)
+    parents = jnp.asarray(slots.of_nodes)[tree.parent_of[slots.nodes]]  # in the depth above
+    above = jnp.take_along_axis(jnp.roll(first, 1, axis=0), parents, axis=1).astype(jnp.int32)
     is_candidate = (above[1:, None, :] == jnp.arange(width)[:, None]) & exists[1:, None, :]
     return _Contexts(stands, above, is_candidate, is_same)
 
@@ -168,7 +181,7 @@ class RaceTraversal(Stateless):
     mine, other = shares[..., :, None], shares[..., None, :]
     return is_sibling & ((other < mine) | ((other == mine) & (place < place[:, None])))
 
-  def _races(self, tree: TokenTree, proposal: Proposal, target_probs, contexts: _Contexts) -> _Races:
+  def _races(self, tree: Tree, proposal: Proposal, target_probs, contexts: _Contexts) -> _Races:
     slots, dtype = _slots(tree), target_probs.dtype
     num_candidates = contexts.num_candidates
     own = jnp.where(contexts.stands[slots.of_laws], num_candidates[slots.of_laws], 0)
@@ -178,7 +191,7 @@ class RaceTraversal(Stateless):
       picks, scale = map_needed(
         self.race.select,
         own > 1,
-        # One candidate is picked for certain, and has the draft's law.
+        # One candidate is picked for certain, and has the draft's distribution.
         (is_valid.astype(dtype), jnp.ones((len(own), self.race.num_classes), dtype)),
         _law_rows(tree, proposal, target_probs),
         (guesses[slots.of_laws[0] + 1], is_valid),
@@ -229,7 +242,7 @@ class RaceTraversal(Stateless):
     with jax.named_scope('credits'):
       return jnp.concatenate([root[None], jax.lax.scan(next_depth, root, depths)[1]])
 
-  def _excess(self, tree: TokenTree, proposal: Proposal, target_probs, races: _Races, log_credits, is_open):
+  def _excess(self, tree: Tree, proposal: Proposal, target_probs, races: _Races, log_credits, is_open):
     """S by row of `Proposal.probs`, `[R]`; 0 where no candidate follows, or where `is_open` `[R]` is False."""
     laws = _law_rows(tree, proposal, target_probs)
     credits = jnp.exp(log_credits)
@@ -248,7 +261,7 @@ class RaceTraversal(Stateless):
         of_several, is_open & (number > 1), alone, laws, (credits, races.scale), at_once=RACES_AT_ONCE
       )  # fmt: skip
 
-  def _keep_probs(self, tree: TokenTree, proposal: Proposal, target_probs, contexts, races, log_credits, uniforms=None):
+  def _keep_probs(self, tree: Tree, proposal: Proposal, target_probs, contexts, races, log_credits, uniforms=None):
     """h by slot, `[L + 1, W]`; with uniforms, 0 where they exclude a context by its credit, since h is at most P."""
     slots = _slots(tree)
     is_open = contexts.stands
@@ -267,7 +280,7 @@ class RaceTraversal(Stateless):
     probs = probs.at[0, 0].set(1)
     return jnp.where(is_open, probs, 0)
 
-  def _weights(self, tree: TokenTree, proposal: Proposal, target_probs, races: _Races, log_credit, node):
+  def _weights(self, tree: Tree, proposal: Proposal, target_probs, races: _Races, log_credit, node):
     """Weights `[V]` of the next token after the context that `node` stands for."""
     row = jnp.asarray(tree.law_index)[node]
     q = target_probs[node]
@@ -276,7 +289,7 @@ class RaceTraversal(Stateless):
     is_left = (row >= 0) & (races.num_candidates[row] > 0) & (jnp.sum(residual) > 0)
     return jnp.where(is_left, residual, q)
 
-  def _first_kept(self, tree: TokenTree, contexts: _Contexts, races: _Races, is_kept):
+  def _first_kept(self, tree: Tree, contexts: _Contexts, races: _Races, is_kept):
     """The node of the first context in the order of visits that is kept; int32 scalar."""
     slots = _slots(tree)
     ranks = jnp.sum(races.is_before, axis=-1)
@@ -317,38 +330,43 @@ class RaceTraversal(Stateless):
     _, arrive = jax.lax.scan(deeper, ones, (contexts.above[1:], races.is_before, nothing_from[1:]))
     return jnp.concatenate([ones[None], arrive]) * jnp.concatenate([below, ones[None]])
 
-  def _steps(self, tree: TokenTree, proposal: Proposal, target_probs):
+  def _steps(self, tree: Tree, proposal: Proposal, target_probs):
     contexts = self._contexts(tree, proposal)
     races = self._races(tree, proposal, target_probs, contexts)
     return contexts, races, self._log_credits(contexts, races)
 
-  def _credit_of(self, tree: TokenTree, log_credits, node):
+  def _credit_of(self, tree: Tree, log_credits, node):
     """log P of the context that `node` stands for."""
     return log_credits[jnp.asarray(tree.depths)[node], jnp.asarray(_slots(tree).of_nodes)[node]]
 
-  def _uniforms(self, keys, tree: TokenTree, dtype):
+  def _uniforms(self, keys, tree: Tree, dtype):
     """`[N + 2]`: for every node, and for the next token."""
     return jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
 
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+  def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool):
+    """The verdict, and its record if it is explained."""
     uniforms = self._uniforms(keys, tree, target_probs.dtype)
     if tree.num_nodes == 0:
-      return Verdict.at(tree, jnp.zeros((), jnp.int32), draw(uniforms[-1], target_probs[0]), state)
+      node = jnp.zeros((), jnp.int32)
+      verdict = Verdict.at(tree, node, draw(uniforms[-1], target_probs[0]), state)
+      return verdict, Record({}, node, target_probs[0], uniforms[-1])
+    tree = with_arrays(tree)
     contexts, races, log_credits = self._steps(tree, proposal, target_probs)
     own = uniforms[_slots(tree).nodes]
-    keep_probs = self._keep_probs(tree, proposal, target_probs, contexts, races, log_credits, own)
+    # An explanation shows every h; a verdict leaves out those that cannot matter.
+    laws = tree, proposal, target_probs
+    keep_probs = self._keep_probs(*laws, contexts, races, log_credits, None if is_explained else own)
     node = self._first_kept(tree, contexts, races, own < keep_probs)
-    weights = self._weights(tree, proposal, target_probs, races, self._credit_of(tree, log_credits, node), node)
-    return Verdict.at(tree, node, draw(uniforms[-1], weights), state)
+    weights = self._weights(*laws, races, self._credit_of(tree, log_credits, node), node)
+    verdict = Verdict.at(tree, node, draw(uniforms[-1], weights), state)
+    if not is_explained:
+      return verdict, None
+    decisions = self._decisions(tree, contexts, races, log_credits, keep_probs, own, node)
+    return verdict, Record({'keep': decisions}, node, weights, uniforms[-1])
 
-  def record(self, keys, tree, proposal, target_probs, state) -> Record:
-    """What `verify` decides, context by context in the order of visits; named `keep`, and the first kept ends it."""
-    del state
-    slots, uniforms = _slots(tree), self._uniforms(keys, tree, target_probs.dtype)
-    contexts, races, log_credits = self._steps(tree, proposal, target_probs)
-    keep_probs = self._keep_probs(tree, proposal, target_probs, contexts, races, log_credits)
-    own = uniforms[slots.nodes]
-    node = self._first_kept(tree, contexts, races, own < keep_probs)
+  def _decisions(self, tree: Tree, contexts: _Contexts, races: _Races, log_credits, keep_probs, own, node) -> Decisions:
+    """The contexts in the order of visits, up to the first that is kept, to be shown; `own` holds uniforms by slot."""
+    slots = _slots(tree)
     visit = jnp.where(contexts.stands, _visits(contexts, races), tree.num_nodes + 1)
 
     def in_order(values, fill):
@@ -359,7 +377,7 @@ class RaceTraversal(Stateless):
     nodes = in_order(jnp.asarray(slots.nodes), 0)
     is_visited = jnp.arange(tree.num_nodes + 1) <= jnp.argmax(nodes == node)
     shares = jnp.pad(races.shares, ((1, 0), (0, 0)))
-    decisions = jax.vmap(Decisions.of_one)(
+    return jax.vmap(Decisions.of_one)(
       is_made=is_visited & (nodes > 0),
       node=nodes,
       share=in_order(keep_probs, 0),
@@ -367,14 +385,19 @@ class RaceTraversal(Stateless):
       is_chosen=nodes == node,
       numbers={'log_kept': in_order(log_credits, 0), 'picked_share': in_order(shares, 0)},
     )
-    weights = self._weights(tree, proposal, target_probs, races, self._credit_of(tree, log_credits, node), node)
-    return Record({'keep': decisions}, node, weights, uniforms[-1])
+
+  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+    return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
+
+  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record]:
+    """The verdict and its decisions, context by context as visited; named `keep`, and the first kept ends it."""
+    return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 
   def law(self, tree, proposal, target_probs, state):
     del state
     if tree.num_nodes == 0:
       return target_probs
-    slots = _slots(tree)
+    tree, slots = with_arrays(tree), _slots(tree)
     contexts, races, log_credits = self._steps(tree, proposal, target_probs)
     keep_probs = self._keep_probs(tree, proposal, target_probs, contexts, races, log_credits)
     stops = self._arrivals(contexts, races, keep_probs) * keep_probs
@@ -394,7 +417,7 @@ def _visits(contexts: _Contexts, races: _Races) -> jax.Array:
 
   def shallower(size, depth):
     is_child, stands = depth
-    size = stands + jnp.sum(jnp.where(is_child, size, 0), axis=-1)
+    size = stands + jnp.sum(jnp.where(is_child, size, 0), axis=-1, dtype=jnp.int32)
     return size, size
 
   _, sizes = jax.lax.scan(shallower, stands[-1], (contexts.is_child, stands[:-1]), reverse=True)
@@ -402,7 +425,7 @@ def _visits(contexts: _Contexts, races: _Races) -> jax.Array:
 
   def deeper(begin, depth):
     above, is_before, size = depth
-    begin = begin[above] + jnp.sum(jnp.where(is_before, size, 0), axis=-1)
+    begin = begin[above] + jnp.sum(jnp.where(is_before, size, 0), axis=-1, dtype=jnp.int32)
     return begin, begin
 
   _, begins = jax.lax.scan(deeper, jnp.zeros_like(sizes[0]), (contexts.above[1:], races.is_before, sizes[1:]))
@@ -410,7 +433,7 @@ def _visits(contexts: _Contexts, races: _Races) -> jax.Array:
   return jnp.concatenate([jnp.zeros_like(sizes[:1]), begins]) + sizes - 1
 
 
-def _law_rows(tree: TokenTree, proposal: Proposal, target_probs):
-  """The draft's and the target's laws after the nodes that have children, as `map_needed` takes them."""
+def _law_rows(tree: Tree, proposal: Proposal, target_probs):
+  """The draft's and the target's distributions after nodes that may have children, as `map_needed` takes them."""
   nodes = tree.parent_nodes
   return (proposal.probs, np.arange(len(nodes))), (target_probs, nodes)

@@ -1,8 +1,10 @@
-"""What a verifier decided and why, to be shown: the uniforms, and what they were compared with."""
+"""Records of verdicts, to be shown: the uniform numbers, and the probabilities that they were compared with."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +15,13 @@ import jax.numpy as jnp
 class Decisions:
   """Choices among nodes, in the order in which they are made; T of them at most, between W nodes each.
 
-  The shares of the nodes lie side by side from 0 on, in the order of `nodes`; the node in whose share the uniform falls
+  The shares of the nodes lie side by side from 0 on, in the order of `nodes`. The node in whose share the uniform falls
   is chosen, and none where it falls behind the last.
 
   Attributes:
     is_made: bool `[T]`; an entry where it is False means nothing.
     node: int32 `[T]`, where the choice is made: the node below which the others stand, or the one that is tested.
-    nodes: int32 `[T, W]`, what could be chosen.
+    nodes: int32 `[T, W]`, the nodes that could be chosen.
     is_valid: bool `[T, W]`, which of them exist.
     shares: `[T, W]`, the probability of each; 0 for those that do not exist. None if no uniform decides.
     uniform: `[T]`, in [0, 1), or None.
@@ -37,8 +39,26 @@ class Decisions:
   numbers: dict[str, jax.Array]
 
   @classmethod
-  def of_one(cls, *, is_made, node, share, uniform, is_chosen, numbers) -> Decisions:
-    """A choice, without the leading axis, of one node or none."""
+  def of_one(
+    cls,
+    *,
+    is_made: jax.Array,
+    node: jax.Array,
+    share: jax.Array,
+    uniform: jax.Array,
+    is_chosen: jax.Array,
+    numbers: dict[str, jax.Array],
+  ) -> Decisions:
+    """A choice, without the leading axis, of one node or none.
+
+    Args:
+      is_made: bool scalar.
+      node: int32 scalar, the node that is tested.
+      share: Scalar, the probability that it is chosen.
+      uniform: Scalar.
+      is_chosen: bool scalar.
+      numbers: Scalars by name.
+    """
     return cls(
       is_made=is_made,
       node=node,
@@ -54,11 +74,12 @@ class Decisions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """How a verdict came about, on one row.
+  """The course of a verdict, on one row.
 
   Attributes:
-    decisions: What was decided, by kind: `accept` takes one of the candidates of a position or none, `pick` takes one
-      without deciding whether it is kept, `keep` keeps the path down to a node, `race` compares arrival times.
+    decisions: The decisions by kind: `accept` takes one of the candidates of a position or none, `pick` takes one
+      without deciding whether it is kept, `keep` keeps the path down to a node, `race` compares arrival times. Empty
+      where nothing was guessed.
     node: int32 scalar, the deepest accepted node.
     weights: `[V]`, of the next token, not normalised.
     uniform: Scalar, where in them the next token lies; None if it is not drawn by a uniform.
@@ -68,3 +89,38 @@ class Record:
   node: jax.Array
   weights: jax.Array
   uniform: jax.Array | None
+
+
+def run_steps(
+  is_going: Callable[[Any], jax.Array],
+  step: Callable[[Any], tuple[Any, Any]],
+  carry: Any,
+  *,
+  num_steps: int,
+  describe: Callable[..., Any] | None = None,
+) -> tuple[Any, Any]:
+  """Repeats `step` while `is_going`, and describes every step where a description is asked for.
+
+  `verify` and `explain` of a verifier run their steps here, so they take the same decisions.
+
+  Args:
+    is_going: From a carry to a bool scalar.
+    step: From a carry to the next one, and whatever `describe` needs to know of the step.
+    carry: The first carry.
+    num_steps: The most steps there can be, and one more if the carry after the last is to be described.
+    describe: From a step's number, its carry, the next carry and what `step` says of it, to arrays. The steps after the
+      last are described too, with a carry that does not change any more. None to run without descriptions.
+
+  Returns:
+    The last carry, and the descriptions with a leading axis `[num_steps]`, or None.
+  """
+  if describe is None:
+    return jax.lax.while_loop(is_going, lambda carry: step(carry)[0], carry), None
+
+  def one(carry, number):
+    following, seen = step(carry)
+    described = describe(number, carry, following, seen)
+    is_on = is_going(carry)
+    return jax.tree.map(lambda new, old: jnp.where(is_on, new, old), following, carry), described
+
+  return jax.lax.scan(one, carry, jnp.arange(num_steps))

@@ -1,4 +1,4 @@
-"""Verification by one shared race: the target's own winner, whatever was guessed."""
+"""Verification by one shared race: the target's own winner is emitted, whatever was guessed."""
 
 from __future__ import annotations
 
@@ -7,24 +7,33 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import FirstArrivals
 from spectr_jax.sampling import arrivals, first_arrival
-from spectr_jax.verify.position import next_position
-from spectr_jax.verify.record import Decisions, Record
-from spectr_jax.verify.verifier import Stateless, Verdict
+from spectr_jax.verify.position import Position, next_position
+from spectr_jax.verify.record import Decisions, Record, run_steps
+from spectr_jax.verify.verifier import Verdict, Verifier, with_arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class SeedExact(Stateless):
+class SeedExact(Verifier):
   """ERSD ("Speculative Decoding via Exponential Races", Algorithms 2 and 5).
 
-  Candidates are the first arrivals of a race with the draft's law; the token that is emitted is the winner of the race
-  with the target's, run on the same exponentials. If it is among the candidates the walk goes on there. With one key
-  per absolute position, which drafting and verification share, what comes out is ordinary Gumbel-max sampling with
-  these keys, token for token, whatever the draft and the tree are.
+  Candidates are the first arrivals of a race with the draft's distribution. The token that is emitted is the winner of
+  the race with the target's, run on the same exponentials. If it is among the candidates the walk goes on there. With
+  one key per absolute position, which drafting and verification share, the output is that of ordinary Gumbel-max
+  sampling with these keys, token for token, whatever the draft and the tree are. So candidates may also be given.
   """
 
   proposal_rules = (FirstArrivals,)
+  is_token_level = True
+  takes_given = True
+  takes_grown = True
+  explanation = Explanation(
+    "Every token x has one exponential E. Candidates are the first to arrive at E/p; the target's own winner is the"
+    ' first at E/q. If it is a candidate, the walk goes on there.',
+    "q: it is the winner of the target's race",
+  )
 
   def _start(self):
     """Node, depth, and the winner where the walk has stopped, or -1."""
@@ -35,7 +44,7 @@ class SeedExact(Stateless):
     node, depth, _ = carry
     times = arrivals(keys[depth], target_probs[node])
     token = first_arrival(times)
-    # Siblings differ: no other node spells what an accepted one spells.
+    # First arrivals differ, so no other node spells what an accepted one spells.
     position = next_position(tree, proposal, target_probs, node, is_pooled=False)
     is_winner = position.is_valid & (position.tokens == token)
     is_any = jnp.any(is_winner)
@@ -46,50 +55,60 @@ class SeedExact(Stateless):
     )
     return following, (position, times)
 
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
-    if tree.num_nodes == 0:
-      token = first_arrival(arrivals(keys[0], target_probs[0]))
-      return Verdict.at(tree, jnp.zeros((), jnp.int32), token, state)
+  def _decision(self, keys, carry, following, position: Position, times) -> Decisions:
+    """The race at a position, to be shown."""
+    node, depth, winner = carry
+    draft_probs = position.draft_probs
+    if position.is_given is not None:
+      draft_probs = jnp.where(position.is_given, 1, draft_probs)  # each drawn from a point mass
+    return Decisions(
+      is_made=(winner < 0) & jnp.any(position.is_valid),
+      node=node,
+      nodes=position.nodes,
+      is_valid=position.is_valid,
+      shares=None,
+      uniform=None,
+      chosen=jnp.where(following[2] < 0, following[0], -1),
+      numbers={
+        'draft_prob': draft_probs[position.tokens],
+        'target_prob': position.target_probs[position.tokens],
+        'draft_time': arrivals(keys[depth], draft_probs)[position.tokens],
+        'target_time': times[position.tokens],
+        'winner': first_arrival(times),
+        'winner_time': jnp.min(times),
+      },
+    )
 
-    def is_walking(carry):
-      return carry[2] < 0
+  def _run(self, keys, tree, proposal, target_probs, state, *, is_explained: bool):
+    """The verdict, and its record if it is explained."""
+    if tree.num_nodes == 0:
+      node = jnp.zeros((), jnp.int32)
+      token = first_arrival(arrivals(keys[0], target_probs[0]))
+      return Verdict.at(tree, node, token, state), Record({}, node, target_probs[0], None)
+    tree = with_arrays(tree)
 
     def walk(carry):
-      return self._walk(keys, tree, proposal, target_probs, carry)[0]
+      return self._walk(keys, tree, proposal, target_probs, carry)
+
+    def describe(_, carry, following, seen):
+      return self._decision(keys, carry, following, *seen)
 
     with jax.named_scope('path'):
-      node, _, token = jax.lax.while_loop(is_walking, walk, self._start())
-    return Verdict.at(tree, node, token, state)
-
-  def record(self, keys, tree, proposal, target_probs, state) -> Record:
-    """What `verify` decides; the decisions are named `race`, have arrival times and no uniforms."""
-    del state
-
-    def step(carry, _):
-      node, depth, winner = carry
-      following, (position, times) = self._walk(keys, tree, proposal, target_probs, carry)
-      is_walking = winner < 0
-      decisions = Decisions(
-        is_made=is_walking & jnp.any(position.is_valid),
-        node=node,
-        nodes=position.nodes,
-        is_valid=position.is_valid,
-        shares=None,
-        uniform=None,
-        chosen=jnp.where(following[2] < 0, following[0], -1),
-        numbers={
-          'draft_prob': position.draft_probs[position.tokens],
-          'target_prob': position.target_probs[position.tokens],
-          'draft_time': arrivals(keys[depth], position.draft_probs)[position.tokens],
-          'target_time': times[position.tokens],
-          'winner': first_arrival(times),
-          'winner_time': jnp.min(times),
-        },
+      (node, _, token), decisions = run_steps(
+        lambda carry: carry[2] < 0,
+        walk,
+        self._start(),
+        num_steps=tree.max_depth + 1,
+        describe=describe if is_explained else None,
       )
-      return jax.tree.map(lambda new, old: jnp.where(is_walking, new, old), following, carry), decisions
+    return Verdict.at(tree, node, token, state), Record({'race': decisions}, node, target_probs[node], None)
 
-    (node, _, _), decisions = jax.lax.scan(step, self._start(), length=tree.max_depth + 1)
-    return Record({'race': decisions}, node, target_probs[node], None)
+  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+    return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
+
+  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record]:
+    """The verdict and its decisions, named `race`; they have arrival times and no uniforms."""
+    return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 
   def law(self, tree, proposal, target_probs, state):
     raise NotImplementedError(

@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spectr_jax.couplings.coupling import ratio
-from spectr_jax.proposal import Independent, Proposal, WithoutReplacement
+from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.proposal import Independent, Proposal, ProposalRule, WithoutReplacement
 from spectr_jax.sampling import draw, positive_part
-from spectr_jax.tree import TokenTree
-from spectr_jax.verify.record import Decisions, Record
-from spectr_jax.verify.verifier import Stateless, Verdict
-
-
-@functools.lru_cache(maxsize=64)
-def _visits(tree: TokenTree) -> np.ndarray:
-  """int32 `[N + 1]`: every node after its children, siblings in the order drawn; the root last."""
-  visits = []
-  unfinished = [(0, False)]
-  while unfinished:
-    node, is_done = unfinished.pop()
-    if is_done:
-      visits.append(node)
-      continue
-    unfinished.append((node, True))
-    first = int(tree.first_child[node])
-    unfinished.extend((child, False) for child in reversed(range(first, first + int(tree.num_children[node]))))
-  return np.array(visits, np.int32)
+from spectr_jax.verify.record import Decisions, Record, run_steps
+from spectr_jax.verify.verifier import Tree, Verdict, Verifier, with_arrays
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Values:
-  """What is known when a node is visited, all earlier ones having been rejected; one entry per node.
+  """The state of a traversal when a node is visited, all earlier ones having been rejected; one entry per node.
 
-  The target's law below a node, as its rejected children have left it, is [q - c p]+ / z: a law to which a multiple of
-  p is subtracted again and again. Where children are drawn without replacement, a rejected token keeps the c that it
-  had when it was taken from p.
+  The target's distribution below a node, as its rejected children have left it, is [q - c p]+ / z: a multiple of p is
+  subtracted again and again. Where children are drawn without replacement, a rejected token keeps the c that it had
+  when it was taken from p.
 
   Attributes:
     log_value: `[N + 1]`, log P of the nodes entered so far.
@@ -56,7 +38,7 @@ class _Values:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traversal(Stateless):
+class Traversal(Verifier):
   """Visits leaves depth first and accepts a leaf's whole path, or deletes the leaf and updates its parent.
 
   Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding". With P = 1 at the root and
@@ -70,28 +52,39 @@ class Traversal(Stateless):
   """
 
   with_replacement: bool = True
+  takes_grown = True
+  explanation = Explanation(
+    'Leaves first: the whole path to a leaf is kept if u < P, with P = min(1, P · q/p) along it. A rejected leaf is'
+    ' deleted, and takes [Pq − p]₊ as the new q at its parent, whose P becomes S/(S + 1 − P).',
+    'what the rejected children have left of q',
+  )
 
   @property
-  def proposal_rules(self):
+  def proposal_rules(self) -> tuple[type[ProposalRule], ...]:
+    """The rule of either version."""
     return (Independent,) if self.with_replacement else (WithoutReplacement,)
 
-  def _draft_probs(self, tree: TokenTree, proposal: Proposal, node):
+  def for_rule(self, rule: ProposalRule) -> Traversal:
+    """The version for siblings drawn with or without replacement."""
+    return Traversal(with_replacement=isinstance(rule, Independent))
+
+  def _draft_probs(self, tree: Tree, proposal: Proposal, node):
     return proposal.probs[jnp.asarray(tree.law_index)[node]]
 
-  def _rejected_tokens(self, tree: TokenTree, proposal: Proposal, values: _Values, node):
+  def _rejected_tokens(self, tree: Tree, proposal: Proposal, values: _Values, node):
     """Tokens of the rejected children of `node`, or V, which indexes nothing; `[N + 1]`."""
     is_own = (jnp.asarray(tree.parent_of) == node) & (values.rejected_c >= 0)
     tokens = jnp.pad(proposal.tokens, (1, 0), constant_values=-1)
     return jnp.where(is_own & (tokens >= 0), tokens, proposal.probs.shape[-1])
 
-  def _left_of_draft(self, tree: TokenTree, proposal: Proposal, values: _Values, node):
+  def _left_of_draft(self, tree: Tree, proposal: Proposal, values: _Values, node):
     """p_u as `[V]` weights, before normalisation."""
     draft_probs = self._draft_probs(tree, proposal, node)
     if self.with_replacement:
       return draft_probs
     return draft_probs.at[self._rejected_tokens(tree, proposal, values, node)].set(0, mode='drop')
 
-  def _left_of_target(self, tree: TokenTree, proposal: Proposal, target_probs, values: _Values, node, c):
+  def _left_of_target(self, tree: Tree, proposal: Proposal, target_probs, values: _Values, node, c):
     """q_u as `[V]` weights that sum to z, for a given c."""
     draft_probs = self._draft_probs(tree, proposal, node)
     weights = positive_part(target_probs[node] - c * draft_probs)
@@ -102,8 +95,13 @@ class Traversal(Stateless):
     kept = jnp.maximum(target_probs[node][at] - values.rejected_c * draft_probs[at], 0)
     return weights.at[tokens].set(kept, mode='drop')
 
-  def _enter(self, tree: TokenTree, proposal: Proposal, target_probs, values: _Values, depth, leaf) -> _Values:
-    """Sets the values on the path to `leaf` from `depth` on, none of whose nodes has been entered before."""
+  def _enter(self, tree: Tree, proposal: Proposal, target_probs, values: _Values, depth, leaf) -> _Values:
+    """Sets the values on the path to `leaf` from `depth` on, none of whose nodes has been entered before.
+
+    P_i = min(1, P_{i-1} r_i) for all i at once: the logarithm is the sum of the log ratios, less the most by which any
+    sum up to i exceeds 0. For example, from P = 1/2 the ratios 4, 1/2, 4 have the sums log 2, 0, log 4, which exceed 0
+    by log 2, log 2 and log 4 at most so far, so P is 1, 1/2, 1.
+    """
     path = jnp.asarray(tree.paths)[leaf]
     is_new = (path >= 0) & (jnp.arange(len(path)) >= depth - 1)
     parents = jnp.asarray(tree.parent_of)[path]
@@ -115,14 +113,18 @@ class Traversal(Stateless):
     target = jnp.maximum(target_probs[parents, tokens] - values.c[parents] * draft_probs, 0) / values.z[parents]
     ratios = ratio(target, draft_probs) * jnp.where(parents == first, norm, 1)
     log_ratios = jnp.log(jnp.where(tokens >= 0, ratios, 0))
-    # min(0, . + log ratio) again and again: a sum, less what it would have exceeded 0 by.
     sums = values.log_value[first] + jnp.cumsum(jnp.where(is_new, log_ratios, 0))
     log_values = sums - jnp.maximum(jax.lax.cummax(jnp.where(is_new, sums, -jnp.inf)), 0)
     nodes = jnp.where(is_new, path, tree.num_nodes + 1)
     return dataclasses.replace(values, log_value=values.log_value.at[nodes].set(log_values, mode='drop'))
 
-  def _reject(self, tree: TokenTree, proposal: Proposal, target_probs, values: _Values, node) -> _Values:
-    """Deletes a node and updates its parent; a node that does not exist leaves no trace."""
+  def _reject(self, tree: Tree, proposal: Proposal, target_probs, values: _Values, node) -> _Values:
+    """Deletes a node and updates its parent; a node that does not exist leaves no trace.
+
+    With q_u = [q - c p]+ / z, what is left of P q_u once p is subtracted is P [q - (c + z/P) p]+ / z: c grows by z/P,
+    and with z' the new sum the mass left is S = P z' / z. For example, with P = 1, q = (.5, .5) and p = (.75, .25) the
+    first rejection leaves [q - p]+ = (0, .25): c = 1, z = .25, S = .25, and the new P is S/(S + 1 - P) = 1.
+    """
     parent = jnp.asarray(tree.parent_of)[node]
     log_value, c, z = values.log_value[parent], values.c[parent], values.z[parent]
     norm = 1 if self.with_replacement else jnp.sum(self._left_of_draft(tree, proposal, values, parent))
@@ -144,96 +146,93 @@ class Traversal(Stateless):
       values.rejected_c.at[node].set(jnp.where(has_mass, next_c, c)),
     )
 
-  def _start(self, tree: TokenTree, proposal: Proposal, target_probs) -> _Values:
+  def _start(self, tree: Tree, proposal: Proposal, target_probs) -> _Values:
     zeros = jnp.zeros(tree.num_nodes + 1, target_probs.dtype)
-    return self._enter(
-      tree, proposal, target_probs, _Values(zeros, zeros, zeros + 1, zeros - 1), 1, int(_visits(tree)[0])
-    )
+    return self._enter(tree, proposal, target_probs, _Values(zeros, zeros, zeros + 1, zeros - 1), 1, tree.postorder[0])
 
-  def _next(self, tree: TokenTree, proposal: Proposal, target_probs, values: _Values, visit) -> _Values:
+  def _next(self, tree: Tree, proposal: Proposal, target_probs, values: _Values, visit) -> _Values:
     """From one visit, rejected, to the next: the parent, or the first leaf below the next sibling."""
-    visits, depths = jnp.asarray(_visits(tree)), jnp.asarray(tree.depths)
+    visits, depths = jnp.asarray(tree.postorder), jnp.asarray(tree.depths)
     node, following = visits[visit], visits[visit + 1]
     values = self._reject(tree, proposal, target_probs, values, node)
     # The parent's path ends above the sibling's depth, so nothing is entered there.
     return self._enter(tree, proposal, target_probs, values, depths[node], following)
 
-  def _weights(self, tree: TokenTree, proposal: Proposal, target_probs, values: _Values, node):
+  def _weights(self, tree: Tree, proposal: Proposal, target_probs, values: _Values, node):
     """Weights of the next token if `node` is accepted; `[V]`."""
     left = self._left_of_target(tree, proposal, target_probs, values, node, values.c[node])
     return jnp.where(jnp.asarray(tree.num_children)[node] > 0, left, target_probs[node])
 
-  def _uniforms(self, keys, tree: TokenTree, dtype):
+  def _uniforms(self, keys, tree: Tree, dtype):
     """`[N + 2]`: for every node, and for the next token."""
     return jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
 
-  def _is_rejected(self, tree: TokenTree, uniforms, carry):
-    visit, values = carry
-    node = jnp.asarray(_visits(tree))[visit]
-    return (node != 0) & (uniforms[node] >= jnp.exp(values.log_value[node]))
-
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+  def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool):
+    """The verdict, and its record if it is explained."""
     uniforms = self._uniforms(keys, tree, target_probs.dtype)
     if tree.num_nodes == 0:
-      return Verdict.at(tree, jnp.zeros((), jnp.int32), draw(uniforms[-1], target_probs[0]), state)
+      node = jnp.zeros((), jnp.int32)
+      verdict = Verdict.at(tree, node, draw(uniforms[-1], target_probs[0]), state)
+      return verdict, Record({}, node, target_probs[0], uniforms[-1])
+    tree = with_arrays(tree)
+    visits = jnp.asarray(tree.postorder)
 
     def is_rejected(carry):
-      return self._is_rejected(tree, uniforms, carry)
+      visit, values = carry
+      node = visits[visit]
+      return (node != 0) & (uniforms[node] >= jnp.exp(values.log_value[node]))
 
     def reject(carry):
       visit, values = carry
-      return visit + 1, self._next(tree, proposal, target_probs, values, visit)
+      return (visit + 1, self._next(tree, proposal, target_probs, values, visit)), None
 
-    start = jnp.zeros((), jnp.int32), self._start(tree, proposal, target_probs)
-    with jax.named_scope('visits'):
-      visit, values = jax.lax.while_loop(is_rejected, reject, start)
-    node = jnp.asarray(_visits(tree))[visit]
-    token = draw(uniforms[-1], self._weights(tree, proposal, target_probs, values, node))
-    return Verdict.at(tree, node, token, state)
-
-  def record(self, keys, tree, proposal, target_probs, state) -> Record:
-    """What `verify` decides, visit by visit; the decisions are named `keep`, and the first that is kept ends it."""
-    del state
-    visits = jnp.asarray(_visits(tree))
-    uniforms = self._uniforms(keys, tree, target_probs.dtype)
-
-    def one_visit(carry, _):
-      (visit, values), is_visiting = carry
+    def describe(number, carry, following, seen):
+      del following, seen
+      visit, values = carry
       node = visits[visit]
-      is_rejected = self._is_rejected(tree, uniforms, (visit, values))
-      following = jax.lax.cond(
-        is_rejected,
-        lambda: (visit + 1, self._next(tree, proposal, target_probs, values, visit)),
-        lambda: (visit, values),
-      )
-      decisions = Decisions.of_one(
-        is_made=is_visiting & (node != 0) & (proposal.tokens[node - 1] >= 0),
+      return Decisions.of_one(
+        # After the node that is kept the visit stays, while the number goes on.
+        is_made=(visit == number) & (node != 0) & (proposal.tokens[node - 1] >= 0),
         node=node,
         share=jnp.exp(values.log_value[node]),
         uniform=uniforms[node],
-        is_chosen=~is_rejected,
+        is_chosen=~is_rejected(carry),
         numbers={'log_kept': values.log_value[node]},
       )
-      return (following, is_visiting & is_rejected), decisions
 
     start = jnp.zeros((), jnp.int32), self._start(tree, proposal, target_probs)
-    ((visit, values), _), decisions = jax.lax.scan(one_visit, (start, jnp.ones((), bool)), length=len(visits))
+    with jax.named_scope('visits'):
+      (visit, values), decisions = run_steps(
+        is_rejected, reject, start, num_steps=tree.num_nodes + 1, describe=describe if is_explained else None
+      )
     node = visits[visit]
     weights = self._weights(tree, proposal, target_probs, values, node)
-    return Record({'keep': decisions}, node, weights, uniforms[-1])
+    verdict = Verdict.at(tree, node, draw(uniforms[-1], weights), state)
+    return verdict, Record({'keep': decisions}, node, weights, uniforms[-1])
+
+  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+    return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
+
+  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record]:
+    """The verdict and its decisions, visit by visit; they are named `keep`, and the first that is kept ends it."""
+    return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 
   def law(self, tree, proposal, target_probs, state):
     del state
-    law = jnp.zeros_like(target_probs)
     if tree.num_nodes == 0:
       return target_probs
-    values = self._start(tree, proposal, target_probs)
-    reach = jnp.ones((), target_probs.dtype)
-    for visit, node in enumerate(_visits(tree).tolist()):
-      accept = jnp.exp(values.log_value[node]) if node else jnp.ones_like(reach)
+    tree = with_arrays(tree)
+    visits = jnp.asarray(tree.postorder)
+
+    def at_visit(carry, visit):
+      values, reach = carry
+      node = visits[visit]
+      accept = jnp.where(node == 0, 1, jnp.exp(values.log_value[node]))
       weights = self._weights(tree, proposal, target_probs, values, node)
-      law = law.at[node].set(reach * accept * weights / jnp.sum(weights))
-      reach = reach * (1 - accept)
-      if node:
-        values = self._next(tree, proposal, target_probs, values, visit)
-    return law
+      law = reach * accept * weights / jnp.sum(weights)
+      # The root is visited last and accepted, so what would follow it is never used.
+      return (self._next(tree, proposal, target_probs, values, visit), reach * (1 - accept)), law
+
+    start = self._start(tree, proposal, target_probs), jnp.ones((), target_probs.dtype)
+    _, laws = jax.lax.scan(at_visit, start, jnp.arange(tree.num_nodes + 1))
+    return jnp.zeros_like(target_probs).at[visits].set(laws)

@@ -1,21 +1,52 @@
-"""What a verifier is: a whole tree of guesses to the tokens kept, one row at a time."""
+"""The seam of verification: from a whole tree of guesses to the tokens kept, one row at a time."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Proposal, ProposalRule
-from spectr_jax.tree import TokenTree
+from spectr_jax.tree import RowTree, TokenTree
+from spectr_jax.verify.record import Record
+
+# The same for all rows, or a row's own; a verifier meets the same attributes, some of them traced.
+Tree = TokenTree | RowTree
+
+
+@dataclasses.dataclass(frozen=True)
+class _ArraysOfRow:
+  """A `RowTree` with its arrays computed; attributes as there."""
+
+  bounds: TokenTree
+  num_nodes: int
+  max_depth: int
+  depths: np.ndarray
+  levels: np.ndarray
+  parent_nodes: np.ndarray
+  parent_of: jax.Array
+  num_children: jax.Array
+  paths: jax.Array
+  law_index: jax.Array
+  postorder: jax.Array
+
+
+def with_arrays(tree: Tree) -> Tree:
+  """The tree with its arrays computed here, once, and not in every iteration of a loop that asks for them."""
+  if isinstance(tree, TokenTree):
+    return tree
+  return _ArraysOfRow(**{field.name: getattr(tree, field.name) for field in dataclasses.fields(_ArraysOfRow)})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """What a verifier decided for one row.
+  """The decision of a verifier on one row.
 
   Attributes:
     path: int32 `[L]`, the accepted nodes from depth 1 down; entries from `num_accepted` on mean nothing but are valid
@@ -31,57 +62,109 @@ class Verdict:
   state: Any
 
   @classmethod
-  def at(cls, tree: TokenTree, node: jax.Array, next_token: jax.Array, state: Any) -> Verdict:
-    """Everything down to `node` is accepted and `next_token` follows."""
+  def at(cls, tree: Tree, node: jax.Array, next_token: jax.Array, state: Any) -> Verdict:
+    """The verdict that accepts everything down to a node.
+
+    Args:
+      tree: The row's tree.
+      node: int32 scalar, the deepest accepted node.
+      next_token: int32 scalar.
+      state: The row's state for its next round.
+    """
     path = jnp.maximum(jnp.asarray(tree.paths)[node], 0)
     return cls(path, jnp.asarray(tree.depths)[node], next_token, state)
 
 
-class Verifier(Protocol):
-  """A verification algorithm; hashable, options are fields.
+class Verifier(abc.ABC):
+  """A verification algorithm; a frozen dataclass whose fields are its options, so that it is hashable.
 
-  `verify` draws; `law` is the exact law of what it draws, built from the same deterministic steps. Proofs enumerate
-  `law`; tests hold the draws of `verify` against it. A verifier may have a method `record`, of the arguments of
-  `verify`, that gives a `Record` of the same decisions, to be shown.
+  `verify` draws. `law` is the exact distribution of what it draws, built from the same deterministic steps. Proofs
+  enumerate `law`; tests hold the draws of `verify` against it. `explain` draws as `verify` does and says how it came to
+  that; a subclass that changes `verify` changes `explain` as well.
+
+  The class attributes declare what an algorithm is right for. A `Method` refuses the rest.
 
   Attributes:
     proposal_rules: The types of rules whose candidates it is right for.
+    is_token_level: Whether each position is decided by itself: what is accepted there does not depend on the positions
+      after it.
+    takes_given: Whether candidates may be given (`Proposal.is_given`).
+    takes_grown: Whether rows may have trees of their own (`Proposal.parents`).
+    tries_every_branch: Whether a branch that fails is followed by the next one, so that chains beat trees that branch
+      below the root.
+    is_biased: Whether it leaves the target's distribution on purpose, as it is configured.
+    explanation: Words for its rule, to be shown.
   """
 
   proposal_rules: tuple[type[ProposalRule], ...]
+  is_token_level: bool = False
+  takes_given: bool = False
+  takes_grown: bool = False
+  tries_every_branch: bool = False
+  is_biased: bool = False
+  explanation: Explanation = Explanation()
 
   def init_state(self, tree: TokenTree) -> Any:
-    """The state a row starts with; `()` for verifiers that keep none."""
+    """The state that a row starts with; by default none, `()`."""
+    del tree
+    return ()
 
-  def verify(
-    self, keys: jax.Array, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, state: Any
-  ) -> Verdict:
+  @abc.abstractmethod
+  def verify(self, keys: jax.Array, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any) -> Verdict:
     """Decides one row.
 
     Args:
       keys: `[L + 1]`, the round's keys for verification, one per depth; the last is for the token after a whole path.
-      tree: The tree, static; it may be empty.
-      proposal: `tokens` `[N]` and `probs` `[R, V]` of the row.
-      target_probs: `[N + 1, V]`, the target's law after each node.
+      tree: The row's tree; it may be empty. A slot that a row does not use holds the token -1.
+      proposal: `tokens` `[N]` and `probs` `[R, V]` of the row, and `is_given` `[N]` or None. A position's candidates
+        are either all given or all drawn.
+      target_probs: `[N + 1, V]`, the target's distribution after each node.
       state: The row's state.
     """
 
-  def law(self, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, state: Any) -> jax.Array:
-    """Probability, given the guesses, that the deepest accepted node is v and the next token x; `[N + 1, V]`."""
+  @abc.abstractmethod
+  def law(self, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any) -> jax.Array:
+    """The distribution of `verify`'s decision, given the guesses.
+
+    Args:
+      tree, proposal, target_probs, state: As of `verify`.
+
+    Returns:
+      `[N + 1, V]`, the probability that the deepest accepted node is v and the next token x.
+    """
+
+  def explain(
+    self, keys: jax.Array, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any
+  ) -> tuple[Verdict, Record | None]:
+    """Decides one row as `verify` does, and records how.
+
+    Args:
+      keys, tree, proposal, target_probs, state: As of `verify`.
+
+    Returns:
+      The verdict that `verify` gives for the same arguments, and its record; None, by default, for no record.
+    """
+    return self.verify(keys, tree, proposal, target_probs, state), None
 
   def advance(
-    self, tree: TokenTree, proposal: Proposal, target_probs: jax.Array, state: Any, node: jax.Array, token: jax.Array
+    self, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any, node: jax.Array, token: jax.Array
   ) -> Any:
-    """The state after a round that accepted everything down to `node` and emitted `token`."""
+    """The state after a round; by default what it was.
 
-
-class Stateless:
-  """A verifier that keeps nothing between rounds."""
-
-  def init_state(self, tree):
-    del tree
-    return ()
-
-  def advance(self, tree, proposal, target_probs, state, node, token):
+    Args:
+      tree, proposal, target_probs, state: As of `verify`.
+      node: int32 scalar, the deepest node that the round accepted.
+      token: int32 scalar, the token that it emitted next.
+    """
     del tree, proposal, target_probs, node, token
     return state
+
+  def for_rule(self, rule: ProposalRule) -> Verifier:
+    """The version of this algorithm for candidates drawn by `rule`; by default itself, which may not be right there."""
+    del rule
+    return self
+
+  def with_epsilon(self, epsilon: float) -> Verifier:
+    """This algorithm with another amount of over-acceptance; by default itself, which accepts no more than it may."""
+    del epsilon
+    return self

@@ -8,19 +8,23 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Coupling, Outcome, ratio
-from spectr_jax.proposal import Proposal
+from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.given import Given
+from spectr_jax.proposal import Independent, Proposal, ProposalRule
 from spectr_jax.sampling import draw
-from spectr_jax.tree import TokenTree
 from spectr_jax.verify.position import Position, next_position
-from spectr_jax.verify.record import Decisions, Record
-from spectr_jax.verify.verifier import Stateless, Verdict
+from spectr_jax.verify.record import Decisions, Record, run_steps
+from spectr_jax.verify.verifier import Tree, Verdict, Verifier, with_arrays
+
+_GIVEN = Given()
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk(Stateless):
+class Walk(Verifier):
   """Applies `coupling` at the root, then below each accepted node (SpecTr, Algorithm 3).
 
-  Where there is no candidate, a bonus token comes from the target.
+  Where there is no candidate, a bonus token comes from the target. Where the candidates are given, the coupling `Given`
+  takes the place of `coupling`.
 
   Attributes:
     coupling: Selects one of the candidates of a position.
@@ -30,19 +34,53 @@ class Walk(Stateless):
 
   coupling: Coupling
   is_pooled: bool = True
+  is_token_level = True
+  takes_given = True
+  takes_grown = True
 
   @property
-  def proposal_rules(self):
+  def proposal_rules(self) -> tuple[type[ProposalRule], ...]:
+    """Those of the coupling."""
     return self.coupling.proposal_rules
 
-  def _step(self, tree: TokenTree, proposal: Proposal, target_probs, node, is_walking=True) -> tuple[Position, Outcome]:
-    """The candidates after an accepted node, and what may happen among them; the target's law if there are none.
+  @property
+  def is_biased(self) -> bool:
+    """Whether the coupling is."""
+    return getattr(self.coupling, 'is_biased', False)
 
-    There are none for a row that walks no more: it has no work then while others do.
+  @property
+  def explanation(self) -> Explanation:
+    """The coupling's words."""
+    words = getattr(self.coupling, 'explanation', Explanation())
+    # Siblings that differ are alone in what they spell, so there is nothing to pool.
+    if self.is_pooled or not words.rule or Independent not in self.proposal_rules:
+      return words
+    return Explanation(f'{words.rule} After the first position only the accepted draft goes on.', words.residual)
+
+  def with_epsilon(self, epsilon: float) -> Walk:
+    """The walk with another amount of over-acceptance, if its coupling accepts more than it may at all."""
+    if not hasattr(self.coupling, 'with_epsilon'):
+      return self
+    return dataclasses.replace(self, coupling=self.coupling.with_epsilon(epsilon))
+
+  def _outcome(self, position: Position) -> Outcome:
+    """What the coupling says of a position with candidates."""
+    laws = position.draft_probs, position.target_probs, position.tokens
+    if position.is_given is None:
+      return self.coupling(*laws, position.is_valid)
+    # The coupling has no work where nothing was drawn.
+    drawn = self.coupling(*laws, position.is_valid & ~position.is_given)
+    given = _GIVEN(*laws, position.is_valid)
+    return jax.tree.map(lambda x, y: jnp.where(position.is_given, x, y), given, drawn)
+
+  def _step(self, tree: Tree, proposal: Proposal, target_probs, node, is_walking=True) -> tuple[Position, Outcome]:
+    """The candidates after an accepted node, and the possible outcomes; the target's own token if there are none.
+
+    A row that walks no more has no candidates, so that it has no work while other rows do.
     """
     position = next_position(tree, proposal, target_probs, node, is_pooled=self.is_pooled)
     position = dataclasses.replace(position, is_valid=position.is_valid & is_walking)
-    outcome = self.coupling(position.draft_probs, position.target_probs, position.tokens, position.is_valid)
+    outcome = self._outcome(position)
     is_any = jnp.any(position.is_valid)
     return position, Outcome(
       jnp.where(is_any & position.is_valid, outcome.accept_probs, 0),
@@ -57,8 +95,8 @@ class Walk(Stateless):
     """Node, depth, and whether the walk goes on."""
     return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.ones((), bool)
 
-  def _walk(self, tree: TokenTree, proposal: Proposal, target_probs, uniforms, carry):
-    """One position further; also the position and what could happen there."""
+  def _walk(self, tree: Tree, proposal: Proposal, target_probs, uniforms, carry):
+    """One position further; also the position and its possible outcomes."""
     node, depth, is_walking = carry
     position, outcome = self._step(tree, proposal, target_probs, node, is_walking)
     # A parallel sum can rise at a zero: without the second condition a slot that holds no candidate could be taken.
@@ -68,62 +106,76 @@ class Walk(Stateless):
     accepted = position.nodes[jnp.argmax(is_accepted)]
     return (jnp.where(is_any, accepted, position.node), depth + is_any, is_any), (position, outcome)
 
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+  def _decision(self, uniforms, carry, following, position: Position, outcome: Outcome) -> Decisions:
+    """The choice among the candidates of a position, to be shown."""
+    p, q = position.draft_probs[position.tokens], position.target_probs[position.tokens]
+    is_drawn = position.is_valid
+    if position.is_given is not None:
+      is_drawn &= ~position.is_given
+      p = jnp.where(position.is_given, 1, p)  # drawn from a point mass
+    laws = position.draft_probs, position.target_probs, position.tokens, is_drawn
+    numbers = self.coupling.numbers(*laws) if hasattr(self.coupling, 'numbers') else {}
+    return Decisions(
+      is_made=carry[2] & jnp.any(position.is_valid),
+      node=position.node,
+      nodes=position.nodes,
+      is_valid=position.is_valid,
+      shares=outcome.accept_probs,
+      uniform=uniforms[carry[1], 0],
+      chosen=jnp.where(following[2], following[0], -1),
+      numbers={'draft_prob': p, 'target_prob': q, 'ratio': ratio(q, p)} | numbers,
+    )
+
+  def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool):
+    """The verdict, and its record if it is explained."""
     uniforms = self._uniforms(keys, target_probs.dtype)
     if tree.num_nodes == 0:
-      token = draw(uniforms[0, 1], target_probs[0])
-      return Verdict.at(tree, jnp.zeros((), jnp.int32), token, state)
-
-    def is_walking(carry):
-      return carry[2]
+      node = jnp.zeros((), jnp.int32)
+      verdict = Verdict.at(tree, node, draw(uniforms[0, 1], target_probs[0]), state)
+      return verdict, Record({}, node, target_probs[0], uniforms[0, 1])
+    tree = with_arrays(tree)
 
     # The walk needs acceptances alone. Where it stops the residual is made once, after it: inside the loop every depth
     # would make one, and under vmap all rows would.
     def walk(carry):
-      return self._walk(tree, proposal, target_probs, uniforms, carry)[0]
+      return self._walk(tree, proposal, target_probs, uniforms, carry)
+
+    def describe(_, carry, following, seen):
+      return self._decision(uniforms, carry, following, *seen)
 
     with jax.named_scope('path'):
-      node, depth, _ = jax.lax.while_loop(is_walking, walk, self._start())
-    _, outcome = self._step(tree, proposal, target_probs, node)
-    token = draw(uniforms[depth, 1], outcome.residual)
-    return Verdict.at(tree, node, token, state)
-
-  def record(self, keys, tree, proposal, target_probs, state) -> Record:
-    """What `verify` decides, position by position; the decisions are named `accept`."""
-    del state
-    uniforms = self._uniforms(keys, target_probs.dtype)
-
-    def step(carry, _):
-      following, (position, outcome) = self._walk(tree, proposal, target_probs, uniforms, carry)
-      p, q = position.draft_probs[position.tokens], position.target_probs[position.tokens]
-      laws = position.draft_probs, position.target_probs, position.tokens, position.is_valid
-      numbers = getattr(self.coupling, 'numbers', lambda *_: {})(*laws)
-      return following, Decisions(
-        is_made=carry[2] & jnp.any(position.is_valid),
-        node=position.node,
-        nodes=position.nodes,
-        is_valid=position.is_valid,
-        shares=outcome.accept_probs,
-        uniform=uniforms[carry[1], 0],
-        chosen=jnp.where(following[2], following[0], -1),
-        numbers={'draft_prob': p, 'target_prob': q, 'ratio': ratio(q, p)} | numbers,
+      (node, depth, _), decisions = run_steps(
+        lambda carry: carry[2],
+        walk,
+        self._start(),
+        num_steps=tree.max_depth + 1,
+        describe=describe if is_explained else None,
       )
-
-    (node, depth, _), decisions = jax.lax.scan(step, self._start(), length=tree.max_depth + 1)
     _, outcome = self._step(tree, proposal, target_probs, node)
-    return Record({'accept': decisions}, node, outcome.residual, uniforms[depth, 1])
+    verdict = Verdict.at(tree, node, draw(uniforms[depth, 1], outcome.residual), state)
+    return verdict, Record({'accept': decisions}, node, outcome.residual, uniforms[depth, 1])
+
+  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
+    return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
+
+  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record]:
+    """The verdict and its decisions, position by position; they are named `accept`."""
+    return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 
   def law(self, tree, proposal, target_probs, state):
     del state
     if tree.num_nodes == 0:
       return target_probs
-    reach = jnp.zeros(tree.num_nodes + 1, target_probs.dtype).at[0].set(1)
-    law = jnp.zeros_like(target_probs)
-    for node in range(tree.num_nodes + 1):
+    tree, size = with_arrays(tree), tree.num_nodes + 1
+
+    def at_node(reach, node):
+      """From the probabilities `[N + 1]` that the walk comes to each node: where it may stop, and with what weights."""
       position, outcome = self._step(tree, proposal, target_probs, node)
-      reached = reach[node]
-      into = jnp.where(position.is_valid, position.nodes, tree.num_nodes + 1)
-      reach = reach.at[into].add(reached * outcome.accept_probs, mode='drop')
-      residual = outcome.residual / jnp.sum(outcome.residual)
-      law = law.at[position.node].add(reached * (1 - jnp.sum(outcome.accept_probs)) * residual)
-    return law
+      into = jnp.where(position.is_valid, position.nodes, size)
+      stop = reach[node] * (1 - jnp.sum(outcome.accept_probs))
+      law = stop * outcome.residual / jnp.sum(outcome.residual)
+      return reach.at[into].add(reach[node] * outcome.accept_probs, mode='drop'), (position.node, law)
+
+    start = jnp.zeros(size, target_probs.dtype).at[0].set(1)
+    _, (nodes, laws) = jax.lax.scan(at_node, start, jnp.arange(size))
+    return jnp.zeros_like(target_probs).at[nodes].add(laws)
