@@ -328,7 +328,7 @@ def test_features_are_those_of_their_layers(target):
   with pytest.raises(ValueError, match='feature layers must be from 0 to 3'):
     target.with_features((4,))
   with pytest.raises(ValueError, match='features_fn is None'):
-    table_model(jnp.zeros((3, 3))).with_features((0,))
+    table.table_model(jnp.zeros((3, 3))).with_features((0,))
 
 
 @pytest.mark.parametrize('chunk_size', [1, 3, 4, 8])

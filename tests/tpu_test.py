@@ -121,7 +121,7 @@ def test_decoding_that_does_not_fit_is_refused(chips, pair):
 def test_no_device_holds_laws_whole(chips, pair):
   """Divided over `model`, laws are sent neither from chip to chip nor gathered."""
   decoder = Decoder.make(
-    *(decode_aot.abstract_model(dataclasses.replace(config, num_layers=1)) for config in (pair['target'], pair['draft'])),
+    *(decode_aot.abstract_model(dataclasses.replace(pair[role], num_layers=1)) for role in ('target', 'draft')),
     method='spectr', tree=TokenTree.chains(2, 2), max_new_tokens=32, cache_size=64,
     sharding=DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips)),
   )  # fmt: skip

@@ -9,6 +9,8 @@ import pytest
 from runs import NEW, PROMPTS, VERSIONS, begin, generate, make_keys
 
 import spectr_jax
+from spectr_jax.draft import model_drafter
+from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import state as engine_state
 
 pytestmark = pytest.mark.usefixtures('highest')

@@ -213,9 +213,8 @@ def test_logits_that_are_not_finite_stop_the_run(sampling, bad, named):
     with pytest.raises(NotFiniteError, match=f'row 1, round 3: logits of {named} not finite') as caught:
       spectr_jax.generate(make_keys()[:2], *models, *prompts, **options)
     assert caught.value.row == 1
-    state = spectr_jax.decode_rounds(
-      *begin(models, keys=make_keys()[:2], prompts=prompts[0], lengths=prompts[1], **options)
-    )
+    decoder, state = begin(models, keys=make_keys()[:2], prompts=prompts[0], lengths=prompts[1], **options)
+    state = spectr_jax.decode_rounds(decoder, state)
     # What came before is kept.
     np.testing.assert_array_equal(state.result.tokens[1, :5], [1, 2, 3, 4, -1])
 

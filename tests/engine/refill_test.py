@@ -199,7 +199,6 @@ def test_rows_that_cannot_be_refilled(tables):
   with pytest.raises(ValueError, match='cache_size must be at least 9'):
     refill(decoder, state, [0], key, np.array([[1, 2, 3]]), np.array([3]))
   for rows in ([-1], [0, 0], [0, 1, 2]):
+    prompts = np.tile(prompt, (2 if len(rows) > 1 else 1, 1))
     with pytest.raises(ValueError, match='rows must be one different row of 1 for each prompt'):
-      refill(
-        decoder, state, rows, key, np.tile(prompt, (2 if len(rows) > 1 else 1, 1)), np.array([2] * min(len(rows), 2))
-      )
+      refill(decoder, state, rows, key, prompts, np.array([2] * min(len(rows), 2)))
