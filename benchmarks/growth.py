@@ -27,9 +27,9 @@ from decode.experiment import latency
 from decode.experiment.workload import describe_machine
 from decode.papers import plots
 from spectr_jax import TokenTree
+from spectr_jax.aot.compile import compile_decode
 from spectr_jax.aot.hlo_report import Memory
-from spectr_jax.draft import ModelDrafter
-from spectr_jax.engine.loop import compile_decode
+from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.methods import METHODS, get_method
 from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
@@ -72,32 +72,32 @@ def _models(point: Point):
   ]
 
 
-def _request(point: Point, method: str) -> dict:
-  return {
-    'method': get_method(method),
-    'tree': TokenTree.chains(1 if METHODS[method].max_drafts == 1 else point.num_drafts, point.draft_length),
-    'max_new_tokens': point.cache_length // 2,
-  }
+def make_decoder(point: Point, method: str, sharding: DecodeSharding | None = None) -> Decoder:
+  """The decoder of a point."""
+  return Decoder.make(
+    *_models(point),
+    method=method,
+    tree=TokenTree.chains(1 if METHODS[method].max_drafts == 1 else point.num_drafts, point.draft_length),
+    max_new_tokens=point.cache_length // 2,
+    cache_size=point.cache_length,
+    sharding=sharding,
+  )
 
 
-def begin(point: Point, method: str):
-  """A state with half of its room taken."""
+def begin(point: Point, decoder: Decoder):
+  """A state whose caches are half full."""
   length = point.cache_length // 2
   prompts = np.random.default_rng(0).integers(0, point.vocab_size, (point.batch_size, length)).astype(np.int32)
-  return spectr_jax.init_decode(
-    jax.random.key(0), *_models(point), prompts, np.full(point.batch_size, length), **_request(point, method)
-  )
+  return spectr_jax.init_decode(decoder, jax.random.key(0), prompts, np.full(point.batch_size, length))
 
 
 def memory(point: Point, method: str) -> dict[str, int]:
   """Bytes that the loop takes, and the least that it could."""
   target, draft = _models(point)
-  drafter = ModelDrafter(draft)
-  request = _request(point, method)
   sharding = DecodeSharding(make_mesh({'data': 1, 'model': 1}, jax.devices()[:1]))
-  sizes = {'batch_size': point.batch_size, 'prompt_length': point.cache_length // 2, 'sharding': sharding}
-  compiled = compile_decode(target, drafter, **request, **sizes)
-  num_laws = 2 * request['tree'].num_nodes + 1
+  decoder = make_decoder(point, method, sharding)
+  compiled = compile_decode(decoder, batch_size=point.batch_size, prompt_length=point.cache_length // 2)
+  num_laws = 2 * decoder.tree.num_nodes + 1
   caches = [jax.eval_shape(lambda m=m: m.init_cache_fn(point.batch_size, point.cache_length)) for m in (target, draft)]
   arrays = jax.tree.leaves([target.params, draft.params, caches])
   floor = sum(x.size * x.dtype.itemsize for x in arrays) + 4 * point.batch_size * num_laws * point.vocab_size
@@ -108,14 +108,16 @@ def measure(points: list[Point], method: str, num_runs: int) -> list[dict[str, f
   """Seconds and bytes of each point."""
   found = []
   for point in points:
-    found.append(latency.time_parts(begin(point, method), num_runs) | memory(point, method))
+    decoder = make_decoder(point, method)
+    found.append(latency.time_parts(decoder, begin(point, decoder), num_runs) | memory(point, method))
     jax.clear_caches()  # programs of the parts of all points would not fit in one process
     print(point, flush=True)
 
   def seconds_per_round(point):
-    state = jax.block_until_ready(begin(point, method))
+    decoder = make_decoder(point, method)
+    state = jax.block_until_ready(begin(point, decoder))
     start = time.perf_counter()
-    result = jax.block_until_ready(spectr_jax.decode_rounds(state, NUM_ROUNDS)).result
+    result = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, NUM_ROUNDS)).result
     seconds = time.perf_counter() - start
     return seconds / int(jnp.max(result.num_target_calls))
 

@@ -44,7 +44,7 @@ def measure(
   draft, _ = spectr_jax.load_model(options.draft)
   prompts = options.read_prompts()[: options.num_prompts]
   num_new = options.max_new_tokens
-  tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=num_new, max_length=target.max_length)
+  tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=num_new, max_length=target.context_length)
   keys = row_keys(options.seed, prompts)
   acceptance = jax.jit(lambda p, q, n: {name: rule(p, q, n) for name, rule in RULES.items()}, static_argnums=2)
   records = []

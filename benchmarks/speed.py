@@ -32,7 +32,7 @@ from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import latency
 from decode.experiment.workload import describe_machine
-from spectr_jax import TokenTree
+from spectr_jax import Decoder, TokenTree
 from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
 
 SHAPES = {
@@ -145,18 +145,20 @@ def parts(dtype: str, method: str, num_drafts: int, draft_length: int, num_runs:
   """Milliseconds of a round and of its parts, each a program of its own."""
   tree = TokenTree.chains(num_drafts, draft_length)
 
-  def begin():
-    return spectr_jax.init_decode(
-      jax.random.key(0), make_model('A', dtype), make_model('B', 'float32'), prompts(1), np.array([PROMPT_LENGTH]),
-      method=method, tree=tree, max_new_tokens=NEW_TOKENS,
-    )  # fmt: skip
+  decoder = Decoder.make(
+    make_model('A', dtype), make_model('B', 'float32'), method=method, tree=tree, max_new_tokens=NEW_TOKENS,
+    cache_size=PROMPT_LENGTH + NEW_TOKENS,
+  )  # fmt: skip
 
-  found = latency.time_parts(begin(), num_runs)
+  def begin():
+    return spectr_jax.init_decode(decoder, jax.random.key(0), prompts(1), np.array([PROMPT_LENGTH]))
+
+  found = latency.time_parts(decoder, begin(), num_runs)
 
   def rounds():
     state = jax.block_until_ready(begin())
     start = time.perf_counter()
-    state = jax.block_until_ready(spectr_jax.decode_rounds(state))
+    state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state))
     return (time.perf_counter() - start) / int(state.result.num_target_calls.max())
 
   rounds()

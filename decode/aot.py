@@ -12,7 +12,6 @@ along a path as often as the tree is deep, over candidates or nodes as often as 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import time
 
@@ -21,10 +20,11 @@ from absl import flags
 
 from common import command_line
 from decode.experiment.options import DRAFT_MESHES
+from spectr_jax.aot.compile import compile_decode
 from spectr_jax.aot.hlo_report import Memory, ProgramReport, count_collectives, estimate_cycles
 from spectr_jax.aot.tpu_slices import chip_of, describe_topology
-from spectr_jax.draft import ModelDrafter
-from spectr_jax.engine.loop import ROUNDS, compile_decode
+from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.loop import ROUNDS
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.methods import METHODS, Method, get_method
 from spectr_jax.model import Model
@@ -88,26 +88,30 @@ def analyse(
     draft: Sizes of the draft; ignored by methods that draft nothing.
     batch_size: Rows on all devices.
     prompt_length: Tokens of the longest prompt.
-    max_new_tokens: New tokens at most; with the prompt, the room in a cache.
+    max_new_tokens: New tokens at most; with the prompt, the size of a cache.
 
   Raises:
     ValueError: The method does not take the tree, the mesh does not divide the rows or heads, or nothing fits.
   """
-  method = get_method(method)
-  room = prompt_length + max_new_tokens
+  cache_size = prompt_length + max_new_tokens
   models = [
-    None if config is None else abstract_model(dataclasses.replace(config, max_length=room))
+    None if config is None else abstract_model(dataclasses.replace(config, max_length=cache_size))
     for config in (target, draft)
   ]
-  sizes = {'batch_size': batch_size, 'prompt_length': prompt_length, 'max_new_tokens': max_new_tokens}
-  drafter = ModelDrafter(models[1]) if method.max_drafts != 0 else None
-  compile_with = functools.partial(compile_decode, models[0], sharding=sharding, **sizes)
-  tree = method.tree_for(tree)
+
+  def compile_with(method, tree):
+    decoder = Decoder.make(
+      *models, method=method, tree=tree, max_new_tokens=max_new_tokens, cache_size=cache_size, eos_id=0,
+      sharding=sharding,
+    )  # fmt: skip
+    return compile_decode(decoder, batch_size=batch_size, prompt_length=prompt_length)
+
   start = time.perf_counter()
-  compiled = compile_with(drafter, method=method, tree=tree)
+  compiled = compile_with(method, tree)
   seconds = time.perf_counter() - start
   program = compiled.as_text()
-  baseline = compile_with(None, method=METHODS['autoregressive'], tree=TokenTree()).as_text()
+  baseline = compile_with('autoregressive', None).as_text()
+  tree = get_method(method).tree_for(tree)
   return Report(
     devices=sharding.mesh.size,
     batch_size=batch_size,

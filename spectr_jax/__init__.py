@@ -4,7 +4,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from spectr_jax import models
-from spectr_jax.draft import Drafter, ModelDrafter
+from spectr_jax.draft import DraftContext, Drafter, model_drafter
+from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds, generate
 from spectr_jax.engine.refill import Continuation, Request, generate_many, refill
 from spectr_jax.engine.result import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Generation, NotFiniteError
@@ -33,12 +34,13 @@ __all__ = [
   'ORIGIN_DRAFT',
   'DecodeState',
   'Continuation',
+  'Decoder',
+  'DraftContext',
   'Drafter',
   'Generation',
   'KVCache',
   'Method',
   'Model',
-  'ModelDrafter',
   'ModelOutput',
   'NotFiniteError',
   'Proposal',
@@ -55,6 +57,7 @@ __all__ = [
   'get_method',
   'init_decode',
   'load_model',
+  'model_drafter',
   'models',
   'optimal_factors',
   'refill',

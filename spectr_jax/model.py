@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from spectr_jax.sharding import Rules
+from spectr_jax.sharding import DATA, MODEL, Rules
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +27,7 @@ class ModelOutput:
   Attributes:
     logits: float32 `[B, N, V]`, the next-token logits after each token of the call. Padded vocabulary columns are -inf.
     cache: The cache with the call's tokens pending.
-    features: Hidden states `[B, N, D]` for drafters that read them, or None.
+    features: `[B, N, F, D]`, hidden states of the F layers that `Model.with_features` asked for, or None.
   """
 
   logits: jax.Array
@@ -59,29 +60,38 @@ class KVCache:
   num_pending: jax.Array
 
   @classmethod
-  def empty(cls, *, num_layers: int, batch_size: int, num_heads: int, head_dim: int, max_length: int, dtype) -> KVCache:
-    """A cache with room for `max_length` committed tokens per row and none committed."""
-    keys = tuple(jnp.zeros((batch_size, num_heads, head_dim, max_length), dtype) for _ in range(num_layers))
-    values = tuple(jnp.zeros((batch_size, num_heads, max_length, head_dim), dtype) for _ in range(num_layers))
+  def empty(cls, *, num_layers: int, batch_size: int, num_heads: int, head_dim: int, cache_size: int, dtype) -> KVCache:
+    """An empty cache that holds up to `cache_size` committed tokens per row."""
+    keys = tuple(jnp.zeros((batch_size, num_heads, head_dim, cache_size), dtype) for _ in range(num_layers))
+    values = tuple(jnp.zeros((batch_size, num_heads, cache_size, head_dim), dtype) for _ in range(num_layers))
     return cls(keys, values, jnp.zeros(batch_size, jnp.int32), (), (), jnp.zeros((), jnp.int32))
 
-  def append(self, layer: int, new_keys: jax.Array, new_values: jax.Array, *, capacity: int):
+  def partition_specs(self) -> KVCache:
+    """How the cache is sharded over a mesh `data` x `model`: rows over the one, heads over the other."""
+    by_heads = PartitionSpec(DATA, MODEL)
+    arrays = {
+      field: tuple(by_heads for _ in getattr(self, field))
+      for field in ('keys', 'values', 'pending_keys', 'pending_values')
+    }
+    return KVCache(lengths=PartitionSpec(DATA), num_pending=PartitionSpec(), **arrays)
+
+  def append(self, layer: int, new_keys: jax.Array, new_values: jax.Array, *, num_pending_slots: int):
     """Pending keys and values of one layer with a call's tokens behind those of earlier calls.
 
     Args:
       layer: The layer's index.
       new_keys: `[B, H, head_dim, N]`.
       new_values: `[B, H, N, head_dim]`.
-      capacity: M, the pending slots the whole round needs.
+      num_pending_slots: M, the pending slots that the whole round needs.
 
     Returns:
       The layer's pending `[B, H, head_dim, M]` keys and `[B, H, M, head_dim]` values.
     """
     num_new = new_keys.shape[-1]
     if not self.pending_keys:
-      if num_new == capacity:
+      if num_new == num_pending_slots:
         return new_keys, new_values
-      spare = capacity - num_new
+      spare = num_pending_slots - num_new
       return (
         jnp.pad(new_keys, ((0, 0), (0, 0), (0, 0), (0, spare))),
         jnp.pad(new_values, ((0, 0), (0, 0), (0, spare), (0, 0))),
@@ -92,19 +102,19 @@ class KVCache:
       jax.lax.dynamic_update_slice_in_dim(self.pending_values[layer], new_values, at, axis=2),
     )
 
-  def commit(self, path: jax.Array, num_accepted: jax.Array) -> KVCache:
-    """Keeps pending entries `path[b, :num_accepted[b]]`, in that order, as the next committed ones; drops the rest.
+  def commit(self, path: jax.Array, num_committed: jax.Array) -> KVCache:
+    """Keeps pending entries `path[b, :num_committed[b]]`, in that order, as the next committed ones; drops the rest.
 
-    A row with `num_accepted` 0 is left as it is. Entries that would stand beyond the cache's size are dropped.
+    A row with `num_committed` 0 stays as it is. Entries that would stand beyond the cache's size are dropped.
 
     Args:
       path: int32 `[B, D]` indices of pending entries.
-      num_accepted: int32 `[B]`.
+      num_committed: int32 `[B]`, how many tokens of the path are kept, the root of a tree included.
     """
     depth = path.shape[1]
     size = self.keys[0].shape[-1]
     offsets = jnp.arange(depth)
-    slots = jnp.where(offsets < num_accepted[:, None], self.lengths[:, None] + offsets, size)
+    slots = jnp.where(offsets < num_committed[:, None], self.lengths[:, None] + offsets, size)
 
     def keep(arrays, pending, axis):
       return tuple(_write(*layer, path, slots, axis) for layer in zip(arrays, pending, strict=True))
@@ -112,7 +122,7 @@ class KVCache:
     return KVCache(
       keys=keep(self.keys, self.pending_keys, 3),
       values=keep(self.values, self.pending_values, 2),
-      lengths=jnp.minimum(self.lengths + num_accepted, size),
+      lengths=jnp.minimum(self.lengths + num_committed, size),
       pending_keys=(),
       pending_values=(),
       num_pending=jnp.zeros((), jnp.int32),
@@ -123,7 +133,7 @@ _MOST_SELECTED = 128  # entries; a prefill may write more, once
 
 
 def _write(array: jax.Array, pending: jax.Array, path: jax.Array, slots: jax.Array, axis: int) -> jax.Array:
-  """Writes pending entries `path` `[B, D]` to `slots` `[B, D]` along an axis; slots beyond its end are left out."""
+  """Writes pending entries `path` `[B, D]` to `slots` `[B, D]` along an axis; slots beyond its end are dropped."""
   by_platform = {}
   if path.shape[1] <= _MOST_SELECTED:
     by_platform['tpu'] = functools.partial(_select, axis=axis)
@@ -144,7 +154,7 @@ def _scatter(array, pending, path, slots, *, axis: int):
 
 
 def _scatter_integers(array, pending, *where, axis: int):
-  """To move bfloat16 as it is, processors would convert all of the array to float32 and back."""
+  """Moves bfloat16 as integers: XLA on CPUs would convert the whole array to float32 and back."""
   bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, pending))
   return jax.lax.bitcast_convert_type(_scatter(*bits, *where, axis=axis), array.dtype)
 
@@ -170,15 +180,28 @@ def _select(array, pending, path, slots, *, axis: int):
   return jnp.where(jnp.expand_dims(is_here.any(axis=1), wide), spread, array)
 
 
-def commit_kv_cache(cache: KVCache, path: jax.Array, num_accepted: jax.Array) -> KVCache:
-  """`KVCache.commit` as the default `Model.commit_fn`."""
-  return cache.commit(path, num_accepted)
+def commit_cache(cache: Any, path: jax.Array, num_committed: jax.Array) -> Any:
+  """`cache.commit(path, num_committed)`, the default `Model.commit_fn`; see `KVCache.commit`."""
+  return cache.commit(path, num_committed)
+
+
+def cache_partition_specs(cache: Any) -> Any:
+  """`cache.partition_specs()`, the default `Model.cache_specs_fn`; see `KVCache.partition_specs`."""
+  return cache.partition_specs()
+
+
+PREFILL_CHUNK = 512  # tokens of a prompt in one call; attention takes memory by their product with the cache's size
+
+
+def static_field(default: Any = dataclasses.MISSING) -> Any:
+  """A field of a registered dataclass that is part of what a program is compiled for."""
+  return dataclasses.field(default=default, metadata={'static': True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """A language model as data and three functions.
+  """A language model as data and static functions.
 
   `params` are a pytree of arrays and travel through `jit` as arguments, so they can be sharded; everything else is
   static. The functions must be module-level or otherwise compare equal between calls, or every call compiles anew.
@@ -188,34 +211,86 @@ class Model:
     apply_fn: `(params, tokens[B, N], positions[B, N], mask, cache) -> ModelOutput`. `mask` is bool `[N, M]` or
       `[B, N, M]`: column j is the j-th token pending since the last commit, the call's own tokens included, and token i
       attends to those where it is True, and to the whole committed prefix always.
-    init_cache_fn: `(batch_size, max_length) -> cache`.
+    init_cache_fn: `(batch_size, cache_size) -> cache`, for up to `cache_size` committed tokens per row.
     vocab_size: V.
-    commit_fn: `(cache, path[B, D], num_accepted[B]) -> cache`, as `KVCache.commit`.
-    max_length: The longest prompt plus continuation the model was made for, or None if any will do.
-    sharding_rules: How parameters are divided over the axes of a mesh, see `spectr_jax.sharding.shardings`, or None for
-      a model that is not divided. One that is has its cache divided by heads, as the second axis of `KVCache` arrays.
+    commit_fn: `(cache, path[B, D], num_committed[B]) -> cache`, as `KVCache.commit`.
+    context_length: The longest prompt plus continuation that the model was made for, or None if any will do.
+    sharding_rules: How parameters are sharded over the axes of a mesh, see `spectr_jax.sharding.shardings`, or None for
+      a model that every device holds whole.
+    cache_specs_fn: `cache -> PartitionSpecs` in place of its arrays, of a model with `sharding_rules`.
+    features_fn: `layers -> apply_fn`, one that also returns `ModelOutput.features` of these layers; None for a model
+      that has none. Layer i is what enters block i, layer -1 what the output head reads.
+    embed_fn: `(params, tokens[...]) -> [..., D]`, what enters block 0; or None. For drafters that share it.
+    unembed_fn: `(params, features[..., D]) -> logits[..., V]`, the output head; or None. Likewise.
   """
 
   params: Any
-  apply_fn: Callable[..., ModelOutput] = dataclasses.field(metadata={'static': True})
-  init_cache_fn: Callable[[int, int], Any] = dataclasses.field(metadata={'static': True})
-  vocab_size: int = dataclasses.field(metadata={'static': True})
-  commit_fn: Callable[..., Any] = dataclasses.field(default=commit_kv_cache, metadata={'static': True})
-  max_length: int | None = dataclasses.field(default=None, metadata={'static': True})
-  sharding_rules: Rules | None = dataclasses.field(default=None, metadata={'static': True})
+  apply_fn: Callable[..., ModelOutput] = static_field()
+  init_cache_fn: Callable[[int, int], Any] = static_field()
+  vocab_size: int = static_field()
+  commit_fn: Callable[..., Any] = static_field(commit_cache)
+  context_length: int | None = static_field(None)
+  sharding_rules: Rules | None = static_field(None)
+  cache_specs_fn: Callable[[Any], Any] = static_field(cache_partition_specs)
+  features_fn: Callable[[tuple[int, ...]], Callable[..., ModelOutput]] | None = static_field(None)
+  embed_fn: Callable[..., jax.Array] | None = static_field(None)
+  unembed_fn: Callable[..., jax.Array] | None = static_field(None)
 
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: jax.Array, cache: Any) -> ModelOutput:
-    """Scores `tokens` after the committed prefix; see `apply_fn`."""
+    """Scores `tokens` after the committed prefix; arguments and result as of `apply_fn`."""
     return self.apply_fn(self.params, tokens, positions, mask, cache)
 
-  def prefill(self, tokens: jax.Array, lengths: jax.Array, cache: Any) -> Any:
-    """Commits right-padded `tokens` `[B, P]`, the first `lengths[b]` of each row, to an empty cache, in one call."""
-    num_tokens = tokens.shape[1]
-    slots = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), tokens.shape)
-    causal = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+  def with_features(self, layers: tuple[int, ...]) -> Model:
+    """The model whose calls also return the hidden states of `layers`; itself for none.
+
+    Raises:
+      ValueError: The model has no features.
+    """
+    if not layers:
+      return self
+    if self.features_fn is None:
+      raise ValueError(
+        'the drafter reads hidden states of the target, but this target returns none: its features_fn is None'
+      )
+    return dataclasses.replace(self, apply_fn=self.features_fn(layers))
+
+  def prefill(
+    self, tokens: jax.Array, lengths: jax.Array, cache: Any, *, chunk_size: int = PREFILL_CHUNK
+  ) -> tuple[Any, jax.Array | None]:
+    """Commits prompts to an empty cache, some tokens at a time, so that memory grows linearly with their length.
+
+    Args:
+      tokens: Integers `[B, P]`, right-padded; tokens behind `lengths` are not read.
+      lengths: int32 `[B]`, how many tokens of each row are committed; from 0 to P.
+      cache: An empty cache of at least P tokens per row.
+      chunk_size: Tokens in one call.
+
+    Returns:
+      The cache, and the features `[B, P, F, D]` of all tokens, or None if the model returns none.
+    """
     # XLA would fold attention over a cache it can see is all zeros, for longer than the rest of the compilation takes.
     cache = jax.lax.optimization_barrier(cache)
-    # What stands behind a prompt need not be an id at all. Any valid id does in its place, since nothing that is kept
-    # attends to it, but an invalid one would embed as NaN, which a weight of 0 does not silence.
-    output = self.apply(jnp.where(slots < lengths[:, None], tokens, 0), slots, causal, cache)
-    return self.commit_fn(output.cache, slots, lengths)
+    batch_size, num_tokens = tokens.shape
+    size = min(chunk_size, num_tokens)
+    offsets = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch_size, size))
+    causal = jnp.tril(jnp.ones((size, size), bool))
+
+    def add(cache, chunk):
+      first, tokens = chunk
+      # Padding need not be an id at all. Any valid id does in its place, since nothing that is kept attends to it, but
+      # an invalid one would embed as NaN, which a weight of 0 does not silence.
+      tokens = jnp.where(first + offsets < lengths[:, None], tokens, 0)
+      output = self.apply(tokens, first + offsets, causal, cache)
+      return self.commit_fn(output.cache, offsets, jnp.clip(lengths - first, 0, size)), output.features
+
+    if size == num_tokens:
+      return add(cache, (0, tokens))
+    num_chunks = -(-num_tokens // size)
+    chunks = jnp.pad(tokens, ((0, 0), (0, num_chunks * size - num_tokens)))
+    chunks = jnp.swapaxes(chunks.reshape(batch_size, num_chunks, size), 0, 1)
+    firsts = size * jnp.arange(num_chunks, dtype=jnp.int32)
+    cache, features = jax.lax.scan(add, cache, (firsts, chunks))
+    if features is not None:
+      features = jnp.swapaxes(features, 0, 1)
+      features = features.reshape(batch_size, num_chunks * size, *features.shape[3:])[:, :num_tokens]
+    return cache, features

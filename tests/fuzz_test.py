@@ -19,7 +19,7 @@ import pytest
 from hypothesis import strategies
 
 import spectr_jax
-from spectr_jax import METHODS, ORIGIN_DRAFT, KVCache, Model, ModelOutput, TokenTree, with_children
+from spectr_jax import METHODS, ORIGIN_DRAFT, Decoder, KVCache, Model, ModelOutput, TokenTree, with_children
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 
 _VOCAB, _MODULUS, _LONGEST = 6, 61, 16
@@ -35,7 +35,7 @@ def _weights(tokens, positions):
 def _apply(params, tokens, positions, mask, cache):
   """Logits `params[context]`, the context being the sum of the weights of its tokens."""
   new = _weights(tokens, positions).astype(jnp.float32)[:, None, None]
-  keys, values = cache.append(0, new, jnp.swapaxes(new, -1, -2), capacity=mask.shape[-1])
+  keys, values = cache.append(0, new, jnp.swapaxes(new, -1, -2), num_pending_slots=mask.shape[-1])
   is_committed = jnp.arange(cache.keys[0].shape[-1]) < cache.lengths[:, None]
   committed = jnp.sum(jnp.where(is_committed, cache.keys[0][:, 0, 0], 0), axis=1)
   pending = jnp.sum(jnp.where(mask, keys[:, 0], 0), axis=-1)
@@ -46,9 +46,9 @@ def _apply(params, tokens, positions, mask, cache):
   )
 
 
-def _init_cache(batch_size, max_length):
+def _init_cache(batch_size, cache_size):
   cache = KVCache.empty(
-    num_layers=1, batch_size=batch_size, num_heads=1, head_dim=1, max_length=max_length, dtype=jnp.float32
+    num_layers=1, batch_size=batch_size, num_heads=1, head_dim=1, cache_size=cache_size, dtype=jnp.float32
   )
   return dataclasses.replace(cache, keys=tuple(jnp.full_like(keys, _GARBAGE) for keys in cache.keys))
 
@@ -153,17 +153,20 @@ def _spoil(cache):
 
 def _decode(case: _Case, target, draft, keys, prompts, lengths):
   program = case.program
+  decoder = Decoder.make(
+    target, draft, method=program.method, tree=program.tree, max_new_tokens=program.max_new_tokens,
+    cache_size=_LONGEST, eos_id=program.eos_ids or None,
+  )  # fmt: skip
   state = spectr_jax.init_decode(
-    keys, target, draft, prompts, lengths, method=program.method, tree=program.tree,
-    max_new_tokens=program.max_new_tokens, temperature=np.array(case.temperature), top_k=np.array(case.top_k),
-    top_p=np.array(case.top_p), eos_id=program.eos_ids or None, room=_LONGEST,
+    decoder, keys, prompts, lengths, temperature=np.array(case.temperature), top_k=np.array(case.top_k),
+    top_p=np.array(case.top_p),
   )  # fmt: skip
   if not case.is_round_by_round:
-    return jax.device_get(spectr_jax.decode_rounds(state).result)
+    return jax.device_get(spectr_jax.decode_rounds(decoder, state).result)
   for _ in range(program.max_new_tokens):
     caches = jax.tree.map(_spoil, (state.target_cache, state.draft_state), is_leaf=_is_cache)
     state = dataclasses.replace(state, **dict(zip(('target_cache', 'draft_state'), caches)))
-    state = spectr_jax.decode_rounds(state, 1)
+    state = spectr_jax.decode_rounds(decoder, state, 1)
   return jax.device_get(state.result)
 
 
@@ -248,17 +251,17 @@ def _case():
   return _Case(program, 0, (1.0,) * 3, (0,) * 3, (1.0,) * 3, False)
 
 
-def _wrong_lengths(cache, path, num_accepted):
-  cache = cache.commit(path, num_accepted)
-  return dataclasses.replace(cache, lengths=jnp.where(num_accepted == 1, cache.lengths + 1, cache.lengths))
+def _wrong_lengths(cache, path, num_committed):
+  cache = cache.commit(path, num_committed)
+  return dataclasses.replace(cache, lengths=jnp.where(num_committed == 1, cache.lengths + 1, cache.lengths))
 
 
-def _first_child_always(cache, path, num_accepted):
-  return cache.commit(jnp.minimum(path, jnp.arange(path.shape[1])), num_accepted)
+def _first_child_always(cache, path, num_committed):
+  return cache.commit(jnp.minimum(path, jnp.arange(path.shape[1])), num_committed)
 
 
-def _none_rolled_back(cache, path, num_accepted):
-  return cache.commit(path, jnp.where(num_accepted > 1, path.shape[1], num_accepted))
+def _none_rolled_back(cache, path, num_committed):
+  return cache.commit(path, jnp.where(num_committed > 1, path.shape[1], num_committed))
 
 
 @pytest.mark.usefixtures('quickly')

@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 
 @jax.jit
 def _prefill(model, prompts, lengths):
-  return model.prefill(prompts, lengths, model.init_cache_fn(prompts.shape[0], 20))
+  return model.prefill(prompts, lengths, model.init_cache_fn(prompts.shape[0], 20))[0]
 
 
 @jax.jit
@@ -34,8 +34,8 @@ def _forward(model, tokens, root_positions, cache):
 
 
 @jax.jit
-def _commit(cache, path, num_accepted):
-  return cache.commit(path, num_accepted)
+def _commit(cache, path, num_committed):
+  return cache.commit(path, num_committed)
 
 
 def _node_texts(prefixes, tokens):
@@ -309,17 +309,51 @@ def test_equal_models_compile_once(target):
   assert len(traces) == 1
 
 
-def test_features_are_returned(target):
-  output = jax.eval_shape(
-    Model.apply,
-    target,
-    jnp.zeros((2, 3), jnp.int32),
-    jnp.zeros((2, 3), jnp.int32),
-    jnp.ones((3, 3), bool),
-    target.init_cache_fn(2, 8),
-  )
-  assert output.features.shape == (2, 3, 32)
-  assert output.logits.shape == (2, 3, 17)
+def test_features_are_those_of_their_layers(target):
+  """Layer 0 is what is embedded, the last one what the output head reads; nobody who does not ask gets any."""
+  tokens = jnp.array([[1, 2, 3], [4, 5, 6]])
+  call = tokens, jnp.broadcast_to(jnp.arange(3), (2, 3)), jnp.tril(jnp.ones((3, 3), bool)), target.init_cache_fn(2, 8)
+  plain, found = target.apply(*call), target.with_features((0, 1, 2, -1)).apply(*call)
+  assert plain.features is None
+  assert found.features.shape == (2, 3, 4, 32)
+  np.testing.assert_array_equal(found.logits, plain.logits)
+  np.testing.assert_array_equal(found.features[:, :, 0], target.embed_fn(target.params, tokens))
+  np.testing.assert_array_equal(target.unembed_fn(target.params, found.features[:, :, -1]), plain.logits)
+  # What enters block 1 is what a network of block 0 alone gives to its final norm.
+  one = {name: value for name, value in target.params.items() if name != 'layer_1'}
+  config = dataclasses.replace(transformer.config_of(target), num_layers=1)
+  alone = transformer.transformer_model(one, config).with_features((1,))
+  cache = alone.init_cache_fn(2, 8)
+  np.testing.assert_array_equal(alone.apply(*call[:3], cache).features[:, :, 0], found.features[:, :, 1])
+  with pytest.raises(ValueError, match='feature layers must be from 0 to 3'):
+    target.with_features((4,))
+  with pytest.raises(ValueError, match='features_fn is None'):
+    table.table_model(jnp.zeros((3, 3))).with_features((0,))
+
+
+@pytest.mark.parametrize('chunk_size', [1, 3, 4, 8])
+def test_prompts_in_chunks_are_prompts_at_once(target, chunk_size):
+  model = target.with_features((0, -1))
+  prompts, lengths = np.random.default_rng(7).integers(0, 17, (3, 8)), np.array([8, 3, 0])
+  prefill = jax.jit(Model.prefill, static_argnames='chunk_size')
+  whole, features = prefill(model, prompts, lengths, model.init_cache_fn(3, 20), chunk_size=8)
+  cache, found = prefill(model, prompts, lengths, model.init_cache_fn(3, 20), chunk_size=chunk_size)
+  np.testing.assert_array_equal(cache.lengths, lengths)
+  for row, length in enumerate(lengths):
+    for a, b in zip(_slots(whole), _slots(cache)):
+      np.testing.assert_allclose(a[row, :length], b[row, :length], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(found[row, :length], features[row, :length], atol=TOLERANCE, rtol=0)
+
+
+def test_memory_of_a_prefill_is_linear_in_the_prompt(target):
+  def temporaries(num_tokens):
+    def prefill(model, prompts, lengths):
+      return model.prefill(prompts, lengths, model.init_cache_fn(1, num_tokens))[0]
+
+    shapes = jax.ShapeDtypeStruct((1, num_tokens), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    return jax.jit(prefill).lower(target, *shapes).compile().memory_analysis().temp_size_in_bytes
+
+  assert temporaries(8192) < 2.2 * temporaries(4096)
 
 
 @pytest.mark.parametrize('layers_heads', [(1, 1), (3, 4)])
@@ -368,7 +402,7 @@ def test_config_of_refuses_other_models():
 def test_table_model():
   log_probs = jax.random.normal(jax.random.key(0), (5, 5))
   model = table.table_model(log_probs)
-  cache = model.prefill(jnp.array([[1, 2, 3], [4, 0, 0]]), jnp.array([3, 1]), model.init_cache_fn(2, 9))
+  cache, _ = model.prefill(jnp.array([[1, 2, 3], [4, 0, 0]]), jnp.array([3, 1]), model.init_cache_fn(2, 9))
   output = model.apply(jnp.array([[3, 1], [0, 4]]), jnp.zeros((2, 2), jnp.int32), jnp.eye(2, dtype=bool), cache)
   np.testing.assert_array_equal(output.logits, log_probs[jnp.array([[3, 1], [0, 4]])])
   np.testing.assert_array_equal(model.commit_fn(output.cache, None, jnp.array([2, 0])).lengths, [5, 1])

@@ -14,10 +14,9 @@ from configs import lm1b
 from decode import aot as decode_aot
 from decode.experiment.options import DecodeOptions
 from spectr_jax.aot import tpu_slices as topology
-from spectr_jax.draft import ModelDrafter
-from spectr_jax.engine.loop import compile_decode
+from spectr_jax.aot.compile import compile_decode
+from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.methods import get_method
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
 from train import aot, plan
@@ -121,12 +120,12 @@ def test_decoding_that_does_not_fit_is_refused(chips, pair):
 
 def test_no_device_holds_laws_whole(chips, pair):
   """Divided over `model`, laws are sent neither from chip to chip nor gathered."""
-  program = compile_decode(
-    decode_aot.abstract_model(dataclasses.replace(pair['target'], num_layers=1)),
-    ModelDrafter(decode_aot.abstract_model(dataclasses.replace(pair['draft'], num_layers=1))),
-    method=get_method('spectr'), tree=TokenTree.chains(2, 2), batch_size=16, prompt_length=32, max_new_tokens=32,
+  decoder = Decoder.make(
+    *(decode_aot.abstract_model(dataclasses.replace(pair[role], num_layers=1)) for role in ('target', 'draft')),
+    method='spectr', tree=TokenTree.chains(2, 2), max_new_tokens=32, cache_size=64,
     sharding=DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips)),
-  ).as_text()  # fmt: skip
+  )  # fmt: skip
+  program = compile_decode(decoder, batch_size=16, prompt_length=32).as_text()
   moved = re.findall(r'= .*?(?:all-gather|all-to-all|collective-permute)(?:-start)?\(', program)
   sizes = [math.prod(map(int, shape.split(','))) for text in moved for shape in re.findall(r'\[([\d,]+)\]', text)]
   assert sizes

@@ -249,7 +249,7 @@ def _measure_costs(workload: Workload, settings: list[Setting]) -> tuple[dict[st
   calls: dict[Any, Any] = latency.forward_calls(
     workload.target,
     {size: (tree, workload.batch_size) for size, tree in by_size.items()},
-    max_length=workload.max_length,
+    cache_size=workload.cache_size,
     sharding=workload.sharding,
   )
   keys, rows = workload.keys(workload.options.seed), workload.batches[0]
@@ -257,8 +257,8 @@ def _measure_costs(workload: Workload, settings: list[Setting]) -> tuple[dict[st
     if setting.tree.num_nodes:
       # Drafting depends on the tree; one method stands for all, so that each tree is compiled once.
       method = METHODS['speculative' if setting.tree.is_chain else 'spectr']
-      state = workload.init(dataclasses.replace(setting, method=method), keys, rows)
-      calls[name] = functools.partial(latency.draft, state)
+      decoder = workload.decoder(dataclasses.replace(setting, method=method))
+      calls[name] = functools.partial(latency.draft, decoder, workload.init(decoder, keys, rows))
   medians = {}
   for names in in_groups(list(calls), lambda name: jax.block_until_ready(calls[name]()), is_joint=workload.is_joint):
     found = latency.time_in_turns({name: calls[name] for name in names}, _NUM_RUNS)
@@ -274,20 +274,21 @@ def _observe(workload: Workload, settings: list[Setting], notify: Notify) -> dic
   """
   keys, batches, num_prompts = workload.keys(workload.options.seed), workload.batches, len(workload.prompts)
   baseline, paces = baseline_of(settings), []
-  done, total, observations = 0, len(settings) * len(batches), {}
+  done, total, observations, decoders = 0, len(settings) * len(batches), {}, {}
 
   def prepare(setting):
     notify(f'auto: compiling {setting}', done, total)
-    jax.block_until_ready(spectr_jax.decode_rounds(workload.init(setting, keys, batches[0]), 1))
+    decoder = decoders[setting] = workload.decoder(setting)
+    jax.block_until_ready(spectr_jax.decode_rounds(decoder, workload.init(decoder, keys, batches[0]), 1))
 
   for group in in_groups(settings, prepare, baseline=baseline, is_joint=workload.is_joint):
     found = {setting: [] for setting in group}
     for rows, setting in itertools.product(batches, group):
       notify('auto: decoding calibration prompts', done, total)
       start = time.perf_counter()
-      state = jax.block_until_ready(workload.init(setting, keys, rows))
+      state = jax.block_until_ready(workload.init(decoders[setting], keys, rows))
       begun = time.perf_counter()
-      result = jax.block_until_ready(spectr_jax.decode_rounds(state)).result
+      result = jax.block_until_ready(spectr_jax.decode_rounds(decoders[setting], state)).result
       seconds = time.perf_counter() - begun
       result.check()
       result = fetch(result)

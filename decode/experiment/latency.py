@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -13,6 +14,7 @@ import numpy as np
 from etils import epath
 
 from spectr_jax import Model, TokenTree
+from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds, judge, noise_keys, propose, score
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import DecodeState
@@ -45,7 +47,7 @@ def forward_calls(
   model: Model,
   shapes: Mapping[Hashable, tuple[TokenTree, int]],
   *,
-  max_length: int,
+  cache_size: int,
   sharding: DecodeSharding | None = None,
 ) -> dict[Hashable, Callable[[], jax.Array]]:
   """Forward calls for `time_in_turns`, each on a tree, its root included, in so many rows.
@@ -53,13 +55,13 @@ def forward_calls(
   Args:
     model: The model.
     shapes: Tree and batch size by name.
-    max_length: Tokens that the caches have room for; attention covers them all.
+    cache_size: Committed tokens that the caches hold; attention covers them all.
     sharding: How rows and caches are divided, as the model is already; None for one device.
   """
   calls = {}
   for name, (tree, batch_size) in shapes.items():
     positions = jnp.broadcast_to(jnp.asarray(tree.depths), (batch_size, tree.num_nodes + 1))
-    cache = model.init_cache_fn(batch_size, max_length)
+    cache = model.init_cache_fn(batch_size, cache_size)
     if sharding is not None:
       positions, cache = sharding.put_rows(positions), put(cache, sharding.of_cache(cache, model))
     calls[name] = functools.partial(_logits, model, jnp.zeros_like(positions), positions, tree.ancestors, cache)
@@ -67,16 +69,16 @@ def forward_calls(
 
 
 @jax.jit
-def draft(state: DecodeState) -> tuple[jax.Array, jax.Array]:
-  """A round's guesses and their laws."""
-  proposal = propose(state, noise_keys(state)[0])
-  return proposal.tokens, proposal.probs
+def draft(decoder: Decoder, state: DecodeState) -> Proposal:
+  """A round's guesses, without the drafter's state."""
+  return dataclasses.replace(propose(decoder, state, noise_keys(decoder, state)[0]), state=None)
 
 
-def profile(state: DecodeState, directory: epath.PathLike, num_rounds: int = 8) -> None:
+def profile(decoder: Decoder, state: DecodeState, directory: epath.PathLike, num_rounds: int = 8) -> None:
   """Records rounds with JAX's profiler, for TensorBoard or Perfetto; the state is donated.
 
   Args:
+    decoder: The decoder.
     state: Between two rounds, of a program that has run before.
     directory: Where to write; it is made if need be.
     num_rounds: Rounds at most.
@@ -89,33 +91,34 @@ def profile(state: DecodeState, directory: epath.PathLike, num_rounds: int = 8) 
   except OSError as error:
     raise ValueError(f'profile_dir: cannot write {directory}: {error.strerror or error}') from error
   with jax.profiler.trace(str(directory)):
-    jax.block_until_ready(decode_rounds(state, num_rounds))
+    jax.block_until_ready(decode_rounds(decoder, state, num_rounds))
 
 
 @jax.jit
-def _score(state: DecodeState, tokens):
-  return score(state, tokens).logits
+def _score(decoder: Decoder, state: DecodeState, proposal: Proposal):
+  return score(decoder, state, proposal).logits
 
 
 @jax.jit
-def _judge(state: DecodeState, rows, logits):
-  return judge(state, noise_keys(state)[1], rows, logits)[1]
+def _judge(decoder: Decoder, state: DecodeState, proposal: Proposal, logits):
+  return judge(decoder, state, noise_keys(decoder, state)[1], proposal, logits)[1]
 
 
-def time_parts(state: DecodeState, num_runs: int = 15) -> dict[str, float]:
+def time_parts(decoder: Decoder, state: DecodeState, num_runs: int = 15) -> dict[str, float]:
   """Median seconds of the parts of a round: `draft`, `target` and `verification`, the target's laws included in it.
 
   Each is timed as a program of its own, so their sum is not exactly what they take within the loop.
 
   Args:
+    decoder: The decoder.
     state: Before a round; it is not donated.
     num_runs: How often each part is run.
   """
-  tokens, probs = draft(state)
-  logits = _score(state, tokens)
+  proposal = draft(decoder, state)
+  logits = _score(decoder, state, proposal)
   calls = {
-    'draft': functools.partial(draft, state),
-    'target': functools.partial(_score, state, tokens),
-    'verification': functools.partial(_judge, state, Proposal(tokens, probs), logits),
+    'draft': functools.partial(draft, decoder, state),
+    'target': functools.partial(_score, decoder, state, proposal),
+    'verification': functools.partial(_judge, decoder, state, proposal, logits),
   }
   return {part: float(np.median(found)) for part, found in time_in_turns(calls, num_runs).items()}

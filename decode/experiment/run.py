@@ -206,7 +206,7 @@ class DecodeRun:
 def _measure_node_costs(workload: Workload, trees: list[TokenTree], num_runs: int = 15) -> dict[int, float]:
   """Median time of a target call on each tree, root included, over one on a single token."""
   shapes = {tree.num_nodes + 1: (tree, workload.batch_size) for tree in (TokenTree(), *trees)}
-  calls = latency.forward_calls(workload.target, shapes, max_length=workload.max_length, sharding=workload.sharding)
+  calls = latency.forward_calls(workload.target, shapes, cache_size=workload.cache_size, sharding=workload.sharding)
   times = latency.time_in_turns(calls, num_runs)
   medians = {size: float(np.median(found)) for size, found in times.items()}
   return {size: median / medians[1] for size, median in medians.items()}
@@ -301,14 +301,16 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
   def prepare(setting):
     notify(f'{setting}: compiling', done, total)
     # One round compiles what `generate` runs.
-    state = workload.init(setting, keys[options.seed], batches[0], statistics=options.share_of_optimum)
-    state = jax.block_until_ready(spectr_jax.decode_rounds(state, 1))
+    decoder = workload.decoder(setting, statistics=options.share_of_optimum)
+    state = workload.init(decoder, keys[options.seed], batches[0])
+    state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, 1))
     if options.breakdown and setting.tree.num_nodes:
       notify(f'{setting}: timing its parts', done, total)
-      part_seconds[setting] = latency.time_parts(state)
+      part_seconds[setting] = latency.time_parts(decoder, state)
     if options.profile_dir is not None and not (groups and setting == baseline):
       notify(f'{setting}: profiling', done, total)
-      latency.profile(state, epath.Path(options.profile_dir) / str(setting).replace(' ', '_').replace(':', '_'))
+      name = str(setting).replace(' ', '_').replace(':', '_')
+      latency.profile(decoder, state, epath.Path(options.profile_dir) / name)
 
   found = {}
   for group in in_groups(settings, prepare, baseline=baseline, is_joint=workload.is_joint):

@@ -19,7 +19,8 @@ from decode.experiment.options import ROOT, DecodeOptions
 from decode.experiment.prompts import Prompt, encode_prompts, without_long
 from decode.experiment.settings import Setting
 from spectr_jax import Generation, Model, Tokenizer
-from spectr_jax.draft import ModelDrafter
+from spectr_jax.draft import model_drafter
+from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import DecodeState
@@ -128,14 +129,15 @@ class Workload:
     every = options.read_prompts()
     sharding = options.make_sharding(is_local=is_local)
     target, draft, tokenizer, models = load_models(options)
-    limits = [model.max_length for model in (target, draft) if model is not None and model.max_length is not None]
+    limits = [model.context_length for model in (target, draft) if model is not None]
+    limits = [limit for limit in limits if limit is not None]
     room = {'max_new_tokens': options.max_new_tokens, 'max_length': min(limits, default=None)}
     fitting = without_long(every, tokenizer, **room) if options.skip_long else every
     prompts = fitting[: options.num_prompts]
     tokens, lengths = encode_prompts(prompts, tokenizer, **room)
     if sharding is not None:  # models once, not with every batch
-      target, drafter = sharding.put_models(target, None if draft is None else ModelDrafter(draft))
-      draft = None if drafter is None else drafter.model
+      target, drafter = sharding.put_models(target, None if draft is None else model_drafter(draft))
+      draft = None if drafter is None else drafter.params
     info = describe(options, models) | {'num_long_prompts': len(every) - len(fitting)}
     return cls(options, target, draft, tokenizer, info, prompts, tokens, lengths, sharding)
 
@@ -153,7 +155,7 @@ class Workload:
   def batches(self) -> list[np.ndarray]:
     """Prompts decoded together, by number; the last batch is filled up with copies of the last prompt.
 
-    A copy takes no round more than the row that it is one of.
+    A copy never needs more rounds than its original.
     """
     starts, last = range(0, len(self.prompts), self.batch_size), len(self.prompts) - 1
     return [np.minimum(np.arange(start, start + self.batch_size), last) for start in starts]
@@ -164,44 +166,61 @@ class Workload:
     return dataclasses.replace(self, **firsts)
 
   @property
-  def max_length(self) -> int:
-    """Tokens that caches have room for."""
+  def cache_size(self) -> int:
+    """Committed tokens that a row's caches hold."""
     return self.tokens.shape[1] + self.options.max_new_tokens
 
   def keys(self, seed: int) -> jax.Array:
     """One key per prompt."""
     return row_keys(seed, self.prompts)
 
-  def _call(self, function, setting: Setting, keys: jax.Array, rows: np.ndarray, statistics: bool):
-    options = self.options
-    return function(
-      keys[rows],
-      self.target,
-      self.draft,
-      self.tokens[rows],
-      self.lengths[rows],
-      method=setting.method,
-      tree=setting.tree,
-      max_new_tokens=options.max_new_tokens,
-      temperature=options.temperature,
-      top_k=options.top_k,
-      top_p=options.top_p,
-      eos_id=self.tokenizer.eos_id,
-      statistics=statistics,
-      sharding=self.sharding,
-    )
+  @property
+  def _sampling(self) -> dict[str, Any]:
+    return {name: getattr(self.options, name) for name in ('temperature', 'top_k', 'top_p')}
 
-  def init(self, setting: Setting, keys: jax.Array, rows: np.ndarray, *, statistics: bool = False) -> DecodeState:
-    """The state of a batch before its first round."""
-    return self._call(spectr_jax.init_decode, setting, keys, rows, statistics)
+  def _request(self, setting: Setting, statistics: bool) -> dict[str, Any]:
+    return {
+      'method': setting.method,
+      'tree': setting.tree,
+      'max_new_tokens': self.options.max_new_tokens,
+      'eos_id': self.tokenizer.eos_id,
+      'statistics': statistics,
+      'sharding': self.sharding,
+    }
+
+  def decoder(self, setting: Setting, *, statistics: bool = False) -> Decoder:
+    """What decodes with a setting.
+
+    Args:
+      setting: The setting.
+      statistics: Whether to count what happens at the positions visited.
+    """
+    return Decoder.make(self.target, self.draft, cache_size=self.cache_size, **self._request(setting, statistics))
+
+  def init(self, decoder: Decoder, keys: jax.Array, rows: np.ndarray) -> DecodeState:
+    """The state of a batch before its first round.
+
+    Args:
+      decoder: Of this workload.
+      keys: One per prompt.
+      rows: Numbers of the batch's prompts.
+    """
+    return spectr_jax.init_decode(decoder, keys[rows], self.tokens[rows], self.lengths[rows], **self._sampling)
 
   def generate(self, setting: Setting, keys: jax.Array, rows: np.ndarray, *, statistics: bool = False) -> Generation:
     """Decodes a batch.
 
+    Args:
+      setting: The setting.
+      keys: One per prompt.
+      rows: Numbers of the batch's prompts.
+      statistics: Whether to count what happens at the positions visited.
+
     Raises:
       ValueError: A model gives logits that are not finite; the message names setting and prompt.
     """
+    request = self._request(setting, statistics) | self._sampling
     try:
-      return self._call(spectr_jax.generate, setting, keys, rows, statistics)
+      return spectr_jax.generate(keys[rows], self.target, self.draft, self.tokens[rows], self.lengths[rows], **request)
     except NotFiniteError as error:
       raise ValueError(f'{setting}, prompt {self.prompts[rows[error.row]].id}: {error}') from error

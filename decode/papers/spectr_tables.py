@@ -67,7 +67,7 @@ def _measure_latency(role: str, printed: Mapping, request: Request, notify: Noti
     ('target', target, {_UNIT: (TokenTree.chains(1, _UNIT[0]), 1)}),
     (role, {'target': target, 'draft': draft}[role], shapes),
   ):
-    forwards = latency.forward_calls(model, wanted, max_length=sizes.context)
+    forwards = latency.forward_calls(model, wanted, cache_size=sizes.context)
     calls |= {(name, key): call for key, call in forwards.items()}
   notify(f'{len(calls)} calls, {sizes.num_runs} times each', 0, 1)
   times = latency.time_in_turns(calls, sizes.num_runs)

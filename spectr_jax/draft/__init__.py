@@ -1,6 +1,6 @@
 """Drafters: where guesses come from."""
 
-from spectr_jax.draft.drafter import Drafter
-from spectr_jax.draft.model_drafter import ModelDrafter
+from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
+from spectr_jax.draft.model_drafter import as_drafter, model_drafter
 
-__all__ = ['Drafter', 'ModelDrafter']
+__all__ = ['Commitment', 'DraftContext', 'DraftRequest', 'Drafter', 'as_drafter', 'model_drafter']

@@ -1,58 +1,121 @@
-"""What a drafter is: where guesses come from."""
+"""The seam between the loop and whatever guesses ahead: `Drafter`, and what it may read, `DraftContext`."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
+from spectr_jax.model import Model, static_field
 from spectr_jax.proposal import Proposal, ProposalRule
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.tree import TokenTree
 
 
-class Drafter(Protocol):
-  """Guesses tokens for a tree; a registered pytree whose arrays are parameters.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftContext:
+  """What a drafter may read; the loop keeps it, and only as much of it as the drafter asks for.
 
-  All arguments are batched. A drafter's state is a pytree of arrays with the batch in front, or a cache.
+  Attributes:
+    lengths: int32 `[B]`, committed tokens of each row. The last of them is the root of the next tree.
+    target: The target model, by reference: `embed` and `unembed` share its embedding and its output head.
+    tokens: int32 `[B, S]`, the committed tokens; anything may stand behind a row's length. None in `propose_fn` and
+      `commit_fn` unless `Drafter.reads_tokens`.
+    features: `[B, S, F, D]`, the target's hidden states of the layers `Drafter.feature_layers` at every committed token
+      but the last, which the target has not seen yet. None if no layers are asked for.
   """
 
-  vocab_size: int
-  max_length: int | None
+  lengths: jax.Array
+  target: Model
+  tokens: jax.Array | None = None
+  features: jax.Array | None = None
 
-  def init(self, prompts: jax.Array, prompt_lengths: jax.Array, max_length: int) -> Any:
-    """The state after right-padded prompts `[B, P]`, with room for `max_length` tokens per row."""
 
-  def propose(
-    self, keys: jax.Array, state: Any, tree: TokenTree, sampling: SamplingParams, rule: ProposalRule
-  ) -> Proposal:
-    """Guesses for every node.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftRequest:
+  """What a round asks of a drafter.
 
-    Args:
-      keys: Keys `[B, L + 1]`, one per row and depth of the parent; the last depth draws nothing.
-      state: The drafter's state.
-      tree: The tree, static, with at least one node.
-      sampling: The rows' sampling parameters, the same as the target's.
-      rule: How children are drawn.
-    """
+  Attributes:
+    keys: Keys `[B, L + 1]`, one per row and depth of the parent; the last depth draws nothing.
+    sampling: The rows' sampling parameters, the same as the target's.
+    tree: The tree, static, with at least one node; the bounds of every row's tree if the drafter grows trees.
+    rule: How children are drawn, static.
+  """
 
-  def commit(
-    self,
-    state: Any,
-    path: jax.Array,
-    num_accepted: jax.Array,
-    features: Any,
-    *,
-    tree: TokenTree,
-    next_token: jax.Array,
-  ) -> Any:
-    """The state after a round.
+  keys: jax.Array
+  sampling: SamplingParams
+  tree: TokenTree = static_field()
+  rule: ProposalRule = static_field()
 
-    Args:
-      state: `Proposal.state` of the round.
-      path: int32 `[B, L + 1]`, the committed nodes: the root, then the accepted ones.
-      num_accepted: int32 `[B]`, how many entries of `path` are committed; 0 leaves a row untouched.
-      features: The target's `ModelOutput.features` of the round, or None.
-      tree: The tree of the round.
-      next_token: int32 `[B]`, the token after the path, the next round's root.
-    """
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Commitment:
+  """What became of a round's guesses.
+
+  Attributes:
+    path: int32 `[B, L + 1]`, the committed nodes: the root, then the accepted ones.
+    num_committed: int32 `[B]`, how many entries of `path` are committed, the root included; 0 leaves a row untouched.
+    next_token: int32 `[B]`, the token after the path, the next round's root; it has no node.
+    tree: The tree of the round, static.
+  """
+
+  path: jax.Array
+  num_committed: jax.Array
+  next_token: jax.Array
+  tree: TokenTree = static_field()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+  """What guesses ahead, as data and static functions, like `Model`.
+
+  All functions are batched. The functions must be module-level or otherwise compare equal between calls, or every call
+  compiles anew. A drafter's state is any pytree of arrays with the batch in front.
+
+  Attributes:
+    params: The parameters, any pytree of arrays.
+    init_fn: `(params, context, cache_size) -> state` after the prompts, which `context.tokens` `[B, P]` always holds;
+      up to `cache_size` tokens per row will be committed.
+    propose_fn: `(params, state, context, request) -> Proposal`: guesses for every node of `request.tree`.
+    commit_fn: `(params, state, context, commitment) -> state` after a round: `state` is `Proposal.state` of the round,
+      and `context` already holds what was committed.
+    vocab_size: V, equal to the target's.
+    context_length: The longest prompt plus continuation that it was made for, or None if any will do.
+    reads_tokens: Whether it reads the committed text.
+    feature_layers: The target's layers whose hidden states it reads, as of `Model.features_fn`.
+    gives: Whether candidates may be given in place of drawn (`Proposal.is_given`).
+    grows: Whether rows have trees of their own (`Proposal.parents`).
+    param_shardings_fn: `(sharding, params) -> shardings` of a `DecodeSharding`; None keeps them whole on every device.
+    state_shardings_fn: `(sharding, params, state) -> shardings`; None shards the rows of all arrays over `data`.
+  """
+
+  params: Any
+  init_fn: Callable[[Any, DraftContext, int], Any] = static_field()
+  propose_fn: Callable[[Any, Any, DraftContext, DraftRequest], Proposal] = static_field()
+  commit_fn: Callable[[Any, Any, DraftContext, Commitment], Any] = static_field()
+  vocab_size: int = static_field()
+  context_length: int | None = static_field(None)
+  reads_tokens: bool = static_field(False)
+  feature_layers: tuple[int, ...] = static_field(())
+  gives: bool = static_field(False)
+  grows: bool = static_field(False)
+  param_shardings_fn: Callable[[Any, Any], Any] | None = static_field(None)
+  state_shardings_fn: Callable[[Any, Any, Any], Any] | None = static_field(None)
+
+  def init(self, context: DraftContext, cache_size: int) -> Any:
+    """The state after the prompts; see `init_fn`."""
+    return self.init_fn(self.params, context, cache_size)
+
+  def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
+    """A round's guesses; see `propose_fn`."""
+    return self.propose_fn(self.params, state, context, request)
+
+  def commit(self, state: Any, context: DraftContext, commitment: Commitment) -> Any:
+    """The state after a round; see `commit_fn`."""
+    return self.commit_fn(self.params, state, context, commitment)

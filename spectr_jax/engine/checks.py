@@ -1,25 +1,30 @@
-"""What `generate` may be asked for: one clear `ValueError` for what does not fit."""
+"""Checks of keys and prompts: one clear `ValueError` where something does not fit."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.draft import Drafter
-from spectr_jax.methods import Method
-from spectr_jax.model import Model
+if TYPE_CHECKING:
+  from spectr_jax.engine.decoder import Decoder
 
 
-def _is_concrete(*arrays) -> bool:
-  return not any(isinstance(array, jax.core.Tracer) for array in arrays)
+def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
+  """The keys of all rows, `[B]`.
 
+  Args:
+    rng_key: One typed key or a key array `[B]`, of impl threefry2x32.
+    batch_size: B.
 
-def row_keys(rng_key, batch_size: int) -> jax.Array:
-  """The keys of all rows, `[B]`, from one key or a key array."""
+  Raises:
+    ValueError: It is neither.
+  """
   if not isinstance(rng_key, jax.Array) or not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
     raise ValueError('rng_key must be a typed key or an array of them, as jax.random.key makes')
-  if 'fry' not in str(rng_key.dtype):
+  if str(jax.random.key_impl(rng_key)) != 'threefry2x32':
     raise ValueError(
       f'rng_key must be of impl threefry2x32, whose draws do not depend on the batch; got {rng_key.dtype}'
     )
@@ -30,24 +35,36 @@ def row_keys(rng_key, batch_size: int) -> jax.Array:
   return rng_key
 
 
-def check_models(target: Model, drafter: Drafter | None, method: Method) -> None:
-  """Refuses a missing draft, or one of another vocabulary."""
-  if drafter is None:
-    if method.max_drafts != 0:
-      raise ValueError(f'{method.name} needs a draft model, got None')
-  elif drafter.vocab_size != target.vocab_size:
-    raise ValueError(f'draft and target must share a vocabulary: {drafter.vocab_size} and {target.vocab_size} tokens')
+def check_max_new_tokens(max_new_tokens: int) -> None:
+  """Refuses what is no positive int."""
+  if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    raise ValueError(f'max_new_tokens must be a positive int, got {max_new_tokens!r}')
 
 
-def check_prompts(prompts, prompt_lengths, max_new_tokens: int, vocab_size: int, longest: int | None) -> None:
-  """Refuses shapes and types that do not fit and, outside of a trace, lengths, ids and texts that are too long."""
+def check_shapes(prompts: jax.Array, prompt_lengths: jax.Array) -> None:
+  """Refuses prompts and lengths whose shapes or types do not fit; both as of `check_prompts`."""
   if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer) or 0 in prompts.shape:
     raise ValueError(f'prompts must be integers [B, P] with B and P at least 1, got {prompts.dtype} {prompts.shape}')
   if prompt_lengths.shape != prompts.shape[:1] or not jnp.issubdtype(prompt_lengths.dtype, jnp.integer):
     raise ValueError(f'prompt_lengths must be integers [{prompts.shape[0]}], got {prompt_lengths.shape}')
-  if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-    raise ValueError(f'max_new_tokens must be a positive int, got {max_new_tokens!r}')
-  if not _is_concrete(prompts, prompt_lengths):
+
+
+def check_prompts(decoder: Decoder, prompts: jax.Array, prompt_lengths: jax.Array) -> None:
+  """Refuses prompts that do not fit the decoder: shapes and, outside of a trace, lengths, ids and texts too long.
+
+  Args:
+    decoder: The decoder.
+    prompts: Integers `[B, P]`.
+    prompt_lengths: Integers `[B]`.
+  """
+  check_shapes(prompts, prompt_lengths)
+  needed = prompts.shape[1] + decoder.max_new_tokens
+  if decoder.cache_size < needed:
+    raise ValueError(
+      f'cache_size must be at least {needed}, for prompts of {prompts.shape[1]} tokens and new ones; got'
+      f' {decoder.cache_size}'
+    )
+  if isinstance(prompts, jax.core.Tracer) or isinstance(prompt_lengths, jax.core.Tracer):
     return
   lengths = np.asarray(prompt_lengths)
   if lengths.min() < 1 or lengths.max() > prompts.shape[1]:
@@ -56,10 +73,11 @@ def check_prompts(prompts, prompt_lengths, max_new_tokens: int, vocab_size: int,
       f' {lengths.max()}'
     )
   used = np.asarray(prompts)[np.arange(prompts.shape[1]) < lengths[:, None]]
+  vocab_size, longest = decoder.target.vocab_size, decoder.context_length
   if used.min() < 0 or used.max() >= vocab_size:
     raise ValueError(f'prompts hold ids from {used.min()} to {used.max()}, the vocabulary is 0 to {vocab_size - 1}')
-  if longest is not None and lengths.max() + max_new_tokens > longest:
+  if longest is not None and lengths.max() + decoder.max_new_tokens > longest:
     raise ValueError(
-      f"the longest prompt has {lengths.max()} tokens; with {max_new_tokens} new ones that exceeds the models' limit of"
-      f' {longest}'
+      f"the longest prompt has {lengths.max()} tokens; with {decoder.max_new_tokens} new ones that exceeds the models'"
+      f' limit of {longest}'
     )

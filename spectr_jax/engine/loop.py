@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.aot.hlo_report import out_of_memory
-from spectr_jax.draft import Drafter
+from spectr_jax.draft import Commitment, Drafter, DraftRequest
+from spectr_jax.engine import checks
+from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import (
   FAILED_DRAFT,
   FAILED_TARGET,
@@ -21,70 +21,22 @@ from spectr_jax.engine.result import (
   Generation,
 )
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.engine.state import DecodeState, init_decode, state_shardings
+from spectr_jax.engine.state import DecodeState, constrain, init_decode
 from spectr_jax.engine.statistics import round_statistics
 from spectr_jax.methods import Method
 from spectr_jax.model import Model, ModelOutput
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree
-from spectr_jax.verify import Verdict
+from spectr_jax.verify import Record, Verdict
 
 ROUNDS = 'rounds'  # scope of the loop in compiled programs
 _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
 
 
-def _failures(state: DecodeState, proposal: Proposal, target_probs: jax.Array) -> jax.Array:
-  """Which models gave logits that are not finite, `[B]`; a law that is NaN is NaN for every token."""
-  is_bad_target = jnp.any(jnp.isnan(target_probs[:, :, 0]), axis=1)
-  is_bad_draft = jnp.any(jnp.isnan(proposal.probs[:, :, 0]), axis=1)
-  failures = FAILED_TARGET * is_bad_target + FAILED_DRAFT * is_bad_draft
-  return jnp.where(state.is_done, 0, failures).astype(jnp.int32)
-
-
-def _record(state: DecodeState, proposal: Proposal, verdict, failures) -> tuple[Generation, jax.Array]:
-  """Adds a round's tokens to the result, up to EOS or the limit, and says which rows are done."""
-  result, tree = state.result, state.tree
-  max_new_tokens = result.tokens.shape[1]
-  accepted = verdict.num_accepted[:, None]
-  places = jnp.arange(tree.max_depth + 1)
-  guesses = jnp.take_along_axis(proposal.tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
-  guesses = jnp.pad(guesses, ((0, 0), (0, 1)))
-  tokens = jnp.where(places < accepted, guesses, verdict.next_token[:, None])  # repeated behind its place
-  path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
-  deepest = jnp.take_along_axis(path, accepted, axis=1)
-  is_path_end = jnp.asarray(tree.num_children)[deepest] == 0
-  own = jnp.where(is_path_end, ORIGIN_BONUS, ORIGIN_CORRECTION)
-  origins = jnp.where(places < accepted, ORIGIN_DRAFT, own)
-
-  is_eos = jnp.zeros(tokens.shape, bool)
-  for eos_id in state.eos_ids:
-    is_eos |= tokens == eos_id
-  has_eos = jnp.any(is_eos, axis=1)
-  count = jnp.where(has_eos, jnp.argmax(is_eos, axis=1), verdict.num_accepted) + 1
-  count = jnp.minimum(count, max_new_tokens - result.lengths).astype(jnp.int32)
-  count = jnp.where(state.is_done | (failures != 0), 0, count)
-  is_kept = places < count[:, None]
-  slots = jnp.where(is_kept, result.lengths[:, None] + places, max_new_tokens)
-  put = jax.vmap(lambda row, slots, values: row.at[slots].set(values, mode='drop'))
-  lengths = result.lengths + count
-  # An EOS that the limit cut off does not matter: its row is done as well.
-  is_done = state.is_done | has_eos | (lengths >= max_new_tokens)
-  result = dataclasses.replace(
-    result,
-    tokens=put(result.tokens, slots, tokens),
-    lengths=lengths,
-    num_target_calls=result.num_target_calls + ~state.is_done,
-    accepted_by_depth=result.accepted_by_depth + (is_kept & (places < accepted))[:, : tree.max_depth],
-    origins=put(result.origins, slots, origins),
-    failures=failures,
-  )
-  return result, is_done
-
-
-def noise_keys(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+def noise_keys(decoder: Decoder, state: DecodeState) -> tuple[jax.Array, jax.Array]:
   """Keys `[B, L + 1]` for drafting and for verification, one per depth of the tree."""
-  depths = jnp.arange(state.tree.max_depth + 1)
+  depths = jnp.arange(decoder.tree.max_depth + 1)
 
   def fold(key, *data):
     return functools.reduce(jax.random.fold_in, data, key)
@@ -98,7 +50,7 @@ def noise_keys(state: DecodeState) -> tuple[jax.Array, jax.Array]:
     round_key = fold(key, root_position + 1, purpose)
     return jax.vmap(lambda depth: fold(round_key, depth))(depths)
 
-  if state.method.is_seed_exact:
+  if decoder.method.is_seed_exact:
     keys = jax.vmap(of_positions)(state.keys, state.root_position)
     return keys, keys
   return tuple(
@@ -110,96 +62,224 @@ def noise_keys(state: DecodeState) -> tuple[jax.Array, jax.Array]:
 # The parts of a round, one after another; `decode.experiment.latency` times them one by one.
 
 
-def propose(state: DecodeState, keys: jax.Array) -> Proposal:
-  """The drafter's guesses; none without one."""
-  if state.drafter is None:
-    batch_size, vocab_size = state.keys.shape[0], state.target.vocab_size
+def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
+  """The drafter's guesses; none without a drafter."""
+  if decoder.drafter is None:
+    batch_size, vocab_size = state.keys.shape[0], decoder.target.vocab_size
     return Proposal(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros((batch_size, 0, vocab_size)))
-  return state.drafter.propose(keys, state.draft_state, state.tree, state.sampling, state.method.proposal_rule)
+  request = DraftRequest(keys, state.sampling, decoder.tree, decoder.method.proposal_rule)
+  return decoder.drafter.propose(state.draft_state, state.draft_context(decoder), request)
 
 
-def score(state: DecodeState, tokens: jax.Array) -> ModelOutput:
-  """The target's call on the last token and the guesses `[B, N]`."""
-  return state.target.apply(
-    jnp.concatenate([state.last_token[:, None], jnp.maximum(tokens, 0)], axis=1),
-    state.root_position[:, None] + jnp.asarray(state.tree.depths),
-    jnp.asarray(state.tree.ancestors),
+def score(decoder: Decoder, state: DecodeState, proposal: Proposal) -> ModelOutput:
+  """The target's call on the last token and the guesses."""
+  tree = decoder.tree
+  mask = jax.vmap(lambda parents: tree.of_row(parents).ancestors)(proposal.parents) if tree.is_grown else tree.ancestors
+  return decoder.target.apply(
+    jnp.concatenate([state.last_token[:, None], jnp.maximum(proposal.tokens, 0)], axis=1),
+    state.root_position[:, None] + jnp.asarray(tree.depths),
+    jnp.asarray(mask),
     state.target_cache,
   )
 
 
-def judge(state: DecodeState, keys: jax.Array, rows: Proposal, logits: jax.Array) -> tuple[jax.Array, Verdict]:
-  """The target's laws `[B, N + 1, V]`, and what the method keeps of the guesses."""
+def judge(
+  decoder: Decoder,
+  state: DecodeState,
+  keys: jax.Array,
+  rows: Proposal,
+  logits: jax.Array,
+  *,
+  is_explained: bool = False,
+) -> tuple[jax.Array, Verdict, Record | None]:
+  """What the method keeps of the guesses.
+
+  Args:
+    decoder: The decoder.
+    state: Before the round.
+    keys: Keys `[B, L + 1]` for verification.
+    rows: The proposal, without its state.
+    logits: `[B, N + 1, V]`, the target's.
+    is_explained: Whether the verifier also records how it decides.
+
+  Returns:
+    The target's distributions `[B, N + 1, V]`, the verdicts, and their records or None.
+  """
+  verifier, tree = decoder.method.verifier, decoder.tree
+  decide = verifier.explain if is_explained else lambda *row: (verifier.verify(*row), None)
   target_probs = logits_to_probs(logits, state.sampling)
-  verdict = jax.vmap(lambda key, row, target, own: state.method.verifier.verify(key, state.tree, row, target, own))(
+  verdict, record = jax.vmap(lambda key, row, target, own: decide(key, tree.of_row(row.parents), row, target, own))(
     keys, rows, target_probs, state.verifier_state
   )
-  return target_probs, verdict
+  return target_probs, verdict, record
+
+
+def _failures(state: DecodeState, proposal: Proposal, target_probs: jax.Array) -> jax.Array:
+  """Which models gave logits that are not finite, `[B]`; such a distribution is NaN for every token."""
+  is_bad_target = jnp.any(jnp.isnan(target_probs[:, :, 0]), axis=1)
+  is_bad_draft = jnp.any(jnp.isnan(proposal.probs[:, :, 0]), axis=1)
+  failures = FAILED_TARGET * is_bad_target + FAILED_DRAFT * is_bad_draft
+  return jnp.where(state.is_done, 0, failures).astype(jnp.int32)
+
+
+def _put(rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+  """`rows` `[B, S, ...]` with `values` `[B, D, ...]` at `slots` `[B, D]`; slots beyond S are dropped."""
+  return jax.vmap(lambda row, slots, values: row.at[slots].set(values, mode='drop'))(rows, slots, values)
+
+
+def _emitted(proposal: Proposal, verdict: Verdict) -> jax.Array:
+  """A round's tokens `[B, L + 1]`: the accepted guesses, then `next_token`, repeated behind its place."""
+  guesses = jnp.take_along_axis(proposal.tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
+  guesses = jnp.pad(guesses, ((0, 0), (0, 1)))
+  is_accepted = jnp.arange(guesses.shape[1]) < verdict.num_accepted[:, None]
+  return jnp.where(is_accepted, guesses, verdict.next_token[:, None])
+
+
+def _is_path_end(tree: TokenTree, proposal: Proposal, path: jax.Array, num_accepted: jax.Array) -> jax.Array:
+  """Whether the deepest accepted node has no children, bool `[B, 1]`."""
+  deepest = jnp.take_along_axis(path, num_accepted, axis=1)
+  if not tree.is_grown:
+    return jnp.asarray(tree.num_children)[deepest] == 0
+  return jax.vmap(lambda parents, node: tree.of_row(parents).num_children[node] == 0)(proposal.parents, deepest)
+
+
+def _record(
+  decoder: Decoder, state: DecodeState, proposal: Proposal, verdict: Verdict, tokens: jax.Array, failures: jax.Array
+) -> tuple[Generation, jax.Array]:
+  """Adds a round's tokens to the result, up to EOS or the limit, and says which rows are done."""
+  result, tree = state.result, decoder.tree
+  max_new_tokens = decoder.max_new_tokens
+  accepted = verdict.num_accepted[:, None]
+  places = jnp.arange(tree.max_depth + 1)
+  path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
+  own = jnp.where(_is_path_end(tree, proposal, path, accepted), ORIGIN_BONUS, ORIGIN_CORRECTION)
+  origins = jnp.where(places < accepted, ORIGIN_DRAFT, own)
+
+  is_eos = jnp.zeros(tokens.shape, bool)
+  for eos_id in decoder.eos_ids:
+    is_eos |= tokens == eos_id
+  has_eos = jnp.any(is_eos, axis=1)
+  count = jnp.where(has_eos, jnp.argmax(is_eos, axis=1), verdict.num_accepted) + 1
+  count = jnp.minimum(count, max_new_tokens - result.lengths).astype(jnp.int32)
+  count = jnp.where(state.is_done | (failures != 0), 0, count)
+  is_kept = places < count[:, None]
+  slots = jnp.where(is_kept, result.lengths[:, None] + places, max_new_tokens)
+  lengths = result.lengths + count
+  # An EOS that the limit cut off does not matter: its row is done as well.
+  is_done = state.is_done | has_eos | (lengths >= max_new_tokens)
+  result = dataclasses.replace(
+    result,
+    tokens=_put(result.tokens, slots, tokens),
+    lengths=lengths,
+    num_target_calls=result.num_target_calls + ~state.is_done,
+    accepted_by_depth=result.accepted_by_depth + (is_kept & (places < accepted))[:, : tree.max_depth],
+    origins=_put(result.origins, slots, origins),
+    failures=failures,
+  )
+  return result, is_done
 
 
 def commit(
-  state: DecodeState, proposal: Proposal, output: ModelOutput, target_probs: jax.Array, verdict: Verdict
+  decoder: Decoder,
+  state: DecodeState,
+  proposal: Proposal,
+  output: ModelOutput,
+  target_probs: jax.Array,
+  verdict: Verdict,
 ) -> DecodeState:
-  """The state after the round: what was kept is recorded and moved to its place in the caches."""
-  result, is_done = _record(state, proposal, verdict, _failures(state, proposal, target_probs))
+  """The state after the round: what was kept is recorded and moved to its place in the caches.
+
+  Args:
+    decoder: The decoder.
+    state: Before the round.
+    proposal: Of the round.
+    output: The target's call.
+    target_probs: `[B, N + 1, V]`, the target's distributions.
+    verdict: What was kept.
+  """
+  tokens = _emitted(proposal, verdict)
+  failures = _failures(state, proposal, target_probs)
+  result, is_done = _record(decoder, state, proposal, verdict, tokens, failures)
   if result.statistics is not None:
-    rows = dataclasses.replace(proposal, state=None)
-    visited = jax.vmap(functools.partial(round_statistics, state.tree))(rows, target_probs, verdict)
+    tree = decoder.tree
+    visited = jax.vmap(lambda row, target, kept: round_statistics(tree.of_row(row.parents), row, target, kept))(
+      dataclasses.replace(proposal, state=None), target_probs, verdict
+    )
     visited = jax.tree.map(lambda x: jax.vmap(jnp.multiply)(x, ~state.is_done), visited)
     result = dataclasses.replace(result, statistics=result.statistics + visited)
   path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
   # No token is negative: what is written to the caches depends on the logits, also where nothing was drafted. So the
   # compiler sees that it is written after all was read, and copies no cache.
   num_committed = jnp.where(state.is_done | (verdict.next_token < 0), 0, verdict.num_accepted + 1)
-  draft_state = state.draft_state
-  if state.drafter is not None:
-    draft_state = state.drafter.commit(
-      proposal.state, path, num_committed, output.features, tree=state.tree, next_token=verdict.next_token
-    )
-  return dataclasses.replace(
-    state,
+  state = dataclasses.replace(
+    _extend_context(state, output, tokens, path, num_committed),
     last_token=jnp.where(state.is_done, state.last_token, verdict.next_token),
     root_position=state.root_position + num_committed,
     is_done=is_done,
-    target_cache=state.target.commit_fn(output.cache, path, num_committed),
-    draft_state=draft_state,
+    target_cache=decoder.target.commit_fn(output.cache, path, num_committed),
     verifier_state=verdict.state,
     result=result,
   )
+  if decoder.drafter is None:
+    return state
+  commitment = Commitment(path, num_committed, verdict.next_token, decoder.tree)
+  draft_state = decoder.drafter.commit(proposal.state, state.draft_context(decoder), commitment)
+  return dataclasses.replace(state, draft_state=draft_state)
+
+
+def _extend_context(state: DecodeState, output: ModelOutput, tokens, path, num_committed) -> DecodeState:
+  """`state` with the round's tokens and features where the drafter reads them; before `root_position` moves on."""
+  places = jnp.arange(path.shape[1])
+  is_new = places < num_committed[:, None]
+  text, features = state.text, state.features
+  if text is not None:  # the tokens after the root
+    text = _put(text, jnp.where(is_new, state.root_position[:, None] + 1 + places, text.shape[1]), tokens)
+  if features is not None:  # those of the root and of the accepted nodes
+    slots = jnp.where(is_new, state.root_position[:, None] + places, features.shape[1])
+    features = _put(features, slots, jax.vmap(lambda row, nodes: row[nodes])(output.features, path))
+  return dataclasses.replace(state, text=text, features=features)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Round:
-  """What a round has seen and decided.
+  """A round as it was seen and decided.
 
   Attributes:
     keys: Typed keys `[B, L + 1]`, those for verification.
     proposal: The guesses; `state` is None.
-    target_probs: `[B, N + 1, V]`, the target's laws.
+    target_probs: `[B, N + 1, V]`, the target's distributions.
     verdict: What was kept.
+    record: How it was decided, or None.
   """
 
   keys: jax.Array
   proposal: Proposal
   target_probs: jax.Array
   verdict: Verdict
+  record: Record | None = None
 
 
-def run_round(state: DecodeState) -> tuple[DecodeState, Round]:
-  """One target call: draft, score, verify, commit. Rows that are done stay as they are."""
-  draft_keys, verify_keys = noise_keys(state)
-  proposal = propose(state, draft_keys)
-  output = score(state, proposal.tokens)
+def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = False) -> tuple[DecodeState, Round]:
+  """One target call: draft, score, verify, commit. Rows that are done stay as they are.
+
+  Args:
+    decoder: The decoder.
+    state: Between two rounds.
+    is_explained: Whether the verifier also records how it decides.
+  """
+  draft_keys, verify_keys = noise_keys(decoder, state)
+  proposal = propose(decoder, state, draft_keys)
+  output = score(decoder, state, proposal)
   rows = dataclasses.replace(proposal, state=None)
-  target_probs, verdict = judge(state, verify_keys, rows, output.logits)
-  state = commit(state, proposal, output, target_probs, verdict)
-  return state, Round(verify_keys, rows, target_probs, verdict)
+  target_probs, verdict, record = judge(decoder, state, verify_keys, rows, output.logits, is_explained=is_explained)
+  state = commit(decoder, state, proposal, output, target_probs, verdict)
+  return state, Round(verify_keys, rows, target_probs, verdict, record)
 
 
-@functools.partial(jax.jit, donate_argnames='carry')
-def _run_rounds(target: Model, drafter: Any, carry: DecodeState, num_rounds: jax.Array) -> DecodeState:
-  """`decode_rounds` on a state without its models, which are not donated."""
+@functools.partial(jax.jit, donate_argnames='state')
+def run_rounds(decoder: Decoder, state: DecodeState, num_rounds: jax.Array) -> DecodeState:
+  """`decode_rounds` as one program; `num_rounds` is an int32 scalar."""
 
   def is_running(loop):
     state, done_rounds = loop
@@ -207,70 +287,21 @@ def _run_rounds(target: Model, drafter: Any, carry: DecodeState, num_rounds: jax
 
   def advance(loop):
     state, done_rounds = loop
-    state, _ = run_round(dataclasses.replace(state, target=target, drafter=drafter))
-    state = dataclasses.replace(state, target=None, drafter=None)
-    if state.sharding is not None:
-      state = jax.lax.with_sharding_constraint(state, state_shardings(state, target, drafter))
-    return state, done_rounds + 1
+    state, _ = run_round(decoder, state)
+    return constrain(decoder, state), done_rounds + 1
 
   with jax.named_scope(ROUNDS):
-    state, _ = jax.lax.while_loop(is_running, advance, (carry, jnp.zeros((), jnp.int32)))
+    state, _ = jax.lax.while_loop(is_running, advance, (state, jnp.zeros((), jnp.int32)))
   return state
 
 
-def compile_decode(
-  target: Model,
-  drafter: Drafter | None,
-  *,
-  method: Method,
-  tree: TokenTree,
-  batch_size: int,
-  prompt_length: int,
-  max_new_tokens: int,
-  sharding: DecodeSharding,
-) -> jax.stages.Compiled:
-  """Compiles the loop for devices that need not be there, from shapes alone.
-
-  Args:
-    target: The target; its parameters may be shapes.
-    drafter: The drafter, or None for methods that draft nothing.
-    method: The method.
-    tree: A tree that it takes.
-    batch_size: B.
-    prompt_length: P, tokens of the longest prompt.
-    max_new_tokens: Limit of new tokens.
-    sharding: The mesh, which may be a description.
-
-  Raises:
-    ValueError: Rows, heads or parameters cannot be divided, or the program needs more memory than the devices have.
-  """
-  sharding.check(batch_size, target, drafter)
-  state = jax.eval_shape(
-    functools.partial(init_decode, method=method, tree=tree, max_new_tokens=max_new_tokens, eos_id=0),
-    jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl='threefry2x32'), batch_size)),
-    target,
-    drafter,
-    jax.ShapeDtypeStruct((batch_size, prompt_length), jnp.int32),
-    jax.ShapeDtypeStruct((batch_size,), jnp.int32),
-  )
-  carry = dataclasses.replace(state, target=None, drafter=None, sharding=sharding)
-  places = sharding.of_model(target), sharding.of_drafter(drafter), state_shardings(carry, target, drafter)
-  arguments = jax.tree.map(
-    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (target, drafter, carry), places
-  )
-  lowered = _run_rounds.lower(*arguments, jax.ShapeDtypeStruct((), jnp.int32))
-  try:
-    return lowered.compile()
-  except jax.errors.JaxRuntimeError as error:
-    raise out_of_memory(error, 'fewer rows, shorter texts or more devices need less') or error from error
-
-
-def decode_rounds(state: DecodeState, num_rounds: int | None = None) -> DecodeState:
+def decode_rounds(decoder: Decoder, state: DecodeState, num_rounds: int | None = None) -> DecodeState:
   """Runs up to `num_rounds` rounds, until every row is done or one has failed; one program for any number.
 
-  `state` is donated, all but its models: use the returned one from here on. `state.result` holds the tokens so far.
+  `state` is donated: use the returned one from here on. `state.result` holds the tokens so far.
 
   Args:
+    decoder: The decoder that `state` was made with.
     state: From `init_decode` or an earlier call.
     num_rounds: Rounds at most, None for no limit.
 
@@ -281,9 +312,7 @@ def decode_rounds(state: DecodeState, num_rounds: int | None = None) -> DecodeSt
     num_rounds = np.iinfo(np.int32).max
   if isinstance(num_rounds, int) and num_rounds < 0:
     raise ValueError(f'num_rounds must not be negative, got {num_rounds}')
-  carry = dataclasses.replace(state, target=None, drafter=None)
-  carry = _run_rounds(state.target, state.drafter, carry, np.int32(num_rounds))
-  return dataclasses.replace(carry, target=state.target, drafter=state.drafter)
+  return run_rounds(decoder, state, np.int32(num_rounds))
 
 
 def generate(
@@ -303,7 +332,7 @@ def generate(
   statistics: bool = False,
   sharding: DecodeSharding | None = None,
 ) -> Generation:
-  """Continues prompts with the target's law, guessing ahead with a draft.
+  """Continues prompts with the target's distribution, guessing ahead with a draft.
 
   The loop is one program, compiled once per shape, method and tree; sampling parameters, keys and prompt lengths may
   change without compiling again.
@@ -311,9 +340,9 @@ def generate(
   Args:
     rng_key: One typed key, from which row i takes `fold_in(rng_key, i)`, or a key array `[B]`. With a key array a row's
       tokens depend on its key and prompt alone, up to rounding not on its batch or padding.
-    target: The model whose law comes out.
+    target: The model whose distribution comes out.
     draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
-    prompts: Integers `[B, P]`, right-padded; what stands behind a prompt is not read.
+    prompts: Integers `[B, P]`, right-padded; padding is not read.
     prompt_lengths: Integers `[B]`, from 1 to P.
     method: A name of `METHODS`, or a `Method`.
     tree: The guesses of a round, such as `TokenTree.chains(K, L)`; methods that draft nothing need none and ignore it.
@@ -322,9 +351,9 @@ def generate(
     top_k: Scalar or `[B]`; 0 keeps all.
     top_p: Scalar or `[B]`, in (0, 1].
     eos_id: Id or ids that end a row, or None.
-    statistics: Whether to count what happens at the positions visited; sorts the laws there, so it takes time.
-    sharding: How to divide rows, models and caches over the devices of a mesh, or None for one device. Models that are
-      divided so already, by `DecodeSharding.put_models`, are not moved. Tokens are the same up to rounding.
+    statistics: Whether to count what happens at the positions visited; this sorts distributions there and takes time.
+    sharding: How to shard rows, models and caches over the devices of a mesh, or None for one device. Models that are
+      sharded so already, by `DecodeSharding.put_models`, are not moved. Tokens are the same up to rounding.
 
   Returns:
     The new tokens and how they came about.
@@ -333,23 +362,23 @@ def generate(
     ValueError: A shape, range, vocabulary, method or tree does not fit; the message says what does. Outside of a trace,
       `NotFiniteError` where a model's logits are not finite.
   """
-  state = init_decode(
-    rng_key,
+  prompts, prompt_lengths = jnp.asarray(prompts), jnp.asarray(prompt_lengths)
+  checks.check_shapes(prompts, prompt_lengths)
+  checks.check_max_new_tokens(max_new_tokens)
+  decoder = Decoder.make(
     target,
     draft,
-    prompts,
-    prompt_lengths,
     method=method,
     tree=tree,
     max_new_tokens=max_new_tokens,
-    temperature=temperature,
-    top_k=top_k,
-    top_p=top_p,
+    cache_size=prompts.shape[1] + max_new_tokens,
     eos_id=eos_id,
     statistics=statistics,
     sharding=sharding,
   )
-  result = decode_rounds(state).result
+  sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
+  state = init_decode(decoder, rng_key, prompts, prompt_lengths, **sampling)
+  result = decode_rounds(decoder, state).result
   if not isinstance(result.failures, jax.core.Tracer):
     result.check()
   return result

@@ -13,27 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.draft import Drafter
+from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.result import Generation, NotFiniteError
-from spectr_jax.engine.state import DecodeState, init_decode, state_shardings
+from spectr_jax.engine.state import DecodeState, constrain, init_decode
 from spectr_jax.methods import Method
 from spectr_jax.model import Model
 from spectr_jax.sharding import fetch
 from spectr_jax.tree import TokenTree
 
 
-@functools.partial(jax.jit, donate_argnames='carry')
-def _replace_rows(target: Model, drafter: Any, carry: DecodeState, fresh: DecodeState, rows) -> DecodeState:
-  """A state without its models whose `rows` are those of another; what is no row is left out."""
-  replaced = jax.tree.map(lambda old, new: old.at[rows].set(new, mode='drop') if old.ndim else old, carry, fresh)
-  return (
-    replaced
-    if carry.sharding is None
-    else jax.lax.with_sharding_constraint(replaced, state_shardings(replaced, target, drafter))
-  )
+@functools.partial(jax.jit, donate_argnames='state')
+def _replace_rows(decoder: Decoder, state: DecodeState, fresh: DecodeState, rows: jax.Array) -> DecodeState:
+  """A state whose `rows` are those of another; entries that are not rows are dropped."""
+  replaced = jax.tree.map(lambda old, new: old.at[rows].set(new, mode='drop') if old.ndim else old, state, fresh)
+  return constrain(decoder, replaced)
 
 
 def refill(
+  decoder: Decoder,
   state: DecodeState,
   rows: jax.Array,
   rng_key: jax.Array,
@@ -44,47 +42,30 @@ def refill(
   top_k=0,
   top_p=1.0,
 ) -> DecodeState:
-  """Gives rows, done or not, to other prompts; what they held is gone. One program for every R and P.
+  """Gives rows, done or not, to other prompts; their old contents are gone. One program for every R and P.
 
-  `state` is donated, all but its models: use the returned one from here on. A row decodes as it would by itself.
+  `state` is donated: use the returned one from here on. A row decodes as it would by itself.
 
   Args:
+    decoder: The decoder that `state` was made with; its `cache_size` must hold the prompts and the new tokens.
     state: Between rounds.
-    rows: Integers `[R]`, different rows; those that are B or more fill up and are left out.
+    rows: Integers `[R]`, different rows; entries that are B or more are dropped, with their prompts.
     rng_key: As for `generate`, of the R rows.
-    prompts: Integers `[R, P]`, right-padded; `state.room` must hold them and the new tokens.
+    prompts: Integers `[R, P]`, right-padded.
     prompt_lengths: Integers `[R]`.
     temperature, top_k, top_p: As for `generate`, of the R rows.
 
   Raises:
-    ValueError: As `generate`, or the rows are no different rows.
+    ValueError: As `generate`, or a row is named twice or is negative.
   """
   rows = np.asarray(rows)
   batch_size = state.keys.shape[0]
   kept = rows[rows < batch_size]
   if rows.shape != np.shape(prompts)[:1] or (kept < 0).any() or len(set(kept.tolist())) < len(kept):
     raise ValueError(f'rows must be one different row of {batch_size} for each prompt, got {rows.tolist()}')
-  fresh = init_decode(
-    rng_key,
-    state.target,
-    state.drafter,
-    prompts,
-    prompt_lengths,
-    method=state.method,
-    tree=state.tree,
-    max_new_tokens=state.result.tokens.shape[1],
-    temperature=temperature,
-    top_k=top_k,
-    top_p=top_p,
-    eos_id=state.eos_ids,
-    statistics=state.result.statistics is not None,
-    sharding=state.sharding,
-    room=state.room,
-  )
-  models = state.target, state.drafter
-  carry, fresh = (dataclasses.replace(each, target=None, drafter=None) for each in (state, fresh))
-  carry = _replace_rows(*models, carry, fresh, rows.astype(np.int32))
-  return dataclasses.replace(carry, target=models[0], drafter=models[1])
+  sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
+  fresh = init_decode(decoder, rng_key, prompts, prompt_lengths, **sampling)
+  return _replace_rows(decoder, state, fresh, rows.astype(np.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,23 +168,20 @@ def generate_many(
   batch_size = divisible(len(owners))
   # A part of the rows at a time: few programs, and not too much work for a single one.
   rows_at_a_time = divisible(max(1, batch_size // 8))
-  sampling = {name: options[name] for name in ('temperature', 'top_k', 'top_p') if name in options}
-  keys, prompts, prompt_lengths = _arrange(owners, batch_size, longest_prompt)
-  state = init_decode(
-    keys,
+  sampling = {name: options.pop(name) for name in ('temperature', 'top_k', 'top_p') if name in options}
+  decoder = Decoder.make(
     target,
     draft,
-    prompts,
-    prompt_lengths,
     method=method,
     tree=tree,
     max_new_tokens=max_new_tokens,
-    room=longest_prompt + max_new_tokens,
+    cache_size=longest_prompt + max_new_tokens,
     **options,
   )
+  state = init_decode(decoder, *_arrange(owners, batch_size, longest_prompt), **sampling)
   owners += [None] * (batch_size - len(owners))
   while any(owners):
-    state = decode_rounds(state, rounds_at_a_time)
+    state = decode_rounds(decoder, state, rounds_at_a_time)
     try:
       state.result.check()
     except NotFiniteError as error:
@@ -221,7 +199,7 @@ def generate_many(
       taken = list(zip(free, waiting))
       for row, request in taken:
         owners[row] = request
-      state = _give(state, taken, padded_lengths(longest_prompt), rows_at_a_time, sampling)
+      state = _give(decoder, state, taken, padded_lengths(longest_prompt), rows_at_a_time, sampling)
 
 
 def _checked(longest_prompt: int):
@@ -233,8 +211,10 @@ def _checked(longest_prompt: int):
   return check
 
 
-def _give(state: DecodeState, taken, lengths: list[int], rows_at_a_time: int, sampling) -> DecodeState:
-  """Rows to requests, those of like length together."""
+def _give(
+  decoder: Decoder, state: DecodeState, taken, lengths: list[int], rows_at_a_time: int, sampling
+) -> DecodeState:
+  """Gives rows to requests, those of similar length together."""
 
   def padded(pair):
     return next(length for length in lengths if len(pair[1].tokens) <= length)
@@ -243,10 +223,10 @@ def _give(state: DecodeState, taken, lengths: list[int], rows_at_a_time: int, sa
     group = list(group)
     for start in range(0, len(group), rows_at_a_time):
       part = group[start : start + rows_at_a_time]
-      # What is no row is left out.
+      # Entries that are not rows fill the shape and are dropped.
       rows = np.array([row for row, _ in part] + [len(state.keys)] * (rows_at_a_time - len(part)))
       requests = [request for _, request in part]
-      state = refill(state, rows, *_arrange(requests, rows_at_a_time, length), **sampling)
+      state = refill(decoder, state, rows, *_arrange(requests, rows_at_a_time, length), **sampling)
   return state
 
 

@@ -1,4 +1,4 @@
-"""What happened at the positions that a verification visited: for calibration, and against the optimum."""
+"""Counts of what happened at the positions that a verification visited: for calibration, and against the optimum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from spectr_jax.proposal import Proposal
 from spectr_jax.theory import optimal_acceptance
-from spectr_jax.tree import TokenTree
+from spectr_jax.tree import RowTree, TokenTree
 from spectr_jax.verify import Verdict
 
 
@@ -25,7 +25,7 @@ class Statistics:
     accepts: int32 `[B, L, W + 1]`, how often one of them was accepted.
     accepted_child: int32 `[B, L, C]`, how often it was its parent's child i, in the order drawn.
     optimum: float32 `[B]`, the sum over the positions of the most any token-level verification of n i.i.d. candidates
-      accepts. Block methods can accept more: their acceptance of a token depends on those after it.
+      accepts, or of given ones. Block methods can accept more: their acceptance of a token depends on those after it.
   """
 
   visits: jax.Array
@@ -37,7 +37,7 @@ class Statistics:
   def zeros(cls, batch_size: int, tree: TokenTree) -> Statistics:
     """No position visited yet."""
     shape = batch_size, tree.max_depth, tree.levels.shape[1] + 1
-    children = batch_size, tree.max_depth, int(tree.num_children.max())
+    children = batch_size, tree.max_depth, tree.most_children
     return cls(
       jnp.zeros(shape, jnp.int32),
       jnp.zeros(shape, jnp.int32),
@@ -49,11 +49,13 @@ class Statistics:
     return jax.tree.map(jnp.add, self, other)
 
 
-def round_statistics(tree: TokenTree, proposal: Proposal, target_probs: jax.Array, verdict: Verdict) -> Statistics:
+def round_statistics(
+  tree: TokenTree | RowTree, proposal: Proposal, target_probs: jax.Array, verdict: Verdict
+) -> Statistics:
   """The statistics of one row's round, without the leading axis.
 
   Args:
-    tree: The tree, with at least one node.
+    tree: The row's tree, with at least one node.
     proposal: `tokens` `[N]` and `probs` `[R, V]`.
     target_probs: `[N + 1, V]`.
     verdict: The row's verdict.
@@ -71,17 +73,27 @@ def round_statistics(tree: TokenTree, proposal: Proposal, target_probs: jax.Arra
 
   width = tree.levels.shape[1] + 1
   by_count = jnp.arange(width) == num_candidates[:, None]
-  first_child = jnp.asarray(tree.first_child)
-  child = verdict.path - first_child[parents[verdict.path]]
-  by_child = jnp.arange(int(tree.num_children.max())) == child[:, None]
+  child = jnp.asarray(tree.child_index)[verdict.path]
+  by_child = jnp.arange(tree.most_children) == child[:, None]
 
   law_index = jnp.asarray(tree.law_index)
   has_law = is_active & (law_index >= 0)
   nodes = jnp.argmax(has_law & (depths == places[:, None]), axis=-1)
   optima = optimal_acceptance(proposal.probs[law_index[nodes]], target_probs[nodes], num_candidates)
+  if proposal.is_given is not None:
+    is_given = jnp.zeros(tree.max_depth, bool).at[depths[1:] - 1].max(is_candidate[1:] & proposal.is_given)
+    optima = jnp.where(is_given, _given_mass(tree, proposal, is_candidate, target_probs[nodes]), optima)
   return Statistics(
     visits=(by_count & is_visited[:, None]).astype(jnp.int32),
     accepts=(by_count & (is_visited & is_accepted)[:, None]).astype(jnp.int32),
     accepted_child=(by_child & is_accepted[:, None]).astype(jnp.int32),
     optimum=jnp.sum(jnp.where(is_visited, optima, 0)).astype(jnp.float32),
   )
+
+
+def _given_mass(tree: TokenTree | RowTree, proposal: Proposal, is_candidate: jax.Array, laws: jax.Array) -> jax.Array:
+  """What given candidates are accepted with: q(D) at each depth, `[L]`, under the target's `laws` `[L, V]` there."""
+  nodes = jnp.asarray(tree.levels[1:-1])
+  at = jnp.where((nodes >= 0) & is_candidate[nodes], proposal.tokens[nodes - 1], laws.shape[-1])
+  is_token = jax.vmap(lambda at: jnp.zeros(laws.shape[-1], bool).at[at].set(True, mode='drop'))(at)
+  return jnp.sum(jnp.where(is_token, laws, 0), axis=-1)

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from spectr_jax.draft import Drafter
+from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import Round, run_round
 from spectr_jax.engine.result import Generation
-from spectr_jax.engine.state import init_decode
+from spectr_jax.engine.state import DecodeState, init_decode
 from spectr_jax.methods import Method, get_method, with_children
 from spectr_jax.model import Model
 from spectr_jax.proposal import Proposal
@@ -48,8 +49,7 @@ class Judgement:
 
   Attributes:
     verdict: What its verifier kept.
-    record: How it came about; None if the verifier keeps no record, or if rounding has let the record, which is another
-      program, decide otherwise.
+    record: How it came about; None if the verifier keeps no record.
   """
 
   verdict: Verdict
@@ -98,7 +98,7 @@ class Trace:
 
 
 def make_judge(method: Method, run_method: Method, tree: TokenTree) -> Judge:
-  """How a method judges the drafts of another one's run: all of them, or the first if it takes a single draft.
+  """Chooses how a method judges the drafts of another one's run: all of them, or the first if it takes a single draft.
 
   Args:
     method: The method.
@@ -126,39 +126,20 @@ def make_judge(method: Method, run_method: Method, tree: TokenTree) -> Judge:
 
 
 @jax.jit
-def _play(target: Model, drafter: Any, carry: Any) -> tuple[Any, Round]:
-  """A round of a state without its models."""
-  state, played = run_round(dataclasses.replace(carry, target=target, drafter=drafter))
-  return dataclasses.replace(state, target=None, drafter=None), played
+def _play(decoder: Decoder, state: DecodeState) -> tuple[DecodeState, Round]:
+  return run_round(decoder, state, is_explained=True)
 
 
 @functools.partial(jax.jit, static_argnames=('method', 'tree'))
-def _verify(method: Method, tree: TokenTree, keys, proposal, target_probs, state) -> Verdict:
-  return method.verifier.verify(keys, tree, proposal, target_probs, state)
+def _explain(method: Method, tree: TokenTree, keys, proposal, target_probs) -> tuple[Verdict, Record | None]:
+  verifier = method.verifier
+  return verifier.explain(keys, tree, proposal, target_probs, verifier.init_state(tree))
 
 
-@functools.partial(jax.jit, static_argnames=('method', 'tree'))
-def _record(method: Method, tree: TokenTree, keys, proposal, target_probs, state) -> Record | None:
-  if not hasattr(method.verifier, 'record'):
-    return None
-  return method.verifier.record(keys, tree, proposal, target_probs, state)
-
-
-def _agrees(tree: TokenTree, tokens: np.ndarray, verdict: Verdict, record: Record) -> bool:
-  """Whether a record is of this verdict; a node that spells the same may stand for the deepest one."""
-  path = tree.paths[record.node]
-  spelled = tokens[path[path > 0] - 1], tokens[verdict.path[: verdict.num_accepted] - 1]
-  return np.array_equal(*spelled) and bool(record.weights[verdict.next_token] > 0)
-
-
-def _judgement(judge: Judge, whole: TokenTree, keys, proposal, target_probs, state, verdict=None) -> Judgement:
-  part = judge.part_of(whole, proposal, target_probs)
-  if verdict is None:
-    verdict = _verify(judge.method, judge.tree, keys, *part, state)
-  verdict, record = jax.device_get((verdict, _record(judge.method, judge.tree, keys, *part, state)))
-  if record is not None and not _agrees(judge.tree, np.asarray(part[0].tokens), verdict, record):
-    record = None
-  return Judgement(verdict, record)
+def _judgement(judge: Judge, whole: TokenTree, played: Round) -> Judgement:
+  """What another method than the run's makes of a row's round."""
+  part = judge.part_of(whole, played.proposal, played.target_probs)
+  return Judgement(*jax.device_get(_explain(judge.method, judge.tree, played.keys, *part)))
 
 
 def trace_decode(
@@ -169,6 +150,7 @@ def trace_decode(
   *,
   method: str | Method,
   tree: TokenTree,
+  max_new_tokens: int,
   others: Sequence[str | Method] = (),
   **request: Any,
 ) -> Trace:
@@ -182,39 +164,37 @@ def trace_decode(
     target, draft: As of `generate`.
     prompt: Integers `[P]`.
     method: The run's method, one that drafts.
-    tree: Its tree.
+    tree: Its tree, the same for all rounds.
+    max_new_tokens: Limit of new tokens.
     others: Methods that judge the same drafts; see `make_judge`.
-    **request: Options of `generate`.
+    **request: Other options of `generate`.
 
   Returns:
     The run; memory grows by all laws of every round.
 
   Raises:
-    ValueError: As `generate` and `make_judge`; or the method drafts nothing.
+    ValueError: As `generate` and `make_judge`; or the method drafts nothing, or grows its trees.
   """
   method = get_method(method)
   if method.max_drafts == 0:
     raise ValueError(f'{method.name} drafts nothing: there is nothing to trace')
+  if tree.is_grown:
+    raise ValueError('a trace shows one tree for all rounds; this one grows with every round')
   prompt = np.asarray(prompt, np.int32)
   judges = tuple(make_judge(get_method(each), method, tree) for each in (method, *others))
-  state = init_decode(
-    rng_key, target, draft, prompt[None], np.array([len(prompt)]), method=method, tree=tree, **request
-  )
-  target, drafter = state.target, state.drafter
-  carry, rounds = dataclasses.replace(state, target=None, drafter=None), []
-  while not bool(carry.is_done[0]):
-    before = carry
-    carry, played = _play(target, drafter, carry)
-    carry.result.check()
-    keys, proposal, target_probs, verdict = jax.tree.map(
-      lambda x: x[0], (played.keys, played.proposal, played.target_probs, played.verdict)
-    )
-    row = tree, keys, proposal, target_probs
-    own_state = jax.tree.map(lambda x: x[0], before.verifier_state)
-    judgements = [_judgement(judges[0], *row, own_state, verdict)]
-    judgements += [_judgement(judge, *row, judge.method.verifier.init_state(judge.tree)) for judge in judges[1:]]
-    old, new = int(before.result.lengths[0]), int(carry.result.lengths[0])
-    tokens, laws, target_laws = jax.device_get((proposal.tokens, proposal.probs, target_probs))
+  sampling = {name: request.pop(name) for name in ('temperature', 'top_k', 'top_p') if name in request}
+  sizes = {'max_new_tokens': max_new_tokens, 'cache_size': len(prompt) + max_new_tokens}
+  decoder = Decoder.make(target, draft, method=method, tree=tree, **sizes, **request)
+  state, rounds = init_decode(decoder, rng_key, prompt[None], np.array([len(prompt)]), **sampling), []
+  while not bool(state.is_done[0]):
+    before = state
+    state, played = _play(decoder, state)
+    state.result.check()
+    played = jax.tree.map(lambda x: x[0], played)
+    judgements = [Judgement(*jax.device_get((played.verdict, played.record)))]
+    judgements += [_judgement(judge, tree, played) for judge in judges[1:]]
+    old, new = int(before.result.lengths[0]), int(state.result.lengths[0])
+    tokens, laws, target_laws = jax.device_get((played.proposal.tokens, played.proposal.probs, played.target_probs))
     rounds.append(
       TracedRound(
         root=int(before.last_token[0]),
@@ -222,8 +202,8 @@ def trace_decode(
         draft_probs=laws,
         target_probs=target_laws,
         judgements=tuple(judgements),
-        emitted=np.asarray(carry.result.tokens[0, old:new]),
-        origins=np.asarray(carry.result.origins[0, old:new]),
+        emitted=np.asarray(state.result.tokens[0, old:new]),
+        origins=np.asarray(state.result.origins[0, old:new]),
       )
     )
-  return Trace(tree, judges, tuple(rounds), jax.device_get(carry.result))
+  return Trace(tree, judges, tuple(rounds), jax.device_get(state.result))

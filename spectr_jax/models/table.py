@@ -28,14 +28,14 @@ def _apply(params, tokens, positions, mask, cache):
   return ModelOutput(params[jnp.minimum(positions, len(params) - 1), tokens], cache)
 
 
-def _init_cache(batch_size, max_length):
-  del max_length
+def _init_cache(batch_size, cache_size):
+  del cache_size
   return TableCache(jnp.zeros(batch_size, jnp.int32))
 
 
-def _commit(cache, path, num_accepted):
+def _commit(cache, path, num_committed):
   del path
-  return TableCache(cache.lengths + num_accepted)
+  return TableCache(cache.lengths + num_committed)
 
 
 def table_model(log_probs: jax.Array) -> Model:

@@ -185,7 +185,7 @@ class Block(nn.Module):
     keys, values = jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
     prefix = None
     if cache is not None:
-      keys, values = cache.append(self.layer, keys, values, capacity=mask.shape[-1])
+      keys, values = cache.append(self.layer, keys, values, num_pending_slots=mask.shape[-1])
       prefix = cache.keys[self.layer], cache.values[self.layer], cache.lengths
     mixed = attend(query, keys, values, mask, prefix).reshape(x.shape)
     x = x + drop(Linear(cfg.embed_dim, dtype, residual_scale, name='attention_out')(mixed))
@@ -195,9 +195,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-  """Tokens to float32 logits `[B, N, V]`, final features `[B, N, embed_dim]` and the updated cache."""
+  """Tokens to float32 logits `[B, N, V]`, features `[B, N, F, embed_dim]` of F layers or None, and the new cache."""
 
   config: TransformerConfig
+  feature_layers: tuple[int, ...] = ()  # as of `Model.features_fn`
   remat: bool = False  # whether a gradient computes blocks again instead of keeping what is inside them
   constrain_fn: Callable[[jax.Array], jax.Array] = lambda x: x  # says where activations `[B, ...]` live
   dropout: float = 0.0  # share of what blocks add that is left out, in training; needs the rng `dropout`
@@ -212,17 +213,17 @@ class Transformer(nn.Module):
     embedding = self.param('embedding', init, (cfg.vocab_size, cfg.embed_dim))
     x = self.constrain_fn((jnp.take(embedding, tokens, axis=0) * cfg.embed_dim**0.5).astype(dtype))
     mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
-    pending = []
+    pending, streams = [], [x]
     for layer in range(cfg.num_layers):
       x, keys, values = block(cfg, layer, self.dropout, name=f'layer_{layer}')(x, positions, mask, cache)
       x = self.constrain_fn(x)
       pending.append((keys, values))
-    features = RMSNorm(name='final_norm')(x)
-    if self.has_variable('params', 'unembedding'):
-      logits = matmul(features, self.get_variable('params', 'unembedding').astype(dtype))
-    else:
-      logits = matmul(features, embedding.astype(dtype), axis=1)
-    logits = self.constrain_fn(logits)
+      streams.append(x)
+    streams.append(RMSNorm(name='final_norm')(x))
+    logits = self.constrain_fn(_unembed(self.variables['params'], streams[-1], dtype))
+    features = None
+    if self.feature_layers:
+      features = jnp.stack([streams[layer] for layer in self.feature_layers], axis=2)
     if cache is not None:
       keys, values = zip(*pending, strict=True)
       num_pending = cache.num_pending + tokens.shape[1]
@@ -230,26 +231,58 @@ class Transformer(nn.Module):
     return logits, features, cache
 
 
-def _apply(params, tokens, positions, mask, cache, *, config):
-  logits, features, cache = Transformer(config).apply({'params': params}, tokens, positions, mask, cache)
+def _unembed(params, features, dtype):
+  """Logits `[..., V]` of what leaves the final norm, `[..., embed_dim]`."""
+  if 'unembedding' in params:
+    return matmul(features, params['unembedding'].astype(dtype))
+  return matmul(features, params['embedding'].astype(dtype), axis=1)
+
+
+def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
+  network = Transformer(config, feature_layers)
+  logits, features, cache = network.apply({'params': params}, tokens, positions, mask, cache)
   return ModelOutput(logits, cache, features)
 
 
-def _init_cache(batch_size, max_length, *, config):
+def _init_cache(batch_size, cache_size, *, config):
   return KVCache.empty(
     num_layers=config.num_layers,
     batch_size=batch_size,
     num_heads=config.num_heads,
     head_dim=config.head_dim,
-    max_length=max_length,
+    cache_size=cache_size,
     dtype=config.dtype,
   )
 
 
+def _embed(params, tokens, *, config):
+  return (jnp.take(params['embedding'], tokens, axis=0) * config.embed_dim**0.5).astype(config.dtype)
+
+
+# One function object per configuration, so that equal models share compiled programs.
+
+
+@functools.lru_cache
+def _apply_fn(config, feature_layers):
+  num_streams = config.num_layers + 2
+  if any(not -num_streams <= layer < num_streams for layer in feature_layers):
+    raise ValueError(
+      f'feature layers must be from 0 to {num_streams - 1}, or from -{num_streams} to -1 counted from the last one;'
+      f' got {list(feature_layers)}'
+    )
+  return functools.partial(_apply, config=config, feature_layers=feature_layers)
+
+
 @functools.lru_cache
 def _functions(config):
-  # One pair of function objects per configuration, so that equal models share compiled programs.
-  return functools.partial(_apply, config=config), functools.partial(_init_cache, config=config)
+  """The functions of a `Model`, by field."""
+  return {
+    'apply_fn': _apply_fn(config, ()),
+    'init_cache_fn': functools.partial(_init_cache, config=config),
+    'features_fn': functools.partial(_apply_fn, config),
+    'embed_fn': functools.partial(_embed, config=config),
+    'unembed_fn': functools.partial(_unembed, dtype=config.dtype),
+  }
 
 
 def init_params(key: jax.Array, config: TransformerConfig) -> Any:
@@ -273,21 +306,19 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
   if wanted != found:
     raise ValueError(f'parameters do not fit the configuration {config}: expected shapes {wanted}, got {found}')
   params = jax.tree.map(lambda x: jnp.asarray(x, config.dtype if x.ndim == 2 else jnp.float32), params)
-  apply_fn, init_cache_fn = _functions(config)
   return Model(
     params,
-    apply_fn,
-    init_cache_fn,
-    config.vocab_size,
-    max_length=config.max_length,
+    vocab_size=config.vocab_size,
+    context_length=config.max_length,
     sharding_rules=TRANSFORMER_RULES,
+    **_functions(config),
   )
 
 
 def for_decoding(model: Model) -> Model:
   """The same model as the default backend decodes it fastest.
 
-  On processors a float32 model gets a copy of its embedding as `[embed_dim, V]`, with which logits of several tokens
+  On CPUs a float32 model gets a copy of its embedding as `[embed_dim, V]`, with which logits of several tokens
   take three quarters of the time. The copy takes as much memory as the embedding, and does not follow a change of it.
   Such models are not for training or saving.
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import finish
+from jax.sharding import AbstractMesh
 
 from spectr_jax import Tokenizer, TokenTree, generate, save_model
-from spectr_jax.draft import ModelDrafter
+from spectr_jax.draft import DraftContext, model_drafter
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.models import table, transformer
 from spectr_jax.sharding import make_mesh
@@ -121,10 +122,7 @@ def _model(num_heads=2, vocab_size=6):
   return transformer.transformer_model(transformer.init_params(jax.random.key(0), config), config)
 
 
-class _Mesh:
-  """Sizes alone: what is refused is refused before a device is asked for."""
-
-  shape = {'data': 2, 'model': 4}
+_MESH = AbstractMesh((2, 4), ('data', 'model'))
 
 
 @pytest.mark.parametrize(
@@ -136,13 +134,20 @@ class _Mesh:
   ],
 )
 def test_what_cannot_be_divided_is_refused(rows, target_heads, draft_heads, message):
-  sharding = DecodeSharding(_Mesh(), is_draft_divided=True)
   with pytest.raises(ValueError, match=re.escape(message)):
-    sharding.check(rows, _model(target_heads), ModelDrafter(_model(draft_heads)))
+    _place_caches(DecodeSharding(_MESH, is_draft_divided=True), rows, target_heads, draft_heads)
 
 
 def test_a_draft_that_is_whole_may_have_any_heads():
-  DecodeSharding(_Mesh()).check(2, _model(4), ModelDrafter(_model(3)))
+  _place_caches(DecodeSharding(_MESH), 2, 4, 3)
+
+
+def _place_caches(sharding, rows, target_heads, draft_heads):
+  target, drafter = _model(target_heads), model_drafter(_model(draft_heads))
+  sharding.check_rows(rows)
+  sharding.of_cache(jax.eval_shape(lambda: target.init_cache_fn(rows, 8)), target)
+  context = DraftContext(jnp.ones(rows, jnp.int32), target, jnp.zeros((rows, 1), jnp.int32))
+  sharding.of_draft_state(jax.eval_shape(lambda: drafter.init(context, 8)), drafter)
 
 
 def test_models_without_rules_stay_whole():

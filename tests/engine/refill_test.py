@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from spectr_jax import METHODS, TokenTree, generate, with_gumbel
+from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.refill import Request, generate_many, padded_lengths, refill
 from spectr_jax.engine.sharding import DecodeSharding
@@ -173,13 +174,14 @@ def test_rows_are_refilled_one_by_one(tables):
   """What other rows hold, and how far they are, does not change."""
   options = {'method': with_gumbel(METHODS['autoregressive']), 'max_new_tokens': 6}
   keys, prompts = jax.random.split(jax.random.key(0), 3), np.array([[0, 1], [2, 3], [4, 5]])
-  state = init_decode(keys, *tables, prompts, np.array([2, 2, 1]), room=12, **options)
-  state = decode_rounds(state, 2)
+  decoder = Decoder.make(*tables, cache_size=12, **options)
+  state = init_decode(decoder, keys, prompts, np.array([2, 2, 1]))
+  state = decode_rounds(decoder, state, 2)
   before = jax.device_get(state.result)
-  state = refill(state, [1, 3], keys[:2], np.array([[5, 0, 1], [0, 0, 0]]), np.array([3, 1]))
+  state = refill(decoder, state, [1, 3], keys[:2], np.array([[5, 0, 1], [0, 0, 0]]), np.array([3, 1]))
   assert state.result.lengths.tolist() == [2, 0, 2]
   np.testing.assert_array_equal(state.result.tokens[::2], before.tokens[::2])
-  found = decode_rounds(state).result
+  found = decode_rounds(decoder, state).result
   expected = generate(keys[:1], *tables, np.array([[5, 0, 1]]), np.array([3]), **options)
   np.testing.assert_array_equal(found.tokens[1], expected.tokens[0])
   expected = generate(keys, *tables, prompts, np.array([2, 2, 1]), **options)
@@ -190,11 +192,13 @@ def test_rows_are_refilled_one_by_one(tables):
 def test_rows_that_cannot_be_refilled(tables):
   options = {'method': 'autoregressive', 'max_new_tokens': 6}
   key, prompt = jax.random.key(0), np.array([[1, 2]])
-  with pytest.raises(ValueError, match='room must be at least 8'):
-    init_decode(key, *tables, prompt, np.array([2]), room=7, **options)
-  state = init_decode(key, *tables, prompt, np.array([2]), room=8, **options)
-  with pytest.raises(ValueError, match='room must be at least 9'):
-    refill(state, [0], key, np.array([[1, 2, 3]]), np.array([3]))
+  with pytest.raises(ValueError, match='cache_size must be at least 8'):
+    init_decode(Decoder.make(*tables, cache_size=7, **options), key, prompt, np.array([2]))
+  decoder = Decoder.make(*tables, cache_size=8, **options)
+  state = init_decode(decoder, key, prompt, np.array([2]))
+  with pytest.raises(ValueError, match='cache_size must be at least 9'):
+    refill(decoder, state, [0], key, np.array([[1, 2, 3]]), np.array([3]))
   for rows in ([-1], [0, 0], [0, 1, 2]):
+    prompts = np.tile(prompt, (2 if len(rows) > 1 else 1, 1))
     with pytest.raises(ValueError, match='rows must be one different row of 1 for each prompt'):
-      refill(state, rows, key, np.tile(prompt, (2 if len(rows) > 1 else 1, 1)), np.array([2] * min(len(rows), 2)))
+      refill(decoder, state, rows, key, prompts, np.array([2] * min(len(rows), 2)))

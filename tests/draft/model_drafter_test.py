@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.draft import ModelDrafter
+from spectr_jax.draft import Commitment, DraftContext, DraftRequest, model_drafter
 from spectr_jax.proposal import FirstArrivals, Independent, WithoutReplacement
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.tree import TokenTree
@@ -27,17 +27,17 @@ _laws = jax.jit(logits_to_probs)
 
 @jax.jit
 def _init(drafter, prompts, lengths):
-  return drafter.init(prompts, lengths, 32)
+  return drafter.init(DraftContext(lengths, None, prompts), 32)
 
 
 @functools.partial(jax.jit, static_argnames=('tree', 'rule'))
-def _propose(drafter, keys, state, tree, sampling, rule=Independent()):  # noqa: B008 (frozen)
-  return drafter.propose(keys, state, tree, sampling, rule)
+def _propose(drafter, keys, state, lengths, tree, sampling, rule=Independent()):  # noqa: B008 (frozen)
+  return drafter.propose(state, DraftContext(lengths, None), DraftRequest(keys, sampling, tree, rule))
 
 
 @functools.partial(jax.jit, static_argnames='tree')
-def _commit(drafter, state, path, num_accepted, next_token, tree):
-  return drafter.commit(state, path, num_accepted, None, tree=tree, next_token=next_token)
+def _commit(drafter, state, path, num_committed, next_token, tree):
+  return drafter.commit(state, DraftContext(None, None), Commitment(path, num_committed, next_token, tree))
 
 
 def _keys(seed, tree):
@@ -54,7 +54,7 @@ def _assert_laws(uncached_logits, drafter, tree, texts, proposal, sampling):
   tokens = np.pad(np.asarray(proposal.tokens), ((0, 0), (1, 0)))
   paths = [[n for n in tree.paths[parent].tolist() if n > 0] for parent in tree.parent_nodes]
   continued = [text + row[path].tolist() for text, row in zip(texts, tokens) for path in paths]
-  logits = uncached_logits(drafter.model, continued).reshape(len(texts), len(paths), -1)
+  logits = uncached_logits(drafter.params, continued).reshape(len(texts), len(paths), -1)
   np.testing.assert_allclose(proposal.probs, _laws(logits, sampling), atol=TOLERANCE, rtol=0)
 
 
@@ -72,17 +72,18 @@ def _choose(tree, rng, turn):
 def _rows(state):
   """Everything a row owns, as arrays with the batch in front."""
   cache = state.cache
-  return [*cache.keys, *cache.values, cache.lengths, state.tail, state.has_previous, state.root_position]
+  return [*cache.keys, *cache.values, cache.lengths, state.tail, state.has_previous]
 
 
 @pytest.mark.parametrize('tree', TREES, ids=['chain', 'chains', 'unequal'])
 def test_laws_are_those_of_the_text(draft, uncached_logits, tree):
-  drafter, rng = ModelDrafter(draft), np.random.default_rng(0)
+  drafter, rng = model_drafter(draft), np.random.default_rng(0)
   prompts, texts = _prompts(1)
   sampling = SamplingParams.make(4, temperature=np.array([1.0, 0.7, 1.5, 1.0]))
   state = _init(drafter, prompts, LENGTHS)
   for turn in range(6):
-    proposal = _propose(drafter, _keys(turn, tree), state, tree, sampling)
+    lengths = np.array([len(text) for text in texts])
+    proposal = _propose(drafter, _keys(turn, tree), state, lengths, tree, sampling)
     assert proposal.probs.dtype == jnp.float32
     assert proposal.tokens.dtype == jnp.int32
     _assert_laws(uncached_logits, drafter, tree, texts, proposal, sampling)
@@ -99,7 +100,6 @@ def test_laws_are_those_of_the_text(draft, uncached_logits, tree):
           np.testing.assert_array_equal(old[row], new[row])
         continue
       text += np.asarray(proposal.tokens)[row, path[row, 1 : counts[row]] - 1].tolist() + [int(next_token[row])]
-    np.testing.assert_array_equal(state.root_position, [len(text) - 1 for text in texts])
     np.testing.assert_array_equal(state.cache.lengths, [max(len(text) - 2, 0) for text in texts])
     for text, tail, has_previous in zip(texts, np.asarray(state.tail), state.has_previous):
       assert tail[1] == text[-1]
@@ -120,13 +120,13 @@ def test_laws_are_those_drawn_from(draft, tree, rule):
   """Drawing again from the returned laws, with the key of the parent's depth, gives the same tokens, also after top-k
   and top-p; and where a law has fewer tokens than its parent children the others are missing.
   """
-  drafter = ModelDrafter(draft)
+  drafter = model_drafter(draft)
   prompts, _ = _prompts(2)
   sampling = SamplingParams.make(
     4, temperature=np.array([1.0, 0.5, 1.0, 0.0]), top_k=np.array([0, 0, 3, 0]), top_p=np.array([0.6, 1.0, 0.9, 1.0])
   )
   keys = _keys(9, tree)
-  proposal = _propose(drafter, keys, _init(drafter, prompts, LENGTHS), tree, sampling, rule)
+  proposal = _propose(drafter, keys, _init(drafter, prompts, LENGTHS), LENGTHS, tree, sampling, rule)
   tokens, probs = np.asarray(proposal.tokens), np.asarray(proposal.probs)
   assert (probs[0] == 0).any(axis=-1).all()  # top-p has cut something everywhere
   assert ((probs[2] > 0).sum(axis=-1) <= 3).all()
@@ -152,8 +152,9 @@ def test_nodes_of_a_depth_share_one_race(draft):
   flat = dataclasses.replace(draft, params=jax.tree.map(jnp.zeros_like, draft.params))  # the same law everywhere
   prompts, _ = _prompts(4)
   for rule in (FirstArrivals(), WithoutReplacement()):
-    state = _init(ModelDrafter(flat), prompts, LENGTHS)
-    tokens = np.asarray(_propose(ModelDrafter(flat), _keys(3, tree), state, tree, SamplingParams.make(4), rule).tokens)
+    state = _init(model_drafter(flat), prompts, LENGTHS)
+    proposal = _propose(model_drafter(flat), _keys(3, tree), state, LENGTHS, tree, SamplingParams.make(4), rule)
+    tokens = np.asarray(proposal.tokens)
     children = tokens[:, 3:9].reshape(4, 2, 3)  # of the two nodes at depth 2
     is_shared = (children[:, 0] == children[:, 1]).all()
     assert is_shared == (rule == FirstArrivals())
@@ -162,12 +163,12 @@ def test_nodes_of_a_depth_share_one_race(draft):
 
 def test_rows_and_siblings_have_their_own_noise(draft):
   """Equal rows with unequal keys differ, with equal keys agree; siblings are not copies of each other."""
-  drafter, tree = ModelDrafter(draft), TREES[1]
+  drafter, tree = model_drafter(draft), TREES[1]
   prompts = np.tile([[3, 1, 4, 1, 5]], (4, 1))
   state = _init(drafter, prompts, np.full(4, 5))
   sampling = SamplingParams.make(4, temperature=3.0)
   keys = _keys(0, tree)[jnp.array([0, 1, 0, 2])]
-  tokens = np.asarray(_propose(drafter, keys, state, tree, sampling).tokens)
+  tokens = np.asarray(_propose(drafter, keys, state, np.full(4, 5), tree, sampling).tokens)
   np.testing.assert_array_equal(tokens[0], tokens[2])
   assert (tokens[0] != tokens[1]).any()
   chains = tokens.reshape(4, 3, 2)
@@ -175,12 +176,14 @@ def test_rows_and_siblings_have_their_own_noise(draft):
 
 
 def test_padding_is_not_read(draft):
-  drafter, tree = ModelDrafter(draft), TREES[1]
+  drafter, tree = model_drafter(draft), TREES[1]
   prompts, _ = _prompts(3)
   is_padding = np.arange(5) >= LENGTHS[:, None]
   sampling = SamplingParams.make(4)
   plain, padded = (
-    _propose(drafter, _keys(1, tree), _init(drafter, np.where(is_padding, pad, prompts), LENGTHS), tree, sampling)
+    _propose(
+      drafter, _keys(1, tree), _init(drafter, np.where(is_padding, pad, prompts), LENGTHS), LENGTHS, tree, sampling
+    )
     for pad in (0, 10**6)
   )
   np.testing.assert_array_equal(plain.tokens, padded.tokens)

@@ -1,0 +1,42 @@
+"""Compiling the loop ahead of time, for devices that need not be there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.aot.hlo_report import out_of_memory
+from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.loop import run_rounds
+from spectr_jax.engine.state import init_decode, state_shardings
+
+
+def compile_decode(decoder: Decoder, *, batch_size: int, prompt_length: int) -> jax.stages.Compiled:
+  """Compiles the loop from shapes alone.
+
+  Args:
+    decoder: The decoder, with a sharding; its parameters may be shapes, and the mesh a description.
+    batch_size: B.
+    prompt_length: P, tokens of the longest prompt.
+
+  Raises:
+    ValueError: Rows, heads or parameters cannot be sharded, or the program needs more memory than the devices have.
+  """
+  sharding = decoder.sharding
+  sharding.check_rows(batch_size)
+  state = jax.eval_shape(
+    init_decode,
+    decoder,
+    jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl='threefry2x32'), batch_size)),
+    jax.ShapeDtypeStruct((batch_size, prompt_length), jnp.int32),
+    jax.ShapeDtypeStruct((batch_size,), jnp.int32),
+  )
+  places = sharding.of_decoder(decoder), state_shardings(decoder, state)
+  arguments = jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (decoder, state), places
+  )
+  lowered = run_rounds.lower(*arguments, jax.ShapeDtypeStruct((), jnp.int32))
+  try:
+    return lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    raise out_of_memory(error, 'fewer rows, shorter texts or more devices need less') or error from error

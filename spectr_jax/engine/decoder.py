@@ -1,0 +1,122 @@
+"""What decodes: models, method, tree and limits, put together and checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from spectr_jax.draft import Drafter, as_drafter
+from spectr_jax.engine import checks
+from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.methods import Method, get_method
+from spectr_jax.model import Model, static_field
+from spectr_jax.tree import TokenTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+  """Everything about decoding that does not change from round to round: parameters, and what programs are compiled for.
+
+  Use `Decoder.make`, which checks that the parts fit each other.
+
+  Attributes:
+    target: The target model; its calls return the features that the drafter reads.
+    drafter: The drafter, or None for methods that draft nothing.
+    method: The method.
+    tree: The tree of every round, or the bounds of the rows' trees if the drafter grows them.
+    max_new_tokens: Limit of new tokens per row.
+    cache_size: Committed tokens that a row can hold: prompt and new ones.
+    eos_ids: Ids that end a row.
+    has_statistics: Whether what happens at the positions visited is counted.
+    sharding: How the work is sharded over devices, or None for one device.
+  """
+
+  target: Model
+  drafter: Drafter | None
+  method: Method = static_field()
+  tree: TokenTree = static_field()
+  max_new_tokens: int = static_field()
+  cache_size: int = static_field()
+  eos_ids: tuple[int, ...] = static_field(())
+  has_statistics: bool = static_field(False)
+  sharding: DecodeSharding | None = static_field(None)
+
+  @classmethod
+  def make(
+    cls,
+    target: Model,
+    draft: Model | Drafter | None,
+    *,
+    method: str | Method,
+    tree: TokenTree | None = None,
+    max_new_tokens: int,
+    cache_size: int,
+    eos_id: int | Sequence[int] | None = None,
+    statistics: bool = False,
+    sharding: DecodeSharding | None = None,
+  ) -> Decoder:
+    """Puts a decoder together, its models on their devices.
+
+    Args:
+      target: The model whose distribution comes out; its parameters may be shapes, to compile only.
+      draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
+      method: A name of `METHODS`, or a `Method`.
+      tree: The guesses of a round; methods that draft nothing need none and ignore it.
+      max_new_tokens: Limit of new tokens per row.
+      cache_size: Committed tokens that a row can hold: the longest prompt and `max_new_tokens`.
+      eos_id: Id or ids that end a row, or None.
+      statistics: Whether to count what happens at the positions visited.
+      sharding: How to shard rows, models and caches over the devices of a mesh, or None for one device.
+
+    Raises:
+      ValueError: The parts do not fit each other; the message says what does.
+    """
+    method = get_method(method)
+    drafter = None if method.max_drafts == 0 else as_drafter(draft)
+    tree = method.tree_for(tree)
+    _check_drafter(target, drafter, method, tree)
+    checks.check_max_new_tokens(max_new_tokens)
+    eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int | np.integer) else tuple(eos_id)
+    if drafter is not None:
+      target = target.with_features(drafter.feature_layers)
+    if sharding is not None:
+      target, drafter = sharding.put_models(target, drafter)
+    return cls(
+      target=target,
+      drafter=drafter,
+      method=method,
+      tree=tree,
+      max_new_tokens=max_new_tokens,
+      cache_size=cache_size,
+      eos_ids=tuple(int(i) for i in eos_ids),
+      has_statistics=statistics and tree.num_nodes > 0,
+      sharding=sharding,
+    )
+
+  @property
+  def context_length(self) -> int | None:
+    """The longest prompt plus continuation that both models were made for, or None if any will do."""
+    limits = [each.context_length for each in (self.target, self.drafter) if each is not None]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _check_drafter(target: Model, drafter: Drafter | None, method: Method, tree: TokenTree) -> None:
+  if drafter is None:
+    if method.max_drafts != 0:
+      raise ValueError(f'{method.name} needs a draft model, got None')
+    return
+  if drafter.vocab_size != target.vocab_size:
+    raise ValueError(f'draft and target must share a vocabulary: {drafter.vocab_size} and {target.vocab_size} tokens')
+  if drafter.gives and not method.takes_given:
+    raise ValueError(f'{method.name} takes drawn candidates only, and this drafter gives some that are not drawn')
+  if drafter.grows != tree.is_grown:
+    wanted = (
+      'grows trees of its own: give it bounds, TokenTree.slots' if drafter.grows else 'drafts one tree for all rows'
+    )
+    raise ValueError(
+      f'this drafter {wanted}; the tree {"has" if tree.is_grown else "has no"} rows with parents of their own'
+    )

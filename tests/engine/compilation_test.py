@@ -1,0 +1,88 @@
+"""How often the loop compiles, and what stays in place."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+from runs import NEW, PROMPTS, VERSIONS, begin, generate, make_keys
+
+import spectr_jax
+from spectr_jax.draft import model_drafter
+from spectr_jax.engine import loop as engine_loop
+from spectr_jax.engine import state as engine_state
+
+pytestmark = pytest.mark.usefixtures('highest')
+
+
+@pytest.mark.usefixtures('quickly')
+@pytest.mark.parametrize('method', list(VERSIONS))
+def test_one_compilation_per_shape_and_method(tables, traces, method):
+  def run(*args, models=tables, **options):
+    generate(models, method, *args, **options)
+    return (
+      len(traces['target']),
+      len(traces['draft']),
+      engine_state._prefill_target._cache_size(),
+      engine_loop.run_rounds._cache_size(),
+    )
+
+  first = run(jax.random.key(0))
+  for options in (
+    {'temperature': 0.0},
+    {'temperature': np.array([0.1, 0.2, 0.3, 2.0])},
+    {'top_k': 3},
+    {'top_p': 0.5, 'top_k': np.array([1, 2, 3, 4])},
+  ):
+    assert run(jax.random.key(1), **options) == first
+  assert run(make_keys(8)) == first
+  assert run(jax.random.key(2), PROMPTS[::-1].copy(), np.array([6, 5, 4, 1])) == first
+  scaled = dataclasses.replace(tables[0], params=tables[0].params * 0.5)
+  assert run(jax.random.key(0), models=(scaled, tables[1])) == first
+  if method in ('autoregressive', 'speculative'):  # another limit is another shape: the counters do count
+    is_drafting = method == 'speculative'
+    again = run(jax.random.key(0), max_new_tokens=NEW + 1 + is_drafting)  # of its own, or the prefill is there already
+    assert [a > b for a, b in zip(again, first)] == [True, is_drafting, True, True]
+
+
+def test_methods_share_the_prefill_of_the_target(tables):
+  def num_programs(method):
+    generate(tables, method, make_keys(), max_new_tokens=NEW + 5)
+    return engine_state._prefill_target._cache_size()
+
+  assert num_programs('autoregressive') == num_programs('speculative') == num_programs('spectr') > 0
+
+
+def test_programs_are_those_of_a_drafter(tables):
+  """Drafters differ by their functions, which are static: equal ones share programs, others do not."""
+
+  def structure_of(drafter):
+    return jax.tree.structure(begin((tables[0], drafter), 'speculative', make_keys())[0])
+
+  drafter = model_drafter(tables[1])
+  other = dataclasses.replace(drafter, commit_fn=lambda *args: drafter.commit_fn(*args))
+  assert structure_of(drafter) == structure_of(tables[1])
+  assert structure_of(drafter) != structure_of(other)
+
+
+def test_state_is_donated_and_models_are_not(target, draft):
+  decoder, old = begin((target, draft), 'speculative', make_keys())
+  state = spectr_jax.decode_rounds(decoder, old, 1)
+  for cache in (old.target_cache, old.draft_state.cache):
+    assert all(array.is_deleted() for array in (*cache.keys, *cache.values))
+  assert not any(array.is_deleted() for array in jax.tree.leaves((target, draft)))
+  assert decoder.target is target
+  assert decoder.drafter.params is draft
+  spectr_jax.decode_rounds(decoder, state, 1)
+
+
+@pytest.mark.parametrize('name', ['autoregressive', 'speculative'])
+def test_caches_are_not_copied(target, draft, name):
+  """Between two rounds they stay where they are, and what is committed is written into them."""
+  decoder, state = begin((target, draft), name, make_keys())
+  program = engine_loop.run_rounds.lower(decoder, state, np.int32(1)).compile().as_text()
+  shapes = {'f32[' + ','.join(map(str, x[0].shape)) + ']' for x in (state.target_cache.keys, state.target_cache.values)}
+  assert all(shape in program for shape in shapes)
+  copied = re.findall(r'= (f32\[[\d,]*\])\S* copy\(', program)
+  assert not shapes & set(copied), copied
