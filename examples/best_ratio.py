@@ -15,7 +15,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from spectr_jax import Method, register
-from spectr_jax.couplings import Pick
+from spectr_jax.couplings import Pick, SelectionExplanation
 from spectr_jax.couplings.coupling import ratio
 from spectr_jax.proposal import Independent
 from spectr_jax.verify import Block
@@ -25,7 +25,9 @@ from spectr_jax.verify import Block
 class BestRatio:
   """Picks the candidate with the largest q/p; equally among equals."""
 
-  proposal_rules = (Independent,)
+  explanation = SelectionExplanation(
+    path='At each position the candidate with the largest q/p is picked; p̃ is the law of what is picked.', law='p̃'
+  )
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid):
     ratios = ratio(target_probs, draft_probs)

@@ -48,39 +48,55 @@ class Proposal:
 
 
 class ProposalRule(Protocol):
-  """How the children of a node are drawn from its law; part of a method, since losslessness rests on it.
+  """How the children of a node are drawn from its distribution; part of a method, since losslessness rests on it.
 
   Attributes:
     name: Its name in messages and results.
     may_run_out: Whether there can be fewer children than asked for, the others being -1.
+    are_exchangeable: Whether siblings are independent draws, so that their order does not matter and the best tree
+      gives all nodes of a depth equally many.
   """
 
-  name: str
-  may_run_out: bool
+  @property
+  def name(self) -> str: ...
+
+  @property
+  def may_run_out(self) -> bool: ...
+
+  @property
+  def are_exchangeable(self) -> bool: ...
 
   def __call__(self, key: jax.Array, probs: jax.Array, first_child: jax.Array, num_children: int) -> jax.Array:
     """Draws children.
 
     Args:
       key: The key for drafting of this round and depth; whatever is drawn apart is keyed by node numbers.
-      probs: `[V]`, the law after the parent.
+      probs: `[V]`, the distribution after the parent.
       first_child: The number of the first child; the others follow.
       num_children: How many, static.
 
     Returns:
       int32 `[num_children]`.
     """
+    ...
 
   def probability(self, probs: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Probability of drawing `tokens` `[num_children]`, in this order; for exact proofs."""
+    """The probability of drawing `tokens`, in this order; for exact proofs.
+
+    Args:
+      probs: `[V]`, the distribution after the parent.
+      tokens: int32 `[num_children]`.
+    """
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Independent:
-  """Children are independent draws from the law, with replacement."""
+  """Draws children independently, with replacement."""
 
   name: str = 'independent'
   may_run_out: bool = dataclasses.field(default=False, init=False)
+  are_exchangeable: bool = dataclasses.field(default=True, init=False)
 
   def __call__(self, key, probs, first_child, num_children):
     def draw_child(child):
@@ -106,14 +122,15 @@ def _in_order_without_replacement(probs, tokens):
 
 @dataclasses.dataclass(frozen=True)
 class WithoutReplacement:
-  """Siblings are drawn one after another from what the earlier ones left of the law, so they differ.
+  """Draws siblings one after another from what the earlier ones left of the distribution, so they differ.
 
-  Their law is that of the first arrivals of an exponential race, or Gumbel top-n ("Speculative Decoding via Exponential
+  They are distributed as the first arrivals of an exponential race, or Gumbel top-n ("Speculative Decoding via Exponential
   Races", section 2), but no noise of the size of the vocabulary is made.
   """
 
   name: str = 'without_replacement'
   may_run_out: bool = dataclasses.field(default=True, init=False)
+  are_exchangeable: bool = dataclasses.field(default=False, init=False)
 
   def __call__(self, key, probs, first_child, num_children):
     def draw_next(left, child):
@@ -129,7 +146,7 @@ class WithoutReplacement:
 
 @dataclasses.dataclass(frozen=True)
 class FirstArrivals:
-  """Siblings are the first arrivals of an exponential race ("Speculative Decoding via Exponential Races", Algorithm 5).
+  """Takes the first arrivals of an exponential race as siblings ("Speculative Decoding via Exponential Races", Algorithm 5).
 
   All nodes of a depth share one race: the exponentials come from the depth's key alone, so that a verifier with the
   same key meets the same ones.
@@ -137,6 +154,7 @@ class FirstArrivals:
 
   name: str = 'first_arrivals'
   may_run_out: bool = dataclasses.field(default=True, init=False)
+  are_exchangeable: bool = dataclasses.field(default=False, init=False)
 
   def __call__(self, key, probs, first_child, num_children):
     del first_child

@@ -66,11 +66,6 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Device] | None = None)
   return jax.make_mesh(shape, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
-def path_of(keys: Sequence[Any]) -> str:
-  """The path of a tree's leaf, such as `layer_0/qkv/kernel`, from its keys."""
-  return jax.tree_util.keystr(tuple(keys), simple=True, separator='/')
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
   """The sharding that puts a whole copy on every device of the mesh."""
   return NamedSharding(mesh, PartitionSpec())

@@ -462,7 +462,8 @@ class RowTree:
   @property
   def parent_of(self) -> jax.Array:
     """int32 `[N + 1]`, the root's own entry is 0; slots that are not used stand below their default parent."""
-    return jnp.pad(jnp.where(self.parents < 0, jnp.asarray(self.bounds.parent_of[1:]), self.parents), (1, 0))
+    parents = jnp.where(self.parents < 0, jnp.asarray(self.bounds.parent_of[1:]), self.parents)
+    return jnp.pad(parents, (1, 0)).astype(jnp.int32)
 
   @property
   def num_children(self) -> jax.Array:
@@ -480,10 +481,8 @@ class RowTree:
   @property
   def _above(self) -> jax.Array:
     """int32 `[L, N + 1]`: each node, its parent, its parent's parent, ...; 0 from the root on."""
-    parent_of = self.parent_of
-    return jax.lax.scan(lambda node, _: (parent_of[node], node), jnp.arange(self.num_nodes + 1), length=self.max_depth)[
-      1
-    ]
+    parent_of, nodes = self.parent_of, jnp.arange(self.num_nodes + 1, dtype=jnp.int32)
+    return jax.lax.scan(lambda node, _: (parent_of[node], node), nodes, length=self.max_depth)[1]
 
   @property
   def paths(self) -> jax.Array:
@@ -506,7 +505,7 @@ class RowTree:
   @property
   def law_index(self) -> jax.Array:
     """int32 `[N + 1]`: a node's place among `parent_nodes`; -1 for nodes without children."""
-    return jnp.where(self.num_children > 0, jnp.asarray(self.bounds.law_index), -1)
+    return jnp.where(self.num_children > 0, jnp.asarray(self.bounds.law_index), jnp.int32(-1))
 
 
 def optimal_factors(acceptance, num_nodes: int) -> tuple[int, ...]:

@@ -490,7 +490,7 @@ def _grown_rows(tree, bounds, places, tokens, num_rows=6):
   """Several rows of guesses on a tree, and the same in slots of the bounds; `tokens` holds rows, or None to draw."""
   own, more = ([{'tokens': row} for row in tokens], 0) if tokens else ([], num_rows)
   rows = [
-    _guesses(seed, tree, 5, zero_share=0.0 if tokens else 0.2, equal_share=0.2, agreement=0.4, **options)
+    _guesses(seed, tree, 5, zero_share=0.0 if tokens else 0.2, equal_share=0.15, **options)
     for seed, options in enumerate(own + [{}] * more)
   ]
   return rows, [_placed(tree, bounds, np.array(places), *row) for row in rows]
@@ -521,7 +521,7 @@ def test_a_row_with_the_parents_of_a_tree_is_verified_like_it(name, is_bound):
   tokens = _tokens_for(name, (_DUPLICATES, False), (_DISTINCT, True), ([2, 4, 0, 1, 3, 3], True))
   if ALL[name].proposal_rule.may_run_out:
     tokens += [_RAN_OUT, _RAN_OUT_BELOW]
-  rows, placed = _grown_rows(UNEQUAL, bounds, range(7), tokens)
+  rows, placed = _grown_rows(UNEQUAL, bounds, range(7), 2 * tokens)
   keys = jax.random.split(jax.random.key(2), (len(rows), 20, UNEQUAL.max_depth + 1))
 
   def judge(keys, *row):

@@ -15,7 +15,6 @@ from etils import epath
 from common.json_file import read_json
 from decode.experiment.settings import Setting
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
-from spectr_jax.proposal import Independent
 from spectr_jax.theory import stateless_kept_bound
 
 # Fewer visits than this say too little about a rate; such a rate counts as not measured.
@@ -33,7 +32,7 @@ Acceptance = list[list[float | None]]
 
 def has_independent_children(method: Method) -> bool:
   """Whether its best tree is a prefix tree; otherwise siblings differ, and each has a rate of its own."""
-  return isinstance(method.proposal_rule, Independent)
+  return method.proposal_rule.are_exchangeable
 
 
 def is_chosen_by_bound(method: Method) -> bool:

@@ -30,7 +30,7 @@ def laws_after(model: Model, prompts, lengths, tokens, temperature, top_k=0, top
   batch_size, longest = prompts.shape
   cache = model.init_cache_fn(batch_size, longest)
   # The prompt's last token is the first of the call, whose laws are wanted.
-  cache = model.prefill(prompts, lengths - 1, cache)
+  cache, _ = model.prefill(prompts, lengths - 1, cache)
   last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)
   called = jnp.concatenate([last, tokens[:, :-1]], axis=1)
   positions = lengths[:, None] - 1 + jnp.arange(num_new)

@@ -47,7 +47,7 @@ Row = dict[str, int | float | str | Value | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-  """How much is measured; a size that an exhibit does not use is 0 or empty.
+  """Amounts to measure; a size that an exhibit does not use is 0 or empty.
 
   Attributes:
     num_prompts: Prompts of each set, from its beginning, at most.
@@ -85,13 +85,13 @@ _DECODE_SIZES = 'num_prompts', 'num_seeds', 'max_new_tokens', 'batch_size', 'num
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-  """What to measure an exhibit on.
+  """Models, prompts and sizes that an exhibit is measured on.
 
   Attributes:
     target: Directory of the target.
     drafts: Directories of drafts by name.
     prompts: Files of prompts by name; None for the shipped ones. Empty for exhibits that decode none.
-    sizes: How much to measure.
+    sizes: Amounts to measure.
     dtype: As in `DecodeOptions`.
     seed: The first seed.
   """
@@ -112,7 +112,7 @@ class Request:
     """Options of decoding with these models, prompts and sizes.
 
     Args:
-      **options: Fields of `DecodeOptions` that go before those of the request.
+      **options: Fields of `DecodeOptions`, which override those of the request.
     """
     own = {
       'target': self.target,
@@ -144,11 +144,11 @@ class Exhibit(abc.ABC):
   """A table or figure of a paper. Its rows are all that is kept: pictures can be drawn again from the file of data.
 
   Attributes:
-    kind: What messages call it.
+    kind: Its name in messages.
     data_format: Extension of the file of data.
     title: Its subject, and the paper and number.
     measure: Measures or computes the rows; call `run`, which checks the request first.
-    sizes: How much is measured by default: minutes with the pretrained pair on two cores.
+    sizes: Amounts to measure by default, which take minutes with the pretrained pair on two cores.
     has_models: Whether it is about a pair of models.
     compares_drafts: Whether it takes several drafts.
     is_simulated: Whether it simulates texts, which a seed decides.
@@ -195,7 +195,7 @@ class Exhibit(abc.ABC):
     """Measures the rows, after every check that needs no measuring.
 
     Args:
-      request: What to measure on.
+      request: Models, prompts and sizes.
       notify: Called with progress.
 
     Raises:
@@ -212,7 +212,7 @@ class Exhibit(abc.ABC):
 
     Args:
       name: The exhibit's name.
-      request: What was measured on.
+      request: Models, prompts and sizes.
       results: The outcome of `run`.
     """
     about = self.describe(request, results)

@@ -108,7 +108,7 @@ def _measure_comparison(find: Callable, request: Request, notify: Notify) -> Res
 
   Args:
     find: `compare_sets`, or a function like it.
-    request: What to measure on.
+    request: Models, prompts and sizes.
     notify: Called with progress.
   """
   results, measured = Results(), {}

@@ -55,7 +55,7 @@ def _measure_latency(role: str, printed: Mapping, request: Request, notify: Noti
   Args:
     role: The model that is timed, target or draft.
     printed: Published relative latencies by draft length and batch size.
-    request: What to measure on.
+    request: Models, prompts and sizes.
     notify: Called with progress.
   """
   options = request.decode_options()
@@ -116,7 +116,7 @@ def _measure_efficiency(columns: Mapping[str, str], request: Request, notify: No
   Args:
     columns: Published drafts by the name of their column. A draft that has the name of a published one is also put
       beside that one, in the column `paper`.
-    request: What to measure on.
+    request: Models, prompts and sizes.
     notify: Called with progress.
   """
   results = Results()

@@ -159,7 +159,7 @@ def _describe_sets(runs: Sequence[Mapping[str, Any]]) -> list[str]:
   return list(sets)
 
 
-# What tables measure.
+# Measuring tables.
 
 
 def decode_sets(request: Request, notify: Notify, results: Results, **options) -> Iterator[tuple[str, DecodeRun]]:
@@ -169,7 +169,7 @@ def decode_sets(request: Request, notify: Notify, results: Results, **options) -
     request: Models, prompts and sizes.
     notify: Called with progress.
     results: Where the description of each run goes.
-    **options: Fields of `DecodeOptions` that go before those of the request.
+    **options: Fields of `DecodeOptions`, which override those of the request.
 
   Yields:
     The name of a set and its run.

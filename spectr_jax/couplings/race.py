@@ -21,7 +21,7 @@ def _classes(
   """The class of each token by its ratio q/p; int32, non-decreasing in it, the highest where p is 0.
 
   The leading bits of a positive float are its logarithm, piecewise linear: the exponent and `octave_bits` of the
-  mantissa cut every octave into 2^bits classes, without a logarithm or a sort. What lies outside goes to the outermost.
+  mantissa cut every octave into 2^bits classes, without a logarithm or a sort. Ratios outside go to the outermost.
   """
   ratios = target_probs / jnp.maximum(draft_probs, jnp.finfo(draft_probs.dtype).tiny)
   bits_dtype, mantissa = (jnp.int32, 23) if ratios.dtype.itemsize == 4 else (jnp.int64, 52)
@@ -34,7 +34,16 @@ def _classes(
 
 
 def _class_masses(law: jax.Array, classes: jax.Array, num_classes: int) -> jax.Array:
-  """Mass of each class under a law; `[V]` to `[num_classes]`."""
+  """Mass of each class.
+
+  Args:
+    law: `[V]`, a distribution.
+    classes: int32 `[V]`.
+    num_classes: C.
+
+  Returns:
+    `[C]`.
+  """
   num_parts = 128
 
   def scatter():

@@ -66,7 +66,7 @@ class Recursive:
       is_waiting, accept_probs, reach, c, z, left = carry
       i = jnp.argmax(is_waiting)
       token = candidates[i]
-      # What is left of p, summed rather than 1 minus what was removed, which cancels where one token has nearly all.
+      # The mass left of p, summed: 1 minus the mass removed would cancel where one token has nearly all.
       norm = 1 if left is None else jnp.sum(left)
       p = draft_probs[token]
       residual = jnp.maximum(target_probs[token] - c * p, 0)

@@ -67,8 +67,15 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
   if decoder.drafter is None:
     batch_size, vocab_size = state.keys.shape[0], decoder.target.vocab_size
     return Proposal(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros((batch_size, 0, vocab_size)))
-  request = DraftRequest(keys, state.sampling, decoder.tree, decoder.method.proposal_rule)
-  return decoder.drafter.propose(state.draft_state, state.draft_context(decoder), request)
+  drafter, request = decoder.drafter, DraftRequest(keys, state.sampling, decoder.tree, decoder.method.proposal_rule)
+  proposal = drafter.propose(state.draft_state, state.draft_context(decoder), request)
+  # What a method takes was checked by what the drafter declares.
+  for field, declared, is_declared in (('is_given', 'gives', drafter.gives), ('parents', 'grows', drafter.grows)):
+    if (getattr(proposal, field) is not None) != is_declared:
+      raise ValueError(
+        f'the drafter declares {declared}={is_declared}, which its proposals contradict by their {field}'
+      )
+  return proposal
 
 
 def score(decoder: Decoder, state: DecodeState, proposal: Proposal) -> ModelOutput:

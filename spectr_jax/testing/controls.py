@@ -68,7 +68,7 @@ class OneTicket(Race):
 
 @dataclasses.dataclass(frozen=True)
 class CreditNotDivided(RaceTraversal):
-  """Race traversal with credit m in place of m / (1 - sum of m before): what is visited late is visited rarely."""
+  """Race traversal with credit m in place of m / (1 - sum of m before): late contexts are kept too rarely."""
 
   def _divisor(self, shares, kept_back, is_before, is_sibling):
     return jnp.ones_like(shares)
@@ -113,7 +113,7 @@ class ResidualOfParent(RaceTraversal):
 
 @dataclasses.dataclass(frozen=True)
 class SecondIfFirst(Independent):
-  """Children after the first exist only if the first is token 0: their number depends on what was drawn."""
+  """Children after the first exist only if the first is token 0: their number depends on a token drawn before."""
 
   may_run_out: bool = dataclasses.field(default=True, init=False)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,48 @@ from spectr_jax.proposal import Proposal
 from spectr_jax.testing.tables import ContextTables
 from spectr_jax.tree import TokenTree
 
+# How a row shapes its own tree: `(tokens [N], parents [N], probs [R, V], depth) -> parents [N]`, of which those of the
+# slots at `depth + 1` count, -1 for slots that are not used. It sees what is drawn down to `depth`: deeper tokens and
+# parents are -1, and distributions of deeper nodes 0.
+GrowFn = Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
 
-@functools.partial(jax.jit, static_argnames=('method', 'tree'))
-def _all_rounds(draft_table, target_table, prefix, length, state, *, method: Method, tree: TokenTree):
+# Which tokens are given: `(text [T], length) -> tokens [N]`, -1 for nodes that do not exist.
+GuessFn = Callable[[jax.Array, jax.Array], jax.Array]
+
+_LONGEST_TEXT = 8  # tokens that a `GuessFn` sees
+
+
+def grown_parents(tree: TokenTree, grow_fn: GrowFn, tokens: jax.Array, probs_at: Callable) -> jax.Array:
+  """The parents that a growth rule gives to one way of filling the slots, depth by depth.
+
+  Args:
+    tree: The bounds.
+    grow_fn: The rule.
+    tokens: int32 `[N]`, all tokens; each step sees those above it.
+    probs_at: `parents [N] -> [R, V]`, the draft's distributions; those above a depth follow from the parents above it.
+
+  Returns:
+    int32 `[N]`.
+  """
+  depths, of_laws = jnp.asarray(tree.depths), jnp.asarray(tree.depths[tree.parent_nodes])
+  parents = jnp.full(tree.num_nodes, -1, jnp.int32)
+  for depth in range(tree.max_depth):
+    seen = jnp.where(depths[1:] <= depth, tokens, -1)
+    probs = jnp.where((of_laws <= depth)[:, None], probs_at(parents), 0)
+    parents = jnp.where(depths[1:] == depth + 1, grow_fn(seen, parents, probs, depth), parents)
+  return parents
+
+
+def _text(prefix, length, vocab_size: int):
+  """A prefix in base V as tokens, `[_LONGEST_TEXT]`; anything behind `length`."""
+  places = jnp.maximum(length - 1 - jnp.arange(_LONGEST_TEXT), 0)
+  return (prefix // vocab_size**places) % vocab_size
+
+
+@functools.partial(jax.jit, static_argnames=('method', 'tree', 'grow_fn', 'guess_fn'))
+def _all_rounds(
+  draft_table, target_table, prefix, length, state, *, method: Method, tree: TokenTree, grow_fn=None, guess_fn=None
+):
   """Everything that one round can do after a committed prefix, for each of the G ways to fill the tree.
 
   Args:
@@ -31,53 +71,79 @@ def _all_rounds(draft_table, target_table, prefix, length, state, *, method: Met
     state: The verifier's state.
     method: Static.
     tree: Static.
+    grow_fn: How rows shape their trees, static, or None.
+    guess_fn: What is given, static, or None for drawn candidates.
 
   Returns:
     `[G, N + 1]`, the tokens down to each node as a number in base V; `[G, N + 1, V]`, the probability of these guesses,
-    of stopping at this node and of emitting this token; the states after it, `[G, N + 1, V, ...]`; scalar, by how much
-    what was given as a law is none.
+    of stopping at this node and of emitting this token; the states after it, `[G, N + 1, V, ...]`; scalar, by how
+    much the verifier's law misses being a distribution.
   """
   vocab_size = draft_table.shape[1]
-  lowest = -1 if method.proposal_rule.may_run_out else 0
-  guesses = np.array(list(itertools.product(range(lowest, vocab_size), repeat=tree.num_nodes)), np.int32)
+  lowest = -1 if method.proposal_rule.may_run_out or tree.is_grown else 0
+  if guess_fn is None:
+    guesses = jnp.asarray(list(itertools.product(range(lowest, vocab_size), repeat=tree.num_nodes)), jnp.int32)
+  else:
+    guesses = guess_fn(_text(prefix, length, vocab_size), length)[None]
 
-  def one(tokens):
-    spelled = [jnp.zeros((), jnp.int32)]
-    for node, parent in enumerate(tree.parents, start=1):
-      spelled.append(spelled[parent] * vocab_size + jnp.maximum(tokens[node - 1], 0))
-    spelled = jnp.stack(spelled)
+  def contexts_of(tokens, parents):
+    """The tokens down to each node as a number, and the number of its context; `[N + 1]`."""
+    spelled = jnp.zeros(tree.num_nodes + 1, jnp.int32)
+    for node in range(1, tree.num_nodes + 1):
+      above = spelled[parents[node - 1]]
+      spelled = spelled.at[node].set(above * vocab_size + jnp.maximum(tokens[node - 1], 0))
     depths = jnp.asarray(tree.depths)
-    powers = vocab_size ** jnp.asarray(tree.depths)
-    contexts = (vocab_size ** (length + depths) - 1) // (vocab_size - 1) + prefix * powers + spelled
-    draft_probs, target_probs = draft_table[contexts[tree.parent_nodes]], target_table[contexts]
+    first = (vocab_size ** (length + depths) - 1) // (vocab_size - 1)
+    return spelled, first + prefix * vocab_size**depths + spelled
+
+  def chance(tokens, parents, draft_probs):
+    """The chance that these tokens are drafted."""
     drafted = jnp.ones((), draft_table.dtype)
+    if guess_fn is not None:
+      return drafted
+    if grow_fn is not None:  # children are drawn independently; a slot that is not used holds -1
+      own = draft_probs[jnp.asarray(tree.law_index)[parents], tokens]
+      return jnp.prod(jnp.where(parents < 0, tokens < 0, jnp.where(tokens < 0, 0, own)))
     for law, parent in zip(draft_probs, tree.parent_nodes):
       first = tree.first_child[parent] - 1
       drafted *= method.proposal_rule.probability(law, tokens[first : first + tree.num_children[parent]])
-    proposal = Proposal(tokens, draft_probs)
-    law = method.verifier.law(tree, proposal, target_probs, state)
+    return drafted
+
+  def one(tokens):
+    def probs_at(parents):
+      return draft_table[contexts_of(tokens, parents)[1][tree.parent_nodes]]
+
+    parents = None if grow_fn is None else grown_parents(tree, grow_fn, tokens, probs_at)
+    is_given = None if guess_fn is None else tokens >= 0
+    row_tree = tree.of_row(parents)
+    parents = jnp.asarray(tree.parents, jnp.int32) if parents is None else parents
+    spelled, contexts = contexts_of(tokens, row_tree.parent_of[1:])
+    draft_probs, target_probs = draft_table[contexts[tree.parent_nodes]], target_table[contexts]
+    drafted = chance(tokens, parents, draft_probs)
+    proposal = Proposal(tokens, draft_probs, None, None if grow_fn is None else parents, is_given)
+    law = method.verifier.law(row_tree, proposal, target_probs, state)
 
     def advance(node, token):
-      return method.verifier.advance(tree, proposal, target_probs, state, node, token)
+      return method.verifier.advance(row_tree, proposal, target_probs, state, node, token)
 
-    after = jax.vmap(jax.vmap(advance, (None, 0)), (0, None))(jnp.arange(len(spelled)), jnp.arange(vocab_size))
+    after = jax.vmap(jax.vmap(advance, (None, 0)), (0, None))(jnp.arange(tree.num_nodes + 1), jnp.arange(vocab_size))
     # What cannot be drafted weighs nothing, whatever its law is.
     is_possible = drafted > 0
     flaw = jnp.maximum(-jnp.min(law), jnp.abs(jnp.sum(law) - 1))
     return spelled, jnp.where(is_possible, drafted * law, 0), after, jnp.where(is_possible, flaw, 0)
 
-  # So many at a time as fit into a processor's cache, in equal parts.
+  # As many at a time as fit into a CPU's cache, in equal parts.
   num_choices = vocab_size - lowest
   at_a_time = max(num_choices**count for count in range(tree.num_nodes + 1) if num_choices**count <= 1024)
-  spelled, weights, after, flaws = jax.lax.map(one, jnp.asarray(guesses), batch_size=at_a_time)
+  spelled, weights, after, flaws = jax.lax.map(one, guesses, batch_size=min(at_a_time, len(guesses)))
   return spelled, weights, after, jnp.max(flaws)
 
 
-@functools.partial(jax.jit, static_argnames=('method', 'tree'))
-def _round_law(draft_table, target_table, prefix, length, state, *, method: Method, tree: TokenTree):
+@functools.partial(jax.jit, static_argnames=('method', 'tree', 'grow_fn', 'guess_fn'))
+def _round_law(draft_table, target_table, prefix, length, state, *, tree: TokenTree, **static):
   """Law of what one round emits: for each depth d, `[V^d, V]`, of d accepted tokens and the next one; and its flaw."""
   vocab_size = draft_table.shape[1]
-  spelled, weights, _, flaw = _all_rounds(draft_table, target_table, prefix, length, state, method=method, tree=tree)
+  spelled, weights, _, flaw = _all_rounds(draft_table, target_table, prefix, length, state, tree=tree, **static)
   emitted = []
   for depth in range(tree.max_depth + 1):
     nodes = np.flatnonzero(tree.depths == depth)
@@ -86,18 +152,18 @@ def _round_law(draft_table, target_table, prefix, length, state, *, method: Meth
   return emitted, flaw
 
 
-def _outcomes(draft_table, target_table, prefix, length, state, *, method: Method, tree: TokenTree):
+def _outcomes(draft_table, target_table, prefix, length, state, *, tree: TokenTree, **static):
   """What one round can emit: count, the tokens as a number in base V, probability, state after it; and its flaw."""
   vocab_size = draft_table.shape[1]
   arguments = draft_table, target_table, prefix, length, state
   if not jax.tree.leaves(state):
-    laws, flaw = jax.device_get(_round_law(*arguments, method=method, tree=tree))
+    laws, flaw = jax.device_get(_round_law(*arguments, tree=tree, **static))
     outcomes = []
     for depth, law in enumerate(laws):
       law = law.reshape(-1)
       outcomes += [(depth + 1, int(emitted), law[emitted], state) for emitted in np.flatnonzero(law)]
     return outcomes, float(flaw)
-  spelled, weights, after, flaw = jax.device_get(_all_rounds(*arguments, method=method, tree=tree))
+  spelled, weights, after, flaw = jax.device_get(_all_rounds(*arguments, tree=tree, **static))
   emitted = spelled[:, :, None] * vocab_size + np.arange(vocab_size)
   depths = np.broadcast_to(tree.depths[:, None], emitted.shape)
   leaves, structure = jax.tree.flatten(after)
@@ -121,14 +187,24 @@ def _outcomes(draft_table, target_table, prefix, length, state, *, method: Metho
   return outcomes, float(flaw)
 
 
-def joint_law(method: Method, tree: TokenTree, tables: ContextTables, num_tokens: int) -> np.ndarray:
+def joint_law(
+  method: Method,
+  tree: TokenTree,
+  tables: ContextTables,
+  num_tokens: int,
+  *,
+  grow_fn: GrowFn | None = None,
+  guess_fn: GuessFn | None = None,
+) -> np.ndarray:
   """The exact joint law of the first tokens a method emits, over as many rounds as they take.
 
   Args:
     method: The method.
-    tree: The tree of every round; `V^N` drafts are enumerated.
+    tree: The tree of every round, or the bounds of grown ones; `V^N` drafts are enumerated.
     tables: Laws for contexts up to `num_tokens + L - 1` tokens.
     num_tokens: T.
+    grow_fn: How a row shapes its own tree, of a tree that is grown.
+    guess_fn: Which tokens are given; None for drawn ones. Texts of up to 8 tokens.
 
   Returns:
     float64 `[V] * num_tokens`.
@@ -136,11 +212,13 @@ def joint_law(method: Method, tree: TokenTree, tables: ContextTables, num_tokens
   Raises:
     ValueError: The tables are too small.
   """
-  return _joint_law(method, tree, tables, num_tokens)[0]
+  return _joint_law(method, tree, tables, num_tokens, grow_fn=grow_fn, guess_fn=guess_fn)[0]
 
 
-def _joint_law(method: Method, tree: TokenTree, tables: ContextTables, num_tokens: int) -> tuple[np.ndarray, float]:
-  """`joint_law`, and by how much what the verifier gave as its law in some round is none."""
+def _joint_law(
+  method: Method, tree: TokenTree, tables: ContextTables, num_tokens: int, **shape
+) -> tuple[np.ndarray, float]:
+  """`joint_law`, and by how much the verifier's law missed being a distribution in some round."""
   needed = num_tokens + tree.max_depth - 1
   if tables.max_length < needed:
     raise ValueError(f'tables must cover contexts of {needed} tokens, got {tables.max_length}')
@@ -154,7 +232,8 @@ def _joint_law(method: Method, tree: TokenTree, tables: ContextTables, num_token
     waiting[0][0, _fingerprint(start)] = 1.0, start
     for length in range(num_tokens):
       for (prefix, _), (probability, state) in waiting[length].items():
-        outcomes, flaw = _outcomes(draft_table, target_table, prefix, length, state, method=method, tree=tree)
+        arguments = draft_table, target_table, prefix, length, state
+        outcomes, flaw = _outcomes(*arguments, method=method, tree=tree, **shape)
         flaws.append(flaw)
         for count, emitted, share, after in outcomes:
           end = length + count
@@ -177,14 +256,25 @@ def _fingerprint(state) -> bytes:
   return b''.join(np.round(leaf, 10).tobytes() for leaf in jax.tree.leaves(state))
 
 
-def enumeration_error(method: Method, tree: TokenTree, tables: ContextTables, num_tokens: int) -> float:
+def enumeration_error(
+  method: Method,
+  tree: TokenTree,
+  tables: ContextTables,
+  num_tokens: int,
+  *,
+  grow_fn: GrowFn | None = None,
+  guess_fn: GuessFn | None = None,
+) -> float:
   """Largest difference between a method's joint law of the first tokens and the target's.
 
   What a verifier gives as the law of a round, given the guesses, has to be one: by how much it is negative or misses a
   sum of 1 counts as a difference as well. Otherwise a chance to accept that exceeds 1 could be made up for, on average
   over the guesses, by weights that no draw can have.
+
+  Args:
+    method, tree, tables, num_tokens, grow_fn, guess_fn: As of `joint_law`.
   """
-  law, flaw = _joint_law(method, tree, tables, num_tokens)
+  law, flaw = _joint_law(method, tree, tables, num_tokens, grow_fn=grow_fn, guess_fn=guess_fn)
   return float(np.maximum(np.abs(law - tables.joint_target_law(num_tokens)).max(), flaw))
 
 

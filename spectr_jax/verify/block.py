@@ -51,8 +51,8 @@ class Block(Verifier):
   With `SingleDraft` on a chain this is block verification (Sun et al. 2024, "Block Verification Accelerates Speculative
   Decoding"), which accepts the most that a single draft allows without a state between rounds. With `Race` it is race
   block verification, beyond the papers: lossless on any tree with i.i.d. children, since a picked token and the nodes
-  that agree with it act as one token of an extended alphabet, whose second part has the same conditional law under
-  draft and target.
+  that agree with it act as one token of an extended alphabet, whose second part has the same conditional distribution
+  under draft and target.
 
   Attributes:
     selection: Picks one candidate per position.
@@ -191,7 +191,7 @@ class Block(Verifier):
   def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
     return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
 
-  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record]:
+  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
     """The verdict and its decisions, depth by depth: `pick`, the path, and `keep`, whose last one that is kept wins."""
     return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 

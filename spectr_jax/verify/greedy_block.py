@@ -11,9 +11,8 @@ import numpy as np
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part, positive_part_or
-from spectr_jax.tree import TokenTree
 from spectr_jax.verify.record import Decisions, Record
-from spectr_jax.verify.verifier import Verdict, Verifier
+from spectr_jax.verify.verifier import Tree, Verdict, Verifier
 
 
 @jax.tree_util.register_dataclass
@@ -130,7 +129,7 @@ class GreedyBlock(Verifier):
       jnp.concatenate([modifications.left[1:], left[None].astype(jnp.int32)]),
     )
 
-  def _chains(self, tree: TokenTree) -> np.ndarray:
+  def _chains(self, tree: Tree) -> np.ndarray:
     """int32 `[K, L]`, the nodes of each draft."""
     return np.arange(1, tree.num_nodes + 1, dtype=np.int32).reshape(tree.max_depth, -1).T
 
@@ -142,7 +141,7 @@ class GreedyBlock(Verifier):
     zero = jnp.zeros((), dtype)
     return _Context(Modifications(state.log_ratio.astype(dtype), left), zero, zero)
 
-  def _follow(self, tree: TokenTree, proposal: Proposal, target_probs, context: _Context, node, token):
+  def _follow(self, tree: Tree, proposal: Proposal, target_probs, context: _Context, node, token):
     """The modified distribution after `node`, and the context once `token` follows."""
     num_drafts = tree.num_nodes // tree.max_depth
     draft_probs = proposal.probs[jnp.asarray(tree.law_index)[node]]
@@ -155,7 +154,7 @@ class GreedyBlock(Verifier):
       context.log_draft + jnp.log(p),
     )
 
-  def _accept(self, tree: TokenTree, proposal: Proposal, target_probs, state) -> jax.Array:
+  def _accept(self, tree: Tree, proposal: Proposal, target_probs, state) -> jax.Array:
     """h of every sub-block, `[K, L]`; 0 where an earlier draft has the same one.
 
     Below, `excess` is a, `covered` is g, and `gain` is R - a. For K = 1, where a = max(v - 1, 0) and g = 1, this is
@@ -195,14 +194,14 @@ class GreedyBlock(Verifier):
     accept = jax.lax.map(along, (jnp.asarray(chains), jnp.asarray(parents), tokens))
     return jnp.where(self._is_repeated(tree, proposal), 0, accept)
 
-  def _is_repeated(self, tree: TokenTree, proposal: Proposal) -> jax.Array:
+  def _is_repeated(self, tree: Tree, proposal: Proposal) -> jax.Array:
     """Which sub-blocks an earlier draft has as well, bool `[K, L]`."""
     tokens = proposal.tokens[self._chains(tree) - 1]
     is_equal = jnp.cumprod(tokens[:, None] == tokens[None], axis=-1) > 0
     is_earlier = np.tri(len(tokens), k=-1, dtype=bool)
     return jnp.any(is_equal & is_earlier[:, :, None], axis=1)
 
-  def _stop(self, tree: TokenTree, proposal: Proposal, target_probs, state, node) -> tuple[_Context, jax.Array]:
+  def _stop(self, tree: Tree, proposal: Proposal, target_probs, state, node) -> tuple[_Context, jax.Array]:
     """The context at `node`, and the weights `[V]` of the token after it."""
     path = jnp.asarray(tree.paths)[node]
     depth = jnp.asarray(tree.depths)[node]
@@ -218,7 +217,7 @@ class GreedyBlock(Verifier):
     weights = positive_part_or(self._kept(num_drafts, draft_probs, law, context.log_ratio), law)
     return context, jnp.where(depth == tree.max_depth, target_probs[node], weights)
 
-  def _longest(self, tree: TokenTree, uniforms, accept):
+  def _longest(self, tree: Tree, uniforms, accept):
     """The deepest node whose sub-block is accepted, and which are, `[K, L]`."""
     is_accepted = uniforms[:-1].reshape(accept.shape) < accept
     is_any = jnp.any(is_accepted, axis=0)
@@ -226,8 +225,8 @@ class GreedyBlock(Verifier):
     draft = jnp.argmax(is_accepted[:, depth - 1])
     return jnp.where(depth > 0, jnp.asarray(self._chains(tree))[draft, depth - 1], 0), is_accepted
 
-  def _run(self, keys, tree: TokenTree, proposal: Proposal, target_probs, state):
-    """The verdict, and what its record is made of: h, which sub-blocks are accepted, the uniforms, node and weights."""
+  def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state):
+    """The verdict, and the parts of its record: h, which sub-blocks are accepted, the uniforms, node and weights."""
     accept = self._accept(tree, proposal, target_probs, state)
     uniforms = jax.random.uniform(keys[0], (accept.size + 1,), target_probs.dtype)
     node, is_accepted = self._longest(tree, uniforms, accept)
@@ -239,7 +238,7 @@ class GreedyBlock(Verifier):
   def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
     return self._run(keys, tree, proposal, target_probs, state)[0]
 
-  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record]:
+  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
     """The verdict and its decisions, draft by draft; they are named `keep`, and the deepest that is kept wins.
 
     A sub-block that an earlier draft has as well is not decided on again.
@@ -260,7 +259,7 @@ class GreedyBlock(Verifier):
     left = tree.max_depth - jnp.asarray(tree.depths)[node] - 1
     _, after = self._follow(tree, proposal, target_probs, context, node, token)
     pushed = self._push(after.modifications, after.log_ratio, left)
-    # After a whole path every level has ended: no draft's law is known there, and none is needed.
+    # After a whole path every level has ended; no draft distribution is known there, and none is needed.
     log_ratio = jnp.where(pushed.left > 0, pushed.log_ratio, 0).astype(state.log_ratio.dtype)
     return Modifications(log_ratio, jnp.maximum(pushed.left, 0))
 

@@ -389,7 +389,7 @@ class RaceTraversal(Verifier):
   def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
     return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
 
-  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record]:
+  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
     """The verdict and its decisions, context by context as visited; named `keep`, and the first kept ends it."""
     return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 

@@ -105,11 +105,11 @@ def run_steps(
 
   Args:
     is_going: From a carry to a bool scalar.
-    step: From a carry to the next one, and whatever `describe` needs to know of the step.
+    step: From a carry to the next one, and a second value for `describe`.
     carry: The first carry.
     num_steps: The most steps there can be, and one more if the carry after the last is to be described.
-    describe: From a step's number, its carry, the next carry and what `step` says of it, to arrays. The steps after the
-      last are described too, with a carry that does not change any more. None to run without descriptions.
+    describe: From a step's number, its carry, the next carry and the second value of `step`, to arrays. The steps after
+      the last are described too, with a carry that does not change any more. None to run without descriptions.
 
   Returns:
     The last carry, and the descriptions with a leading axis `[num_steps]`, or None.

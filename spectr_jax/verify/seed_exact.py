@@ -106,7 +106,7 @@ class SeedExact(Verifier):
   def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
     return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
 
-  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record]:
+  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
     """The verdict and its decisions, named `race`; they have arrival times and no uniforms."""
     return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 

@@ -45,7 +45,7 @@ class Traversal(Verifier):
   P_v = min(1, P_u q_u(x_v) / p_u(x_v)) below u, a leaf is accepted with probability P. When it is rejected, with
   S = sum of [P_u q_u - p_u]+ at its parent u, q_u becomes [P_u q_u - p_u]+, normalised, and P_u becomes
   S / (S + 1 - P_u); drawn without replacement, p_u also loses the token. A node whose children are all gone is a leaf
-  with the P that it has by then. At the root a token comes from what is left of its q.
+  with the P that it has by then. At the root the token comes from the q that is left there.
 
   Attributes:
     with_replacement: Whether siblings were drawn with replacement; repeated ones are visited one by one.
@@ -213,7 +213,7 @@ class Traversal(Verifier):
   def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
     return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
 
-  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record]:
+  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
     """The verdict and its decisions, visit by visit; they are named `keep`, and the first that is kept ends it."""
     return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 

@@ -15,9 +15,6 @@ from spectr_jax.proposal import Proposal, ProposalRule
 from spectr_jax.tree import RowTree, TokenTree
 from spectr_jax.verify.record import Record
 
-# The same for all rows, or a row's own; a verifier meets the same attributes, some of them traced.
-Tree = TokenTree | RowTree
-
 
 @dataclasses.dataclass(frozen=True)
 class _ArraysOfRow:
@@ -34,6 +31,10 @@ class _ArraysOfRow:
   paths: jax.Array
   law_index: jax.Array
   postorder: jax.Array
+
+
+# The same for all rows, or a row's own; a verifier meets the same attributes, some of them traced.
+Tree = TokenTree | RowTree | _ArraysOfRow
 
 
 def with_arrays(tree: Tree) -> Tree:

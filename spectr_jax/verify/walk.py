@@ -59,19 +59,21 @@ class Walk(Verifier):
 
   def with_epsilon(self, epsilon: float) -> Walk:
     """The walk with another amount of over-acceptance, if its coupling accepts more than it may at all."""
-    if not hasattr(self.coupling, 'with_epsilon'):
-      return self
-    return dataclasses.replace(self, coupling=self.coupling.with_epsilon(epsilon))
+    with_epsilon = getattr(self.coupling, 'with_epsilon', None)
+    return self if with_epsilon is None else dataclasses.replace(self, coupling=with_epsilon(epsilon))
 
   def _outcome(self, position: Position) -> Outcome:
-    """What the coupling says of a position with candidates."""
-    laws = position.draft_probs, position.target_probs, position.tokens
-    if position.is_given is None:
+    """The outcome at a position, by the coupling for drawn or for given candidates."""
+    laws, is_given = (position.draft_probs, position.target_probs, position.tokens), position.is_given
+    if is_given is None:
       return self.coupling(*laws, position.is_valid)
     # The coupling has no work where nothing was drawn.
-    drawn = self.coupling(*laws, position.is_valid & ~position.is_given)
+    drawn = self.coupling(*laws, position.is_valid & ~is_given)
     given = _GIVEN(*laws, position.is_valid)
-    return jax.tree.map(lambda x, y: jnp.where(position.is_given, x, y), given, drawn)
+    return Outcome(
+      jnp.where(is_given, given.accept_probs, drawn.accept_probs),
+      jnp.where(is_given, given.residual, drawn.residual),
+    )
 
   def _step(self, tree: Tree, proposal: Proposal, target_probs, node, is_walking=True) -> tuple[Position, Outcome]:
     """The candidates after an accepted node, and the possible outcomes; the target's own token if there are none.
@@ -114,7 +116,7 @@ class Walk(Verifier):
       is_drawn &= ~position.is_given
       p = jnp.where(position.is_given, 1, p)  # drawn from a point mass
     laws = position.draft_probs, position.target_probs, position.tokens, is_drawn
-    numbers = self.coupling.numbers(*laws) if hasattr(self.coupling, 'numbers') else {}
+    numbers = getattr(self.coupling, 'numbers', lambda *_: {})(*laws)
     return Decisions(
       is_made=carry[2] & jnp.any(position.is_valid),
       node=position.node,
@@ -158,7 +160,7 @@ class Walk(Verifier):
   def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
     return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
 
-  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record]:
+  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
     """The verdict and its decisions, position by position; they are named `accept`."""
     return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 
@@ -169,7 +171,10 @@ class Walk(Verifier):
     tree, size = with_arrays(tree), tree.num_nodes + 1
 
     def at_node(reach, node):
-      """From the probabilities `[N + 1]` that the walk comes to each node: where it may stop, and with what weights."""
+      """Passes the probability that the walk comes to `node` on to its candidates; also the law of stopping there.
+
+      `reach` `[N + 1]` holds that probability for every node.
+      """
       position, outcome = self._step(tree, proposal, target_probs, node)
       into = jnp.where(position.is_valid, position.nodes, size)
       stop = reach[node] * (1 - jnp.sum(outcome.accept_probs))

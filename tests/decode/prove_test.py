@@ -69,7 +69,7 @@ _BROKEN = """
   import jax.numpy as jnp
 
   from spectr_jax import Method, register
-  from spectr_jax.couplings import Maximal, Only
+  from spectr_jax.couplings import Maximal, SingleDraft
   from spectr_jax.proposal import Independent
   from spectr_jax.verify import Block, Walk
 
@@ -90,7 +90,7 @@ _BROKEN = """
   for name, verifier, is_seed_exact in (
     ('wrong_residual', Walk(WrongResidual()), False),
     ('one_uniform', OneUniform(Maximal()), False),
-    ('keyed_by_position', Block(Only()), True),
+    ('keyed_by_position', Block(SingleDraft()), True),
   ):
     register(Method(
       name, verifier, Independent(), is_lossless=True, source='test', max_drafts=1, is_seed_exact=is_seed_exact

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import optimize, sparse
 
-from spectr_jax.couplings import KSeq, Race, Recursive, Selected
+from spectr_jax.couplings import KSeq, MaximalAfter, Race, Recursive
 from spectr_jax.proposal import Independent
 from spectr_jax.theory import (
   TransportCoupling,
@@ -219,7 +219,7 @@ def test_optimal_acceptance_refuses(shapes, num_drafts, message):
 ACCEPTANCE = {
   'kseq': (kseq_acceptance, KSeq()),
   'recursive': (recursive_acceptance, Recursive()),
-  'race': (race_acceptance, Selected(Race())),
+  'race': (race_acceptance, MaximalAfter(Race())),
 }
 
 

@@ -1,0 +1,225 @@
+"""The seam carries any drafter: given guesses, rows with trees of their own, and the target's hidden states.
+
+Each is proven exact by enumeration and by the whole loop on tiny transformers, and the proofs catch what is broken.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from feature_drafter import distributions, feature_drafter
+from growing_drafter import grow, growing_drafter
+from lookup_drafter import guess, lookup_drafter
+
+import spectr_jax
+from spectr_jax import METHODS, Decoder, TokenTree
+from spectr_jax.draft import DraftContext
+from spectr_jax.sampling import SamplingParams
+from spectr_jax.testing import (
+  ContextTables,
+  chi_square,
+  engine_counts,
+  enumeration,
+  enumeration_error,
+  ordinary_law,
+  random_tables,
+  tiny_transformers,
+)
+
+pytestmark = pytest.mark.usefixtures('highest')
+
+_PROMPTS = [1, 2, 1, 2, 1], [3], [0, 4, 4]
+_SAMPLING = {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
+_SLOTS = TokenTree.slots((2, 3, 2))
+_GROWN = ['spectr', 'specinfer', 'batch', 'race', 'race_block', 'traversal', 'race_traversal']
+
+
+def _slow_but(*names, among):
+  return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in among]
+
+
+def _assert_engine_is_exact(drafter, method, tree, num_samples=5_000):
+  target, _ = tiny_transformers()
+  counts = engine_counts(
+    jax.random.key(5), target, drafter, _PROMPTS, method=METHODS[method], tree=tree, num_tokens=4,
+    num_samples=num_samples, batch_size=2500, **_SAMPLING,
+  )  # fmt: skip
+  for prompt, found in zip(_PROMPTS, counts):
+    result = chi_square(found, ordinary_law(target, prompt, 4, **_SAMPLING))
+    assert result.p_value > 1e-3, (prompt, result)
+
+
+def _logits(seed, vocab_size=5):
+  return jnp.asarray(np.random.default_rng(seed).normal(size=(vocab_size, vocab_size)) * 1.5, jnp.float32)
+
+
+# Guesses that are given.
+
+
+@pytest.mark.parametrize('tree', [TokenTree.chains(1, 2), TokenTree.chains(2, 2)], ids=['chain', 'chains'])
+@pytest.mark.parametrize('method', _slow_but('spectr', among=('spectr', 'specinfer', 'race')))
+def test_lookup_is_exact(method, tree):
+  guess_fn = functools.partial(guess, tree=tree)
+  for seed in range(2):
+    tables = random_tables(seed, 2, 5)
+    assert enumeration_error(METHODS[method], tree, tables, 4, guess_fn=guess_fn) < 1e-10
+
+
+def test_a_guess_counted_as_drawn_is_caught():
+  """Accepted with q/p by the draft's p, a guess that was not drawn from it is kept too often or too rarely."""
+  tree = TokenTree.chains(1, 2)
+
+  def drawn(text, length):
+    return guess(text, length, tree)
+
+  with pytest.MonkeyPatch.context() as patch:
+    proposal = enumeration.Proposal
+    patch.setattr(enumeration, 'Proposal', lambda *fields: proposal(*fields[:4]))
+    assert enumeration_error(METHODS['speculative'], tree, random_tables(0, 2, 5), 4, guess_fn=drawn) > 1e-2
+
+
+@pytest.mark.parametrize('method', ['spectr', pytest.param('ersd', marks=pytest.mark.slow)])
+def test_lookup_in_the_loop(method):
+  _assert_engine_is_exact(lookup_drafter(5), method, TokenTree.chains(2, 2))
+
+
+def test_what_is_given_needs_a_method_that_takes_it():
+  target, tree = tiny_transformers()[0], TokenTree.chains(2, 2)
+  with pytest.raises(ValueError, match='takes drawn candidates only'):
+    Decoder.make(target, lookup_drafter(5), method='race_traversal', tree=tree, max_new_tokens=4, cache_size=8)
+
+
+# Rows with trees of their own.
+
+
+@pytest.mark.parametrize('slots', _slow_but((2, 2), among=((2, 2), (2, 3, 2))), ids=str)
+@pytest.mark.parametrize('method', _slow_but('race_traversal', 'traversal', among=_GROWN))
+def test_grown_trees_are_exact(method, slots):
+  tree = TokenTree.slots(slots)
+  grow_fn = functools.partial(grow, tree=tree)
+  for seed in range(2):
+    assert enumeration_error(METHODS[method], tree, random_tables(seed, 2, 5), 3, grow_fn=grow_fn) < 1e-10
+
+
+@pytest.mark.parametrize('method', _slow_but('race_traversal', among=('spectr', 'race_block', 'race_traversal')))
+def test_allocating_after_drawing_is_caught(method, monkeypatch):
+  """A second candidate only if the first one is token 0."""
+  tree = TokenTree.slots((2, 2))
+
+  def second_if_first(tree, grow_fn, tokens, probs_at):
+    del grow_fn, probs_at
+    return jnp.where((jnp.arange(4) == 1) & (tokens[0] != 0), -1, jnp.array([0, 0, 1, 1]))
+
+  monkeypatch.setattr(enumeration, 'grown_parents', second_if_first)
+  error = max(
+    enumeration_error(METHODS[method], tree, random_tables(seed, 3, 4), 3, grow_fn=second_if_first) for seed in range(3)
+  )
+  assert error > 1e-2
+
+
+@pytest.mark.parametrize(
+  'method',
+  ['race_traversal', *(pytest.param(name, marks=pytest.mark.slow) for name in _GROWN if name != 'race_traversal')],
+)
+def test_grown_trees_in_the_loop(method):
+  _assert_engine_is_exact(growing_drafter(_logits(3)), method, _SLOTS)
+
+
+def test_rows_do_grow_their_own_trees():
+  target, _ = tiny_transformers()
+  drafter, prompts = growing_drafter(_logits(3)), np.random.default_rng(0).integers(0, 5, (16, 3))
+  sizes = {'max_new_tokens': 6, 'cache_size': 9, 'statistics': True}
+  decoder = Decoder.make(target, drafter, method='race_traversal', tree=_SLOTS, **sizes)
+  state = spectr_jax.init_decode(decoder, jax.random.key(0), prompts, np.full(16, 3))
+  _, played = jax.jit(spectr_jax.engine.loop.run_round)(decoder, state)
+  assert len({tuple(row) for row in played.proposal.parents.tolist()}) > 3
+  assert (np.asarray(played.proposal.tokens < 0) == np.asarray(played.proposal.parents < 0)).all()
+  result = spectr_jax.decode_rounds(decoder, state).result
+  np.testing.assert_array_equal(result.statistics.accepts.sum(-1), result.statistics.accepted_child.sum(-1))
+
+
+@pytest.mark.parametrize(
+  ('drafter', 'tree', 'method', 'message'),
+  [
+    (growing_drafter(_logits(0)), TokenTree.chains(2, 3), 'spectr', 'grows trees of its own'),
+    (lookup_drafter(5), _SLOTS, 'spectr', 'drafts one tree for all rows'),
+    (growing_drafter(_logits(0)), TokenTree.slots((1, 1)), 'greedy_block', 'greedy_block'),
+  ],
+)
+def test_trees_that_do_not_fit_are_refused(drafter, tree, method, message):
+  with pytest.raises(ValueError, match=message):
+    Decoder.make(tiny_transformers()[0], drafter, method=method, tree=tree, max_new_tokens=4, cache_size=8)
+
+
+# The target's hidden states.
+
+
+@pytest.mark.parametrize('method', _slow_but('block', among=('speculative', 'block', 'greedy_block')))
+def test_drafts_from_features_are_exact(method):
+  """By enumeration of the drafter's own distributions after a text, beside the target's."""
+  target, _ = tiny_transformers(vocab_size=3)
+  target = target.with_features((-1,))
+  for text in ([1], [2, 0, 1]):
+    tokens = jnp.zeros((1, 8), jnp.int32).at[0, : len(text)].set(jnp.array(text))
+    _, features = target.prefill(tokens, jnp.array([len(text) - 1]), target.init_cache_fn(1, 8))
+    context = DraftContext(jnp.array([len(text)]), target, tokens, features)
+    draft_probs, target_probs = [], []
+    for size in range(4):
+      paths = np.array([*itertools.product(range(3), repeat=size)], np.int32).reshape(3**size, size)
+      rows = [jnp.repeat(array, 3**size, axis=0) for array in (context.lengths, tokens, features)]
+      contexts = DraftContext(rows[0], target, *rows[1:])
+      draft_probs += list(distributions(contexts, SamplingParams.make(3**size), paths)[:, -1])
+      target_probs += [ordinary_law(target, [*text, *path], 1) for path in paths.tolist()]
+    laws = (np.asarray(each, np.float64) for each in (draft_probs, target_probs))
+    tables = ContextTables(*(law / law.sum(-1, keepdims=True) for law in laws), 3)
+    assert enumeration_error(METHODS[method], TokenTree.chains(1, 2), tables, 2) < 1e-10
+
+
+@pytest.mark.parametrize('method', ['block'])
+def test_features_in_the_loop(method):
+  _assert_engine_is_exact(feature_drafter(5), method, TokenTree.chains(1, 3))
+
+
+def test_features_of_the_context_are_those_of_the_text():
+  """In every round, also those of the prompt, for rows of unequal length."""
+  target, _ = tiny_transformers()
+  prompts, lengths = np.array([[1, 2, 3, 4], [2, 0, 0, 0]]), np.array([4, 1])
+  decoder = Decoder.make(
+    target, feature_drafter(5), method='block', tree=TokenTree.chains(1, 3), max_new_tokens=9, cache_size=13
+  )
+  state = spectr_jax.init_decode(decoder, jax.random.key(1), prompts, lengths)
+  for _ in range(4):
+    for row, length in enumerate(np.asarray(state.root_position)):
+      text = state.text[row : row + 1, :length]
+      emitted = np.asarray(state.result.tokens[row, : state.result.lengths[row]])
+      np.testing.assert_array_equal(state.text[row, lengths[row] : lengths[row] + len(emitted)], emitted)
+      assert state.text[row, length] == state.last_token[row]
+      if length:
+        _, wanted = decoder.target.prefill(text, jnp.array([length]), target.init_cache_fn(1, 16))
+        np.testing.assert_allclose(state.features[row, :length], wanted[0], atol=1e-4)
+    state = spectr_jax.decode_rounds(decoder, state, 1)
+
+
+def test_a_drafter_that_asks_for_nothing_pays_nothing():
+  """No text and no features are kept: the program of the loop has neither."""
+  target, draft = tiny_transformers()
+  sizes = {'method': 'block', 'tree': TokenTree.chains(1, 3), 'max_new_tokens': 9, 'cache_size': 13}
+  prompts, lengths = np.array([[1, 2, 3, 4]]), np.array([4])
+
+  def program(drafter):
+    decoder = Decoder.make(target, drafter, **sizes)
+    state = spectr_jax.init_decode(decoder, jax.random.key(1), prompts, lengths)
+    assert (state.text is None) == (state.features is None)
+    return state, spectr_jax.engine.loop.run_rounds.lower(decoder, state, np.int32(1)).as_text()
+
+  state, plain = program(draft)
+  assert state.text is None
+  assert 'tensor<1x13xi32>' not in plain
+  assert 'tensor<1x13x1x16xf32>' not in plain
+  state, asked = program(feature_drafter(5))
+  assert state.text.shape == (1, 13)
+  assert 'tensor<1x13xi32>' in asked
+  assert 'tensor<1x13x1x16xf32>' in asked
