@@ -124,8 +124,8 @@ def _in_order_without_replacement(probs, tokens):
 class WithoutReplacement:
   """Draws siblings one after another from what the earlier ones left of the distribution, so they differ.
 
-  They are distributed as the first arrivals of an exponential race, or Gumbel top-n ("Speculative Decoding via Exponential
-  Races", section 2), but no noise of the size of the vocabulary is made.
+  They are distributed as the first arrivals of an exponential race, or Gumbel top-n ("Speculative Decoding via
+  Exponential Races", section 2), but no noise of the size of the vocabulary is made.
   """
 
   name: str = 'without_replacement'
@@ -146,9 +146,9 @@ class WithoutReplacement:
 
 @dataclasses.dataclass(frozen=True)
 class FirstArrivals:
-  """Takes the first arrivals of an exponential race as siblings ("Speculative Decoding via Exponential Races", Algorithm 5).
+  """Takes the first arrivals of an exponential race as siblings.
 
-  All nodes of a depth share one race: the exponentials come from the depth's key alone, so that a verifier with the
+  Source: "Speculative Decoding via Exponential Races", Algorithm 5. All nodes of a depth share one race: the exponentials come from the depth's key alone, so that a verifier with the
   same key meets the same ones.
   """
 

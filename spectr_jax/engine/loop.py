@@ -72,9 +72,7 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
   # What a method takes was checked by what the drafter declares.
   for field, declared, is_declared in (('is_given', 'gives', drafter.gives), ('parents', 'grows', drafter.grows)):
     if (getattr(proposal, field) is not None) != is_declared:
-      raise ValueError(
-        f'the drafter declares {declared}={is_declared}, which its proposals contradict by their {field}'
-      )
+      raise ValueError(f'the drafter declares {declared}={is_declared}, but its proposals have another {field}')
   return proposal
 
 
