@@ -16,7 +16,8 @@ from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import table
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams
-from spectr_jax.tree import TokenTree, optimal_factors
+from spectr_jax.tree import TokenTree
+from spectr_jax.tree_search import optimal_factors
 from spectr_jax.verify import Verdict, Verifier
 
 if TYPE_CHECKING:

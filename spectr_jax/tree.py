@@ -4,39 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import heapq
-import math
-import operator
 from collections.abc import Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-_NOTHING = 'nothing is ever accepted, so no tree is better than none'
-
-
-def _integer(name: str, value) -> int:
-  try:
-    return operator.index(value)
-  except TypeError:
-    raise ValueError(f'{name} must be an integer, got {value!r}') from None
-
-
-def _positive(name: str, value) -> int:
-  value = _integer(name, value)
-  if value < 1:
-    raise ValueError(f'{name} must be at least 1, got {value}')
-  return value
-
-
-def _probabilities(name: str, values) -> np.ndarray:
-  """float64 of the shape of `values`, which may hold NaN."""
-  values = np.asarray(values, np.float64)
-  wrong = values[(values < 0) | (values > 1)]
-  if wrong.size:
-    raise ValueError(f'{name} must be probabilities between 0 and 1, got {wrong[0]}')
-  return values
+from spectr_jax.row_tree import RowTree, postorder
+from spectr_jax.tree_search import integer, optimal_chain_sizes, optimal_parents, positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +76,7 @@ class TokenTree:
     Raises:
       ValueError: There is no width, or one is not an integer or below 1.
     """
-    widths = [_positive('a width', width) for width in widths]
+    widths = [positive('a width', width) for width in widths]
     if not widths:
       raise ValueError('widths must hold at least one number of nodes, got none')
     parents, first, above = [], 0, 1
@@ -123,7 +97,7 @@ class TokenTree:
     """
     children = [[]]
     for node, parent in enumerate(parents, start=1):
-      parent = _integer('a parent', parent)
+      parent = integer('a parent', parent)
       if not 0 <= parent < node:
         raise ValueError(f'the parent of node {node} must be between 0 and {node - 1}, got {parent}')
       children[parent].append(node)
@@ -146,7 +120,7 @@ class TokenTree:
     Raises:
       ValueError: There is no factor, or one is not an integer or below 1.
     """
-    factors = [_positive('a factor', factor) for factor in factors]
+    factors = [positive('a factor', factor) for factor in factors]
     if not factors:
       raise ValueError('factors must hold at least one number of children, got none')
     parents, level = [], range(1)
@@ -167,7 +141,7 @@ class TokenTree:
     Raises:
       ValueError: L is not an integer or is below 3.
     """
-    draft_length = _integer('draft_length', draft_length)
+    draft_length = integer('draft_length', draft_length)
     if draft_length < 3:
       raise ValueError(f'draft_length must be at least 3, two shared tokens and one more, got {draft_length}')
     return cls.prefix((1, 1, 3) + (1,) * (draft_length - 3))
@@ -196,41 +170,7 @@ class TokenTree:
       ValueError: `acceptance` has another shape, values outside [0, 1] or a row with a sum above 1; `num_nodes` or
         `max_depth` is below 1; or no node can be accepted at all.
     """
-    num_nodes = _positive('num_nodes', num_nodes)
-    max_depth = num_nodes if max_depth is None else _positive('max_depth', max_depth)
-    table = _probabilities('acceptance', acceptance)
-    if table.ndim not in (1, 2) or not table.size:
-      raise ValueError(f'acceptance must have the shape [W] or [D, W] with entries, got {list(table.shape)}')
-    if np.isnan(table).any():
-      raise ValueError('acceptance must hold numbers only, got NaN')
-    table = np.atleast_2d(table)
-    if (total := table.sum(axis=1).max()) > 1 + 1e-6:
-      raise ValueError(f'the acceptance of the children of a node must sum to at most 1, got {total}')
-    table = np.minimum.accumulate(table, axis=1)
-    # Costs, -log2 of the probabilities, are integers: a sum of floats depends on the order of its terms, and nodes that
-    # reach the same probability by different paths would be told apart by rounding. They cannot underflow either.
-    costs = [[round(-math.log2(a) * 2**52) for a in row if a > 0] for row in table.tolist()]
-
-    parents, total_costs, depths, heap = [], [0], [0], []
-
-    def offer(parent, child):
-      depth = depths[parent]
-      row = costs[min(depth, len(costs) - 1)]
-      if depth < max_depth and child < len(row):
-        heapq.heappush(heap, (total_costs[parent] + row[child], depth, child, parent))
-
-    offer(0, 0)
-    while heap and len(parents) < num_nodes:
-      cost, depth, child, parent = heapq.heappop(heap)
-      parents.append(parent)
-      total_costs.append(cost)
-      depths.append(depth + 1)
-      # Only these two become possible, and neither can come before the node itself.
-      offer(parent, child + 1)
-      offer(len(parents), 0)
-    if not parents:
-      raise ValueError(_NOTHING)
-    return cls.from_parents(parents)
+    return cls.from_parents(optimal_parents(acceptance, num_nodes, max_depth))
 
   @classmethod
   def optimal_chains(cls, kept, num_nodes: int, max_depth: int | None = None, *, tolerance: float = 0.0) -> TokenTree:
@@ -260,32 +200,7 @@ class TokenTree:
       ValueError: `kept` has another shape, values outside [0, 1], or no number in its first row for at most N chains;
         `num_nodes` or `max_depth` is below 1; or nothing is ever kept.
     """
-    num_nodes = _positive('num_nodes', num_nodes)
-    max_depth = num_nodes if max_depth is None else _positive('max_depth', max_depth)
-    table = _probabilities('kept', kept)
-    if table.ndim != 2 or not table.size:
-      raise ValueError(f'kept must have the shape [D, W] with entries, got {list(table.shape)}')
-    table = table[:, :num_nodes]
-    if np.isnan(table[0]).all():
-      raise ValueError(f'kept must hold a number in its first row for at most {num_nodes} chains, got only NaN')
-    if not 0 <= tolerance < 1:
-      raise ValueError(f'tolerance must be from 0 to below 1, got {tolerance}')
-    found = []
-    for num_drafts, column in enumerate(table.T, start=1):
-      best, tokens = (0.0, 0, num_drafts), 0.0
-      for length, chance in enumerate(column[: min(num_nodes // num_drafts, max_depth)], start=1):
-        if math.isnan(chance):
-          break
-        tokens += chance
-        best = min(best, (-tokens, num_drafts * length, num_drafts))
-      found.append(best)
-    most, used, num_drafts = min(found)
-    if not used:
-      raise ValueError(_NOTHING)
-    if tolerance:
-      enough = [each for each in found if each[1] and 1 - each[0] >= (1 - tolerance) * (1 - most)]
-      _, used, num_drafts = min(enough, key=lambda each: (each[1] // each[2], each))
-    return cls.chains(num_drafts, used // num_drafts)
+    return cls.chains(*optimal_chain_sizes(kept, num_nodes, max_depth, tolerance=tolerance))
 
   @property
   def bounds(self) -> TokenTree:
@@ -367,7 +282,7 @@ class TokenTree:
   @functools.cached_property
   def postorder(self) -> np.ndarray:
     """int32 `[N + 1]`: the nodes in the order in which each comes after its children, siblings in order."""
-    return _postorder(self.ancestors, self.parent_of, np)
+    return postorder(self.ancestors, self.parent_of, np)
 
   @functools.cached_property
   def levels(self) -> np.ndarray:
@@ -401,167 +316,3 @@ class TokenTree:
   def is_chain(self) -> bool:
     """Whether at most one guess stands at each depth: a single draft."""
     return self.num_nodes == self.max_depth
-
-
-def _postorder(ancestors, parent_of, xp):
-  """See `TokenTree.postorder`; with NumPy or `jax.numpy`."""
-  size = ancestors.sum(axis=0)  # of the subtree below each node
-  node = xp.arange(len(parent_of))
-  is_earlier_sibling = (parent_of[:, None] == parent_of) & (node < node[:, None]) & (node > 0)
-  before = xp.where(is_earlier_sibling, size, 0).sum(axis=1)  # nodes below earlier siblings
-  place = (ancestors * before).sum(axis=1) + size - 1
-  return xp.argsort(place).astype(xp.int32)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowTree:
-  """The tree of one row, where rows choose their parents: the arrays of `TokenTree`, some of which are data.
-
-  Depths, levels and `parent_nodes` are those of the bounds. Below, N, L and R are theirs too.
-
-  Attributes:
-    parents: int32 `[N]`, the parent of each node 1..N, a node of the depth above; -1 for a slot that the row does not
-      use. Such a slot has the token -1 and no children.
-    bounds: The tree that bounds it, static.
-  """
-
-  parents: jax.Array
-  bounds: TokenTree = dataclasses.field(metadata={'static': True})
-
-  @property
-  def num_nodes(self) -> int:
-    """N, slots that the row does not use included."""
-    return self.bounds.num_nodes
-
-  @property
-  def max_depth(self) -> int:
-    """L."""
-    return self.bounds.max_depth
-
-  @property
-  def most_children(self) -> int:
-    """The most children that a node may have."""
-    return self.bounds.most_children
-
-  @property
-  def depths(self) -> np.ndarray:
-    """int32 `[N + 1]`, 0 for the root."""
-    return self.bounds.depths
-
-  @property
-  def levels(self) -> np.ndarray:
-    """int32 `[L + 2, W]`: the nodes of each depth, padded with -1; the last row is empty."""
-    return self.bounds.levels
-
-  @property
-  def parent_nodes(self) -> np.ndarray:
-    """int32 `[R]`: nodes that may have children, in order."""
-    return self.bounds.parent_nodes
-
-  @property
-  def parent_of(self) -> jax.Array:
-    """int32 `[N + 1]`, the root's own entry is 0; slots that are not used stand below their default parent."""
-    parents = jnp.where(self.parents < 0, jnp.asarray(self.bounds.parent_of[1:]), self.parents)
-    return jnp.pad(parents, (1, 0)).astype(jnp.int32)
-
-  @property
-  def num_children(self) -> jax.Array:
-    """int32 `[N + 1]`, slots that are not used left out."""
-    at = jnp.where(self.parents < 0, self.num_nodes + 1, self.parents)
-    return jnp.zeros(self.num_nodes + 1, jnp.int32).at[at].add(1, mode='drop')
-
-  @property
-  def child_index(self) -> jax.Array:
-    """int32 `[N + 1]`: a node's place among its siblings, 0 for the first; 0 for the root."""
-    node, parent_of = jnp.arange(self.num_nodes + 1), self.parent_of
-    is_earlier = (parent_of[:, None] == parent_of) & (node < node[:, None]) & (node > 0)
-    return jnp.sum(is_earlier, axis=1, dtype=jnp.int32)
-
-  @property
-  def _above(self) -> jax.Array:
-    """int32 `[L, N + 1]`: each node, its parent, its parent's parent, ...; 0 from the root on."""
-    parent_of, nodes = self.parent_of, jnp.arange(self.num_nodes + 1, dtype=jnp.int32)
-    return jax.lax.scan(lambda node, _: (parent_of[node], node), nodes, length=self.max_depth)[1]
-
-  @property
-  def paths(self) -> jax.Array:
-    """int32 `[N + 1, L]`: the nodes from depth 1 down to each node, itself included, then -1."""
-    up = self.depths[:, None] - 1 - np.arange(self.max_depth)
-    nodes = self._above[np.maximum(up, 0), np.arange(self.num_nodes + 1)[:, None]]
-    return jnp.where(up < 0, -1, nodes).astype(jnp.int32)
-
-  @property
-  def ancestors(self) -> jax.Array:
-    """bool `[N + 1, N + 1]`: whether column is row itself or above it; the attention mask of a tree forward."""
-    nodes = jnp.arange(self.num_nodes + 1)
-    return jnp.any(self._above[:, :, None] == nodes, axis=0) | (nodes == 0)
-
-  @property
-  def postorder(self) -> jax.Array:
-    """int32 `[N + 1]`: the nodes in the order in which each comes after its children, siblings in order."""
-    return _postorder(self.ancestors, self.parent_of, jnp)
-
-  @property
-  def law_index(self) -> jax.Array:
-    """int32 `[N + 1]`: a node's place among `parent_nodes`; -1 for nodes without children."""
-    return jnp.where(self.num_children > 0, jnp.asarray(self.bounds.law_index), jnp.int32(-1))
-
-
-def optimal_factors(acceptance, num_nodes: int) -> tuple[int, ...]:
-  """The factors of the best prefix tree: the search for methods whose siblings are i.i.d. and so exchangeable.
-
-  With a_d(k) the probability that the position below depth d is accepted when it has k candidates and depth d was
-  accepted, factors (k_1, ..., k_L) have k_1 + k_1 k_2 + ... nodes and yield a_0(k_1) + a_0(k_1) a_1(k_2) + ... tokens.
-  That is what the search maximises, exactly up to rounding in float64. A verifier that pools the children of equal
-  siblings has more candidates than the factor says; those are not counted.
-
-  What follows a factor depends only on the depth and on the number of nodes left below each single node, so all pairs
-  of the two are solved from the bottom up: O(D N min(N, W)) steps.
-
-  Args:
-    acceptance: `[D, W]`: a_d(n) at `[d, n - 1]`, as measured; the last row also holds for everything below. More
-      candidates are never worse, so an entry counts as the largest up to its place in the row. NaN, for what was not
-      measured, counts the same way, as 0 if no measured entry is before it; such a factor is never chosen. A row of
-      NaN is replaced by the row above it.
-    num_nodes: The most nodes the tree may have, at least 1.
-
-  Returns:
-    The factors, at most W each, as `TokenTree.prefix` takes them. Among equally good ones those with the fewest nodes,
-    then the lexicographically smallest; empty if nothing is ever accepted.
-
-  Raises:
-    ValueError: `acceptance` has another shape, values outside [0, 1], or no number in its first row; or `num_nodes` is
-      below 1.
-  """
-  num_nodes = _positive('num_nodes', num_nodes)
-  table = _probabilities('acceptance', acceptance)
-  if table.ndim != 2 or not table.size:
-    raise ValueError(f'acceptance must have the shape [D, W] with entries, got {list(table.shape)}')
-  if np.isnan(table[0]).all():
-    raise ValueError('acceptance must hold at least one measured number in its first row, got only NaN')
-  rows = []
-  for row in table[:num_nodes]:  # no path is longer
-    # That an entry counts as the largest up to its place takes no running maximum: fewer children with the same chance
-    # leave more nodes to each, so the earlier entry wins anyway, whatever not larger number stands in the later place.
-    rows.append(rows[-1] if np.isnan(row).all() else np.nan_to_num(row).tolist())
-
-  # plan[m]: the best (-tokens, nodes, factor) below one node at the row's depth with m nodes to spend. Giving it k
-  # children leaves m // k - 1 nodes to each of them.
-  plans = []
-  for row in reversed(rows):
-    plan = [(0.0, 0, 0)]
-    below = plans[-1] if plans else plan
-    for budget in range(1, num_nodes + 1):
-      best = plan[0]
-      for factor, chance in enumerate(row[:budget], start=1):
-        loss, nodes, _ = below[budget // factor - 1]
-        best = min(best, (chance * (loss - 1), factor * (1 + nodes), factor))
-      plan.append(best)
-    plans.append(plan)
-
-  factors, budget = [], num_nodes
-  while factor := plans[max(len(plans) - 1 - len(factors), 0)][budget][2]:
-    factors.append(factor)
-    budget = budget // factor - 1
-  return tuple(factors)

@@ -5,10 +5,12 @@ import heapq
 import itertools
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.tree import TokenTree, optimal_factors
+from spectr_jax.tree import TokenTree
+from spectr_jax.tree_search import optimal_factors
 
 CHAINS = TokenTree.chains(2, 3)  # 0 -> 1 -> 3 -> 5 and 0 -> 2 -> 4 -> 6
 UNEQUAL = TokenTree((0, 0, 1, 1, 2, 4))  # 0 -> (1 -> (3, 4 -> 6), 2 -> 5)
@@ -619,3 +621,48 @@ def test_optimal_factors_of_many_nodes():
 def test_optimal_factors_refuse(acceptance, num_nodes, message):
   with pytest.raises(ValueError, match=message):
     optimal_factors(acceptance, num_nodes)
+
+
+# Trees of rows.
+
+_SHAPES = [
+  TokenTree.chains(1, 3), TokenTree.chains(3, 4), TokenTree.prefix((2, 3, 1)), TokenTree((0, 0, 0, 2, 2, 3, 5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('tree', _SHAPES, ids=lambda tree: str(tree.parents))
+def test_a_row_with_a_trees_parents_has_its_arrays(tree):
+  row = tree.of_row(jnp.array(tree.parents))
+  assert row.bounds is tree.bounds is tree
+  names = ['depths', 'levels', 'parent_nodes', 'parent_of', 'num_children', 'child_index', 'paths', 'ancestors']
+  for name in (*names, 'postorder', 'law_index'):
+    np.testing.assert_array_equal(getattr(row, name), getattr(tree, name), err_msg=name)
+  for name in ('num_nodes', 'max_depth', 'most_children'):
+    assert getattr(row, name) == getattr(tree, name)
+
+
+@pytest.mark.parametrize('tree', _SHAPES, ids=lambda tree: str(tree.parents))
+def test_postorder_comes_after_the_children(tree):
+  order = tree.postorder.tolist()
+  assert sorted(order) == list(range(tree.num_nodes + 1))
+  for node, parent in enumerate(tree.parents, start=1):
+    assert order.index(node) < order.index(parent)
+    for sibling in range(node + 1, tree.num_nodes + 1):
+      if tree.parent_of[sibling] == parent:
+        assert order.index(node) < order.index(sibling)
+
+
+def test_slots_bound_what_rows_may_grow():
+  bounds = TokenTree.slots((2, 3, 2))
+  assert bounds.parents == (0, 0, 1, 1, 2, 3, 4)
+  np.testing.assert_array_equal(bounds.parent_nodes, [0, 1, 2, 3, 4, 5])  # all but the last depth may have children
+  assert bounds.most_children == 3
+  assert bounds.of_row(None) is bounds
+  row = bounds.of_row(jnp.array([0, -1, 1, 1, -1, 4, -1]))
+  np.testing.assert_array_equal(row.num_children, [1, 2, 0, 0, 1, 0, 0, 0])
+  np.testing.assert_array_equal(row.law_index, [0, 1, -1, -1, 4, -1, -1, -1])
+  np.testing.assert_array_equal(row.paths[6], [1, 4, 6])
+  np.testing.assert_array_equal(np.flatnonzero(row.ancestors[6]), [0, 1, 4, 6])
+  for widths in ((), (0,), (2, 1.5)):
+    with pytest.raises(ValueError, match='width'):
+      TokenTree.slots(widths)

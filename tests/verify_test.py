@@ -10,9 +10,9 @@ import pytest
 
 from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, with_children, with_epsilon
 from spectr_jax.couplings import Race
+from spectr_jax.row_tree import RowTree
 from spectr_jax.sampling import arrivals, first_arrival, logits_to_probs
 from spectr_jax.testing import chi_square
-from spectr_jax.tree import RowTree
 from spectr_jax.verify.greedy_block import Modifications
 from spectr_jax.verify.race_traversal import RACES_AT_ONCE
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.proposal import Proposal
+from spectr_jax.row_tree import RowTree
 from spectr_jax.theory import optimal_acceptance
-from spectr_jax.tree import RowTree, TokenTree
+from spectr_jax.tree import TokenTree
 from spectr_jax.verify import Verdict
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Proposal, ProposalRule
-from spectr_jax.tree import RowTree, TokenTree
+from spectr_jax.row_tree import RowTree
+from spectr_jax.tree import TokenTree
 from spectr_jax.verify.record import Record
 
 
