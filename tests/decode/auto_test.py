@@ -78,8 +78,10 @@ def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch
   def groups(settings, prepare, *, baseline, is_joint):
     nonlocal tick
     assert (settings, baseline, is_joint) == ([alone, spectr], alone, False)
+    prepare(alone)
     yield [alone]
     tick = 2.0
+    prepare(spectr)
     yield [alone, spectr]
 
   monkeypatch.setattr(auto, 'time', types.SimpleNamespace(perf_counter=look))

@@ -31,6 +31,9 @@ _PROMPTS = [
 ]
 
 
+_init_params = jax.jit(transformer.init_params, static_argnames='config')
+
+
 @pytest.fixture(scope='module')
 def wide_pair(tmp_path_factory):
   """Flags of a target and a draft that eight devices can divide: 8 heads, 320 tokens; and of prompts."""
@@ -38,7 +41,7 @@ def wide_pair(tmp_path_factory):
   tokenizer, paths = Tokenizer.train([_TEXT], 320), {}
   for seed, (role, num_layers) in enumerate({'target': 2, 'draft': 1}.items()):
     config = transformer.TransformerConfig(320, 32, num_layers, num_heads=8, mlp_dim=32, max_length=64)
-    params = jax.tree.map(lambda x: 2 * x, transformer.init_params(jax.random.key(seed), config))
+    params = jax.tree.map(lambda x: 2 * x, _init_params(jax.random.key(seed), config=config))
     paths[role] = directory / role
     save_model(paths[role], transformer.transformer_model(params, config), tokenizer)
   prompts = directory / 'prompts.jsonl'
@@ -115,7 +118,7 @@ def test_bad_meshes_are_refused(wide_pair, arguments, message):
 
 def _model(num_heads=2, vocab_size=6):
   config = transformer.TransformerConfig(vocab_size, 8 * num_heads, 1, num_heads, 16, 32)
-  return transformer.transformer_model(transformer.init_params(jax.random.key(0), config), config)
+  return transformer.transformer_model(_init_params(jax.random.key(0), config=config), config)
 
 
 _MESH = AbstractMesh((2, 4), ('data', 'model'))
