@@ -15,28 +15,6 @@ import pytest
 
 from spectr_jax.models import transformer
 
-# For this process, for the workers that it starts, and for the commands that tests run. They share one directory of
-# compiled programs: what one has compiled no other compiles again, and whoever runs the tests finds nothing in the
-# user's cache. Programs of tests mostly run for milliseconds: optimizing them would take most of a test's time.
-if 'PYTEST_XDIST_WORKER' not in os.environ:
-  _programs = tempfile.TemporaryDirectory(prefix='spectr_jax_programs_', ignore_cleanup_errors=True)
-  for _name, _value in {
-    'jax_compilation_cache_dir': _programs.name,
-    'jax_compilation_cache_max_size': 2**30,  # with a limit JAX locks what it writes
-    'jax_persistent_cache_min_compile_time_secs': 0.05,
-    'jax_disable_most_optimizations': True,
-  }.items():
-    os.environ[_name.upper()] = str(_value)
-    jax.config.update(_name, _value)
-  # Where XLA knows these flags: its older code for fusions compiles in half the time, the tests keep all cores busy
-  # without compiling a program in parts, and moving code out of loops takes a sixth of a compilation.
-  if (0, 8) <= tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11):
-    _flags = (
-      '--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
-      ' --xla_disable_hlo_passes=while-loop-invariant-code-motion'
-    )
-    os.environ['XLA_FLAGS'] = f'{_flags} {os.environ.get("XLA_FLAGS", "")}'
-
 # Here, since pytest looks for the profile of its flag before it collects tests.
 hypothesis.settings.register_profile('long')
 
@@ -44,6 +22,43 @@ TEXT_SIZE = 32
 CONFIG = transformer.TransformerConfig(
   vocab_size=17, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, max_length=64
 )
+
+
+def pytest_configure(config):
+  """Prepares this process, the workers that it starts, and the commands that tests run.
+
+  They share one directory of compiled programs: what one has compiled no other compiles again, and nothing is left in
+  the user's cache. Most programs of tests run for milliseconds, so optimizing them would take most of a test's time.
+  """
+  if 'PYTEST_XDIST_WORKER' in os.environ:
+    return
+  directory = tempfile.TemporaryDirectory(prefix='spectr_jax_programs_', ignore_cleanup_errors=True)
+  config.add_cleanup(directory.cleanup)
+  options = {
+    'jax_compilation_cache_dir': directory.name,
+    'jax_compilation_cache_max_size': 2**30,  # with a limit JAX locks what it writes
+    'jax_persistent_cache_min_compile_time_secs': 0.05,
+  }
+  if config.option.markexpr != 'tpu':  # these tests measure programs as users compile them
+    options['jax_disable_most_optimizations'] = True
+    os.environ['XLA_FLAGS'] = f'{_xla_flags()} {os.environ.get("XLA_FLAGS", "")}'
+  for name, value in options.items():
+    os.environ[name.upper()] = str(value)
+    jax.config.update(name, value)
+
+
+def _xla_flags():
+  """Flags that make compiling cheaper, where XLA knows them.
+
+  Its older code for fusions compiles in half the time. Compiling a program in parts gains nothing while the tests keep
+  all cores busy. Moving code out of loops takes a sixth of a compilation.
+  """
+  if not (0, 8) <= tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11):
+    return ''
+  return (
+    '--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
+    ' --xla_disable_hlo_passes=while-loop-invariant-code-motion'
+  )
 
 
 def pytest_collection_finish():
@@ -61,10 +76,10 @@ def own_programs(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True, scope='module')
 def _forget_programs():
-  """Every compiled program maps memory, and Linux allows a process 65,530 maps: a whole run in one would crash."""
+  """Forgets compiled programs when there are many: they take memory, and Linux allows a process 65,530 maps of it."""
   yield
   maps = pathlib.Path('/proc/self/maps')
-  if not maps.exists() or maps.read_bytes().count(b'\n') > 25_000:
+  if not maps.exists() or maps.read_bytes().count(b'\n') > 12_000:
     jax.clear_caches()
 
 

@@ -45,7 +45,7 @@ def by_place(entries):
   return found
 
 
-@pytest.mark.usefixtures('highest', 'quickly')
+@pytest.mark.usefixtures('highest')
 def test_continuations_are_those_of_a_comparison(pair, many_prompts, tmp_path):
   options = _options(pair, many_prompts, num_seeds=2)
   seen = []
@@ -86,7 +86,6 @@ def start(*arguments, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_ten_thousand_prompts_take_no_more_memory_than_one_thousand(pair, tmp_path):
   prompts = tmp_path / 'prompts.txt'
   prompts.write_text(''.join(f'the {i % 97} old owls\n' for i in range(10_000)))
