@@ -1,15 +1,11 @@
 """Fixtures shared by the tests: a tiny pair of transformers and a forward pass that knows no cache."""
 
 import dataclasses
+import gc
 import importlib.metadata
 import os
-
-# Before JAX is imported, and for commands that tests run: nothing is left in the cache of whoever runs them (commands
-# get one of their own below), and XLA compiles for CPUs with its older code for fusions, where it knows this flag: in
-# half the time.
-os.environ['JAX_COMPILATION_CACHE_DIR'] = ''
-if (0, 8) <= tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11):
-  os.environ['XLA_FLAGS'] = f'--xla_cpu_use_fusion_emitters=false {os.environ.get("XLA_FLAGS", "")}'
+import pathlib
+import tempfile
 
 import hypothesis
 import jax
@@ -28,12 +24,48 @@ CONFIG = transformer.TransformerConfig(
 )
 
 
-@pytest.fixture(autouse=True, scope='session')
-def _programs_of_commands(tmp_path_factory):
-  """Commands that tests run compile nothing that one before them has."""
-  os.environ['JAX_COMPILATION_CACHE_DIR'] = str(tmp_path_factory.mktemp('programs'))
-  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.1'
-  os.environ['JAX_COMPILATION_CACHE_MAX_SIZE'] = str(2**30)  # with a limit JAX locks what it writes
+def pytest_configure(config):
+  """Prepares this process, the workers that it starts, and the commands that tests run.
+
+  They share one directory of compiled programs: what one has compiled no other compiles again, and nothing is left in
+  the user's cache. Most programs of tests run for milliseconds, so optimizing them would take most of a test's time.
+  """
+  if 'PYTEST_XDIST_WORKER' in os.environ:
+    return
+  directory = tempfile.TemporaryDirectory(prefix='spectr_jax_programs_', ignore_cleanup_errors=True)
+  config.add_cleanup(directory.cleanup)
+  options = {
+    'jax_compilation_cache_dir': directory.name,
+    'jax_compilation_cache_max_size': 2**30,  # with a limit JAX locks what it writes
+    'jax_persistent_cache_min_compile_time_secs': 0.05,
+  }
+  if config.option.markexpr != 'tpu':  # these tests measure programs as users compile them
+    options['jax_disable_most_optimizations'] = True
+    os.environ['XLA_FLAGS'] = f'{_xla_flags()} {os.environ.get("XLA_FLAGS", "")}'
+  for name, value in options.items():
+    os.environ[name.upper()] = str(value)
+    jax.config.update(name, value)
+
+
+def _xla_flags():
+  """Flags that make compiling cheaper, where XLA knows them.
+
+  Its older code for fusions compiles in half the time. Compiling a program in parts gains nothing while the tests keep
+  all cores busy. Moving code out of loops takes a sixth of a compilation.
+  """
+  if not (0, 8) <= tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11):
+    return ''
+  return (
+    '--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
+    ' --xla_disable_hlo_passes=while-loop-invariant-code-motion'
+  )
+
+
+def pytest_collection_finish():
+  """Makes garbage collection rare, and keeps what was imported out of it: tracing makes many objects, few in cycles."""
+  gc.collect()
+  gc.freeze()
+  gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture
@@ -44,18 +76,30 @@ def own_programs(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True, scope='module')
 def _forget_programs():
-  """Every compiled program maps memory, and Linux allows a process 65,530 maps: a whole run in one would crash."""
+  """Forgets compiled programs when there are many: they take memory, and Linux allows a process 65,530 maps of it."""
   yield
-  jax.clear_caches()
+  maps = pathlib.Path('/proc/self/maps')
+  if not maps.exists() or maps.read_bytes().count(b'\n') > 12_000:
+    jax.clear_caches()
+
+
+def _optimizing(is_on):
+  before = jax.config.read('jax_disable_most_optimizations')
+  jax.config.update('jax_disable_most_optimizations', not is_on)
+  yield
+  jax.config.update('jax_disable_most_optimizations', before)
+
+
+@pytest.fixture
+def optimized():
+  """Optimizes programs while it is active, for those that run for seconds."""
+  yield from _optimizing(True)
 
 
 @pytest.fixture
 def quickly():
-  """For programs that run for milliseconds: to compile them well would take most of a test's time."""
-  before = jax.config.read('jax_disable_most_optimizations')
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
+  """Does not optimize programs while it is active, which is the default here."""
+  yield from _optimizing(False)
 
 
 @pytest.fixture

@@ -217,7 +217,6 @@ def _check(case, target, prompts, lengths, result):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_decoding_keeps_its_promises():
   tried = set()
 
@@ -264,7 +263,6 @@ def _none_rolled_back(cache, path, num_committed):
   return cache.commit(path, jnp.where(num_committed > 1, path.shape[1], num_committed))
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('commit', [_wrong_lengths, _first_child_always, _none_rolled_back])
 def test_a_broken_cache_is_noticed(commit):
   rng, case = np.random.default_rng(1), _case()

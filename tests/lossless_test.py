@@ -274,6 +274,7 @@ def _only(names, cases):
   ]
 
 
+@pytest.mark.usefixtures('optimized')
 @pytest.mark.parametrize(('name', 'tree'), _only(('spectr', 'greedy_block', 'ersd'), _SAMPLED))
 def test_joint_law_by_sampling(name, tree):
   result = chi_square(*_chain_counts(_coarse(_LOSSLESS[name]), tree, 1_000_000))
@@ -317,7 +318,7 @@ _SAMPLING = {'temperature': 0.8, 'top_k': 6, 'top_p': 0.9}
 
 def _tiny_transformer(seed, width):
   config = transformer.TransformerConfig(_VOCAB, width, 2, 2, 2 * width, 16)
-  params = transformer.init_params(jax.random.key(seed), config)
+  params = jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(seed), config=config)
   # Sharper than at initialisation, so that laws differ between contexts and top-p has something to cut.
   params['final_norm']['gain'] *= 2.0
   return transformer.transformer_model(params, config)

@@ -32,14 +32,6 @@ from spectr_jax.testing import (
 from spectr_jax.verify import Verdict, Walk
 
 
-@pytest.fixture(autouse=True, scope='module')
-def _quick_compilation():
-  """Programs here run once: compiling them takes longer than running them."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
 def test_chi_square_is_pearsons():
   counts, law = np.array([[30, 25], [20, 45]]), np.array([[0.3, 0.2], [0.2, 0.3]])
   result = chi_square(counts, law)

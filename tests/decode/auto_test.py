@@ -62,7 +62,6 @@ def test_seconds_of_a_group_are_those_of_the_first_groups_time():
   assert (found.num_calls, found.num_tokens, found.num_rounds, found.kept) == (18, 36, 14, [18])
 
 
-@pytest.mark.usefixtures('quickly')
 def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch):
   options = _options(
     **pair, prompts=str(prompt_file), num_prompts=2, num_drafts=(2,), draft_length=(1,), max_new_tokens=4
@@ -78,8 +77,10 @@ def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch
   def groups(settings, prepare, *, baseline, is_joint):
     nonlocal tick
     assert (settings, baseline, is_joint) == ([alone, spectr], alone, False)
+    prepare(alone)
     yield [alone]
     tick = 2.0
+    prepare(spectr)
     yield [alone, spectr]
 
   monkeypatch.setattr(auto, 'time', types.SimpleNamespace(perf_counter=look))
@@ -179,7 +180,6 @@ def test_what_auto_does_not_take(bad, message):
     _options(**bad)
 
 
-@pytest.mark.usefixtures('quickly')
 def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
   path = tmp_path / 'calibration.json'
   few = {name: METHODS[name] for name in ('autoregressive', 'spectr', 'race')}

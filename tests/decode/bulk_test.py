@@ -45,7 +45,7 @@ def by_place(entries):
   return found
 
 
-@pytest.mark.usefixtures('highest', 'quickly')
+@pytest.mark.usefixtures('highest')
 def test_continuations_are_those_of_a_comparison(pair, many_prompts, tmp_path):
   options = _options(pair, many_prompts, num_seeds=2)
   seen = []
@@ -86,7 +86,6 @@ def start(*arguments, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_ten_thousand_prompts_take_no_more_memory_than_one_thousand(pair, tmp_path):
   prompts = tmp_path / 'prompts.txt'
   prompts.write_text(''.join(f'the {i % 97} old owls\n' for i in range(10_000)))
@@ -103,7 +102,7 @@ def test_ten_thousand_prompts_take_no_more_memory_than_one_thousand(pair, tmp_pa
 
 @pytest.mark.slow
 def test_several_processes_write_parts_and_an_index(pair, many_prompts, tmp_path):
-  commands.finish(start(pair, many_prompts, tmp_path / 'whole.jsonl'))
+  commands.succeed('decode.bulk', *flags(pair, many_prompts, tmp_path / 'whole.jsonl'))
   path = tmp_path / 'out.jsonl'
   outputs = [
     commands.finish(process) for process in commands.start_two('decode.bulk', *flags(pair, many_prompts, path))
@@ -137,9 +136,7 @@ def test_parts_are_of_one_number_of_processes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures('own_programs')
 def test_a_run_that_is_killed_at_any_moment_is_gone_on_with(pair, many_prompts, tmp_path):
-  straight = start(pair, many_prompts, tmp_path / 'straight.jsonl', num_seeds=3)
-  _, err = straight.communicate(timeout=300)
-  assert straight.returncode == 0, err
+  commands.succeed('decode.bulk', *flags(pair, many_prompts, tmp_path / 'straight.jsonl', num_seeds=3))
   wanted = by_place(read(tmp_path / 'straight.jsonl'))
   assert len(wanted) == 69
   path, rng, num_lines = tmp_path / 'killed.jsonl', np.random.default_rng(3), 0
@@ -155,9 +152,7 @@ def test_a_run_that_is_killed_at_any_moment_is_gone_on_with(pair, many_prompts, 
     assert process.returncode == -signal.SIGKILL
     num_lines = path.read_bytes().count(b'\n')
   assert 10 <= num_lines < 69
-  process = start(pair, many_prompts, path, '--resume', num_seeds=3)
-  _, err = process.communicate(timeout=300)
-  assert process.returncode == 0, err
+  commands.succeed('decode.bulk', *flags(pair, many_prompts, path, '--resume', num_seeds=3))
   assert by_place(read(path)) == wanted
 
 
@@ -252,8 +247,5 @@ def test_files_that_cannot_be_appended_to(tmp_path):
 
 
 def test_bad_input_is_one_line(pair, many_prompts, tmp_path):
-  process = start(pair, many_prompts, tmp_path, num_drafts=2)
-  out, err = process.communicate(timeout=120)
-  assert process.returncode == 1
-  assert not out
-  assert err == f'error: generations: cannot write {tmp_path}: Is a directory\n'
+  line = commands.refuse('decode.bulk', *flags(pair, many_prompts, tmp_path, num_drafts=2))
+  assert line == f'error: generations: cannot write {tmp_path}: Is a directory'

@@ -184,7 +184,6 @@ def _tables(prompts, **options):
   return workload, laws
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(
   'options', [{}, {'temperature': 0.5}, {'top_k': 2}, {'top_p': 0.6}, {'temperature': 2.0, 'top_k': 2, 'top_p': 0.9}],
   ids=str,
@@ -237,7 +236,6 @@ def test_files_without_rates_are_refused(tmp_path, content):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_measured_rates_choose_trees_and_can_be_used_again(pair, tmp_path):
   prompts = tmp_path / 'prompts.txt'
   prompts.write_text('the quick brown fox\n' * 12)
@@ -255,7 +253,6 @@ def test_measured_rates_choose_trees_and_can_be_used_again(pair, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_a_bound_chooses_chains_and_can_be_used_again(pair, tmp_path, monkeypatch):
   prompts = tmp_path / 'prompts.txt'
   prompts.write_text('the quick brown fox\n' * 12)

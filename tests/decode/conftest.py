@@ -15,12 +15,13 @@ _TEXT = 'the quick brown fox jumps over the lazy dog while seven wise owls watch
 def save_tiny_model():
   """`(path, seed, text) -> path`: writes a fresh model of 320 tokens with a tokenizer of `text`."""
   # Enough tokens for every letter of a text: the trainer picks among rare letters at random, and tests would as well.
+  init_params = jax.jit(transformer.init_params, static_argnames='config')
   train = functools.cache(lambda text: Tokenizer.train([text], 320))
 
   def save_tiny_model(path, seed, text=_TEXT):
     tokenizer = train(text)
     config = transformer.TransformerConfig(320, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=64)
-    params = transformer.init_params(jax.random.key(seed), config)
+    params = init_params(jax.random.key(seed), config=config)
     save_model(path, transformer.transformer_model(params, config), tokenizer)
     return str(path)
 

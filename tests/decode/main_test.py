@@ -1,13 +1,11 @@
 """The command: what it writes, what it refuses, and what does not change its tokens."""
 
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import types
 
+import commands
 import numpy as np
 import pytest
 
@@ -15,7 +13,6 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
 from spectr_jax import METHODS
 
-_REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 _RESULT_FIELDS = [
   'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'num_nodes', 'children', 'epsilon', 'temperature',
   'seed', 'num_prompts', 'tokens', 'target_calls', 'block_efficiency', 'block_efficiency_ci95',
@@ -24,23 +21,12 @@ _RESULT_FIELDS = [
 ]  # fmt: skip
 
 
-def run_command(*arguments, cwd=_REPOSITORY):
-  """`python -m decode.main` with `arguments`; output is captured as text.
-
-  Its programs run for milliseconds: to compile them well would take most of the time.
-  """
-  env = {**os.environ, 'PYTHONPATH': str(_REPOSITORY), 'JAX_PLATFORMS': 'cpu'}
-  env['JAX_DISABLE_MOST_OPTIMIZATIONS'] = 'true'
-  command = [sys.executable, '-m', 'decode.main', *map(str, arguments)]
-  return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=900)
-
-
 @pytest.fixture(scope='module')
 def grid(pair, prompt_file, tmp_path_factory):
   """Three methods, K in {1, 2}, two seeds, three prompts in batches of two."""
   directory = tmp_path_factory.mktemp('grid')
-  ran = run_command(
-    *(f'--{role}={path}' for role, path in pair.items()),
+  ran = commands.run(
+    'decode.main', *(f'--{role}={path}' for role, path in pair.items()),
     '--method=autoregressive,speculative,spectr', '--num_drafts=1,2', '--draft_length=2',
     f'--prompts={prompt_file}', '--batch_size=2', '--max_new_tokens=9',
     '--num_seeds=2', '--seed=5', f'--output={directory / "o.json"}', f'--generations={directory / "g.jsonl"}',
@@ -143,12 +129,10 @@ def test_tokens_do_not_depend_on_batch_or_grid(grid, pair, prompt_file, other):
 
 
 def test_the_pretrained_pair_runs_from_anywhere(tmp_path):
-  ran = run_command(
-    '--num_prompts=2', '--max_new_tokens=4', '--draft_length=2', '--num_drafts=2', '--method=spectr', cwd=tmp_path
-  )
-  assert ran.returncode == 0, ran.stderr
-  assert ran.stdout.startswith('target pretrained/target')
-  assert 'spectr' in ran.stdout
+  arguments = '--num_prompts=2', '--max_new_tokens=4', '--draft_length=2', '--num_drafts=2', '--method=spectr'
+  printed = commands.finish(commands.start('decode.main', *arguments, cwd=tmp_path))
+  assert printed.startswith('target pretrained/target')
+  assert 'spectr' in printed
   assert not list(tmp_path.iterdir())
 
 
@@ -234,38 +218,33 @@ _BAD_INPUTS = [
 ]  # fmt: skip
 
 
-# Each takes a start of Python: by default some of every kind, the others among the slow tests.
-_BY_DEFAULT = {
-  'unknown flag', 'argument', 'method', 'K is no number', 'K and L are huge', 'tree', 'temperature', 'empty prompt',
-  'max_new_tokens leave no room', 'no prompt file', 'not UTF-8', 'long prompt', 'no target', 'damaged', 'tokenizers',
-  'no output directory',
-}  # fmt: skip
-
-
 @pytest.fixture(scope='module')
 def bad_inputs(tmp_path_factory, pair, save_tiny_model):
   """The directory in which they are, and the flags and messages by name."""
   directory = tmp_path_factory.mktemp('bad')
   cases = _bad_inputs(directory, pair, save_tiny_model)
   assert [*cases] == [*_BAD_INPUTS, 'flags']
-  assert set(_BAD_INPUTS) >= _BY_DEFAULT
   return directory, cases
 
 
-@pytest.mark.parametrize(
-  'name', [pytest.param(name, marks=() if name in _BY_DEFAULT else pytest.mark.slow) for name in _BAD_INPUTS]
-)
+@pytest.mark.parametrize('name', _BAD_INPUTS)
 def test_bad_input_is_one_clear_line(bad_inputs, name):
   directory, cases = bad_inputs
   (common, _), (arguments, parts) = cases['flags'], cases[name]
   kept = directory / 'kept.json'
   kept.write_text('old')
-  ran = run_command(*common, '--max_new_tokens=4', f'--output={kept}', *arguments)
-  assert ran.returncode == 1
-  assert ran.stdout == ''
-  (line,) = ran.stderr.splitlines()
-  assert line.startswith('error: ')
+  line = commands.refuse('decode.main', *common, '--max_new_tokens=4', f'--output={kept}', *arguments)
   for part in parts:
     assert part in line
   assert kept.read_text() == 'old'
   assert not list(directory.glob('*.unfinished'))
+
+
+def test_a_process_of_its_own_ends_in_one_line():
+  """What it imports first, before anything is refused, prints nothing."""
+  process = commands.start('decode.main', '--num_draft=3')
+  out, err = process.communicate(timeout=300)
+  assert process.returncode == 1
+  assert out == ''
+  (line,) = err.splitlines()
+  assert line.startswith("error: Unknown command line flag 'num_draft'")

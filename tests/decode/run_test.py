@@ -143,7 +143,6 @@ def test_rounds_are_profiled(pair, prompt_file, tmp_path):
     run_decode(dataclasses.replace(options, profile_dir=str(tmp_path / 'file')))
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('role', ['target', 'draft'])
 def test_logits_that_are_not_finite_are_named(pair, prompt_file, tmp_path, role):
   model, tokenizer = load_model(pair[role])
@@ -158,7 +157,6 @@ def test_logits_that_are_not_finite_are_named(pair, prompt_file, tmp_path, role)
     run_decode(options)
 
 
-@pytest.mark.usefixtures('quickly')
 def test_long_prompts_are_left_out_and_counted(pair, tmp_path):
   path = tmp_path / 'prompts.txt'
   path.write_text('the quick\n' + 'owl ' * 90 + '\nseven wise owls\nold\n')
@@ -212,7 +210,6 @@ def test_speed_is_compared_batch_by_batch(pair, prompt_file):
   assert slower.round_cost == pytest.approx(8 / slower.num_rounds / (24 / baseline.num_rounds))
 
 
-@pytest.mark.usefixtures('quickly')
 def test_the_share_of_the_optimum_is_reported(pair, prompt_file):
   options = DecodeOptions(
     **pair, method=('spectr', 'gsd'), num_drafts=(2,), draft_length=(2,), prompts=str(prompt_file), batch_size=3,
@@ -231,7 +228,6 @@ def test_the_share_of_the_optimum_is_reported(pair, prompt_file):
   assert f'{spectr.share_of_optimum:.2f} ±' in printed
 
 
-@pytest.mark.usefixtures('quickly')
 def test_seed_exact_decoding_gives_the_text_of_its_reference(pair, prompt_file):
   options = DecodeOptions(
     **pair, method=('autoregressive', 'ersd'), gumbel=True, num_drafts=(2,), draft_length=(2,),

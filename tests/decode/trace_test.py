@@ -1,12 +1,9 @@
 """The data of the trace page are those of the run, and the page is one file that holds them safely."""
 
 import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
+import commands
 import jax
 import numpy as np
 import pytest
@@ -17,7 +14,6 @@ from decode.experiment.run import run_decode
 from decode.trace_page.data import pieces_of_tokens
 from spectr_jax import METHODS, ORIGIN_BONUS, ORIGIN_DRAFT, TokenTree
 
-ROOT = pathlib.Path(__file__).parents[2]
 _PROMPT = 'the </script><b>fox</b> & \u2028 ü'
 
 
@@ -28,14 +24,11 @@ def _options(pair, **more):
 
 @pytest.fixture(scope='module')
 def traced(pair):
-  before = jax.config.read('jax_disable_most_optimizations')
-  jax.config.update('jax_disable_most_optimizations', True)
   with jax.default_matmul_precision('highest'):
-    yield trace.record_trace(_options(pair), ('speculative',))
-  jax.config.update('jax_disable_most_optimizations', before)
+    return trace.record_trace(_options(pair), ('speculative',))
 
 
-@pytest.mark.usefixtures('highest', 'quickly')
+@pytest.mark.usefixtures('highest')
 def test_the_run_is_the_one_that_decoding_makes(pair, traced):
   run = run_decode(_options(pair))
   found = run.measurements[0]
@@ -148,27 +141,22 @@ def test_pieces_put_together_are_the_text(tokens, pieces):
   assert pieces_of_tokens(np.frombuffer(tokens, np.uint8), _Bytes()) == pieces
 
 
-def _run(pair, *arguments):
-  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true'}
-  flags = [f'--{name}={value}' for name, value in pair.items()]
-  command = [sys.executable, '-m', 'decode.trace', *flags, *arguments]
-  return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+def _flags(pair, *arguments):
+  return [*(f'--{name}={value}' for name, value in pair.items()), *arguments]
 
 
 def test_bad_input_is_one_line(pair, tmp_path):
-  ran = _run(pair, '--method=autoregressive', f'--output={tmp_path / "trace.html"}')
-  assert ran.returncode == 1
-  assert not ran.stdout
-  assert ran.stderr == 'error: autoregressive drafts nothing: there is nothing to trace\n'
+  flags = _flags(pair, '--method=autoregressive', f'--output={tmp_path / "trace.html"}')
+  assert commands.refuse('decode.trace', *flags) == 'error: autoregressive drafts nothing: there is nothing to trace'
   assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_the_command_writes_the_page(pair, tmp_path):
   path = tmp_path / 'trace.html'
-  ran = _run(pair, '--prompt=the fox', '--max_new_tokens=6', '--compare=spectr,block', f'--output={path}')
-  assert ran.returncode == 0, ran.stderr
+  flags = _flags(pair, '--prompt=the fox', '--max_new_tokens=6', '--compare=spectr,block', f'--output={path}')
+  out = commands.finish(commands.start('decode.trace', *flags))
   data = json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(encoding='utf-8'))[1])
   assert [method['name'] for method in data['methods']] == ['race_block', 'spectr', 'block']
   assert (data['run']['num_drafts'], data['run']['draft_length']) == (2, 6)
-  assert f'6 tokens in {len(data["rounds"])} rounds' in ran.stdout
+  assert f'6 tokens in {len(data["rounds"])} rounds' in out

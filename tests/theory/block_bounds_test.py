@@ -119,7 +119,6 @@ def test_independent_drafts_meet_the_block_by_chance():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('length', [1, 2])
-@pytest.mark.usefixtures('quickly')
 def test_what_methods_keep(length):
   """Two drafts, enumerated: a lossless method is below the optimum and above what is published."""
   p, q = BERNOULLI

@@ -136,7 +136,6 @@ def test_target_calls_of_simple_chains():
 
 
 @pytest.mark.parametrize(('name', 'num_drafts'), [pytest.param('speculative', 1, marks=pytest.mark.slow), ('batch', 2)])
-@pytest.mark.usefixtures('quickly')
 def test_the_verifier_rejects_as_often(name, num_drafts):
   """Every draft and decision of the library's own verifier over three tokens."""
   num_tokens = 3
@@ -167,7 +166,6 @@ def test_enumeration_refuses():
 
 
 @pytest.mark.parametrize(('name', 'num_drafts'), [pytest.param('speculative', 1, marks=pytest.mark.slow), ('batch', 3)])
-@pytest.mark.usefixtures('quickly')
 def test_decoding_rejects_as_often(name, num_drafts):
   """The engine on nonstationary chains, within 4.5 standard errors; another draft would show."""
   chains = random_chains(10, num_tokens=8)

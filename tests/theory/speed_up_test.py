@@ -22,7 +22,6 @@ def test_published_examples():
   np.testing.assert_array_equal(expected_chain_tokens([0.7, 0.8, 0.9, 0.4], 5).round(2), [2.94, 3.69, 4.69, 1.66])
 
 
-@pytest.mark.usefixtures('quickly')
 def test_tokens_are_those_of_the_verifier():
   """Where laws depend on nothing every drafted token is accepted with 1 - TV(p, q)."""
   p, q = np.array([0.5, 0.3, 0.2]), np.array([0.3, 0.1, 0.6])

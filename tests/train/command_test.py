@@ -2,10 +2,9 @@
 
 import pathlib
 import re
-import subprocess
-import sys
 import time
 
+import commands
 import pytest
 
 from spectr_jax import load_model
@@ -20,22 +19,11 @@ from train.train import train
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(module, *arguments):
-  return subprocess.run(
-    [sys.executable, '-m', module, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300
-  )
-
-
 def refused(module, *arguments):
   """The one line with which a command refuses its arguments."""
-  done = run(module, *arguments)
-  assert done.returncode == 1, done
-  assert done.stdout == ''
-  lines = done.stderr.strip().splitlines()
-  assert len(lines) == 1, done.stderr
-  assert lines[0].startswith('error: ')
-  assert len(lines[0]) < 500
-  return lines[0]
+  line = commands.refuse(module, *arguments)
+  assert len(line) < 500
+  return line
 
 
 @pytest.fixture(scope='module')
@@ -112,15 +100,11 @@ def test_a_tokenizer_and_a_model_are_trained_and_training_goes_on_after_a_kill(t
     f'--config.tokenizer={tmp_path}/tokenizer.json', '--config.held_out_percent=10', '--config.seq_len=24',
     '--config.num_steps=6', '--config.warmup_steps=1', '--config.model.embed_dim=12', '--config.checkpoint_every=2',
   )  # fmt: skip
-  done = run('train.tokenizer', *settings)
-  assert done.returncode == 0, done.stderr
-  assert 'fingerprint ' + Tokenizer.load(tmp_path / 'tokenizer.json').fingerprint in done.stdout
+  out = commands.succeed('train.tokenizer', *settings)
+  assert 'fingerprint ' + Tokenizer.load(tmp_path / 'tokenizer.json').fingerprint in out
   assert 'is not overwritten' in refused('train.tokenizer', *settings)
 
-  killed = subprocess.Popen(
-    [sys.executable, '-m', 'train.main', *settings, '--config.num_steps=100000', f'--workdir={tmp_path}/run'],
-    cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-  )  # fmt: skip
+  killed = commands.start('train.main', *settings, '--config.num_steps=100000', f'--workdir={tmp_path}/run')
   try:
     while not (tmp_path / 'run' / 'checkpoints' / '4').exists():
       assert killed.poll() is None
@@ -129,10 +113,9 @@ def test_a_tokenizer_and_a_model_are_trained_and_training_goes_on_after_a_kill(t
     killed.kill()
     killed.communicate()
   newest = max(int(path.name) for path in (tmp_path / 'run' / 'checkpoints').iterdir() if path.name.isdigit())
-  done = run('train.main', *settings, f'--config.num_steps={newest + 3}', f'--workdir={tmp_path}/run')
-  assert done.returncode == 0, done.stderr
-  assert f'at step {newest}' in done.stdout
-  assert 'held-out loss' in done.stdout
+  out = commands.succeed('train.main', *settings, f'--config.num_steps={newest + 3}', f'--workdir={tmp_path}/run')
+  assert f'at step {newest}' in out
+  assert 'held-out loss' in out
   assert load_model(tmp_path / 'run' / 'model')[0].vocab_size == 280
 
   for path in (tmp_path / 'run' / 'checkpoints' / str(newest + 3) / 'default' / 'd').iterdir():
@@ -149,9 +132,8 @@ def test_evaluating_a_saved_model(trained, corpus, documents):
   assert found == {**wanted, 'tokens': len(text.tokens), 'bytes': text.num_bytes}
   other = evaluate_files(trained / 'model', (str(corpus),), batch_size=5, seq_len=48)
   assert other['loss'] != found['loss']
-  done = run('train.evaluate', f'--model={trained}/model', f'--files={corpus}')
-  assert done.returncode == 0, done.stderr
-  assert done.stdout == (
+  out = commands.finish(commands.start('train.evaluate', f'--model={trained}/model', f'--files={corpus}'))
+  assert out == (
     f'{corpus}: perplexity {found["perplexity"]:.3f}, bits per byte {found["bits_per_byte"]:.4f},'
     f' loss {found["loss"]:.4f} nats per token; {found["tokens"]:,} tokens, {found["bytes"]:,} bytes\n'
   )

@@ -12,6 +12,7 @@ from spectr_jax.models.transformer import TransformerConfig, config_of, init_par
 from train import step
 from train.train import train
 
+_init_params = jax.jit(init_params, static_argnames='config')
 NETWORK = dict(embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
 
 
@@ -19,13 +20,13 @@ NETWORK = dict(embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
 def laws(tokenizer):
   """Rows of two documents, a learner and a teacher, and the laws of both after every token."""
   config = TransformerConfig(tokenizer.vocab_size, max_length=24, **NETWORK)
-  learner, teacher = (init_params(jax.random.key(seed), config) for seed in (0, 1))
+  learner, teacher = (_init_params(jax.random.key(seed), config=config) for seed in (0, 1))
   teacher = jax.tree.map(lambda x: 2 * x, teacher)
   rows = np.random.default_rng(0).integers(3, tokenizer.vocab_size, (2, 13))
   rows[:, [0, 7]] = tokenizer.bos_id
+  logits = jax.jit(step.packed_logits, static_argnums=(2, 3))
   probs = [
-    np.asarray(jax.nn.softmax(step.packed_logits(params, rows[:, :-1], config, tokenizer.bos_id)))
-    for params in (learner, teacher)
+    np.asarray(jax.nn.softmax(logits(params, rows[:, :-1], config, tokenizer.bos_id))) for params in (learner, teacher)
   ]
   return config, rows, learner, teacher, *probs
 
@@ -35,14 +36,13 @@ def test_loss_and_overlap_in_closed_form(tokenizer, laws):
   weights = rows[:, 1:] != tokenizer.bos_id
   divergence = (other * np.log(other / own)).sum(-1)
   likelihood = -np.log(np.take_along_axis(own, rows[:, 1:, None], axis=-1)[..., 0])
+  token_losses, overlaps = (jax.jit(fn, static_argnums=(2, 3)) for fn in (step.token_losses, step.overlaps))
   for share in (1.0, 0.25):
-    losses, found = step.token_losses(
-      learner, rows, config, tokenizer.bos_id, teacher=step.Teacher(teacher, config, share)
-    )
+    losses, found = token_losses(learner, rows, config, tokenizer.bos_id, teacher=step.Teacher(teacher, config, share))
     np.testing.assert_array_equal(found, weights)
     wanted = (share * divergence + (1 - share) * likelihood) * weights
     np.testing.assert_allclose(losses, wanted, rtol=2e-4, atol=1e-6)
-  found, _ = step.overlaps(learner, rows, config, tokenizer.bos_id, teacher=step.Teacher(teacher, config))
+  found, _ = overlaps(learner, rows, config, tokenizer.bos_id, teacher=step.Teacher(teacher, config))
   np.testing.assert_allclose(found, np.minimum(own, other).sum(-1) * weights, rtol=1e-4)
 
 
@@ -52,12 +52,12 @@ def test_who_has_the_teachers_laws_learns_nothing(tokenizer, laws):
   def loss(params):
     return step.token_losses(params, rows, config, tokenizer.bos_id, teacher=step.Teacher(learner, config))[0].sum()
 
-  value, grads = jax.value_and_grad(loss)(learner)
+  value, grads = jax.jit(jax.value_and_grad(loss))(learner)
   assert abs(value) < 1e-4
   assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(grads)) < 1e-4
 
 
-def overlaps(workdir):
+def overlaps_of(workdir):
   lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
   return [line['held_out_overlap'] for line in lines if 'held_out_overlap' in line]
 
@@ -75,7 +75,7 @@ def test_a_distilled_draft_comes_nearer_to_its_target(tmp_path, make_config):
   config.distill_from = str(tmp_path / 'sharp')
   config.model.update(embed_dim=12, mlp_dim=24)
   outcome = train(config, tmp_path / 'draft')
-  first, last = overlaps(tmp_path / 'draft')
+  first, last = overlaps_of(tmp_path / 'draft')
   assert outcome.held_out['overlap'] == pytest.approx(last, abs=0.05)
   config.distill_weight = 1e-6
   plain = train(config, tmp_path / 'plain')
@@ -89,13 +89,13 @@ def test_teachers_that_cannot_teach(tmp_path, make_config, documents):
   with pytest.raises(ValueError, match='no model at .*missing'):
     train(config, tmp_path / 'run')
   network = TransformerConfig(config.vocab_size, max_length=24, **NETWORK)
-  model = transformer_model(init_params(jax.random.key(0), network), network)
+  model = transformer_model(_init_params(jax.random.key(0), config=network), network)
   save_model(tmp_path / 'other', model, Tokenizer.train(documents[:200], config.vocab_size))
   config.distill_from = str(tmp_path / 'other')
   with pytest.raises(ValueError, match='other has another tokenizer than'):
     train(config, tmp_path / 'run')
   short = TransformerConfig(config.vocab_size, max_length=8, **NETWORK)
-  model = transformer_model(init_params(jax.random.key(0), short), short)
+  model = transformer_model(_init_params(jax.random.key(0), config=short), short)
   save_model(tmp_path / 'short', model, Tokenizer.load(config.tokenizer))
   config.distill_from = str(tmp_path / 'short')
   with pytest.raises(ValueError, match='short was trained at 8 tokens, config.seq_len is 24'):

@@ -23,13 +23,14 @@ from train.input_pipeline import PackedText, encode_documents
 from train.step import init_state, make_optimizer, make_train_step, packed_logits, token_losses
 from train.train import check_config
 
+_init_params = jax.jit(init_params, static_argnames='config')
 SIZES = dict(embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
 
 
 @pytest.fixture(scope='module')
 def network(tokenizer):
   network = TransformerConfig(tokenizer.vocab_size, max_length=24, **SIZES)
-  return init_params(jax.random.key(3), network), network
+  return _init_params(jax.random.key(3), config=network), network
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -54,7 +55,7 @@ def test_attention_stays_within_documents(network, tokenizer):
   first, second = [bos, 270, 271, 272, 2], [bos, 280, 281, 282, 283]
   other = [bos, 290, 291, 292, 2]
   rows = jnp.array([first + second, other + second])
-  losses, weights = token_losses(params, rows, network, bos)
+  losses, weights = jax.jit(token_losses, static_argnums=(2, 3))(params, rows, network, bos)
   np.testing.assert_array_equal(losses[0, 5:], losses[1, 5:])
   # A document's first token is no target; its own position counts from the row's start, which rotary embeddings do
   # not see but by rounding.
@@ -413,7 +414,8 @@ def test_dropout_is_a_function_of_seed_and_step(tmp_path, monkeypatch, config, s
 def test_dropout_leaves_out_what_blocks_add(network, tokenizer):
   params, network = network
   rows = jnp.asarray(np.random.default_rng(0).integers(3, tokenizer.vocab_size, (2, 12)))
-  logits = functools.partial(packed_logits, params, rows, network, tokenizer.bos_id)
+  forward = jax.jit(packed_logits, static_argnums=(2, 3), static_argnames='dropout')
+  logits = functools.partial(forward, params, rows, network, tokenizer.bos_id)
   np.testing.assert_array_equal(logits(dropout=0.5), logits())  # not without a key
   one, other = (logits(dropout=0.5, dropout_key=jax.random.key(seed)) for seed in (0, 1))
   assert (np.abs(one - other).max(axis=-1) > 1e-3).all()
@@ -447,8 +449,10 @@ def test_dropout_differs_between_steps_and_seeds(config, tokenizer):
     make_train_step(optimizer, model_config, tokenizer.bos_id, mesh, dropout=0.5, seed=seed) for seed in range(2)
   ]
 
+  initial = init_state(0, optimizer, model_config)
+
   def loss(at, seed):
-    state = {**init_state(0, optimizer, model_config), 'step': jnp.asarray(at, jnp.int32)}
+    state = jax.tree.map(jnp.copy, {**initial, 'step': jnp.asarray(at, jnp.int32)})  # it is donated
     return float(steps[seed](state, rows, None)[1])
 
   assert loss(3, 0) == loss(3, 0)
