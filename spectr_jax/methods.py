@@ -18,20 +18,20 @@ class Method:
 
   Attributes:
     name: Its name in `METHODS`.
-    verifier: Decides which guesses are kept.
-    proposal_rule: Draws the children of a node.
+    verifier: The algorithm that decides which guesses are kept.
+    proposal_rule: The rule that draws the children of a node.
     is_lossless: Whether the output has exactly the target's distribution, whatever the tree.
     source: Paper and algorithm.
     max_drafts: The most candidates a position may have, or None for any number; 0 drafts nothing.
     needs_chains: Whether it is defined for K chains of equal length only.
-    is_seed_exact: Whether randomness is keyed by a token's absolute position and shared by drafting and verification;
-      right for `SeedExact` alone. All others take new randomness every round: theirs has influenced which round a token
-      falls into, and would be used twice.
-    bias: Why it is not lossless, in a line; empty if it is.
-    is_lossless_alone: Whether it is lossless on a single draft all the same.
+    is_seed_exact: Whether randomness is keyed by a token's absolute position and shared by drafting and verification.
+      Only `SeedExact` is right with it. All other verifiers need new randomness every round: a round's randomness has
+      influenced where the next round begins, so keyed by position it would be used twice.
+    bias: The reason why the method is not lossless, in one line; empty for lossless methods.
+    is_lossless_alone: Whether a method that is biased on other trees is lossless on a single draft.
 
   Raises:
-    ValueError: The verifier is not right for children drawn by the rule.
+    ValueError: The verifier does not cover children drawn by the rule.
   """
 
   name: str
@@ -48,36 +48,37 @@ class Method:
   def __post_init__(self):
     allowed = self.verifier.proposal_rules
     if not isinstance(self.proposal_rule, allowed):
-      names = ' or '.join(rule.name for rule in allowed)
+      # `name` is a property of the protocol; the rules are dataclasses, whose classes hold the default.
+      names = ' or '.join(getattr(rule, 'name', rule.__name__) for rule in allowed)
       promise = "has the target's law" if self.is_lossless else 'is defined'
       raise ValueError(f'{self.name} {promise} only if children are drawn {names}, not {self.proposal_rule.name}')
 
   @property
   def takes_given(self) -> bool:
-    """Whether candidates may be given (`Proposal.is_given`)."""
+    """True if candidates may be given (`Proposal.is_given`)."""
     return self.verifier.takes_given
 
   @property
   def takes_grown(self) -> bool:
-    """Whether rows may grow trees of their own (`TokenTree.slots`)."""
+    """True if rows may grow trees of their own (`TokenTree.slots`)."""
     return self.verifier.takes_grown
 
   @property
   def is_token_level(self) -> bool:
-    """Whether each position is decided by itself."""
+    """True if each position is decided by itself."""
     return self.verifier.is_token_level
 
   @property
   def tries_every_branch(self) -> bool:
-    """Whether a branch that fails is followed by the next one."""
+    """True if the next branch is tried after one that fails."""
     return self.verifier.tries_every_branch
 
   def is_lossless_on(self, tree: TokenTree) -> bool:
-    """Whether the output has exactly the target's distribution on this tree."""
+    """Tells whether the output has exactly the target's distribution on this tree."""
     return self.is_lossless or (self.is_lossless_alone and tree.is_chain)
 
   def tree_for(self, tree: TokenTree | None) -> TokenTree:
-    """The tree the method works on: `tree`, or an empty one for a method that drafts nothing, whatever it is given.
+    """The tree the method works on: `tree`, or an empty one if the method drafts nothing.
 
     Raises:
       ValueError: The method's theory does not cover `tree`.
@@ -237,7 +238,7 @@ METHODS: dict[str, Method] = {method.name: method for method in _METHODS}
 
 
 def get_method(method: str | Method) -> Method:
-  """A method by name; a `Method` passes through.
+  """Looks a method up by name; a `Method` passes through.
 
   Raises:
     ValueError: No method has that name.
@@ -250,7 +251,7 @@ def get_method(method: str | Method) -> Method:
 
 
 def register(method: Method) -> Method:
-  """Adds a method to `METHODS`, where commands and `generate` find it by name; returns it.
+  """Adds a method to `METHODS`, where commands and `generate` find it by name, and returns it.
 
   Raises:
     ValueError: Another method has its name.
@@ -268,7 +269,7 @@ def with_children(method: Method, children: str) -> Method:
     children: `independent`, `without_replacement` or `first_arrivals`.
 
   Raises:
-    ValueError: There is no such rule, or the method is not right with it.
+    ValueError: There is no such rule, or the method's theory does not cover it.
   """
   rules = {rule.name: rule for rule in (Independent(), WithoutReplacement(), FirstArrivals())}
   if children not in rules:
@@ -278,13 +279,13 @@ def with_children(method: Method, children: str) -> Method:
 
 
 def with_epsilon(method: Method, epsilon: float) -> Method:
-  """`method` with another amount of over-acceptance; methods that accept no more than they may stay as they are.
+  """`method` with another amount of over-acceptance; methods without over-acceptance stay as they are.
 
-  With none, and the best residual, the method is speculative decoding, which is lossless.
+  With `epsilon` 0 and the best residual, the method is speculative decoding, which is lossless.
 
   Args:
     method: The method.
-    epsilon: The amount added to the target's probability of a candidate.
+    epsilon: The amount added to the target's probability of a candidate, at least 0.
 
   Raises:
     ValueError: `epsilon` is negative.

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from spectr_jax.sharding import DATA, MODEL, Rules
 
@@ -22,7 +23,7 @@ from spectr_jax.sharding import DATA, MODEL, Rules
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelOutput:
-  """What a forward call returns.
+  """The result of a forward call.
 
   Attributes:
     logits: float32 `[B, N, V]`, the next-token logits after each token of the call. Padded vocabulary columns are -inf.
@@ -44,12 +45,12 @@ class KVCache:
   contiguous memory.
 
   Attributes:
-    keys: One `[B, H, head_dim, S]` array per layer; slots at and beyond a row's length hold nothing of meaning.
+    keys: One `[B, H, head_dim, S]` array per layer; slots from a row's length on hold unused values.
     values: One `[B, H, S, head_dim]` array per layer.
     lengths: int32 `[B]`, the committed tokens of each row.
     pending_keys: One `[B, H, head_dim, M]` array per layer, or `()` when nothing is pending.
     pending_values: One `[B, H, M, head_dim]` array per layer, or `()`.
-    num_pending: int32 scalar, the pending slots already written; later calls of the same round append after them.
+    num_pending: int32 scalar, the number of pending slots already written; later calls of the round append after them.
   """
 
   keys: tuple[jax.Array, ...]
@@ -60,29 +61,42 @@ class KVCache:
   num_pending: jax.Array
 
   @classmethod
-  def empty(cls, *, num_layers: int, batch_size: int, num_heads: int, head_dim: int, cache_size: int, dtype) -> KVCache:
-    """An empty cache that holds up to `cache_size` committed tokens per row."""
+  def empty(
+    cls, *, num_layers: int, batch_size: int, num_heads: int, head_dim: int, cache_size: int, dtype: DTypeLike
+  ) -> KVCache:
+    """An empty cache.
+
+    Args:
+      num_layers: Layers of the model.
+      batch_size: B, rows.
+      num_heads: H, attention heads.
+      head_dim: Width of a head.
+      cache_size: S, the committed tokens that a row can hold.
+      dtype: Type of keys and values.
+    """
     keys = tuple(jnp.zeros((batch_size, num_heads, head_dim, cache_size), dtype) for _ in range(num_layers))
     values = tuple(jnp.zeros((batch_size, num_heads, cache_size, head_dim), dtype) for _ in range(num_layers))
     return cls(keys, values, jnp.zeros(batch_size, jnp.int32), (), (), jnp.zeros((), jnp.int32))
 
   def partition_specs(self) -> KVCache:
-    """How the cache is sharded over a mesh `data` x `model`: rows over the one, heads over the other."""
+    """PartitionSpecs in place of the arrays: rows are sharded over `data`, heads over `model`."""
     by_heads = PartitionSpec(DATA, MODEL)
     arrays = {
       field: tuple(by_heads for _ in getattr(self, field))
       for field in ('keys', 'values', 'pending_keys', 'pending_values')
     }
-    return KVCache(lengths=PartitionSpec(DATA), num_pending=PartitionSpec(), **arrays)
+    return dataclasses.replace(self, lengths=PartitionSpec(DATA), num_pending=PartitionSpec(), **arrays)
 
-  def append(self, layer: int, new_keys: jax.Array, new_values: jax.Array, *, num_pending_slots: int):
-    """Pending keys and values of one layer with a call's tokens behind those of earlier calls.
+  def append(
+    self, layer: int, new_keys: jax.Array, new_values: jax.Array, *, num_pending_slots: int
+  ) -> tuple[jax.Array, jax.Array]:
+    """The pending keys and values of one layer, with a call's tokens after those of earlier calls.
 
     Args:
       layer: The layer's index.
-      new_keys: `[B, H, head_dim, N]`.
+      new_keys: `[B, H, head_dim, N]`, of the call's N tokens.
       new_values: `[B, H, N, head_dim]`.
-      num_pending_slots: M, the pending slots that the whole round needs.
+      num_pending_slots: M, the number of pending slots that the whole round needs.
 
     Returns:
       The layer's pending `[B, H, head_dim, M]` keys and `[B, H, M, head_dim]` values.
@@ -105,11 +119,11 @@ class KVCache:
   def commit(self, path: jax.Array, num_committed: jax.Array) -> KVCache:
     """Keeps pending entries `path[b, :num_committed[b]]`, in that order, as the next committed ones; drops the rest.
 
-    A row with `num_committed` 0 stays as it is. Entries that would stand beyond the cache's size are dropped.
+    A row with `num_committed` 0 stays as it is. Entries beyond the cache's size are dropped.
 
     Args:
       path: int32 `[B, D]` indices of pending entries.
-      num_committed: int32 `[B]`, how many tokens of the path are kept, the root of a tree included.
+      num_committed: int32 `[B]`, the number of path tokens that are kept, the root of a tree included.
     """
     depth = path.shape[1]
     size = self.keys[0].shape[-1]
@@ -145,7 +159,7 @@ def _write(array: jax.Array, pending: jax.Array, path: jax.Array, slots: jax.Arr
 
 
 def _scatter(array, pending, path, slots, *, axis: int):
-  # Row by row, not by indices of rows: only so does the compiler see that rows on other devices are not needed.
+  # Row by row and not by indices of rows, so that the compiler sees that no row of another device is needed.
   def keep(row, pending, path, slots):
     before = (slice(None),) * (axis - 1)
     return row.at[*before, slots].set(pending[*before, path], mode='drop')
@@ -154,16 +168,16 @@ def _scatter(array, pending, path, slots, *, axis: int):
 
 
 def _scatter_integers(array, pending, *where, axis: int):
-  """Moves bfloat16 as integers: XLA on CPUs would convert the whole array to float32 and back."""
+  """Scatters bfloat16 as integers, because XLA on CPUs would convert the whole array to float32 and back."""
   bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, pending))
   return jax.lax.bitcast_convert_type(_scatter(*bits, *where, axis=axis), array.dtype)
 
 
 def _select(array, pending, path, slots, *, axis: int):
-  """Passes over all slots, with a product of as many terms as there are entries.
+  """Writes by a product with one term per entry for every slot of the cache.
 
-  For a scatter, XLA keeps the cache with slots in front on TPUs, the rest padded to multiples of 8 heads and 128
-  numbers: several times the memory, and a conversion for attention in every round.
+  For a scatter, XLA on TPUs keeps the cache with slots in front and pads the rest to multiples of 8 heads and 128
+  numbers. That takes several times the memory, and a conversion for attention in every round.
   """
   size = array.shape[axis]
   wide = tuple(i for i in range(1, 4) if i != axis)
@@ -181,7 +195,13 @@ def _select(array, pending, path, slots, *, axis: int):
 
 
 def commit_cache(cache: Any, path: jax.Array, num_committed: jax.Array) -> Any:
-  """`cache.commit(path, num_committed)`, the default `Model.commit_fn`; see `KVCache.commit`."""
+  """`cache.commit(path, num_committed)`, the default `Model.commit_fn`.
+
+  Args:
+    cache: A cache with a method `commit`, such as `KVCache.commit`.
+    path: int32 `[B, D]` indices of pending entries.
+    num_committed: int32 `[B]`, the number of path tokens that are kept.
+  """
   return cache.commit(path, num_committed)
 
 
@@ -190,11 +210,11 @@ def cache_partition_specs(cache: Any) -> Any:
   return cache.partition_specs()
 
 
-PREFILL_CHUNK = 512  # tokens of a prompt in one call; attention takes memory by their product with the cache's size
+PREFILL_CHUNK = 512  # prompt tokens per call; attention's memory grows with their product with the cache's size
 
 
 def static_field(default: Any = dataclasses.MISSING) -> Any:
-  """A field of a registered dataclass that is part of what a program is compiled for."""
+  """A static field of a registered dataclass: programs are compiled for its value."""
   return dataclasses.field(default=default, metadata={'static': True})
 
 
@@ -209,19 +229,19 @@ class Model:
   Attributes:
     params: The parameters.
     apply_fn: `(params, tokens[B, N], positions[B, N], mask, cache) -> ModelOutput`. `mask` is bool `[N, M]` or
-      `[B, N, M]`: column j is the j-th token pending since the last commit, the call's own tokens included, and token i
-      attends to those where it is True, and to the whole committed prefix always.
+      `[B, N, M]`. Its column j stands for the j-th token pending since the last commit, the call's own tokens included.
+      Token i attends to the pending tokens where row i is True, and always to the whole committed prefix.
     init_cache_fn: `(batch_size, cache_size) -> cache`, for up to `cache_size` committed tokens per row.
     vocab_size: V.
     commit_fn: `(cache, path[B, D], num_committed[B]) -> cache`, as `KVCache.commit`.
     context_length: The longest prompt plus continuation that the model was made for, or None if any will do.
-    sharding_rules: How parameters are sharded over the axes of a mesh, see `spectr_jax.sharding.shardings`, or None for
-      a model that every device holds whole.
-    cache_specs_fn: `cache -> PartitionSpecs` in place of its arrays, of a model with `sharding_rules`.
-    features_fn: `layers -> apply_fn`, one that also returns `ModelOutput.features` of these layers; None for a model
-      that has none. Layer i is what enters block i, layer -1 what the output head reads.
-    embed_fn: `(params, tokens[...]) -> [..., D]`, what enters block 0; or None. For drafters that share it.
-    unembed_fn: `(params, features[..., D]) -> logits[..., V]`, the output head; or None. Likewise.
+    sharding_rules: Rules that shard the parameters over the axes of a mesh, see `spectr_jax.sharding.shardings`; None
+      for a model that every device holds whole.
+    cache_specs_fn: `cache -> PartitionSpecs` in place of the cache's arrays, for a model with `sharding_rules`.
+    features_fn: `layers -> apply_fn`, where the returned function also fills `ModelOutput.features` with these layers;
+      None for a model without features. Layer i is the input of block i, layer -1 the input of the output head.
+    embed_fn: `(params, tokens[...]) -> [..., D]`, the input of block 0, or None. Drafters may share it.
+    unembed_fn: `(params, features[..., D]) -> logits[..., V]`, the output head, or None. Drafters may share it.
   """
 
   params: Any
@@ -237,11 +257,21 @@ class Model:
   unembed_fn: Callable[..., jax.Array] | None = static_field(None)
 
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: jax.Array, cache: Any) -> ModelOutput:
-    """Scores `tokens` after the committed prefix; arguments and result as of `apply_fn`."""
+    """Scores tokens after the committed prefix.
+
+    Args:
+      tokens: int32 `[B, N]`.
+      positions: int32 `[B, N]`, their absolute positions.
+      mask: bool `[N, M]` or `[B, N, M]`, the pending tokens that each token attends to; see `apply_fn`.
+      cache: The cache, with the tokens of earlier calls of the round pending.
+
+    Returns:
+      The logits after each token, and the cache with the tokens pending.
+    """
     return self.apply_fn(self.params, tokens, positions, mask, cache)
 
   def with_features(self, layers: tuple[int, ...]) -> Model:
-    """The model whose calls also return the hidden states of `layers`; itself for none.
+    """The model whose calls also return the hidden states of `layers`; the model itself for no layers.
 
     Raises:
       ValueError: The model has no features.
@@ -261,14 +291,14 @@ class Model:
 
     Args:
       tokens: Integers `[B, P]`, right-padded; tokens behind `lengths` are not read.
-      lengths: int32 `[B]`, how many tokens of each row are committed; from 0 to P.
+      lengths: int32 `[B]`, the number of tokens of each row that are committed, from 0 to P.
       cache: An empty cache of at least P tokens per row.
-      chunk_size: Tokens in one call.
+      chunk_size: Tokens per call.
 
     Returns:
       The cache, and the features `[B, P, F, D]` of all tokens, or None if the model returns none.
     """
-    # XLA would fold attention over a cache it can see is all zeros, for longer than the rest of the compilation takes.
+    # Without the barrier XLA folds attention over the cache of zeros, which takes longer than the rest of compilation.
     cache = jax.lax.optimization_barrier(cache)
     batch_size, num_tokens = tokens.shape
     size = min(chunk_size, num_tokens)
@@ -277,8 +307,8 @@ class Model:
 
     def add(cache, chunk):
       first, tokens = chunk
-      # Padding need not be an id at all. Any valid id does in its place, since nothing that is kept attends to it, but
-      # an invalid one would embed as NaN, which a weight of 0 does not silence.
+      # Padding may be any number. An invalid id would embed as NaN, which an attention weight of 0 does not silence, so
+      # a valid one replaces it; nothing that is kept attends to it.
       tokens = jnp.where(first + offsets < lengths[:, None], tokens, 0)
       output = self.apply(tokens, first + offsets, causal, cache)
       return self.commit_fn(output.cache, offsets, jnp.clip(lengths - first, 0, size)), output.features

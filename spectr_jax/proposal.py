@@ -1,4 +1,4 @@
-"""Candidates: what a drafter hands to a verifier, and how children are drawn from a distribution."""
+"""Candidates: a drafter's `Proposal` to a verifier, and the rules that draw children from a distribution."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Proposal:
 
   Attributes:
     tokens: int32 `[B, N]`, the tokens of nodes 1..N; -1 for a node that does not exist, because its distribution had
-      fewer tokens than its parent children, or because the row does not use the slot.
-    probs: `[B, R, V]`, the distributions that the children of `tree.parent_nodes` were drawn from: after temperature,
-      top-k and top-p, exactly as used. Rows of nodes whose children are given, or that have none, are not read.
+      fewer tokens than the parent has children, or because the row does not use the slot.
+    probs: `[B, R, V]`, the distributions that the children of `tree.parent_nodes` were drawn from, exactly as used:
+      after temperature, top-k and top-p. Rows of nodes whose children are given, or that have none, are not read.
     state: The drafter's state while the guesses are pending.
-    parents: int32 `[B, N]`, the parent of each node, one of the depth above, and -1 for a slot that the row does not
+    parents: int32 `[B, N]`, the parent of each node, a node of the depth above, or -1 for a slot that the row does not
       use; None where all rows have the parents of the tree.
-    is_given: bool `[B, N]`, which candidates are given; None where all are drawn.
+    is_given: bool `[B, N]`, True for given candidates; None where all are drawn.
   """
 
   tokens: jax.Array
@@ -48,40 +48,45 @@ class Proposal:
 
 
 class ProposalRule(Protocol):
-  """How the children of a node are drawn from its distribution; part of a method, since losslessness rests on it.
+  """Draws the children of a node from its distribution; part of a method, since losslessness rests on it.
 
-  Attributes:
-    name: Its name in messages and results.
-    may_run_out: Whether there can be fewer children than asked for, the others being -1.
-    are_exchangeable: Whether siblings are independent draws, so that their order does not matter and the best tree
-      gives all nodes of a depth equally many.
+  It is hashable, and its options are fields. A field or a class attribute will do for each property.
   """
 
   @property
-  def name(self) -> str: ...
+  def name(self) -> str:
+    """Its name in messages and results."""
+    ...
 
   @property
-  def may_run_out(self) -> bool: ...
+  def may_run_out(self) -> bool:
+    """True if there can be fewer children than asked for; the others are -1."""
+    ...
 
   @property
-  def are_exchangeable(self) -> bool: ...
+  def are_exchangeable(self) -> bool:
+    """True if siblings are independent draws.
+
+    Their order does not matter then, and the best tree gives all nodes of a depth equally many.
+    """
+    ...
 
   def __call__(self, key: jax.Array, probs: jax.Array, first_child: jax.Array, num_children: int) -> jax.Array:
     """Draws children.
 
     Args:
-      key: The key for drafting of this round and depth; whatever is drawn apart is keyed by node numbers.
+      key: The key for drafting of this round and depth; separate draws are keyed by node numbers.
       probs: `[V]`, the distribution after the parent.
       first_child: The number of the first child; the others follow.
-      num_children: How many, static.
+      num_children: Number of children, static.
 
     Returns:
-      int32 `[num_children]`.
+      int32 `[num_children]`, tokens; -1 for a child that could not be drawn.
     """
     ...
 
   def probability(self, probs: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The probability of drawing `tokens`, in this order; for exact proofs.
+    """The probability of drawing `tokens` in this order, for exact proofs.
 
     Args:
       probs: `[V]`, the distribution after the parent.
@@ -105,11 +110,17 @@ class Independent:
     return jax.vmap(draw_child)(first_child + jnp.arange(num_children))
 
   def probability(self, probs, tokens):
+    """The product of the tokens' probabilities.
+
+    Args:
+      probs: `[V]`, the distribution after the parent.
+      tokens: int32 `[num_children]`.
+    """
     return jnp.prod(probs[tokens])
 
 
 def _in_order_without_replacement(probs, tokens):
-  """Probability of `tokens` from successive draws, each from what the earlier ones left; -1 where nothing is left."""
+  """Probability of `tokens` by successive draws without the earlier tokens; -1 where nothing is left."""
   probability, left = jnp.ones((), probs.dtype), probs
   for i in range(tokens.shape[0]):
     token = tokens[i]
@@ -122,10 +133,10 @@ def _in_order_without_replacement(probs, tokens):
 
 @dataclasses.dataclass(frozen=True)
 class WithoutReplacement:
-  """Draws siblings one after another from what the earlier ones left of the distribution, so they differ.
+  """Draws siblings one after another, each from the distribution without the earlier ones, so they differ.
 
   They are distributed as the first arrivals of an exponential race, or Gumbel top-n ("Speculative Decoding via
-  Exponential Races", section 2), but no noise of the size of the vocabulary is made.
+  Exponential Races", section 2), without noise of the size of the vocabulary.
   """
 
   name: str = 'without_replacement'
@@ -141,6 +152,12 @@ class WithoutReplacement:
     return jax.lax.scan(draw_next, probs, first_child + jnp.arange(num_children))[1]
 
   def probability(self, probs, tokens):
+    """The probability of drawing `tokens` in this order.
+
+    Args:
+      probs: `[V]`, the distribution after the parent.
+      tokens: int32 `[num_children]`; -1 where nothing is left to draw.
+    """
     return _in_order_without_replacement(probs, tokens)
 
 
@@ -148,8 +165,8 @@ class WithoutReplacement:
 class FirstArrivals:
   """Takes the first arrivals of an exponential race as siblings.
 
-  Source: "Speculative Decoding via Exponential Races", Algorithm 5. All nodes of a depth share one race: the exponentials come from the depth's key alone, so that a verifier with the
-  same key meets the same ones.
+  Source: "Speculative Decoding via Exponential Races", Algorithm 5. All nodes of a depth share one race: the
+  exponentials come from the depth's key alone, so that a verifier with the same key meets the same ones.
   """
 
   name: str = 'first_arrivals'
@@ -165,4 +182,10 @@ class FirstArrivals:
     return jnp.where(jnp.isfinite(negated), tokens, -1).astype(jnp.int32)
 
   def probability(self, probs, tokens):
+    """The probability that `tokens` arrive first, in this order.
+
+    Args:
+      probs: `[V]`, the distribution after the parent.
+      tokens: int32 `[num_children]`; -1 where no token is left to arrive.
+    """
     return _in_order_without_replacement(probs, tokens)

@@ -1,4 +1,4 @@
-"""Compiling the loop ahead of time, for devices that need not be there."""
+"""Ahead-of-time compilation of the loop, for devices that need not be present."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ def compile_decode(decoder: Decoder, *, batch_size: int, prompt_length: int) -> 
   """Compiles the loop from shapes alone.
 
   Args:
-    decoder: The decoder, with a sharding; its parameters may be shapes, and the mesh a description.
-    batch_size: B.
+    decoder: The decoder, with a sharding; its parameters may be shapes, and its mesh may have described devices.
+    batch_size: B, rows.
     prompt_length: P, tokens of the longest prompt.
 
   Raises:
-    ValueError: Rows, heads or parameters cannot be sharded, or the program needs more memory than the devices have.
+    ValueError: The decoder has no sharding; rows, heads or parameters cannot be sharded; or the program needs more
+      memory than the devices have.
   """
   sharding = decoder.sharding
+  if sharding is None:
+    raise ValueError('compile_decode needs a decoder with a sharding, over a mesh of the devices to compile for')
   sharding.check_rows(batch_size)
   state = jax.eval_shape(
     init_decode,

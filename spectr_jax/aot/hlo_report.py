@@ -1,4 +1,4 @@
-"""Reports of the compiler about a program: memory, collectives and estimated time."""
+"""The compiler's reports about a program: memory, collectives and estimated time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'col
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """Bytes that a program needs on one device.
+  """Bytes of memory that a program needs on one device.
 
   Attributes:
     arguments: Inputs.
@@ -50,7 +50,7 @@ class Memory:
 
   @property
   def total(self) -> int:
-    """The sum of the four."""
+    """The sum of all four, in bytes."""
     return self.arguments + self.temporaries + self.outputs + self.code
 
   def lines(self, chip: Chip) -> list[str]:
@@ -72,7 +72,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-  """Report of the compiler about a program; bytes and operations are per device.
+  """The compiler's report about a program; bytes and operations are per device.
 
   Attributes:
     devices: Number of devices of the mesh.
@@ -122,13 +122,14 @@ def estimate_cycles(
 ) -> float:
   """Adds up the compiler's estimates of cycles over all operations, without transfers between devices.
 
-  Of a conditional's branches the cheapest counts.
+  A conditional counts as its cheapest branch.
 
   Args:
     program: Text of a program compiled for TPU.
-    trips: Number of iterations of loops for which the compiler does not know it, by the `jax.named_scope` directly
-      around the loop; a loop that is not named has one iteration.
-    loop: Scope of a loop in the main computation; one iteration of it is counted and nothing else.
+    trips: Numbers of iterations of the loops for which the compiler knows none, by the `jax.named_scope` directly
+      around the loop; a loop without an entry has one iteration.
+    loop: Scope of a loop in the main computation, of which one iteration is counted and nothing else; None to count
+      the whole program.
 
   Returns:
     Cycles of one device.

@@ -1,4 +1,4 @@
-"""TPU slices to compile for without having one; needs the extra `tpu`, which contains the compiler."""
+"""Descriptions of TPU slices to compile for; they need the extra `tpu`, which contains the compiler."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Chip:
   clock: float
 
 
-# By `device_kind` in JAX; from Google Cloud's documentation of TPU versions. v4 is missing, since a description has two
-# devices per chip where a machine has one.
+# By `device_kind` in JAX; from Google Cloud's documentation of TPU versions. v4 is missing, since its description has
+# two devices per chip where a machine has one.
 _CHIPS = {
   'TPU v5 lite': Chip(16 * 2**30, 197e12, 1.5e9),
   'TPU v5': Chip(95 * 2**30, 459e12, 1.75e9),

@@ -1,4 +1,4 @@
-"""The seam of couplings: one token from n candidates, as probabilities."""
+"""The interface of couplings: the probability that each of n candidates becomes the next token."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Outcome:
   """The possible outcomes at one position, given its candidates.
 
   Attributes:
-    accept_probs: `[n]`, the probability that each candidate is the one accepted; they sum to at most 1.
-    residual: `[V]`, weights of the token that is emitted when none is accepted, not normalised.
+    accept_probs: `[n]`, the probability that each candidate is the accepted one. They sum to at most 1.
+    residual: `[V]`, unnormalised weights of the token that is emitted when no candidate is accepted.
   """
 
   accept_probs: jax.Array
@@ -26,23 +26,23 @@ class Outcome:
 
 
 class Coupling(Protocol):
-  """A pure function from two distributions and n candidates to an `Outcome`; hashable, options are fields.
+  """A pure function from two distributions and n candidates to an `Outcome`. It is hashable; its options are fields.
 
-  Averaged over the candidates' distribution, the token that is accepted or drawn from the residual must follow
-  `target_probs`.
+  Averaged over the candidates, the emitted token must have the distribution `target_probs`, whether it was accepted or
+  drawn from the residual.
 
-  A coupling may have more members, which `Walk` uses where they are there:
+  A coupling may have further members, which `Walk` uses if they exist:
 
-  - `numbers`, a method with the arguments of a call: arrays, scalar or `[n]`, that explain the outcome by name, such as
-    a threshold. They are shown and decide nothing.
-  - `explanation`, an `Explanation`, which is shown as well.
-  - `is_biased`, whether it leaves the target's distribution on purpose.
-  - `with_epsilon`, a method that gives the same coupling with another amount of over-acceptance.
+  - `numbers`, a method with the same arguments as a call. It returns named arrays, scalar or `[n]`, that explain the
+    outcome, such as a threshold. They are displayed and decide nothing.
+  - `explanation`, an `Explanation`, which is displayed as well.
+  - `is_biased`, whether the coupling deviates from the target's distribution on purpose.
+  - `with_epsilon`, a method that returns the same coupling with another amount of over-acceptance.
   """
 
   @property
   def proposal_rules(self) -> tuple[type[ProposalRule], ...]:
-    """The types of rules whose candidates it is right for; a field or a class attribute will do."""
+    """The proposal rules for whose candidates the coupling is correct. A field or a class attribute is enough."""
     ...
 
   def __call__(
@@ -54,17 +54,17 @@ class Coupling(Protocol):
       draft_probs: `[V]`, the distribution p that the candidates were drawn from.
       target_probs: `[V]`, the distribution q to be emitted.
       candidates: int32 `[n]`, tokens in the order drawn.
-      is_valid: bool `[n]`, which of them exist; any number, at any place.
+      is_valid: bool `[n]`, which candidates exist. Any number of them may, at any places.
     """
     ...
 
 
 def one_after_another(accept: jax.Array, is_valid: jax.Array) -> jax.Array:
-  """Probability that each candidate is the first accepted.
+  """The probability that each candidate is the first accepted one.
 
   Args:
-    accept: `[n]`, the probability that a candidate is accepted once all before it were rejected.
-    is_valid: bool `[n]`, which of them exist.
+    accept: `[n]`, the probability that a candidate is accepted after all earlier ones were rejected.
+    is_valid: bool `[n]`, which candidates exist.
 
   Returns:
     `[n]`. For example, (.5, .5, 1) gives (.5, .25, .25).
@@ -75,11 +75,11 @@ def one_after_another(accept: jax.Array, is_valid: jax.Array) -> jax.Array:
 
 
 def ratio(target_probs: jax.Array, draft_probs: jax.Array) -> jax.Array:
-  """q/p, and 0 where p is 0: a candidate that cannot have been drawn is never accepted.
+  """The ratio q/p, and 0 where p is 0, so that a candidate that cannot have been drawn is never accepted.
 
   Args:
     target_probs: Probabilities q of some tokens under the target, of any shape.
-    draft_probs: Those of the same tokens under the draft.
+    draft_probs: Probabilities p of the same tokens under the draft, of the same shape.
   """
   is_possible = draft_probs > 0
   return jnp.where(is_possible, target_probs / jnp.where(is_possible, draft_probs, 1), 0)

@@ -1,4 +1,4 @@
-"""Words for a rule of verification: shown beside its decisions, without effect on them."""
+"""Descriptions of verification rules, displayed beside the rules' decisions. They have no effect on decisions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-  """How a verifier or a coupling decides, in words and symbols for a reader of its decisions.
+  """A description of how a verifier or a coupling decides, for readers of its decisions.
 
-  The symbols are p for the draft's distribution, q for the target's, and u for a uniform number. Empty strings say
-  nothing.
+  The symbols are p for the draft's distribution, q for the target's, and u for a uniform number. Empty strings are not
+  displayed.
 
   Attributes:
-    rule: How candidates are judged, in sentences.
-    residual: The distribution of the next token where no candidate is accepted, up to its norm.
+    rule: Sentences that say how candidates are judged.
+    residual: The distribution of the next token if no candidate is accepted, up to normalisation.
   """
 
   rule: str = ''
@@ -23,11 +23,11 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class SelectionExplanation:
-  """How a selection picks, in words for the verifiers and couplings that are built on it.
+  """A description of how a selection picks, for the verifiers and couplings that are built on it.
 
   Attributes:
-    path: How one candidate of each position is picked; a sentence.
-    token: How one position is judged if what is picked there is coupled maximally with the target; a sentence.
+    path: A sentence that says how one candidate per position is picked.
+    token: A sentence that says how a position is judged if the picked token is coupled maximally with the target.
     law: The symbol of the picked token's distribution.
   """
 

@@ -1,4 +1,4 @@
-"""The coupling of given candidates, which were chosen by a rule and not sampled."""
+"""The coupling of given candidates, which a rule chose without sampling."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from spectr_jax.sampling import positive_part_or
 class Given:
   """Accepts each distinct candidate x with probability q(x), else draws from q without the candidates.
 
-  The draft's distribution plays no part, and the token emitted has the distribution q for every fixed set D of
-  candidates: a candidate with q(x), any other token with (1 - q(D)) q(x) / (1 - q(D)). So the candidates may come from
-  anywhere: a matched n-gram, or the draft's likeliest tokens. No coupling accepts more than q(D), since every accepted
-  token lies in D. A single candidate is the maximal coupling with a point mass in place of p.
+  The draft's distribution is not used. For every fixed set D of candidates the emitted token has the distribution q: a
+  candidate x is emitted with probability q(x), any other token with probability (1 - q(D)) q(x) / (1 - q(D)). So the
+  candidates may come from anywhere, such as a matched n-gram or the draft's likeliest tokens. No coupling accepts more
+  than q(D), since every accepted token lies in D. With a single candidate this is the maximal coupling with a point
+  mass in place of p.
 
   For example, candidates (3, 1, 3) with q(3) = .5 and q(1) = .2 are accepted with probabilities (.5, .2, 0).
   """

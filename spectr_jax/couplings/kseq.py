@@ -15,7 +15,7 @@ from spectr_jax.sampling import positive_part_or
 
 
 def overlap(draft_probs: jax.Array, target_probs: jax.Array, gamma: jax.Array) -> jax.Array:
-  """beta(gamma) = sum_x min(p(x), q(x)/gamma), the chance that one candidate is accepted; scalar.
+  """The probability beta(gamma) = sum_x min(p(x), q(x)/gamma) that one candidate is accepted; scalar.
 
   Args:
     draft_probs: `[V]`, p.
@@ -26,32 +26,32 @@ def overlap(draft_probs: jax.Array, target_probs: jax.Array, gamma: jax.Array) -
 
 
 def any_accepted(beta: jax.Array, num_candidates: jax.Array) -> jax.Array:
-  """1 - (1 - beta)^n, without cancellation for small beta.
+  """The probability 1 - (1 - beta)^n that any of n candidates is accepted, without cancellation for small beta.
 
   Args:
-    beta: The chance that one candidate is accepted.
+    beta: The probability that one candidate is accepted.
     num_candidates: n.
   """
   return -jnp.expm1(num_candidates * jnp.log1p(-jnp.minimum(beta, 1)))
 
 
 def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates: jax.Array, *, num_rounds: int):
-  """gamma*, the root in [1, n] of 1 - (1 - beta)^n = gamma beta(gamma), from above.
+  """The threshold gamma*: the root in [1, n] of 1 - (1 - beta)^n = gamma beta(gamma), approached from above.
 
-  Left minus right, the excess, falls as gamma grows. Any gamma from the root up to n is lossless and none below is, so
-  the search returns the upper end of its last bracket. For example, with p = (.75, .25), q = (.5, .5) and n = 2 the
-  excess is .1875 at 1 and -.25 at 2, and the root is (7 + sqrt(17)) / 8 = 1.390.
+  The excess, left side minus right side, falls as gamma grows. K-SEQ is lossless for every gamma from the root up to n
+  and for no gamma below the root. So the search returns the upper end of its last bracket. For example, with p = (.75,
+  .25), q = (.5, .5) and n = 2 the excess is .1875 at 1 and -.25 at 2, and the root is (7 + sqrt(17)) / 8 = 1.390.
 
-  A round is a pass over the vocabulary at one point of the bracket: near the place where the chord between the ends
-  crosses 0, in the example 1.429. The point may leave the middle only so far that the bracket afterwards is no wider
-  than bisection's of four rounds before (the ITP method, Oliveira and Takahashi 2020). As a rule this takes half as
-  many rounds as bisection, and at most four more.
+  Each round evaluates the excess at one point of the bracket, in one pass over the vocabulary. The point lies near the
+  zero of the chord between the ends, in the example 1.429. Its distance from the middle is limited, so that the next
+  bracket is no wider than bisection's was four rounds earlier (the ITP method, Oliveira and Takahashi 2020). This
+  usually takes half as many rounds as bisection, and never more than four rounds longer.
 
   Args:
     draft_probs: `[V]`.
     target_probs: `[V]`.
     num_candidates: n, scalar; may be traced.
-    num_rounds: Rounds of a bisection that is as good; the bracket shrinks to (n - 1) / 2^num_rounds.
+    num_rounds: Rounds of a bisection of the same accuracy: the bracket shrinks to (n - 1) / 2^num_rounds.
 
   Returns:
     Scalar in [1, n], 1 for n = 1.
@@ -64,7 +64,7 @@ def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates:
 
   low, end = jnp.ones((), dtype), num_candidates.astype(dtype)
   low_excess = excess(low)
-  # Without an excess at 1 that is the root; so for n = 1.
+  # Without an excess at 1 the root is 1, as for n = 1.
   high = jnp.where(low_excess > 0, end, low)
   goal = (end - 1) / jnp.asarray(2.0**num_rounds, dtype)
 
@@ -76,14 +76,15 @@ def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates:
     reach, low, high, low_excess, high_excess, was_below = carry
     middle, half = (low + high) / 2, (high - low) / 2
     chord = low + 2 * half * low_excess / jnp.maximum(low_excess - high_excess, jnp.finfo(dtype).tiny)
-    # A little towards the middle, so that the end which is far from the root moves as well.
+    # The point moves a little towards the middle, so that the end far from the root moves as well.
     to_middle = middle - chord
     nudge = jnp.minimum(jnp.maximum(0.08 * half**2 / (end - 1), 0.45 * goal), jnp.abs(to_middle))
     allowed = jnp.maximum(reach - half, 0)
     point = middle + jnp.clip(nudge * jnp.sign(to_middle) - to_middle, -allowed, allowed)
     point_excess = excess(point)
     is_below = point_excess > 0
-    # An end that stays for a second time counts less: the next chord leans towards it (Anderson and Bjorck 1973).
+    # An end that stays a second time gets a smaller excess, so that the next chord crosses 0 nearer to it (Anderson and
+    # Bjorck 1973).
     moved = jnp.where(is_below, low_excess, high_excess)
     share = 1 - point_excess / jnp.where(moved == 0, 1, moved)
     stayed = jnp.where(is_below, high_excess, low_excess)
@@ -97,7 +98,7 @@ def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates:
       is_below,
     )
 
-  # Chords need ends on either side of 0.
+  # A chord needs excesses of opposite signs.
   end_excess = jnp.minimum(excess(end), -jnp.finfo(dtype).tiny)
   with jax.named_scope('search'):
     return jax.lax.while_loop(is_wide, shrink, (8 * (end - 1), low, high, low_excess, end_excess, False))[2]
@@ -107,12 +108,12 @@ def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates:
 class KSeq:
   """K-SEQ (SpecTr, Algorithm 2) for i.i.d. candidates; lossless, at least (1 - 1/e) of the optimal acceptance.
 
-  Each candidate in turn is accepted with probability min(1, q/(gamma p)); when none is, the token comes from
+  Each candidate in turn is accepted with probability min(1, q/(gamma p)). If all are rejected, the token is drawn from
   [q - min(p, q/gamma) (1 - (1 - beta)^n) / beta]+.
 
   Attributes:
-    num_rounds: Rounds of bisection that gamma is as good as. They change the acceptance by less than 1e-4, and the
-      distribution of the token emitted not at all.
+    num_rounds: The accuracy of gamma, as rounds of bisection. At 16 the acceptance is within 1e-4 of its limit. The
+      distribution of the emitted token does not depend on it.
   """
 
   num_rounds: int = 16
@@ -123,7 +124,7 @@ class KSeq:
   )
 
   def gamma(self, draft_probs, target_probs, num_candidates):
-    """The threshold in use; negative controls replace it.
+    """The threshold in use. Negative controls override this method.
 
     Args:
       draft_probs: `[V]`.
@@ -137,10 +138,10 @@ class KSeq:
     return where_needed(num_candidates > 1, self.gamma, one, draft_probs, target_probs, num_candidates)
 
   def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
-    """The threshold at a position, to be shown.
+    """The threshold at a position, for display.
 
     Args:
-      draft_probs, target_probs, candidates, is_valid: As of a call.
+      draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
     """
     del candidates
     return {'gamma': self._gamma_of(draft_probs, target_probs, jnp.maximum(jnp.sum(is_valid), 1))}
@@ -150,7 +151,7 @@ class KSeq:
     gamma = self._gamma_of(draft_probs, target_probs, num_candidates)
     beta = overlap(draft_probs, target_probs, gamma)
     accept = jnp.minimum(1, ratio(target_probs[candidates], draft_probs[candidates]) / gamma)
-    # (1 - (1 - beta)^n) / beta tends to n as beta vanishes.
+    # The limit of (1 - (1 - beta)^n) / beta for beta -> 0 is n.
     is_possible = beta > 0
     scale = jnp.where(is_possible, any_accepted(beta, num_candidates) / jnp.where(is_possible, beta, 1), num_candidates)
     covered = jnp.minimum(draft_probs, target_probs / gamma) * scale

@@ -16,7 +16,7 @@ from spectr_jax.sampling import positive_part_or
 class Maximal:
   """Accepts X with probability min(1, q(X)/p(X)), else draws from [q - p]+ (SpecTr, Algorithm 1).
 
-  It is for one candidate: where more are valid, the token emitted does not have the target's distribution.
+  It is for a single candidate. With several valid ones the emitted token does not have the target's distribution.
   """
 
   proposal_rules = (Independent,)

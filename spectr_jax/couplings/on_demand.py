@@ -1,4 +1,4 @@
-"""Maps that skip the rows or nodes which do not need them, where the work is a pass over the vocabulary."""
+"""Maps that skip rows or nodes that do not need the work, for work that is a pass over the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# On a CPU operands from this size on are worth an iteration of a loop per row.
+# From this operand size on, a loop over rows pays on a CPU.
 _MANY = 4096
 
 
 def where_needed(is_needed: jax.Array, function: Callable[..., Any], otherwise: Any, *operands: Any) -> Any:
-  """`function(*operands)` where it is needed, else `otherwise`, and no time spent where it is not, under vmap too.
+  """`function(*operands)` if it is needed, else `otherwise`; rows that do not need it cost no time, under vmap too.
 
-  A `lax.cond` under vmap computes both branches for every row. Here a CPU goes through the rows one by one and skips
-  those that need nothing. An accelerator computes all rows together, or nothing if no row needs it: the loop in
+  A `lax.cond` under vmap computes both branches for every row. Here a CPU visits the rows one by one and skips those
+  that do not need the function. An accelerator computes all rows together, or nothing if no row needs it: the loop in
   `together` runs once or not at all. For example, with `is_needed` (False, True, False) a CPU calls `function` once,
-  for the second row; an accelerator calls it for three rows in one iteration, and takes the second result.
+  for the second row. An accelerator calls it for three rows in one iteration and takes the second result.
 
   Args:
     is_needed: bool scalar.
-    function: Of the operands alone: it must not close over traced values.
-    otherwise: Arrays like those that `function` returns.
+    function: A function of the operands. It must not close over traced values.
+    otherwise: Arrays of the shapes and dtypes that `function` returns.
     *operands: Arrays or trees of arrays.
   """
 
@@ -45,7 +45,7 @@ def where_needed(is_needed: jax.Array, function: Callable[..., Any], otherwise: 
         def of_row(tree):
           return jax.tree.map(lambda x: x[row], tree)
 
-        # Sliced inside the branch, so that rows that are skipped are not copied either.
+        # The slices are inside the branch, so that skipped rows are not copied either.
         return jax.lax.cond(is_needed[row], lambda: function(*of_row(operands)), lambda: of_row(otherwise))
 
       return jax.lax.map(one, jnp.arange(num_rows))
@@ -76,10 +76,10 @@ def where_needed(is_needed: jax.Array, function: Callable[..., Any], otherwise: 
 
 
 def _rows(laws: jax.Array, places: np.ndarray) -> jax.Array:
-  """`laws[places]`, without a copy where the places are the first ones in order.
+  """`laws[places]`, without a copy if the places are the first ones in order.
 
   Args:
-    laws: `[R, V]`.
+    laws: `[R, V]`, distributions.
     places: int `[M]`, static.
   """
   is_start = np.array_equal(places, np.arange(len(places)))
@@ -95,18 +95,19 @@ def map_needed(
   *,
   at_once: int | None = None,
 ) -> Any:
-  """`function` of some distributions and an item, for each of M entries that needs it; `otherwise` for the others.
+  """`function` of some distributions and an item for each of M entries that needs it, and `otherwise` for the rest.
 
-  A CPU visits the entries that are needed one by one, under vmap those of all rows. An accelerator computes `at_once`
-  of them together, and as often as the row with the most of them requires; or all entries, in one pass without a loop.
-  With a small vocabulary all entries are computed everywhere.
+  A CPU visits the needed entries one by one; under vmap these are the needed entries of all rows. An accelerator
+  computes `at_once` needed entries together and repeats this until the row with the most of them is done. With
+  `at_once` None it computes all entries in one pass without a loop. For a small vocabulary all entries are computed on
+  every device.
 
   Args:
     function: Takes one distribution `[V]` of each array of `laws`, then one item. It must not close over traced values.
     is_needed: bool `[M]`.
-    otherwise: Arrays `[M, ...]` like those that `function` returns.
-    laws: Pairs of an array `[R, V]` and int `[M]`, static: the row of the array that belongs to each entry. The rows
-      are read in place, so no second copy of them is made.
+    otherwise: Arrays `[M, ...]` of the shapes and dtypes that `function` returns.
+    laws: Pairs of an array `[R, V]` and static int `[M]`, which names the row of the array that belongs to each entry.
+      Rows are read in place and not copied.
     items: Arrays `[M, ...]`.
     at_once: Entries that an accelerator computes together; None for all.
 
@@ -124,7 +125,7 @@ def map_needed(
     return choose(is_needed, computed, otherwise)
 
   def needed_first(is_needed):
-    """The numbers of the needed entries, then M."""
+    """The indices of the needed entries, padded with M."""
     order = jnp.full(is_needed.shape, len(is_needed), jnp.int32)
     to = jnp.where(is_needed, jnp.cumsum(is_needed) - 1, len(is_needed))
     return order.at[to].set(jnp.arange(len(is_needed), dtype=jnp.int32), mode='drop')
@@ -146,7 +147,7 @@ def map_needed(
     return jax.lax.while_loop(is_unfinished, compute, (jnp.zeros((), jnp.int32), otherwise))[1]
 
   def one_by_one(is_needed, otherwise, arrays, items):
-    """The same for B rows: arguments `[B, ...]`."""
+    """The map over B rows: every argument has the shape `[B, ...]`."""
     num_rows = is_needed.shape[0]
 
     def flat(tree):

@@ -1,4 +1,4 @@
-"""Over-acceptance by a chosen amount: fewer rejections in exchange for a bias."""
+"""Over-acceptance by a chosen amount, which trades a bias for fewer rejections."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from spectr_jax.sampling import positive_part_or
 class OverAccept:
   """Accepts X with probability min(1, (q(X) + epsilon)/p(X)). It is not lossless, on purpose.
 
-  "A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024), section 4. With the best residual,
-  [q - p]+ (Theorem 4, Decoding-OPT), the chance of rejection and the bias in total variation add up to TV(p, q)
-  (Theorem 5). With the target's own distribution in its place (Decoding-UNO) the bias is larger.
+  Source: "A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024), section 4. With the best
+  residual, [q - p]+ (Theorem 4, Decoding-OPT), the probability of rejection and the bias in total variation add up to
+  TV(p, q) (Theorem 5). With q itself as the residual (Decoding-UNO) the bias is larger.
 
   Attributes:
-    epsilon: The amount added to the target's probability, at least 0; 0 with the best residual is `Maximal`.
+    epsilon: The amount added to the target's probability, at least 0. With 0 and the best residual this is `Maximal`.
     has_best_residual: Decoding-OPT if True, else Decoding-UNO.
 
   Raises:
@@ -42,7 +42,7 @@ class OverAccept:
 
   @property
   def is_biased(self) -> bool:
-    """Whether the token emitted has another distribution than the target's."""
+    """True if the emitted token's distribution differs from the target's."""
     return self.epsilon > 0 or not self.has_best_residual
 
   def with_epsilon(self, epsilon: float) -> OverAccept:
@@ -50,10 +50,10 @@ class OverAccept:
     return dataclasses.replace(self, epsilon=epsilon)
 
   def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
-    """The amount added to the target's probability, to be shown.
+    """The amount added to the target's probability, for display.
 
     Args:
-      draft_probs, target_probs, candidates, is_valid: As of a call.
+      draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
     """
     del draft_probs, candidates, is_valid
     return {'epsilon': jnp.asarray(self.epsilon, target_probs.dtype)}

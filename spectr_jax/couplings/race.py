@@ -1,4 +1,4 @@
-"""Race selection: one of n i.i.d. candidates by a weighted race, and the exact distribution of the winner."""
+"""Race selection: a weighted race picks one of n i.i.d. candidates; its winner's exact distribution is computed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from spectr_jax.couplings.selection import Pick
 def _classes(
   draft_probs: jax.Array, target_probs: jax.Array, *, lowest: float, octave_bits: int, num_classes: int
 ) -> jax.Array:
-  """The class of each token by its ratio q/p; int32, non-decreasing in it, the highest where p is 0.
+  """The class of each token by its ratio q/p; int32, non-decreasing in the ratio, the highest where p is 0.
 
-  The leading bits of a positive float are its logarithm, piecewise linear: the exponent and `octave_bits` of the
-  mantissa cut every octave into 2^bits classes, without a logarithm or a sort. Ratios outside go to the outermost.
+  The leading bits of a positive float are a piecewise linear logarithm of it. So the exponent and `octave_bits` bits of
+  the mantissa cut every octave into 2^octave_bits classes, without a logarithm or a sort. Ratios outside the range go
+  to the first or last class.
   """
   ratios = target_probs / jnp.maximum(draft_probs, jnp.finfo(draft_probs.dtype).tiny)
   bits_dtype, mantissa = (jnp.int32, 23) if ratios.dtype.itemsize == 4 else (jnp.int64, 52)
@@ -47,8 +48,8 @@ def _class_masses(law: jax.Array, classes: jax.Array, num_classes: int) -> jax.A
   num_parts = 128
 
   def scatter():
-    # Into several parts that are summed afterwards. Adding tiny numbers one by one to a large float32 loses them; and
-    # neighbours, often of one class, must not wait for each other's sum.
+    # The sums are split into parts that are added afterwards. Tiny numbers added one by one to a large float32 would be
+    # lost. And neighbouring tokens, often of one class, must not wait for each other's sum.
     parts = jnp.arange(law.shape[0], dtype=jnp.int32) % num_parts
     masses = jnp.zeros(num_parts * num_classes, law.dtype).at[parts * num_classes + classes].add(law)
     return jnp.sum(masses.reshape(num_parts, num_classes), axis=0)
@@ -56,12 +57,12 @@ def _class_masses(law: jax.Array, classes: jax.Array, num_classes: int) -> jax.A
   def compare():
     return jnp.sum(jnp.where(classes == jnp.arange(num_classes)[:, None], law, 0), axis=-1)
 
-  # Vector units compare faster than they scatter; a CPU does not.
+  # Vector units compare faster than they scatter; a CPU scatters faster.
   return jax.lax.platform_dependent(cpu=scatter, default=compare)
 
 
 def _goal(masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The best distribution of a picked class that any selection can reach, and the set of classes that it cuts off.
+  """The best distribution of the picked class that any selection can reach, and the set of classes that it cuts off.
 
   For example, with two candidates, p = (.75, .25) and q = (.5, .5) in two classes, both candidates lie in the lower
   class with probability .5625. So it is picked at least that often, .0625 more than the target wants, and the goal is
@@ -69,21 +70,22 @@ def _goal(masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.
   is picked wherever it occurs.
 
   Args:
-    masses: `[C, 2]`, of draft and target, ratios ascending.
+    masses: `[C, 2]`, the masses of draft and target by class, in ascending order of q/p.
     num_candidates: n.
 
   Returns:
-    The distribution `[C]`; bool `[C]`, classes that are picked wherever they occur; the draft's mass of the others.
+    The distribution `[C]`; bool `[C]`, the classes that are picked wherever they occur; the draft's mass in the others.
   """
   below, target_below = jnp.cumsum(masses, axis=0).T
-  # The picked class lies in a set at least as often as all candidates do: by how much that exceeds the target.
+  # If all candidates lie in a set, the picked class does too. This is by how much that probability exceeds the target's
+  # mass of the set.
   excess = jnp.maximum(jnp.minimum(below, 1) ** num_candidates - target_below, 0)
   place = jnp.arange(len(excess))
   tightest = jnp.argmax(excess)
   reserved = jnp.where(place <= tightest, jax.lax.cummax(excess), jax.lax.cummax(excess, reverse=True))
   law = masses[:, 1] + jnp.diff(reserved, prepend=jnp.zeros((), excess.dtype))
-  # No class is picked more often than it occurs. Rounding of the sums can ask for more of a class that is very rare,
-  # and its weight would grow until all others are cut off.
+  # No class is picked more often than it occurs. Rounded sums can ask for more of a very rare class, whose weight would
+  # then grow until all others are cut off.
   law = jnp.clip(law, 0, any_accepted(masses[:, 0], num_candidates))
   is_excess = excess[tightest] > 0
   return law, ~is_excess | (place > tightest), jnp.where(is_excess, below[tightest], 0)
@@ -93,24 +95,24 @@ def _goal(masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.
 class Race:
   """Picks a candidate with weights that depend on its ratio q/p, chosen so that the winner comes close to the target.
 
-  SpecTr's optimal transport (Sun et al. 2023, eq. 4), solved by a race; beyond the papers. Tokens are put in classes by
-  q/p. The smallest value over sets A of 1 + q(A) - p(A)^n, the optimal acceptance, is attained by a set of low classes.
-  Classes above it win against those in it whatever their weights; on either side one of the candidates is picked with
-  probability proportional to its class's weight (a token drawn twice has two tickets), as by the smallest of
-  independent Exp(w). So the winner's distribution is, for x above,
+  The race approaches SpecTr's optimal transport (Sun et al. 2023, eq. 4); it is not in the papers. Tokens are put in
+  classes by q/p. The optimal acceptance is the minimum over sets A of 1 + q(A) - p(A)^n, and a set of low classes
+  attains it. Candidates of classes above A always win against those in A. On either side one candidate is picked with
+  probability proportional to its class's weight w, like the smallest of independent Exp(w); a token drawn twice has two
+  tickets. So the winner's distribution is, for x above A,
 
       n p(x) w(x) Int_0^inf e^{-w(x) z} phi(z)^{n-1} dz,    phi(z) = sum of p e^{-w z} above, plus p(A),
 
-  and for x in A the same with phi summed over A alone. Within a class it is proportional to p, so class masses are all
-  that is needed. The weights are fitted to the best distribution of a picked class by a few multiplicative rounds.
-  Whatever they are, `Pick.probs` is the distribution that they give, up to the integral, a trapezoidal sum with a
+  and for x in A the same with phi summed over A alone. Within a class it is proportional to p, so the class masses are
+  enough to compute it. A few multiplicative rounds fit the weights to the best distribution of the picked class. For
+  any weights `Pick.probs` is the distribution that they give. It is exact up to the integral, a trapezoidal sum with a
   relative error below 1e-6.
 
   Attributes:
-    num_classes: Classes of q/p from 1/23 on. They limit how close acceptance comes to the optimum.
-    octave_bits: An octave of q/p is cut into 2^octave_bits classes.
+    num_classes: Number of classes of q/p, from 1/23 upwards. It limits how close the acceptance comes to the optimum.
+    octave_bits: Each octave of q/p is cut into 2^octave_bits classes.
     num_rounds: Rounds of fitting.
-    step: How far the logarithm of a weight moves per round, in units of that of the missing factor; 2 at most.
+    step: The change of a log weight per round, as a multiple of the log of the missing factor; at most 2.
     log_range: Weights on one side differ at most by e^log_range.
   """
 
@@ -143,12 +145,12 @@ class Race:
     return _classes(draft_probs, target_probs, lowest=1 / 23, **sizes)
 
   def picked_probs(self, draft_probs: jax.Array, target_probs: jax.Array, scale: jax.Array) -> jax.Array:
-    """The probability that a token is the one picked; within a class it is proportional to p.
+    """The probability that a token is the picked one. Within a class it is proportional to p.
 
     Args:
       draft_probs: Probabilities of tokens under the draft, of any shape.
-      target_probs: Those of the same tokens under the target.
-      scale: `[C]`, from `select`; ones give the distribution of a single candidate, the draft's.
+      target_probs: Probabilities of the same tokens under the target.
+      scale: `[C]`, from `select`. Ones give the draft's distribution, that of a single candidate.
 
     Returns:
       Probabilities of the tokens' shape.
@@ -158,10 +160,10 @@ class Race:
   def select(
     self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """The pick among two candidates or more, with its distribution as the factors of `picked_probs`.
+    """The pick among two or more candidates, and the scale from which `picked_probs` gives its distribution.
 
     Args:
-      draft_probs, target_probs, candidates, is_valid: As of a `Coupling`; at least two candidates are valid.
+      draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`; at least two candidates are valid.
 
     Returns:
       `[n]`, the probability that each candidate is picked; `[C]`, the picked token's distribution in units of p, by
@@ -178,28 +180,29 @@ class Race:
     return tickets / jnp.sum(tickets), jnp.where(mass > 0, law / jnp.where(mass > 0, mass, 1), 0)
 
   def fit(self, masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights, and the distribution of the class that is picked with them.
+    """The fitted weights, and the distribution of the class that is picked with them.
 
-    Each round computes the distribution that the weights give and moves every weight by the factor that its class
-    misses. In the example of `_goal` each side of the cut holds one class, so every weight is the largest of its side
-    and stays 1, and the distribution is the goal from the start. With three classes above the cut, of which one is
-    picked half as often as the goal asks, its log weight would rise by `step` log 2, less what the largest of the three
-    rises by.
+    Each round computes the distribution that the weights give, and multiplies every weight by a power of the factor
+    that its class lacks. In the example of `_goal` each side of the cut holds one class. So every weight is the largest
+    of its side and stays 1, and the distribution is the goal from the start. Suppose instead that one of three classes
+    above the cut is picked half as often as the goal asks. Its log weight rises by `step` log 2, minus the rise of the
+    largest of the three.
 
     Args:
-      masses: `[C, 2]`, of draft and target, ratios ascending.
+      masses: `[C, 2]`, the masses of draft and target by class, in ascending order of q/p.
       num_candidates: n, above 1.
 
     Returns:
-      Log weights `[C]`; bool `[C]`, the classes that win against the others; the distribution `[C]`.
+      Log weights `[C]`; bool `[C]`, the classes that win against the others; the distribution `[C]` of the picked
+      class.
     """
     dtype = masses.dtype
     goal, is_high, low_mass = _goal(masses, num_candidates)
     mass = masses[:, 0]
     is_possible = mass > 0
     num_nodes, pad = (64, 14.0) if dtype.itemsize == 4 else (160, 32.0)
-    # Substituting z = e^y makes the integrand smooth and small at both ends, where a trapezoidal sum is best. Of the
-    # left tail e^{-w z} = 1 is known; the right one is below e^{-e^3.5}.
+    # Substituting z = e^y makes the integrand smooth and small at both ends, where a trapezoidal sum is most accurate.
+    # In the left tail e^{-w z} is 1; the right tail is below e^{-e^3.5}.
     y = np.linspace(-pad, self.log_range + 3.5, num_nodes)
     nodes = np.exp(y)
     spacing = nodes * (y[1] - y[0])
@@ -208,7 +211,7 @@ class Race:
     nodes, spacing = nodes.astype(dtype), spacing.astype(dtype)
     sides = jnp.stack([is_high, ~is_high])
 
-    # As products of small matrices; in full precision, since losslessness rests on the distribution that they give.
+    # Full precision, since losslessness depends on the distribution that these products give.
     multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
     def winner(log_weights):
@@ -226,10 +229,10 @@ class Race:
       moved = jnp.where(is_possible, log_weights + self.step * missing, -jnp.inf)
       largest = jnp.max(jnp.where(sides, moved, -jnp.inf), axis=-1)
       largest = jnp.where(is_high, largest[0], largest[1])
-      # A side without any possible class has no largest weight, and no use for one.
+      # A side without any possible class has no largest weight and needs none.
       relative = moved - jnp.where(jnp.isfinite(largest), largest, 0)
       return jnp.maximum(relative, -self.log_range)
 
     log_weights = jax.lax.fori_loop(0, self.num_rounds, improve, jnp.zeros_like(mass))
-    # Computed with the final weights: only then is every choice of them lossless.
+    # The distribution must belong to the final weights; then every choice of weights is lossless.
     return log_weights, is_high, winner(log_weights)

@@ -1,4 +1,4 @@
-"""Recursive rejection: the candidates in turn, each against what the earlier ones left of the target."""
+"""Recursive rejection: each candidate in turn is tested against the residual of the target after earlier rejections."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from spectr_jax.sampling import positive_part
 class Recursive:
   """Recursive rejection sampling, with or without replacement.
 
-  With r = q at first, a candidate X is accepted with probability min(1, r(X)/p(X)); when it is rejected r becomes
-  [r - p]+, normalised, or stays if that is 0 everywhere. When all are rejected the token comes from r. This is
-  SpecInfer's multi-step speculative sampling (Miao et al. 2024, Algorithm 2). Without replacement p loses every
+  The residual r starts as q. A candidate X is accepted with probability min(1, r(X)/p(X)). If it is rejected, r becomes
+  [r - p]+, normalised; if that is 0 everywhere, r stays. If all candidates are rejected, the token is drawn from r.
+  This is SpecInfer's multi-step speculative sampling (Miao et al. 2024, Algorithm 2). Without replacement p loses every
   rejected token and is normalised again (Jeon et al. 2024; "Speculative Decoding via Exponential Races", Algorithm 4).
 
-  Since [[a]+ - b]+ = [a - b]+ for b >= 0, r is [q - c p]+ / z with two numbers c and z, and no distribution but p and q
-  is kept.
-  A token that was rejected has r = 0 from then on, so removing it from p changes nothing there but p's norm.
+  Since [[a]+ - b]+ = [a - b]+ for b >= 0, r is [q - c p]+ / z with two numbers c and z, and no distribution except p
+  and q is stored. A rejected token has r = 0 from then on, so removing it from p changes only p's norm.
 
   Attributes:
     with_replacement: Whether the candidates were drawn with replacement.
@@ -39,7 +38,7 @@ class Recursive:
 
   @property
   def explanation(self) -> Explanation:
-    """Words for either version."""
+    """The description of either version."""
     differ = '' if self.with_replacement else ' Candidates differ: p loses each rejected token.'
     return Explanation(
       'The candidates are tried in turn with min(1, r/p), where r is what the rejected ones before have left of q.'
@@ -55,7 +54,7 @@ class Recursive:
     return Outcome(accept_probs, positive_part(target_probs - c * draft_probs))
 
   def _try_all(self, draft_probs, target_probs, candidates, is_valid):
-    """The probability that each candidate is the one accepted, `[n]`, and c after the last."""
+    """The probability `[n]` that each candidate is the accepted one, and c after the last candidate."""
     dtype = target_probs.dtype
 
     def is_unfinished(carry):
@@ -66,11 +65,11 @@ class Recursive:
       is_waiting, accept_probs, reach, c, z, left = carry
       i = jnp.argmax(is_waiting)
       token = candidates[i]
-      # The mass left of p, summed: 1 minus the mass removed would cancel where one token has nearly all.
+      # The mass left of p is summed, since 1 minus the removed mass cancels if one token has nearly all of it.
       norm = 1 if left is None else jnp.sum(left)
       p = draft_probs[token]
       residual = jnp.maximum(target_probs[token] - c * p, 0)
-      # Where p is 0 nothing can have been drawn.
+      # A token with p = 0 cannot have been drawn.
       accept = jnp.where(p > 0, jnp.minimum(1, residual * norm / jnp.where(p > 0, z * p, 1)), 0)
       next_c = c + z / norm
       next_z = jnp.sum(positive_part(target_probs - next_c * draft_probs))

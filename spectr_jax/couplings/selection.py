@@ -1,4 +1,4 @@
-"""Selections: one of n i.i.d. candidates is picked, and whether it is kept is decided elsewhere."""
+"""Selections pick one of n i.i.d. candidates. Another rule decides whether it is kept."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Pick:
   """The pick at one position, and the distribution of picked tokens.
 
   Attributes:
-    pick_probs: `[n]`, the probability that each candidate is picked; all 0 if there is none, else they sum to 1.
-    probs: `[V]`, the distribution of the picked token, averaged over candidates; 0 everywhere if there is none.
-    candidate_probs: `[n]`, the same at the candidates; 0 where there is none.
+    pick_probs: `[n]`, the probability that each candidate is picked. They sum to 1, or are all 0 without candidates.
+    probs: `[V]`, the distribution of the picked token, averaged over candidates; all 0 without candidates.
+    candidate_probs: `[n]`, the entries of `probs` at the candidates, 0 for invalid ones.
   """
 
   pick_probs: jax.Array
@@ -31,9 +31,9 @@ class Pick:
 
 
 class Selection(Protocol):
-  """Picks one of n candidates drawn i.i.d.; a pure function, hashable, options are fields.
+  """Picks one of n i.i.d. candidates. It is a pure function and hashable; its options are fields.
 
-  It may have an attribute `explanation`, a `SelectionExplanation`, to be shown.
+  It may have an attribute `explanation`, a `SelectionExplanation`, for display.
   """
 
   def __call__(
@@ -42,16 +42,16 @@ class Selection(Protocol):
     """The pick at one position.
 
     Args:
-      draft_probs, target_probs, candidates, is_valid: As of a `Coupling`.
+      draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
     """
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class SingleDraft:
-  """Picks the one candidate there is.
+  """Picks the only candidate.
 
-  It is for single drafts: with more candidates, `Pick.probs` is not the distribution of the picked one.
+  It is for single drafts. With several candidates `Pick.probs` is not the distribution of the picked token.
   """
 
   explanation = SelectionExplanation(
@@ -71,8 +71,8 @@ class SingleDraft:
 class MaximalAfter:
   """Picks by `selection` and couples the picked candidate maximally with the target.
 
-  With pt the distribution of picked tokens, the picked one is accepted with probability min(1, q/pt); otherwise the
-  token comes from [q - pt]+.
+  Let pt be the distribution of the picked token. It is accepted with probability min(1, q/pt); otherwise the token is
+  drawn from [q - pt]+.
 
   Attributes:
     selection: The selection.
@@ -83,15 +83,15 @@ class MaximalAfter:
 
   @property
   def explanation(self) -> Explanation:
-    """The selection's words."""
+    """The description of the selection, as that of a coupling."""
     words = getattr(self.selection, 'explanation', SelectionExplanation())
     return Explanation(words.token, f'[q − {words.law}]₊' if words.law else '')
 
   def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
-    """The probability that each candidate is picked and its probability under pt, `[n]`, to be shown.
+    """The probability that each candidate is picked and its probability under pt, `[n]` each, for display.
 
     Args:
-      draft_probs, target_probs, candidates, is_valid: As of a call.
+      draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
     """
     pick = self.selection(draft_probs, target_probs, candidates, is_valid)
     return {'pick_prob': pick.pick_probs, 'picked_prob': pick.candidate_probs}

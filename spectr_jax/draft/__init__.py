@@ -1,4 +1,4 @@
-"""Drafters: where guesses come from."""
+"""Drafters: the sources of guesses."""
 
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
 from spectr_jax.draft.model_drafter import as_drafter, model_drafter

@@ -1,4 +1,4 @@
-"""The seam between the loop and whatever guesses ahead: `Drafter`, and what it may read, `DraftContext`."""
+"""The seam between the loop and drafters: `Drafter`, and the `DraftContext` that it may read."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from spectr_jax.tree import TokenTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftContext:
-  """What a drafter may read; the loop keeps it, and only as much of it as the drafter asks for.
+  """The text and hidden states that a drafter may read; the loop keeps those that the drafter asks for.
 
   Attributes:
     lengths: int32 `[B]`, committed tokens of each row. The last of them is the root of the next tree.
     target: The target model, by reference: `embed` and `unembed` share its embedding and its output head.
-    tokens: int32 `[B, S]`, the committed tokens; anything may stand behind a row's length. None in `propose_fn` and
+    tokens: int32 `[B, S]`, the committed tokens; entries behind a row's length are arbitrary. None in `propose_fn` and
       `commit_fn` unless `Drafter.reads_tokens`.
     features: `[B, S, F, D]`, the target's hidden states of the layers `Drafter.feature_layers` at every committed token
-      but the last, which the target has not seen yet. None if no layers are asked for.
+      but the last, which the target has not seen yet. None if `Drafter.feature_layers` is empty.
   """
 
   lengths: jax.Array
@@ -37,13 +37,13 @@ class DraftContext:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftRequest:
-  """What a round asks of a drafter.
+  """The request of a round to a drafter.
 
   Attributes:
     keys: Keys `[B, L + 1]`, one per row and depth of the parent; the last depth draws nothing.
     sampling: The rows' sampling parameters, the same as the target's.
     tree: The tree, static, with at least one node; the bounds of every row's tree if the drafter grows trees.
-    rule: How children are drawn, static.
+    rule: The rule that draws children, static.
   """
 
   keys: jax.Array
@@ -55,11 +55,12 @@ class DraftRequest:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Commitment:
-  """What became of a round's guesses.
+  """The outcome of a round's guesses.
 
   Attributes:
     path: int32 `[B, L + 1]`, the committed nodes: the root, then the accepted ones.
-    num_committed: int32 `[B]`, how many entries of `path` are committed, the root included; 0 leaves a row untouched.
+    num_committed: int32 `[B]`, the number of entries of `path` that are committed, the root included; 0 leaves a row
+      untouched.
     next_token: int32 `[B]`, the token after the path, the next round's root; it has no node.
     tree: The tree of the round, static.
   """
@@ -73,7 +74,7 @@ class Commitment:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-  """What guesses ahead, as data and static functions, like `Model`.
+  """A source of guesses as data and static functions, like `Model`.
 
   All functions are batched. The functions must be module-level or otherwise compare equal between calls, or every call
   compiles anew. A drafter's state is any pytree of arrays with the batch in front.
@@ -82,16 +83,17 @@ class Drafter:
     params: The parameters, any pytree of arrays.
     init_fn: `(params, context, cache_size) -> state` after the prompts, which `context.tokens` `[B, P]` always holds;
       up to `cache_size` tokens per row will be committed.
-    propose_fn: `(params, state, context, request) -> Proposal`: guesses for every node of `request.tree`.
-    commit_fn: `(params, state, context, commitment) -> state` after a round: `state` is `Proposal.state` of the round,
-      and `context` already holds what was committed.
+    propose_fn: `(params, state, context, request) -> Proposal`, with a guess for every node of `request.tree`.
+    commit_fn: `(params, state, context, commitment) -> state` after a round. It is given the round's `Proposal.state`,
+      and a context that already holds the committed tokens.
     vocab_size: V, equal to the target's.
-    context_length: The longest prompt plus continuation that it was made for, or None if any will do.
+    context_length: The longest prompt plus continuation that it was made for, in tokens, or None for no limit.
     reads_tokens: Whether it reads the committed text.
-    feature_layers: The target's layers whose hidden states it reads, as of `Model.features_fn`.
+    feature_layers: The target's layers whose hidden states it reads, numbered as in `Model.features_fn`.
     gives: Whether candidates may be given in place of drawn (`Proposal.is_given`).
     grows: Whether rows have trees of their own (`Proposal.parents`).
-    param_shardings_fn: `(sharding, params) -> shardings` of a `DecodeSharding`; None keeps them whole on every device.
+    param_shardings_fn: `(sharding, params) -> shardings` for a `DecodeSharding`; None keeps the parameters whole on
+      every device.
     state_shardings_fn: `(sharding, params, state) -> shardings`; None shards the rows of all arrays over `data`.
   """
 
@@ -109,13 +111,30 @@ class Drafter:
   state_shardings_fn: Callable[[Any, Any, Any], Any] | None = static_field(None)
 
   def init(self, context: DraftContext, cache_size: int) -> Any:
-    """The state after the prompts; see `init_fn`."""
+    """The state after the prompts.
+
+    Args:
+      context: The prompts, int32 `[B, P]`, and their lengths.
+      cache_size: The committed tokens that a row must be able to hold.
+    """
     return self.init_fn(self.params, context, cache_size)
 
   def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
-    """A round's guesses; see `propose_fn`."""
+    """A round's guesses.
+
+    Args:
+      state: Between two rounds, any pytree of arrays with B in front.
+      context: The text and hidden states so far.
+      request: Keys, sampling parameters, tree and rule of the round.
+    """
     return self.propose_fn(self.params, state, context, request)
 
   def commit(self, state: Any, context: DraftContext, commitment: Commitment) -> Any:
-    """The state after a round; see `commit_fn`."""
+    """The state after a round.
+
+    Args:
+      state: `Proposal.state` of the round.
+      context: The text and hidden states, with those of the round.
+      commitment: The outcome of the round's guesses.
+    """
     return self.commit_fn(self.params, state, context, commitment)

@@ -1,4 +1,4 @@
-"""A smaller language model as drafter."""
+"""A smaller language model as a drafter."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from spectr_jax.tree import TokenTree
 class ModelDrafterState:
   """A drafting model's cache and the committed tokens that are not in it.
 
-  The cache lags two tokens behind the committed text, and each round begins with a forward of both. So it never lacks a
-  token, even after the last accepted guess was a leaf, on which drafting does not run the model.
+  The cache lags two tokens behind the committed text, and each round begins with a forward call on both. So no token is
+  ever missing, even after a round whose last accepted guess is a leaf, on which drafting does not run the model.
 
   Attributes:
     cache: The model's cache.
@@ -46,8 +46,8 @@ class _Level:
   are (0, 1, 2), (1, 1, 1) and (2, 1, 2).
 
   Attributes:
-    width: How many they are.
-    groups: (start, width, number of children) of neighbours with equally many children.
+    width: The number of parents.
+    groups: (start, width, number of children) of runs of neighbours with equally many children.
   """
 
   width: int
@@ -68,6 +68,8 @@ def _levels(tree: TokenTree) -> list[_Level]:
 
 def _init(model: Model, context: DraftContext, cache_size: int) -> ModelDrafterState:
   prompts, lengths = context.tokens, context.lengths
+  if prompts is None:
+    raise ValueError('a model drafter starts from the prompts: its first context must hold tokens')
   cache = model.init_cache_fn(prompts.shape[0], cache_size)
   cache, _ = model.prefill(prompts, jnp.maximum(lengths - 2, 0), cache)
   places = jnp.maximum(lengths[:, None] - jnp.array([2, 1]), 0)
@@ -75,7 +77,7 @@ def _init(model: Model, context: DraftContext, cache_size: int) -> ModelDrafterS
 
 
 def _slot_of(tree: TokenTree) -> np.ndarray:
-  """int32 `[N + 1]`: the pending slot of each parent node: slot 0 holds the token before the root."""
+  """The pending slot of each parent node, int32 `[N + 1]`; slot 0 holds the token before the root."""
   return tree.law_index + 1
 
 
@@ -84,7 +86,7 @@ def _masks(state: ModelDrafterState, tree: TokenTree) -> tuple[jax.Array, jax.Ar
   among_parents = tree.ancestors[np.ix_(tree.parent_nodes, tree.parent_nodes)]
   exists = jnp.pad(state.has_previous[:, None], ((0, 0), (0, len(tree.parent_nodes))), constant_values=True)
   mask = jnp.pad(jnp.asarray(among_parents), ((0, 0), (1, 0)), constant_values=True) & exists[:, None]
-  # Where there is no previous token its slot sees itself alone, and nothing sees it.
+  # If there is no previous token, its slot attends to itself alone and no other slot attends to it.
   return jnp.zeros_like(mask[:, :1]).at[:, :, 0].set(True), mask
 
 
@@ -96,17 +98,17 @@ def _propose(model: Model, state: ModelDrafterState, context: DraftContext, requ
   previous_mask, mask = _masks(state, tree)
 
   def score(carry, first, width):
-    """Keeps the distributions of `width` parent nodes from the `first` on, whose tokens are known."""
+    """Computes the distributions of `width` parent nodes from number `first` on, whose tokens are known."""
     cache, tokens, probs = carry
     nodes = jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)
     rows = jax.lax.dynamic_slice_in_dim(mask, first, width, axis=1)
-    # Below a node that does not exist anything may stand.
+    # A node that does not exist has the token -1; nothing below it is ever accepted, so any valid id will do.
     output = model.apply(jnp.maximum(tokens[:, nodes - 1], 0), root_position + depths[nodes], rows, cache)
     laws = logits_to_probs(output.logits, sampling)
     return output.cache, tokens, jax.lax.dynamic_update_slice_in_dim(probs, laws, first, axis=1)
 
   def draw(carry, first, width, num_children):
-    """Draws `num_children` children for each of `width` parent nodes from the `first` on."""
+    """Draws `num_children` children for each of `width` parent nodes from number `first` on."""
     cache, tokens, probs = carry
     parents = jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)
     children = first_child[parents]
@@ -129,7 +131,7 @@ def _propose(model: Model, state: ModelDrafterState, context: DraftContext, requ
   carry = descend((output.cache, tokens, probs), 0, root)
   first = 1
   for level, run in itertools.groupby(levels):
-    # Depths of one shape, as in long chains, are one loop: the program does not grow with the tree's depth.
+    # Neighbouring depths of one shape, as in long chains, are one loop, so the program does not grow with the depth.
     count = len(list(run))
 
     def one_depth(i, carry, level=level, first=first):
@@ -145,9 +147,11 @@ def _propose(model: Model, state: ModelDrafterState, context: DraftContext, requ
 
 def _commit(model: Model, state: ModelDrafterState, context: DraftContext, commitment: Commitment) -> ModelDrafterState:
   del context
+  if state.tokens is None:
+    raise ValueError("a model drafter commits the state of its proposal, which holds the round's guesses")
   path, num_committed = commitment.path, commitment.num_committed
-  # The round scored the token before the root, then parent nodes. All but the last committed token move to the cache:
-  # what ran on the token before the root, unless there was none, and on the path down to the last but one.
+  # The round scored the token before the root, then parent nodes. All committed tokens but the last move to the cache:
+  # the token before the root, if there is one, and the path down to the last but one.
   slots = jnp.pad(jnp.asarray(_slot_of(commitment.tree))[path[:, :-1]], ((0, 0), (1, 0)))
   missing = jnp.where(state.has_previous, 0, 1)
   places = jnp.minimum(jnp.arange(path.shape[1]) + missing[:, None], path.shape[1] - 1)
@@ -177,7 +181,7 @@ def _state_shardings(sharding, model: Model, state: ModelDrafterState):
 
 
 def model_drafter(model: Model) -> Drafter:
-  """A drafter that draws from a model, depth by depth; the model runs on every node that has children.
+  """A drafter that draws from a model, depth by depth. The model runs on every node that has children.
 
   Args:
     model: A model with the target's vocabulary.
@@ -195,5 +199,5 @@ def model_drafter(model: Model) -> Drafter:
 
 
 def as_drafter(draft: Model | Drafter | None) -> Drafter | None:
-  """A drafter for whatever `generate` takes as a draft."""
+  """The drafter of a draft as `generate` takes it: a model becomes a drafter, all else passes through."""
   return model_drafter(draft) if isinstance(draft, Model) else draft

@@ -1,4 +1,4 @@
-"""Checks of keys and prompts: one clear `ValueError` where something does not fit."""
+"""Checks of keys and prompts, with one clear `ValueError` for whatever does not fit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 if TYPE_CHECKING:
   from spectr_jax.engine.decoder import Decoder
@@ -17,10 +18,10 @@ def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
 
   Args:
     rng_key: One typed key or a key array `[B]`, of impl threefry2x32.
-    batch_size: B.
+    batch_size: B, rows.
 
   Raises:
-    ValueError: It is neither.
+    ValueError: `rng_key` is neither.
   """
   if not isinstance(rng_key, jax.Array) or not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
     raise ValueError('rng_key must be a typed key or an array of them, as jax.random.key makes')
@@ -36,13 +37,25 @@ def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:
-  """Refuses what is no positive int."""
+  """Checks a limit of new tokens.
+
+  Raises:
+    ValueError: It is not a positive int.
+  """
   if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
     raise ValueError(f'max_new_tokens must be a positive int, got {max_new_tokens!r}')
 
 
 def check_shapes(prompts: jax.Array, prompt_lengths: jax.Array) -> None:
-  """Refuses prompts and lengths whose shapes or types do not fit; both as of `check_prompts`."""
+  """Checks shapes and types of prompts.
+
+  Args:
+    prompts: Integers `[B, P]`.
+    prompt_lengths: Integers `[B]`, in tokens.
+
+  Raises:
+    ValueError: A shape or a type does not fit.
+  """
   if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer) or 0 in prompts.shape:
     raise ValueError(f'prompts must be integers [B, P] with B and P at least 1, got {prompts.dtype} {prompts.shape}')
   if prompt_lengths.shape != prompts.shape[:1] or not jnp.issubdtype(prompt_lengths.dtype, jnp.integer):
@@ -50,12 +63,15 @@ def check_shapes(prompts: jax.Array, prompt_lengths: jax.Array) -> None:
 
 
 def check_prompts(decoder: Decoder, prompts: jax.Array, prompt_lengths: jax.Array) -> None:
-  """Refuses prompts that do not fit the decoder: shapes and, outside of a trace, lengths, ids and texts too long.
+  """Checks that prompts fit the decoder: their shapes and, outside of a trace, their lengths and ids.
 
   Args:
     decoder: The decoder.
     prompts: Integers `[B, P]`.
-    prompt_lengths: Integers `[B]`.
+    prompt_lengths: Integers `[B]`, in tokens.
+
+  Raises:
+    ValueError: A shape, a length or an id does not fit, or a text may exceed the cache or the models' limit.
   """
   check_shapes(prompts, prompt_lengths)
   needed = prompts.shape[1] + decoder.max_new_tokens
@@ -64,7 +80,7 @@ def check_prompts(decoder: Decoder, prompts: jax.Array, prompt_lengths: jax.Arra
       f'cache_size must be at least {needed}, for prompts of {prompts.shape[1]} tokens and new ones; got'
       f' {decoder.cache_size}'
     )
-  if isinstance(prompts, jax.core.Tracer) or isinstance(prompt_lengths, jax.core.Tracer):
+  if isinstance(prompts, Tracer) or isinstance(prompt_lengths, Tracer):
     return
   lengths = np.asarray(prompt_lengths)
   if lengths.min() < 1 or lengths.max() > prompts.shape[1]:

@@ -1,4 +1,4 @@
-"""What decodes: models, method, tree and limits, put together and checked once."""
+"""The decoder: models, method, tree and limits, put together and checked once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from spectr_jax.tree import TokenTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-  """Everything about decoding that does not change from round to round: parameters, and what programs are compiled for.
+  """The constants of decoding: parameters, and the static values that programs are compiled for.
 
-  Use `Decoder.make`, which checks that the parts fit each other.
+  `Decoder.make` makes one and checks that its parts fit each other.
 
   Attributes:
     target: The target model; its calls return the features that the drafter reads.
@@ -29,10 +29,10 @@ class Decoder:
     method: The method.
     tree: The tree of every round, or the bounds of the rows' trees if the drafter grows them.
     max_new_tokens: Limit of new tokens per row.
-    cache_size: Committed tokens that a row can hold: prompt and new ones.
+    cache_size: Committed tokens that a row can hold, those of the prompt included.
     eos_ids: Ids that end a row.
-    has_statistics: Whether what happens at the positions visited is counted.
-    sharding: How the work is sharded over devices, or None for one device.
+    has_statistics: Whether `Statistics` are counted.
+    sharding: The sharding over devices, or None for one device.
   """
 
   target: Model
@@ -59,21 +59,21 @@ class Decoder:
     statistics: bool = False,
     sharding: DecodeSharding | None = None,
   ) -> Decoder:
-    """Puts a decoder together, its models on their devices.
+    """Puts a decoder together, with its models on their devices.
 
     Args:
-      target: The model whose distribution comes out; its parameters may be shapes, to compile only.
+      target: The model whose distribution the output has; its parameters may be shapes, to compile only.
       draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
       method: A name of `METHODS`, or a `Method`.
       tree: The guesses of a round; methods that draft nothing need none and ignore it.
       max_new_tokens: Limit of new tokens per row.
-      cache_size: Committed tokens that a row can hold: the longest prompt and `max_new_tokens`.
+      cache_size: Committed tokens that a row can hold: those of the longest prompt and `max_new_tokens`.
       eos_id: Id or ids that end a row, or None.
-      statistics: Whether to count what happens at the positions visited.
-      sharding: How to shard rows, models and caches over the devices of a mesh, or None for one device.
+      statistics: Whether to count `Statistics`.
+      sharding: The sharding of rows, models and caches over the devices of a mesh, or None for one device.
 
     Raises:
-      ValueError: The parts do not fit each other; the message says what does.
+      ValueError: The parts do not fit each other; the message names what would fit.
     """
     method = get_method(method)
     drafter = None if method.max_drafts == 0 else as_drafter(draft)
@@ -99,7 +99,7 @@ class Decoder:
 
   @property
   def context_length(self) -> int | None:
-    """The longest prompt plus continuation that both models were made for, or None if any will do."""
+    """The longest prompt plus continuation that both models were made for, in tokens, or None for no limit."""
     limits = [each.context_length for each in (self.target, self.drafter) if each is not None]
     return min((limit for limit in limits if limit is not None), default=None)
 

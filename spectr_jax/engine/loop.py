@@ -8,6 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from spectr_jax.draft import Commitment, Drafter, DraftRequest
 from spectr_jax.engine import checks
@@ -30,12 +32,17 @@ from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify import Record, Verdict
 
-ROUNDS = 'rounds'  # scope of the loop in compiled programs
+ROUNDS = 'rounds'  # the loop's scope in compiled programs
 _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
 
 
 def noise_keys(decoder: Decoder, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-  """Keys `[B, L + 1]` for drafting and for verification, one per depth of the tree."""
+  """The round's keys `[B, L + 1]` for drafting and for verification, one per depth of the tree.
+
+  Args:
+    decoder: The decoder.
+    state: Before the round.
+  """
   depths = jnp.arange(decoder.tree.max_depth + 1)
 
   def fold(key, *data):
@@ -45,31 +52,39 @@ def noise_keys(decoder: Decoder, state: DecodeState) -> tuple[jax.Array, jax.Arr
     return jax.vmap(lambda depth: fold(key, _PURPOSE_POSITION, root_position + 1 + depth))(depths)
 
   def of_round(key, root_position, purpose):
-    # By the committed length, never by a token's own position: noise behind a rejection has already influenced the
-    # decision, and reusing it biases what follows.
+    # Keyed by the committed length, never by a token's own position: noise behind a rejection has already influenced
+    # the decision, and reusing it would bias the tokens that follow.
     round_key = fold(key, root_position + 1, purpose)
     return jax.vmap(lambda depth: fold(round_key, depth))(depths)
 
   if decoder.method.is_seed_exact:
     keys = jax.vmap(of_positions)(state.keys, state.root_position)
     return keys, keys
-  return tuple(
-    jax.vmap(of_round, (0, 0, None))(state.keys, state.root_position, purpose)
-    for purpose in (_PURPOSE_DRAFT, _PURPOSE_VERIFY)
-  )
+  of_rows = jax.vmap(of_round, (0, 0, None))
+  draft_keys = of_rows(state.keys, state.root_position, _PURPOSE_DRAFT)
+  return draft_keys, of_rows(state.keys, state.root_position, _PURPOSE_VERIFY)
 
 
 # The parts of a round, one after another; `decode.experiment.latency` times them one by one.
 
 
 def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
-  """The drafter's guesses; none without a drafter."""
+  """The drafter's guesses; an empty proposal without a drafter.
+
+  Args:
+    decoder: The decoder.
+    state: Before the round.
+    keys: Keys `[B, L + 1]` for drafting.
+
+  Raises:
+    ValueError: The drafter's proposals are not what it declares.
+  """
   if decoder.drafter is None:
     batch_size, vocab_size = state.keys.shape[0], decoder.target.vocab_size
     return Proposal(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros((batch_size, 0, vocab_size)))
   drafter, request = decoder.drafter, DraftRequest(keys, state.sampling, decoder.tree, decoder.method.proposal_rule)
   proposal = drafter.propose(state.draft_state, state.draft_context(decoder), request)
-  # What a method takes was checked by what the drafter declares.
+  # The method was checked against the drafter's declarations, so proposals must agree with them.
   for field, declared, is_declared in (('is_given', 'gives', drafter.gives), ('parents', 'grows', drafter.grows)):
     if (getattr(proposal, field) is not None) != is_declared:
       raise ValueError(f'the drafter declares {declared}={is_declared}, but its proposals have another {field}')
@@ -77,7 +92,16 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
 
 
 def score(decoder: Decoder, state: DecodeState, proposal: Proposal) -> ModelOutput:
-  """The target's call on the last token and the guesses."""
+  """The target's call on the last token and the guesses.
+
+  Args:
+    decoder: The decoder.
+    state: Before the round.
+    proposal: The guesses, N per row.
+
+  Returns:
+    The logits `[B, N + 1, V]` after the root and every guess, and the cache with these tokens pending.
+  """
   tree = decoder.tree
   mask = jax.vmap(lambda parents: tree.of_row(parents).ancestors)(proposal.parents) if tree.is_grown else tree.ancestors
   return decoder.target.apply(
@@ -97,7 +121,7 @@ def judge(
   *,
   is_explained: bool = False,
 ) -> tuple[jax.Array, Verdict, Record | None]:
-  """What the method keeps of the guesses.
+  """The method's decision which guesses to keep.
 
   Args:
     decoder: The decoder.
@@ -120,7 +144,7 @@ def judge(
 
 
 def _failures(state: DecodeState, proposal: Proposal, target_probs: jax.Array) -> jax.Array:
-  """Which models gave logits that are not finite, `[B]`; such a distribution is NaN for every token."""
+  """The failures of each row as in `Generation`, `[B]`; logits that are not finite give a distribution of NaN."""
   is_bad_target = jnp.any(jnp.isnan(target_probs[:, :, 0]), axis=1)
   is_bad_draft = jnp.any(jnp.isnan(proposal.probs[:, :, 0]), axis=1)
   failures = FAILED_TARGET * is_bad_target + FAILED_DRAFT * is_bad_draft
@@ -133,7 +157,7 @@ def _put(rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _emitted(proposal: Proposal, verdict: Verdict) -> jax.Array:
-  """A round's tokens `[B, L + 1]`: the accepted guesses, then `next_token`, repeated behind its place."""
+  """A round's tokens `[B, L + 1]`: the accepted guesses, then `next_token` in all remaining places."""
   guesses = jnp.take_along_axis(proposal.tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
   guesses = jnp.pad(guesses, ((0, 0), (0, 1)))
   is_accepted = jnp.arange(guesses.shape[1]) < verdict.num_accepted[:, None]
@@ -141,7 +165,7 @@ def _emitted(proposal: Proposal, verdict: Verdict) -> jax.Array:
 
 
 def _is_path_end(tree: TokenTree, proposal: Proposal, path: jax.Array, num_accepted: jax.Array) -> jax.Array:
-  """Whether the deepest accepted node has no children, bool `[B, 1]`."""
+  """bool `[B, 1]`: whether the deepest accepted node has no children."""
   deepest = jnp.take_along_axis(path, num_accepted, axis=1)
   if not tree.is_grown:
     return jnp.asarray(tree.num_children)[deepest] == 0
@@ -151,7 +175,7 @@ def _is_path_end(tree: TokenTree, proposal: Proposal, path: jax.Array, num_accep
 def _record(
   decoder: Decoder, state: DecodeState, proposal: Proposal, verdict: Verdict, tokens: jax.Array, failures: jax.Array
 ) -> tuple[Generation, jax.Array]:
-  """Adds a round's tokens to the result, up to EOS or the limit, and says which rows are done."""
+  """The result with a round's tokens, up to EOS or the limit, and bool `[B]`, which rows are done."""
   result, tree = state.result, decoder.tree
   max_new_tokens = decoder.max_new_tokens
   accepted = verdict.num_accepted[:, None]
@@ -170,7 +194,7 @@ def _record(
   is_kept = places < count[:, None]
   slots = jnp.where(is_kept, result.lengths[:, None] + places, max_new_tokens)
   lengths = result.lengths + count
-  # An EOS that the limit cut off does not matter: its row is done as well.
+  # An EOS beyond the limit makes no difference, because the limit has ended its row.
   is_done = state.is_done | has_eos | (lengths >= max_new_tokens)
   result = dataclasses.replace(
     result,
@@ -192,15 +216,15 @@ def commit(
   target_probs: jax.Array,
   verdict: Verdict,
 ) -> DecodeState:
-  """The state after the round: what was kept is recorded and moved to its place in the caches.
+  """The state after the round: tokens that were kept are recorded and moved to their places in the caches.
 
   Args:
     decoder: The decoder.
     state: Before the round.
-    proposal: Of the round.
-    output: The target's call.
+    proposal: The round's guesses.
+    output: The result of the target's call.
     target_probs: `[B, N + 1, V]`, the target's distributions.
-    verdict: What was kept.
+    verdict: The method's decision.
   """
   tokens = _emitted(proposal, verdict)
   failures = _failures(state, proposal, target_probs)
@@ -213,8 +237,8 @@ def commit(
     visited = jax.tree.map(lambda x: jax.vmap(jnp.multiply)(x, ~state.is_done), visited)
     result = dataclasses.replace(result, statistics=result.statistics + visited)
   path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
-  # No token is negative: what is written to the caches depends on the logits, also where nothing was drafted. So the
-  # compiler sees that it is written after all was read, and copies no cache.
+  # No token is negative. The comparison makes every write to the caches depend on the logits, also without a draft, so
+  # the compiler sees that the caches are written after they were read, and copies none.
   num_committed = jnp.where(state.is_done | (verdict.next_token < 0), 0, verdict.num_accepted + 1)
   state = dataclasses.replace(
     _extend_context(state, output, tokens, path, num_committed),
@@ -233,7 +257,7 @@ def commit(
 
 
 def _extend_context(state: DecodeState, output: ModelOutput, tokens, path, num_committed) -> DecodeState:
-  """`state` with the round's tokens and features where the drafter reads them; before `root_position` moves on."""
+  """`state` with the round's tokens and features if the drafter reads them; call it before `root_position` moves on."""
   places = jnp.arange(path.shape[1])
   is_new = places < num_committed[:, None]
   text, features = state.text, state.features
@@ -248,14 +272,14 @@ def _extend_context(state: DecodeState, output: ModelOutput, tokens, path, num_c
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Round:
-  """A round as it was seen and decided.
+  """The inputs and the outcome of a round's verification.
 
   Attributes:
-    keys: Typed keys `[B, L + 1]`, those for verification.
+    keys: Typed keys `[B, L + 1]` for verification.
     proposal: The guesses; `state` is None.
     target_probs: `[B, N + 1, V]`, the target's distributions.
-    verdict: What was kept.
-    record: How it was decided, or None.
+    verdict: The method's decision.
+    record: The record of how it was decided, or None.
   """
 
   keys: jax.Array
@@ -266,12 +290,15 @@ class Round:
 
 
 def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = False) -> tuple[DecodeState, Round]:
-  """One target call: draft, score, verify, commit. Rows that are done stay as they are.
+  """One round with one target call: draft, score, verify, commit. Rows that are done stay as they are.
 
   Args:
     decoder: The decoder.
     state: Between two rounds.
     is_explained: Whether the verifier also records how it decides.
+
+  Returns:
+    The state after the round, and the round.
   """
   draft_keys, verify_keys = noise_keys(decoder, state)
   proposal = propose(decoder, state, draft_keys)
@@ -284,7 +311,13 @@ def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = Fals
 
 @functools.partial(jax.jit, donate_argnames='state')
 def run_rounds(decoder: Decoder, state: DecodeState, num_rounds: jax.Array) -> DecodeState:
-  """`decode_rounds` as one program; `num_rounds` is an int32 scalar."""
+  """`decode_rounds` as one program.
+
+  Args:
+    decoder: The decoder.
+    state: Between two rounds; donated.
+    num_rounds: int32 scalar, the most rounds.
+  """
 
   def is_running(loop):
     state, done_rounds = loop
@@ -301,14 +334,14 @@ def run_rounds(decoder: Decoder, state: DecodeState, num_rounds: jax.Array) -> D
 
 
 def decode_rounds(decoder: Decoder, state: DecodeState, num_rounds: int | None = None) -> DecodeState:
-  """Runs up to `num_rounds` rounds, until every row is done or one has failed; one program for any number.
+  """Runs up to `num_rounds` rounds, until every row is done or one has failed; one program serves any number.
 
-  `state` is donated: use the returned one from here on. `state.result` holds the tokens so far.
+  `state` is donated: only the returned one may be used afterwards. Its `result` holds the tokens so far.
 
   Args:
     decoder: The decoder that `state` was made with.
     state: From `init_decode` or an earlier call.
-    num_rounds: Rounds at most, None for no limit.
+    num_rounds: The most rounds, or None for no limit.
 
   Raises:
     ValueError: `num_rounds` is negative.
@@ -324,15 +357,15 @@ def generate(
   rng_key: jax.Array,
   target: Model,
   draft: Model | Drafter | None,
-  prompts: jax.Array,
-  prompt_lengths: jax.Array,
+  prompts: ArrayLike,
+  prompt_lengths: ArrayLike,
   *,
   method: str | Method,
   tree: TokenTree | None = None,
   max_new_tokens: int,
-  temperature=1.0,
-  top_k=0,
-  top_p=1.0,
+  temperature: ArrayLike = 1.0,
+  top_k: ArrayLike = 0,
+  top_p: ArrayLike = 1.0,
   eos_id: int | tuple[int, ...] | None = None,
   statistics: bool = False,
   sharding: DecodeSharding | None = None,
@@ -344,8 +377,8 @@ def generate(
 
   Args:
     rng_key: One typed key, from which row i takes `fold_in(rng_key, i)`, or a key array `[B]`. With a key array a row's
-      tokens depend on its key and prompt alone, up to rounding not on its batch or padding.
-    target: The model whose distribution comes out.
+      tokens depend on its key and prompt alone; up to rounding, its batch and padding have no effect.
+    target: The model whose distribution the output has.
     draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
     prompts: Integers `[B, P]`, right-padded; padding is not read.
     prompt_lengths: Integers `[B]`, from 1 to P.
@@ -356,16 +389,16 @@ def generate(
     top_k: Scalar or `[B]`; 0 keeps all.
     top_p: Scalar or `[B]`, in (0, 1].
     eos_id: Id or ids that end a row, or None.
-    statistics: Whether to count what happens at the positions visited; this sorts distributions there and takes time.
-    sharding: How to shard rows, models and caches over the devices of a mesh, or None for one device. Models that are
-      sharded so already, by `DecodeSharding.put_models`, are not moved. Tokens are the same up to rounding.
+    statistics: Whether to count `Statistics`; this sorts the distributions of the positions visited and takes time.
+    sharding: The sharding of rows, models and caches over the devices of a mesh, or None for one device. Models that
+      `DecodeSharding.put_models` has sharded already are not moved. Tokens are the same up to rounding.
 
   Returns:
     The new tokens and how they came about.
 
   Raises:
-    ValueError: A shape, range, vocabulary, method or tree does not fit; the message says what does. Outside of a trace,
-      `NotFiniteError` where a model's logits are not finite.
+    ValueError: A shape, range, vocabulary, method or tree does not fit; the message names what would fit.
+    NotFiniteError: A model's logits are not finite; raised outside of a trace only.
   """
   prompts, prompt_lengths = jnp.asarray(prompts), jnp.asarray(prompt_lengths)
   checks.check_shapes(prompts, prompt_lengths)
@@ -384,6 +417,6 @@ def generate(
   sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
   state = init_decode(decoder, rng_key, prompts, prompt_lengths, **sampling)
   result = decode_rounds(decoder, state).result
-  if not isinstance(result.failures, jax.core.Tracer):
+  if not isinstance(result.failures, Tracer):
     result.check()
   return result

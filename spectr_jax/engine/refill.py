@@ -1,16 +1,17 @@
-"""Many prompts, more than fit at once: a row that is done is given to the next one."""
+"""Decoding more prompts than fit into a batch: a row that is done takes the next prompt."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from spectr_jax.draft import Drafter
 from spectr_jax.engine.decoder import Decoder
@@ -25,7 +26,7 @@ from spectr_jax.tree import TokenTree
 
 @functools.partial(jax.jit, donate_argnames='state')
 def _replace_rows(decoder: Decoder, state: DecodeState, fresh: DecodeState, rows: jax.Array) -> DecodeState:
-  """A state whose `rows` are those of another; entries that are not rows are dropped."""
+  """`state` with `rows` `[R]` replaced by the rows of `fresh`; entries that are not rows are dropped."""
   replaced = jax.tree.map(lambda old, new: old.at[rows].set(new, mode='drop') if old.ndim else old, state, fresh)
   return constrain(decoder, replaced)
 
@@ -33,30 +34,30 @@ def _replace_rows(decoder: Decoder, state: DecodeState, fresh: DecodeState, rows
 def refill(
   decoder: Decoder,
   state: DecodeState,
-  rows: jax.Array,
+  rows: ArrayLike,
   rng_key: jax.Array,
-  prompts: jax.Array,
-  prompt_lengths: jax.Array,
+  prompts: ArrayLike,
+  prompt_lengths: ArrayLike,
   *,
-  temperature=1.0,
-  top_k=0,
-  top_p=1.0,
+  temperature: ArrayLike = 1.0,
+  top_k: ArrayLike = 0,
+  top_p: ArrayLike = 1.0,
 ) -> DecodeState:
-  """Gives rows, done or not, to other prompts; their old contents are gone. One program for every R and P.
+  """Gives rows, done or not, to other prompts; their old contents are lost. Each pair of R and P is a program.
 
-  `state` is donated: use the returned one from here on. A row decodes as it would by itself.
+  `state` is donated: only the returned one may be used afterwards. A row decodes as it would by itself.
 
   Args:
     decoder: The decoder that `state` was made with; its `cache_size` must hold the prompts and the new tokens.
     state: Between rounds.
-    rows: Integers `[R]`, different rows; entries that are B or more are dropped, with their prompts.
-    rng_key: As for `generate`, of the R rows.
+    rows: Integers `[R]`, different rows; entries of B or more are dropped, with their prompts.
+    rng_key: One typed key or a key array `[R]`, as for `generate`.
     prompts: Integers `[R, P]`, right-padded.
-    prompt_lengths: Integers `[R]`.
-    temperature, top_k, top_p: As for `generate`, of the R rows.
+    prompt_lengths: Integers `[R]`, from 1 to P.
+    temperature, top_k, top_p: Scalars or `[R]`, as for `generate`.
 
   Raises:
-    ValueError: As `generate`, or a row is named twice or is negative.
+    ValueError: As for `generate`, or a row is negative or occurs twice.
   """
   rows = np.asarray(rows)
   batch_size = state.keys.shape[0]
@@ -73,7 +74,7 @@ class Request:
   """A prompt to continue.
 
   Attributes:
-    name: What the continuation is to be known by.
+    name: The name of its continuation.
     tokens: Ids, at least one.
     key: A typed key; the continuation depends on it and the prompt alone.
   """
@@ -85,13 +86,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-  """What came of a request.
+  """The continuation of a request.
 
   Attributes:
-    name: That of the request.
+    name: The request's name.
     tokens: int32 `[length]`, new tokens; an EOS is part of them.
     origins: int32 `[length]`, as in `Generation`.
-    num_target_calls: Rounds that it took.
+    num_target_calls: The number of rounds that it took.
   """
 
   name: Hashable
@@ -101,13 +102,18 @@ class Continuation:
 
 
 def padded_lengths(longest: int, shortest: int = 16) -> list[int]:
-  """The lengths that prompts are padded to: doubled from `shortest` on, and the longest; so programs are few."""
+  """The few lengths that prompts are padded to, since each is a program: doubled from `shortest` on, and `longest`.
+
+  Args:
+    longest: Tokens of the longest prompt.
+    shortest: The smallest length, in tokens, if it is below `longest`.
+  """
   lengths = list(itertools.takewhile(lambda length: length < longest, (shortest << i for i in itertools.count())))
   return [*lengths, longest]
 
 
 def _arrange(requests: Sequence[Request], num_rows: int, length: int) -> tuple[jax.Array, np.ndarray, np.ndarray]:
-  """Keys `[R]`, tokens `[R, P]` and lengths `[R]`; rows without a request repeat the last one."""
+  """Keys `[R]`, tokens `[R, P]` and lengths `[R]` of requests; rows without a request repeat the last one."""
   filled = [*requests, *[requests[-1]] * (num_rows - len(requests))]
   tokens = np.zeros((num_rows, length), np.int32)
   for row, request in zip(tokens, filled):
@@ -128,45 +134,45 @@ def generate_many(
   rounds_at_a_time: int = 4,
   **options: Any,
 ) -> Iterator[Continuation]:
-  """Continues any number of prompts, as many at a time as there are rows; each as soon as it is done.
+  """Continues any number of prompts, as many at a time as there are rows, and yields each as soon as it is done.
 
-  Rows are looked at every `rounds_at_a_time` rounds. Those that are done are given to the next requests, some at a
-  time, padded to one of `padded_lengths`: programs do not depend on how many requests there are. Requests are taken
-  only when there is a row for them, and nothing of one is kept after it is done. Each is continued as `generate` with
-  its key would, up to rounding.
+  Every `rounds_at_a_time` rounds, rows that are done take the next requests, several at a time, padded to one of
+  `padded_lengths`. So the programs do not depend on the number of requests. A request is taken only when there is a row
+  for it, and nothing of it is kept after it is done. Each is continued as `generate` with its key would, up to
+  rounding.
 
   Args:
-    target: The model whose law comes out.
+    target: The model whose distribution the output has.
     draft: A model or drafter, or None for methods that draft nothing.
-    requests: The prompts.
+    requests: The prompts, with their names and keys.
     batch_size: B, rows.
-    longest_prompt: Tokens of a prompt at most.
+    longest_prompt: The most tokens of a prompt.
     max_new_tokens: Limit of new tokens per prompt.
     method: A name of `METHODS`, or a `Method`.
     tree: The guesses of a round.
-    rounds_at_a_time: Rounds between two looks; more of them leave rows idle for longer, fewer wait for the device
-      more often.
-    **options: `temperature`, `top_k`, `top_p`, `eos_id` and `sharding` of `generate`, of all prompts.
+    rounds_at_a_time: Rounds between two checks for rows that are done. More rounds leave rows idle for longer, fewer
+      wait for the device more often.
+    **options: `temperature`, `top_k`, `top_p`, `eos_id` and `sharding` of `generate`, for all prompts.
 
   Yields:
-    A continuation per request, in the order in which they are done.
+    One continuation per request, in the order in which they are done.
 
   Raises:
-    ValueError: As `generate`; a prompt is empty or too long, or a number is below 1.
+    ValueError: As for `generate`; or a prompt is empty or too long, or a number is below 1.
   """
   if min(batch_size, longest_prompt, rounds_at_a_time) < 1:
     raise ValueError('batch_size, longest_prompt and rounds_at_a_time must be at least 1')
   waiting = map(_checked(longest_prompt), requests)
-  owners: list[Request | None] = list(itertools.islice(waiting, batch_size))
-  if not owners:
+  first = list(itertools.islice(waiting, batch_size))
+  if not first:
     return
   sharding = options.get('sharding')
 
   def divisible(num_rows: int) -> int:
     return num_rows if sharding is None else sharding.round_up(num_rows)
 
-  batch_size = divisible(len(owners))
-  # A part of the rows at a time: few programs, and not too much work for a single one.
+  batch_size = divisible(len(first))
+  # Refilling an eighth of the rows at a time takes few programs, and not too much work for a single row.
   rows_at_a_time = divisible(max(1, batch_size // 8))
   sampling = {name: options.pop(name) for name in ('temperature', 'top_k', 'top_p') if name in options}
   decoder = Decoder.make(
@@ -178,31 +184,29 @@ def generate_many(
     cache_size=longest_prompt + max_new_tokens,
     **options,
   )
-  state = init_decode(decoder, *_arrange(owners, batch_size, longest_prompt), **sampling)
-  owners += [None] * (batch_size - len(owners))
-  while any(owners):
+  state = init_decode(decoder, *_arrange(first, batch_size, longest_prompt), **sampling)
+  owners = dict(enumerate(first))  # the requests in progress, by row
+  while owners:
     state = decode_rounds(decoder, state, rounds_at_a_time)
     try:
       state.result.check()
     except NotFiniteError as error:
       raise ValueError(f'prompt {owners[error.row].name}: {error}') from error
     is_done = fetch(state.is_done)
-    done = [row for row, owner in enumerate(owners) if owner is not None and is_done[row]]
+    done = [row for row in range(batch_size) if row in owners and is_done[row]]
     if done:
       result = fetch(dataclasses.replace(state.result, statistics=None))
       for row in done:
-        yield _continuation(owners[row].name, result, row)
-        owners[row] = None
-    free = [row for row, owner in enumerate(owners) if owner is None]
-    # To fill one row costs as much as to fill all that are filled together.
-    if len(free) >= rows_at_a_time or not any(owners):
+        yield _continuation(owners.pop(row).name, result, row)
+    free = [row for row in range(batch_size) if row not in owners]
+    # Refilling one row costs as much as refilling `rows_at_a_time` of them.
+    if len(free) >= rows_at_a_time or not owners:
       taken = list(zip(free, waiting))
-      for row, request in taken:
-        owners[row] = request
+      owners.update(taken)
       state = _give(decoder, state, taken, padded_lengths(longest_prompt), rows_at_a_time, sampling)
 
 
-def _checked(longest_prompt: int):
+def _checked(longest_prompt: int) -> Callable[[Request], Request]:
   def check(request: Request) -> Request:
     if not 1 <= len(request.tokens) <= longest_prompt:
       raise ValueError(f'prompt {request.name} has {len(request.tokens)} tokens, allowed are 1 to {longest_prompt}')
@@ -212,18 +216,23 @@ def _checked(longest_prompt: int):
 
 
 def _give(
-  decoder: Decoder, state: DecodeState, taken, lengths: list[int], rows_at_a_time: int, sampling
+  decoder: Decoder,
+  state: DecodeState,
+  taken: Sequence[tuple[int, Request]],
+  lengths: Sequence[int],
+  rows_at_a_time: int,
+  sampling: Mapping[str, Any],
 ) -> DecodeState:
   """Gives rows to requests, those of similar length together."""
 
-  def padded(pair):
+  def padded(pair: tuple[int, Request]) -> int:
     return next(length for length in lengths if len(pair[1].tokens) <= length)
 
   for length, group in itertools.groupby(sorted(taken, key=padded), key=padded):
     group = list(group)
     for start in range(0, len(group), rows_at_a_time):
       part = group[start : start + rows_at_a_time]
-      # Entries that are not rows fill the shape and are dropped.
+      # Entries of B fill the shape; they are no rows and are dropped.
       rows = np.array([row for row, _ in part] + [len(state.keys)] * (rows_at_a_time - len(part)))
       requests = [request for _, request in part]
       state = refill(decoder, state, rows, *_arrange(requests, rows_at_a_time, length), **sampling)
@@ -233,5 +242,8 @@ def _give(
 def _continuation(name: Hashable, result: Generation, row: int) -> Continuation:
   length = int(result.lengths[row])
   return Continuation(
-    name, result.tokens[row, :length].copy(), result.origins[row, :length].copy(), int(result.num_target_calls[row])
+    name,
+    tokens=np.array(result.tokens[row, :length]),
+    origins=np.array(result.origins[row, :length]),
+    num_target_calls=int(result.num_target_calls[row]),
   )

@@ -1,4 +1,4 @@
-"""Decoding sharded over the devices of a mesh: which array of the loop lives where."""
+"""Decoding sharded over the devices of a mesh: the placement of every array of the loop."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from spectr_jax.sharding import DATA, MODEL, only_over, put, replicated, shardin
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSharding:
-  """How decoding is sharded over a mesh `data` x `model`.
+  """The sharding of decoding over a mesh `data` x `model`.
 
-  Over `data`: rows, with their caches. Over `model`: the target's weights by `Model.sharding_rules`, its cache by heads
-  and its distributions by tokens; and the draft's, if it is sharded too. If not, the devices along `model` all draft
-  for the rows that they share: a small draft waits longer for what is sent than for what is computed.
+  Rows and their caches are sharded over `data`. The target is sharded over `model`: its weights by
+  `Model.sharding_rules`, its cache by heads, its distributions by tokens. So is the draft if `is_draft_divided`.
+  Otherwise each device along `model` drafts for all rows that they share, since a small draft would wait longer for
+  communication than its computation takes.
 
   Attributes:
-    mesh: From `spectr_jax.sharding.make_mesh`.
+    mesh: A mesh of `spectr_jax.sharding.make_mesh`.
     is_draft_divided: Whether the draft is sharded over `model`.
   """
 
@@ -35,7 +36,11 @@ class DecodeSharding:
     return -(-num_rows // num_data) * num_data
 
   def check_rows(self, batch_size: int) -> None:
-    """Raises ValueError where rows cannot be sharded."""
+    """Checks that rows can be sharded over `data`.
+
+    Raises:
+      ValueError: Their number is no multiple of the axis.
+    """
     if batch_size % self.mesh.shape[DATA]:
       raise ValueError(f'{batch_size} rows cannot be divided over {DATA}:{self.mesh.shape[DATA]}')
 
@@ -44,7 +49,7 @@ class DecodeSharding:
 
     Args:
       model: The model; its arrays may be shapes.
-      is_divided: False to keep it whole on every device, as models without rules are.
+      is_divided: Whether to shard it; a model without rules is whole on every device in any case.
 
     Raises:
       ValueError: Its rules do not fit.
@@ -65,17 +70,17 @@ class DecodeSharding:
     return dataclasses.replace(decoder, target=self.of_model(decoder.target), drafter=self.of_drafter(decoder.drafter))
 
   def of_rows(self, tree: Any) -> Any:
-    """Shardings of arrays with rows in front; scalars are replicated."""
+    """The shardings of arrays with rows in front; scalars are replicated."""
     return jax.tree.map(lambda x: NamedSharding(self.mesh, PartitionSpec(DATA) if x.ndim else PartitionSpec()), tree)
 
   def of_cache(self, cache: Any, model: Model, *, role: str = 'target', is_divided: bool = True) -> Any:
-    """Shardings of a model's cache, by `Model.cache_specs_fn` if the model is sharded.
+    """The shardings of a model's cache, by `Model.cache_specs_fn` if the model is sharded.
 
     Args:
       cache: The cache, or shapes.
       model: Its model.
-      role: What messages call the model.
-      is_divided: False for a model that every device holds whole.
+      role: The model's name in messages.
+      is_divided: Whether the model is sharded; a model without rules is whole on every device in any case.
 
     Raises:
       ValueError: The heads cannot be sharded.
@@ -93,13 +98,23 @@ class DecodeSharding:
     return jax.tree.map(place, cache, model.cache_specs_fn(cache))
 
   def of_draft_state(self, state: Any, drafter: Drafter | None) -> Any:
-    """Shardings of a drafter's state."""
+    """The shardings of a drafter's state, by `Drafter.state_shardings_fn` if there is one.
+
+    Args:
+      state: The state, or shapes.
+      drafter: Its drafter, or None.
+    """
     if drafter is None or drafter.state_shardings_fn is None:
       return self.of_rows(state)
     return drafter.state_shardings_fn(self, drafter.params, state)
 
   def put_models(self, target: Model, drafter: Drafter | None) -> tuple[Model, Drafter | None]:
-    """Target and drafter on their devices; nothing is moved that is there, and shapes stay shapes."""
+    """Puts target and drafter on their devices. Arrays that are there already are not moved, and shapes stay shapes.
+
+    Args:
+      target: The target model.
+      drafter: The drafter, or None.
+    """
     models = target, drafter
     places = self.of_model(target), self.of_drafter(drafter)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(models)):
@@ -107,5 +122,5 @@ class DecodeSharding:
     return put(models, places)
 
   def put_rows(self, tree: Any) -> Any:
-    """Arrays with rows in front on their devices."""
+    """Puts arrays with rows in front on their devices."""
     return put(tree, self.of_rows(tree))

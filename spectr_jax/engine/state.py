@@ -1,4 +1,4 @@
-"""What the loop keeps between two rounds, and how it begins: prompts checked and prefilled."""
+"""The loop's state between two rounds, and the first one: prompts checked and prefilled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from spectr_jax.draft import DraftContext, Drafter
 from spectr_jax.engine import checks
@@ -24,21 +25,21 @@ _constrain = jax.lax.with_sharding_constraint
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-  """Everything that changes from round to round; arrays only.
+  """The arrays that change from round to round.
 
   Attributes:
-    keys: Typed keys `[B]`, one per row, never spent.
+    keys: Typed keys `[B]`, one per row, from which every round derives its own.
     sampling: The rows' sampling parameters.
     last_token: int32 `[B]`, the last committed token, the root of the next tree.
     root_position: int32 `[B]`, its position; committed tokens minus one.
-    is_done: bool `[B]`.
-    target_cache: The target's cache: all committed tokens but the last.
+    is_done: bool `[B]`, rows that have ended.
+    target_cache: The target's cache, with all committed tokens but the last.
     draft_state: The drafter's state, or None.
-    verifier_state: Per-row state of the verifier, batch in front.
+    verifier_state: The verifier's state of each row, any pytree of arrays with B in front.
     text: int32 `[B, cache_size]`, the committed tokens if the drafter reads them, else None.
     features: `[B, cache_size, F, D]`, the target's hidden states at all committed tokens but the last if the drafter
       reads them, else None.
-    result: Tokens so far.
+    result: The tokens so far.
   """
 
   keys: jax.Array
@@ -54,25 +55,25 @@ class DecodeState:
   result: Generation
 
   def draft_context(self, decoder: Decoder) -> DraftContext:
-    """What the drafter may read."""
+    """The text and hidden states that the drafter may read."""
     return DraftContext(self.root_position + 1, decoder.target, self.text, self.features)
 
 
 def init_decode(
   decoder: Decoder,
   rng_key: jax.Array,
-  prompts: jax.Array,
-  prompt_lengths: jax.Array,
+  prompts: ArrayLike,
+  prompt_lengths: ArrayLike,
   *,
-  temperature=1.0,
-  top_k=0,
-  top_p=1.0,
+  temperature: ArrayLike = 1.0,
+  top_k: ArrayLike = 0,
+  top_p: ArrayLike = 1.0,
 ) -> DecodeState:
-  """The state before the first round: prompts are checked and prefilled.
+  """The state before the first round, with prompts checked and prefilled.
 
   Args:
     decoder: The decoder.
-    rng_key: One typed key, or a key array `[B]`; as of `generate`.
+    rng_key: One typed key, or a key array `[B]`, as for `generate`.
     prompts: Integers `[B, P]`, right-padded.
     prompt_lengths: Integers `[B]`, from 1 to P.
     temperature: Scalar or `[B]`; 0 decodes greedily.
@@ -80,7 +81,7 @@ def init_decode(
     top_p: Scalar or `[B]`, in (0, 1].
 
   Raises:
-    ValueError: As `generate`; or prompts and new tokens do not fit the caches.
+    ValueError: As for `generate`; or prompts and new tokens do not fit the caches.
   """
   prompts, prompt_lengths = jnp.asarray(prompts), jnp.asarray(prompt_lengths)
   checks.check_prompts(decoder, prompts, prompt_lengths)
@@ -95,17 +96,17 @@ def init_decode(
   if sharding is not None:
     sharding.check_rows(batch_size)
     rows = sharding.put_rows(rows)
-  prompts, prompt_lengths = rows[2:]
+  tokens, lengths = rows[2:]
   sizes = {'cache_size': decoder.cache_size, 'sharding': sharding}
-  target_cache, features = _prefill_target(decoder.target, prompts, prompt_lengths, **sizes)
+  target_cache, features = _prefill_target(decoder.target, tokens, lengths, **sizes)
   draft_state = None
   if decoder.drafter is not None:
-    context = DraftContext(prompt_lengths, decoder.target, prompts, features)
+    context = DraftContext(lengths, decoder.target, tokens, features)
     draft_state = _prefill_draft(decoder.drafter, context, **sizes)
   return _first_state(decoder, *rows, target_cache, features, draft_state)
 
 
-# The prefills are programs of their own, so that methods and trees share them.
+# Each prefill is a program of its own, which all methods and trees share.
 
 
 @functools.partial(jax.jit, static_argnames=('cache_size', 'sharding'))
@@ -164,7 +165,14 @@ def _first_state(
 
 
 def constrain_rows(decoder: Decoder, state: DecodeState) -> DecodeState:
-  """Inside of a program: `state` with all but caches where they belong; the prefills have placed those."""
+  """Constrains all arrays of a state but the caches to their shardings, inside of a program.
+
+  The prefills have placed the caches.
+
+  Args:
+    decoder: The decoder.
+    state: The state.
+  """
   if decoder.sharding is None:
     return state
   rows = dataclasses.replace(state, target_cache=None, draft_state=None)
@@ -173,8 +181,18 @@ def constrain_rows(decoder: Decoder, state: DecodeState) -> DecodeState:
 
 
 def state_shardings(decoder: Decoder, state: DecodeState) -> DecodeState:
-  """Shardings in place of a state's arrays, of a decoder with a sharding."""
+  """The shardings in place of a state's arrays.
+
+  Args:
+    decoder: The decoder, with a sharding.
+    state: The state, or shapes.
+
+  Raises:
+    ValueError: The decoder has no sharding.
+  """
   sharding = decoder.sharding
+  if sharding is None:
+    raise ValueError('state_shardings needs a decoder with a sharding')
   rows = sharding.of_rows(dataclasses.replace(state, target_cache=None, draft_state=None))
   return dataclasses.replace(
     rows,
@@ -184,5 +202,10 @@ def state_shardings(decoder: Decoder, state: DecodeState) -> DecodeState:
 
 
 def constrain(decoder: Decoder, state: DecodeState) -> DecodeState:
-  """Inside of a program: `state` with its arrays where they belong."""
+  """Constrains all arrays of a state to their shardings, inside of a program.
+
+  Args:
+    decoder: The decoder.
+    state: The state.
+  """
   return state if decoder.sharding is None else _constrain(state, state_shardings(decoder, state))

@@ -1,4 +1,4 @@
-"""Counts of what happened at the positions that a verification visited: for calibration, and against the optimum."""
+"""Counts over the positions that verifications visited, for calibration and for comparison with the optimum."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from spectr_jax.verify import Verdict
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-  """Counts over the positions visited: below the root and below every accepted node, as long as there are candidates.
+  """Counts over the positions visited: those below the root and below every accepted node that have candidates.
 
   The candidates of a position are the children of all nodes that spell the accepted prefix.
 
   Attributes:
-    visits: int32 `[B, L, W + 1]`, how often the position at depth d + 1 was visited with n candidates, at `[d, n]`.
-    accepts: int32 `[B, L, W + 1]`, how often one of them was accepted.
-    accepted_child: int32 `[B, L, C]`, how often it was its parent's child i, in the order drawn.
-    optimum: float32 `[B]`, the sum over the positions of the most any token-level verification of n i.i.d. candidates
-      accepts, or of given ones. Block methods can accept more: their acceptance of a token depends on those after it.
+    visits: int32 `[B, L, W + 1]`, at `[d, n]` the visits of the position at depth d + 1 with n candidates.
+    accepts: int32 `[B, L, W + 1]`, the visits among them that accepted a candidate.
+    accepted_child: int32 `[B, L, C]`, at `[d, i]` the accepted candidates at depth d + 1 that were their parent's child
+      i, in the order drawn.
+    optimum: float32 `[B]`, the sum over the positions of the largest acceptance probability that any token-level
+      verification reaches with n i.i.d. candidates, or with the given ones. Block methods can accept more, because they
+      accept a token in view of those after it.
   """
 
   visits: jax.Array
@@ -36,7 +38,12 @@ class Statistics:
 
   @classmethod
   def zeros(cls, batch_size: int, tree: TokenTree) -> Statistics:
-    """No position visited yet."""
+    """The counts before any visit.
+
+    Args:
+      batch_size: B, rows.
+      tree: The tree, or the bounds of the rows' trees.
+    """
     shape = batch_size, tree.max_depth, tree.levels.shape[1] + 1
     children = batch_size, tree.max_depth, tree.most_children
     return cls(
@@ -53,7 +60,7 @@ class Statistics:
 def round_statistics(
   tree: TokenTree | RowTree, proposal: Proposal, target_probs: jax.Array, verdict: Verdict
 ) -> Statistics:
-  """The statistics of one row's round, without the leading axis.
+  """The statistics of a round on one row, without the leading axis.
 
   Args:
     tree: The row's tree, with at least one node.
@@ -93,7 +100,7 @@ def round_statistics(
 
 
 def _given_mass(tree: TokenTree | RowTree, proposal: Proposal, is_candidate: jax.Array, laws: jax.Array) -> jax.Array:
-  """What given candidates are accepted with: q(D) at each depth, `[L]`, under the target's `laws` `[L, V]` there."""
+  """The acceptance probability q(D) of given candidates at each depth, `[L]`; `laws` `[L, V]` are the target's."""
   nodes = jnp.asarray(tree.levels[1:-1])
   at = jnp.where((nodes >= 0) & is_candidate[nodes], proposal.tokens[nodes - 1], laws.shape[-1])
   is_token = jax.vmap(lambda at: jnp.zeros(laws.shape[-1], bool).at[at].set(True, mode='drop'))(at)

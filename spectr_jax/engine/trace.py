@@ -1,4 +1,4 @@
-"""A run on one prompt that is looked at round by round, and what other methods make of the same drafts."""
+"""A run on one prompt, recorded round by round, with the decisions of other methods on the same drafts."""
 
 from __future__ import annotations
 
@@ -28,16 +28,25 @@ class Judge:
 
   Attributes:
     method: The method.
-    tree: The tree that it sees.
-    nodes: int32 `[n + 1]`, the place of each of its nodes in the whole tree, the root first.
+    tree: The part that it judges, as a tree of its own with n nodes.
+    nodes: int32 `[n + 1]`, the number of each of its nodes in the whole tree, the root first.
   """
 
   method: Method
   tree: TokenTree
   nodes: np.ndarray
 
-  def part_of(self, whole: TokenTree, proposal: Proposal, target_probs) -> tuple[Proposal, Any]:
-    """What it sees of a row: its proposal and the target's laws `[n + 1, V]`."""
+  def part_of(self, whole: TokenTree, proposal: Proposal, target_probs: jax.Array) -> tuple[Proposal, jax.Array]:
+    """The part of one row's round that it judges.
+
+    Args:
+      whole: The tree of the round, with N nodes.
+      proposal: `tokens` `[N]` and `probs` `[R, V]`.
+      target_probs: `[N + 1, V]`.
+
+    Returns:
+      The proposal and the target's distributions `[n + 1, V]` at the judge's nodes.
+    """
     tokens = proposal.tokens[self.nodes[1:] - 1]
     laws = whole.law_index[self.nodes[self.tree.parent_nodes]]
     return Proposal(tokens, proposal.probs[laws]), target_probs[self.nodes]
@@ -45,11 +54,11 @@ class Judge:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-  """What a method decided on a round's drafts, as numpy arrays; nodes are numbered as in the method's own tree.
+  """A method's decision on a round's drafts, as NumPy arrays; nodes are numbered as in the judge's own tree.
 
   Attributes:
-    verdict: What its verifier kept.
-    record: How it came about; None if the verifier keeps no record.
+    verdict: The verifier's decision.
+    record: The record of how it was made; None if the verifier keeps no record.
   """
 
   verdict: Verdict
@@ -58,17 +67,16 @@ class Judgement:
 
 @dataclasses.dataclass(frozen=True)
 class TracedRound:
-  """A round, as numpy arrays.
+  """A round, as NumPy arrays.
 
   Attributes:
     root: The last token before the round.
     tokens: int32 `[N]`, the guesses; -1 for a node that does not exist.
-    draft_probs: `[R, V]`, the draft's laws after `tree.parent_nodes`.
-    target_probs: `[N + 1, V]`, the target's laws after all nodes.
+    draft_probs: `[R, V]`, the draft's distributions after `tree.parent_nodes`.
+    target_probs: `[N + 1, V]`, the target's distributions after all nodes.
     judgements: One per judge, that of the run first.
-    emitted: int32 `[number of tokens]`, what the round added to the text: the end of a text, or the limit, may have cut
-      it short.
-    origins: int32, where each of them came from, as in `Generation`.
+    emitted: int32 `[number of tokens]`, the tokens that the round added to the text, up to EOS or the limit.
+    origins: int32 `[number of tokens]`, the origin of each of them, as in `Generation`.
   """
 
   root: int
@@ -82,13 +90,13 @@ class TracedRound:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-  """A run.
+  """A recorded run.
 
   Attributes:
     tree: The tree of every round.
-    judges: The run's method, then those that judge its drafts.
+    judges: The run's method, then the others that judge its drafts.
     rounds: The rounds.
-    generation: What `generate` returns, of one row, as numpy arrays.
+    generation: The result as of `generate`, of one row, as NumPy arrays.
   """
 
   tree: TokenTree
@@ -98,16 +106,18 @@ class Trace:
 
 
 def make_judge(method: Method, run_method: Method, tree: TokenTree) -> Judge:
-  """Chooses how a method judges the drafts of another one's run: all of them, or the first if it takes a single draft.
+  """The judge for a method on the drafts of another method's run.
+
+  It judges the whole tree, or the first path of it if the method takes a single draft.
 
   Args:
-    method: The method.
+    method: The method that judges.
     run_method: The method of the run.
-    tree: Its tree.
+    tree: The run's tree.
 
   Raises:
-    ValueError: The drafts were not drawn as the method needs them, the tree is none for it, or it keeps a state between
-      rounds, which would be that of another text.
+    ValueError: The drafts were not drawn as the method needs them, the method does not cover the tree, or it keeps a
+      state between rounds, which would be that of another text.
   """
   rule = run_method.proposal_rule
   if method.proposal_rule != rule:
@@ -137,7 +147,7 @@ def _explain(method: Method, tree: TokenTree, keys, proposal, target_probs) -> t
 
 
 def _judgement(judge: Judge, whole: TokenTree, played: Round) -> Judgement:
-  """What another method than the run's makes of a row's round."""
+  """The judgement of a method other than the run's on one row's round."""
   part = judge.part_of(whole, played.proposal, played.target_probs)
   return Judgement(*jax.device_get(_explain(judge.method, judge.tree, played.keys, *part)))
 
@@ -154,38 +164,39 @@ def trace_decode(
   others: Sequence[str | Method] = (),
   **request: Any,
 ) -> Trace:
-  """Continues one prompt as `generate` does, round by round, and keeps what each round saw.
+  """Continues one prompt as `generate` does, and records every round.
 
-  Other methods judge the drafts of every round with the round's own keys; the text goes on with what the run's method
-  kept. So their decisions are not those of their own runs, whose texts would be others.
+  Other methods judge the drafts of every round with the round's own keys. The text goes on with the tokens that the
+  run's method kept, so the other methods' decisions are not those of their own runs, whose texts would differ.
 
   Args:
-    rng_key: A key array `[1]`, or one key, as of `generate`.
-    target, draft: As of `generate`.
+    rng_key: A key array `[1]`, or one key, as for `generate`.
+    target, draft: As for `generate`.
     prompt: Integers `[P]`.
     method: The run's method, one that drafts.
-    tree: Its tree, the same for all rounds.
+    tree: The run's tree, the same for all rounds.
     max_new_tokens: Limit of new tokens.
     others: Methods that judge the same drafts; see `make_judge`.
     **request: Other options of `generate`.
 
   Returns:
-    The run; memory grows by all laws of every round.
+    The run. It holds the distributions of every round, `[R, V]` and `[N + 1, V]` numbers each.
 
   Raises:
-    ValueError: As `generate` and `make_judge`; or the method drafts nothing, or grows its trees.
+    ValueError: As for `generate` and `make_judge`; or the method drafts nothing, or the tree grows with every round.
   """
   method = get_method(method)
   if method.max_drafts == 0:
     raise ValueError(f'{method.name} drafts nothing: there is nothing to trace')
   if tree.is_grown:
     raise ValueError('a trace shows one tree for all rounds; this one grows with every round')
-  prompt = np.asarray(prompt, np.int32)
+  prompt_tokens = np.asarray(prompt, np.int32)
   judges = tuple(make_judge(get_method(each), method, tree) for each in (method, *others))
   sampling = {name: request.pop(name) for name in ('temperature', 'top_k', 'top_p') if name in request}
-  sizes = {'max_new_tokens': max_new_tokens, 'cache_size': len(prompt) + max_new_tokens}
+  sizes = {'max_new_tokens': max_new_tokens, 'cache_size': len(prompt_tokens) + max_new_tokens}
   decoder = Decoder.make(target, draft, method=method, tree=tree, **sizes, **request)
-  state, rounds = init_decode(decoder, rng_key, prompt[None], np.array([len(prompt)]), **sampling), []
+  state = init_decode(decoder, rng_key, prompt_tokens[None], np.array([len(prompt_tokens)]), **sampling)
+  rounds = []
   while not bool(state.is_done[0]):
     before = state
     state, played = _play(decoder, state)

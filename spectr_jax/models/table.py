@@ -1,6 +1,6 @@
-"""A Markov chain as a `Model`: the next-token law depends on the last token, and if wanted on its place.
+"""A Markov chain as a `Model`, to test algorithms on.
 
-Algorithms are tested on it.
+The next token's distribution depends on the last token and, if wanted, on its position.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from spectr_jax.model import Model, ModelOutput
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TableCache:
-  """Committed tokens per row, int32 `[B]`: a Markov chain remembers nothing else."""
+  """The cache of a Markov chain, which needs no past tokens.
+
+  Attributes:
+    lengths: int32 `[B]`, committed tokens per row.
+  """
 
   lengths: jax.Array
 
@@ -39,14 +43,14 @@ def _commit(cache, path, num_committed):
 
 
 def table_model(log_probs: jax.Array) -> Model:
-  """A Markov chain.
+  """A Markov chain as a model.
 
   Args:
-    log_probs: `[V, V]`, row x holds the logits of the token after x; -inf for what never follows. Or `[T, V, V]`, a
-      table for each position of x from 0 on; the last one holds for all later positions.
+    log_probs: `[V, V]`, with the logits of the token after x in row x; -inf for tokens that never follow. Or
+      `[T, V, V]`, one such table for each position of x from 0 on, the last of which holds for all later positions.
 
   Raises:
-    ValueError: It is not square, or not of float32 or float64.
+    ValueError: The tables are not square, or not of float32 or float64.
   """
   log_probs = jnp.asarray(log_probs)
   shape = log_probs.shape

@@ -1,7 +1,8 @@
 """A decoder-only transformer behind the `Model` seam; the only module that imports Flax.
 
-Pre-norm RMSNorm, rotary positions, GELU, tied embeddings. Kernels are stored `[in, out]`: XLA's CPU backend takes them
-as they are, where it would copy others into that order at every call on several tokens, in up to twice the time.
+It has pre-norm RMSNorm, rotary positions, GELU and tied embeddings. Kernels are stored `[in, out]`, the order that
+XLA's CPU backend multiplies in. It would copy kernels of another order at every call on several tokens, which takes up
+to twice the time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import flax.linen as nn
 import jax
@@ -31,6 +32,9 @@ class TransformerConfig:
     mlp_dim: Hidden width of the MLP.
     max_length: Longest context it is trained for, in tokens.
     dtype: Type of activations, caches and of kernels when multiplied. Softmaxes, norms and logits are float32.
+
+  Raises:
+    ValueError: A size or the type is not allowed, or `embed_dim` is not an even multiple of `num_heads`.
   """
 
   vocab_size: int
@@ -53,11 +57,12 @@ class TransformerConfig:
 
   @property
   def head_dim(self) -> int:
+    """Width of an attention head."""
     return self.embed_dim // self.num_heads
 
   @property
   def num_params(self) -> int:
-    """Exact parameter count."""
+    """The exact number of parameters."""
     per_layer = 4 * self.embed_dim**2 + 2 * self.embed_dim * self.mlp_dim + 2 * self.embed_dim
     return self.vocab_size * self.embed_dim + self.num_layers * per_layer + self.embed_dim
 
@@ -67,11 +72,20 @@ def _accumulation_dtype(dtype):
 
 
 def matmul(x: jax.Array, kernel: jax.Array, *, axis: int = 0) -> jax.Array:
-  """Product of `x` `[..., in]` and a kernel `[in, out]`, accumulated in float32 or wider; axis 1 for `[out, in]`."""
+  """The product of activations and a kernel, accumulated in float32 or wider.
+
+  Args:
+    x: `[..., in]`.
+    kernel: `[in, out]` for axis 0, `[out, in]` for axis 1.
+    axis: The kernel's input axis.
+
+  Returns:
+    `[..., out]` in the accumulation's dtype.
+  """
   rows = x.reshape(-1, x.shape[-1])
   num_rows = rows.shape[0]
   if num_rows == 1 and x.dtype == jnp.bfloat16:
-    # One bfloat16 row misses the matrix units of CPUs, at 8 times the cost of two.
+    # CPUs multiply a single bfloat16 row without their matrix units, which takes 8 times as long as two rows.
     rows = jnp.concatenate([rows, rows])
   contracted = ((1,), (axis,)), ((), ())
   out = jax.lax.dot_general(rows, kernel, contracted, preferred_element_type=_accumulation_dtype(x.dtype))
@@ -88,7 +102,7 @@ class Linear(nn.Module):
   @nn.compact
   def __call__(self, x):
     init = nn.initializers.variance_scaling(self.init_scale, 'fan_in', 'normal', in_axis=-1, out_axis=-2)
-    # Drawn as `[out, in]`: a key gives the numbers that it gave when kernels were stored so.
+    # Drawn as `[out, in]`, so that a key gives the same numbers as when kernels were stored in that order.
     kernel = self.param('kernel', lambda key: init(key, (self.features, x.shape[-1])).T)
     return matmul(x, kernel.astype(self.dtype)).astype(self.dtype)
 
@@ -105,7 +119,15 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
-  """Rotary position embedding of `x` `[B, N, H, head_dim]` at `positions` `[B, N]`, base 10000."""
+  """Rotary position embedding with base 10000.
+
+  Args:
+    x: `[B, N, H, head_dim]`, queries or keys.
+    positions: int32 `[B, N]`, their absolute positions.
+
+  Returns:
+    The rotated array, of the shape and dtype of `x`.
+  """
   half = x.shape[-1] // 2
   frequencies = 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
   angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
@@ -115,7 +137,21 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def attend(query, new_keys, new_values, mask, prefix=None):
-  """`_attend`, by matrix units where TPUs would use vector units: for a single query, at twice the time of a step."""
+  """Attention over pending tokens and, where given, a committed prefix, normalised over both together.
+
+  On TPUs a single query is repeated to eight, so that its products run on the matrix units. On the vector units a step
+  would take twice the time.
+
+  Args:
+    query: `[B, N, H, head_dim]`.
+    new_keys: `[B, H, head_dim, M]`, of pending tokens.
+    new_values: `[B, H, M, head_dim]`, of pending tokens.
+    mask: bool, broadcastable to `[B, 1, N, M]`, the pending tokens that each query attends to.
+    prefix: None, or keys `[B, H, head_dim, S]`, values `[B, H, S, head_dim]` and lengths `[B]`.
+
+  Returns:
+    `[B, N, H, head_dim]` in the query's dtype.
+  """
   arguments = query, new_keys, new_values, mask, prefix
   if query.shape[1] > 1:
     return _attend(*arguments)
@@ -128,18 +164,7 @@ def attend(query, new_keys, new_values, mask, prefix=None):
 
 
 def _attend(query, new_keys, new_values, mask, prefix=None):
-  """Attention over pending tokens and, where given, a committed prefix, normalised over both together.
-
-  Args:
-    query: `[B, N, H, head_dim]`.
-    new_keys: `[B, H, head_dim, M]`, pending tokens.
-    new_values: `[B, H, M, head_dim]`.
-    mask: bool, broadcastable to `[B, 1, N, M]`.
-    prefix: None, or keys `[B, H, head_dim, S]`, values `[B, H, S, head_dim]` and lengths `[B]`.
-
-  Returns:
-    `[B, N, H, head_dim]` in the query's dtype.
-  """
+  """`attend` for any number of queries, without repeating them."""
   wide = _accumulation_dtype(query.dtype)
   query = query * query.shape[-1] ** -0.5
   lowest = jnp.finfo(wide).min
@@ -177,7 +202,7 @@ class Block(nn.Module):
     dtype = jnp.dtype(cfg.dtype)
     residual_scale = 1.0 / (2 * cfg.num_layers)
     normed = RMSNorm(name='attention_norm')(x)
-    # By heads, then by query, key and value: divided over devices each has all of its heads.
+    # Ordered by heads, then by query, key and value, so that a shard has all three for each of its heads.
     qkv = Linear(3 * cfg.embed_dim, dtype, name='qkv')(normed)
     qkv = qkv.reshape(*x.shape[:2], cfg.num_heads, 3, cfg.head_dim)
     query, key, value = (qkv[:, :, :, part] for part in range(3))
@@ -195,20 +220,28 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-  """Tokens to float32 logits `[B, N, V]`, features `[B, N, F, embed_dim]` of F layers or None, and the new cache."""
+  """Maps tokens to float32 logits `[B, N, V]`, features `[B, N, F, embed_dim]` of F layers or None, and the new cache.
+
+  Attributes:
+    config: The sizes.
+    feature_layers: The F layers whose hidden states are returned, numbered as in `Model.features_fn`.
+    remat: Whether a gradient recomputes the activations inside blocks instead of keeping them.
+    constrain_fn: Constrains activations `[B, ...]` to their sharding.
+    dropout: Probability of dropping an entry of what a block adds, in training; needs the rng `dropout` unless 0.
+  """
 
   config: TransformerConfig
-  feature_layers: tuple[int, ...] = ()  # as of `Model.features_fn`
-  remat: bool = False  # whether a gradient computes blocks again instead of keeping what is inside them
-  constrain_fn: Callable[[jax.Array], jax.Array] = lambda x: x  # says where activations `[B, ...]` live
-  dropout: float = 0.0  # share of what blocks add that is left out, in training; needs the rng `dropout`
+  feature_layers: tuple[int, ...] = ()
+  remat: bool = False
+  constrain_fn: Callable[[jax.Array], jax.Array] = lambda x: x
+  dropout: float = 0.0
 
   @nn.compact
   def __call__(self, tokens, positions, mask, cache: KVCache | None = None):
     cfg = self.config
     dtype = jnp.dtype(cfg.dtype)
     block = nn.remat(Block) if self.remat else Block
-    # Logits of unit variance at the start; the way in is scaled up to match.
+    # Logits have unit variance at initialisation; the inputs are scaled up to match.
     init = nn.initializers.normal(cfg.embed_dim**-0.5)
     embedding = self.param('embedding', init, (cfg.vocab_size, cfg.embed_dim))
     x = self.constrain_fn((jnp.take(embedding, tokens, axis=0) * cfg.embed_dim**0.5).astype(dtype))
@@ -232,15 +265,20 @@ class Transformer(nn.Module):
 
 
 def _unembed(params, features, dtype):
-  """Logits `[..., V]` of what leaves the final norm, `[..., embed_dim]`."""
+  """Logits `[..., V]` of the final norm's output `[..., embed_dim]`."""
   if 'unembedding' in params:
     return matmul(features, params['unembedding'].astype(dtype))
   return matmul(features, params['embedding'].astype(dtype), axis=1)
 
 
+_Outputs: TypeAlias = tuple[jax.Array, jax.Array | None, KVCache]  # of `Transformer`, called with a cache
+
+
 def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
   network = Transformer(config, feature_layers)
-  logits, features, cache = network.apply({'params': params}, tokens, positions, mask, cache)
+  # Flax types the result as a pair for calls with mutable variables, of which there are none here.
+  outputs = cast(_Outputs, network.apply({'params': params}, tokens, positions, mask, cache))
+  logits, features, cache = outputs
   return ModelOutput(logits, cache, features)
 
 
@@ -286,7 +324,12 @@ def _functions(config):
 
 
 def init_params(key: jax.Array, config: TransformerConfig) -> Any:
-  """Freshly drawn float32 parameters, a nested dict."""
+  """Randomly initialised float32 parameters, a nested dict.
+
+  Args:
+    key: A typed key.
+    config: The sizes.
+  """
   tokens = jnp.zeros((1, 1), jnp.int32)
   return Transformer(config).init(key, tokens, tokens, jnp.ones((1, 1), bool))['params']
 
@@ -295,11 +338,12 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
   """The transformer with `params` as a `Model`.
 
   Args:
-    params: As `init_params` makes them, any float dtype; two-dimensional arrays are converted to `config.dtype`.
+    params: A nested dict as of `init_params`, of any float dtype; two-dimensional arrays are converted to
+      `config.dtype`, the others to float32.
     config: The sizes.
 
   Raises:
-    ValueError: The parameters are not of the configured shapes.
+    ValueError: The parameters do not have the configured shapes.
   """
   expected = jax.eval_shape(functools.partial(init_params, config=config), jax.random.key(0))
   wanted, found = jax.tree.map(jnp.shape, expected), jax.tree.map(jnp.shape, params)
@@ -316,11 +360,11 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
 
 
 def for_decoding(model: Model) -> Model:
-  """The same model as the default backend decodes it fastest.
+  """The same model in the form that the default backend decodes fastest.
 
-  On CPUs a float32 model gets a copy of its embedding as `[embed_dim, V]`, with which logits of several tokens
-  take three quarters of the time. The copy takes as much memory as the embedding, and does not follow a change of it.
-  Such models are not for training or saving.
+  On CPUs a float32 model gets a copy of its embedding as `[embed_dim, V]`, which cuts the time for logits of several
+  tokens by a quarter. The copy takes as much memory as the embedding and does not follow changes of it, so such models
+  are not for training or saving.
 
   Raises:
     ValueError: The model was not made by `transformer_model`.
@@ -332,10 +376,10 @@ def for_decoding(model: Model) -> Model:
 
 
 def config_of(model: Model) -> TransformerConfig:
-  """The sizes a model was made with.
+  """The configuration that a model was made with.
 
   Raises:
-    ValueError: It was not made by `transformer_model`.
+    ValueError: The model was not made by `transformer_model`.
   """
   if not isinstance(model.apply_fn, functools.partial) or model.apply_fn.func is not _apply:
     raise ValueError('not a model made by transformer_model')

@@ -1,4 +1,4 @@
-"""How losslessness is shown, for this library's tests and for verifiers added by its users."""
+"""Tests of losslessness, for this library's own tests and for verifiers added by its users."""
 
 from spectr_jax.testing.chi_square import ChiSquare, chi_square, detectable_bias
 from spectr_jax.testing.controls import CONTROLS

@@ -1,4 +1,4 @@
-"""Counts against a known law: Pearson's test, and the smallest bias that it is sure to detect."""
+"""Pearson's test of counts against a known distribution, and the smallest bias that it detects reliably."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class ChiSquare:
-  """Pearson's test of counts against a law.
+  """The result of Pearson's test of counts against a distribution.
 
   Attributes:
-    statistic: Sum of (count - expected)^2 / expected.
-    num_cells: Cells compared; those expecting fewer than 10 are pooled into one.
-    p_value: Chance of a statistic at least as large if the law is right; 0 if something impossible was seen.
+    statistic: The sum of (count - expected)^2 / expected.
+    num_cells: Number of cells compared. Cells with an expected count below 10 are pooled into one.
+    p_value: Probability of a statistic at least as large if the distribution is right; 0 if an impossible outcome
+      occurred.
     num_samples: Sample size.
-    pooled_mass: Probability of the cells that are pooled.
+    pooled_mass: Total probability of the pooled cells.
   """
 
   statistic: float
@@ -26,32 +27,37 @@ class ChiSquare:
   pooled_mass: float = 0.0
 
   def detectable_bias(self, level: float = 1e-3, power: float = 0.95) -> float:
-    """The total variation from which on a sample of this size fails the test, whatever the bias looks like.
+    """The total variation at which a bias of any shape fails the test with this sample size.
 
-    A bias inside the pooled cell cannot be seen, so its mass is added to `detectable_bias` of the cells compared.
+    A bias inside the pooled cell is invisible to the test. So the cell's mass is added to `detectable_bias` of the
+    compared cells.
+
+    Args:
+      level: The test fails below this p-value.
+      power: The least probability that the test fails.
     """
     return self.pooled_mass + detectable_bias(self.num_cells, self.num_samples, level=level, power=power)
 
 
 def detectable_bias(num_cells: int, num_samples: int, *, level: float = 1e-3, power: float = 0.95) -> float:
-  """The smallest total variation that a chi-square test is sure to detect.
+  """The smallest total variation that a chi-square test detects with a given power.
 
-  If samples come from pi + delta instead of pi, the statistic is, for large samples, noncentral chi-square with
+  If samples come from pi + delta instead of pi, the statistic of a large sample is noncentral chi-square with
   noncentrality n sum(delta^2 / pi). By Cauchy-Schwarz (sum |delta|)^2 <= sum(delta^2 / pi) sum(pi), so a bias of total
   variation d = sum |delta| / 2 has noncentrality at least 4 n d^2, with equality where |delta| is proportional to pi.
   So every bias of total variation d or more is detected with at least the power that 4 n d^2 gives.
 
   Args:
-    num_cells: Cells compared.
+    num_cells: Number of cells compared.
     num_samples: n.
     level: The test fails below this p-value.
-    power: Chance to fail, at least.
+    power: The least probability that the test fails.
 
   Returns:
-    d, not above 1; also 1 if a single cell leaves nothing to compare.
+    d, at most 1. It is also 1 if there is a single cell, which leaves nothing to compare.
 
   Raises:
-    ValueError: Level or power is not a probability with level < power, or there are no samples.
+    ValueError: `level` and `power` are not probabilities with level < power, or there are no samples.
   """
   if not 0 < level < power < 1 or num_samples < 1:
     raise ValueError(f'need 0 < level < power < 1 and samples, got {level}, {power} and {num_samples} samples')
@@ -70,7 +76,11 @@ def detectable_bias(num_cells: int, num_samples: int, *, level: float = 1e-3, po
 
 
 def chi_square(counts: np.ndarray, law: np.ndarray) -> ChiSquare:
-  """Tests counts against probabilities of the same shape.
+  """Tests counts against a distribution over the same cells.
+
+  Args:
+    counts: Counts of the outcomes, of any shape.
+    law: Probabilities of the outcomes, of the same shape; normalised here.
 
   Raises:
     ValueError: The shapes differ, or there is nothing to compare.

@@ -1,4 +1,4 @@
-"""Negative controls: methods broken in the ways such systems break. A proof that does not catch them proves nothing."""
+"""Negative controls: methods with typical errors, which a proof of losslessness has to catch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GammaTooSmall(KSeq):
 
 @dataclasses.dataclass(frozen=True)
 class LawBeforeTopP(Verifier):
-  """A verifier told another draft distribution than the one drawn from, as when it is taken before top-p."""
+  """A verifier that is given another draft distribution than the one drawn from, such as the one before top-p."""
 
   verifier: Verifier
   proposal_rules = (Independent,)
@@ -56,7 +56,7 @@ class LawBeforeTopP(Verifier):
 
 @dataclasses.dataclass(frozen=True)
 class OneTicket(Race):
-  """A race with one ticket for a token drawn twice, while the winner's distribution is taken to be that with two."""
+  """A race with one ticket for a token drawn twice, but with the winner's distribution for two tickets."""
 
   def select(self, draft_probs, target_probs, candidates, is_valid):
     pick_probs, scale = super().select(draft_probs, target_probs, candidates, is_valid)
@@ -68,7 +68,7 @@ class OneTicket(Race):
 
 @dataclasses.dataclass(frozen=True)
 class CreditNotDivided(RaceTraversal):
-  """Race traversal with credit m in place of m / (1 - sum of m before): late contexts are kept too rarely."""
+  """Race traversal with credit m in place of m / (1 - sum of m before), which keeps late contexts too rarely."""
 
   def _divisor(self, shares, kept_back, is_before, is_sibling):
     return jnp.ones_like(shares)
@@ -76,9 +76,9 @@ class CreditNotDivided(RaceTraversal):
 
 @dataclasses.dataclass(frozen=True)
 class LikelierKeptFirst(RaceTraversal):
-  """Race traversal that, of the branches in which something is kept, takes the one with the largest share.
+  """Race traversal that takes the branch with the largest share among those in which a context is kept.
 
-  Which branch comes first then depends on what is accepted, while the credit is that of an order fixed before.
+  The order of visits then depends on the acceptances, while the credit is that of an order fixed before.
   """
 
   def _first_kept(self, tree, contexts, races, is_kept):
@@ -94,18 +94,18 @@ class LikelierKeptFirst(RaceTraversal):
 
 @dataclasses.dataclass(frozen=True)
 class CopiesHaveCredit(RaceTraversal):
-  """Race traversal in which a token that was drawn twice is visited twice, each time with the credit of both."""
+  """Race traversal that visits a token drawn twice once per copy, each time with the credit of both."""
 
   def _stands(self, is_same, has_children):
     stands, first = super()._stands(is_same, has_children)
     exists = jnp.any(is_same, axis=-1)
-    # The root's depth has nothing else.
+    # The root is the only context of its depth.
     return exists.at[0].set(stands[0]), first
 
 
 @dataclasses.dataclass(frozen=True)
 class ResidualOfParent(RaceTraversal):
-  """Race traversal that draws the next token from the residual of the context above the one that is kept."""
+  """Race traversal that draws the next token from the residual of the parent of the context that is kept."""
 
   def _weights(self, tree, proposal, target_probs, races, log_credit, node):
     return super()._weights(tree, proposal, target_probs, races, log_credit, jnp.asarray(tree.parent_of)[node])
@@ -113,7 +113,7 @@ class ResidualOfParent(RaceTraversal):
 
 @dataclasses.dataclass(frozen=True)
 class SecondIfFirst(Independent):
-  """Children after the first exist only if the first is token 0: their number depends on a token drawn before."""
+  """Draws further children only if the first is token 0, so their number depends on a token drawn before."""
 
   may_run_out: bool = dataclasses.field(default=True, init=False)
 
@@ -131,7 +131,7 @@ class SecondIfFirst(Independent):
 
 @dataclasses.dataclass(frozen=True)
 class Reranked(Independent):
-  """One child more than needed is drawn, and the one with the least draft probability is dropped."""
+  """Draws one child more than needed and drops the one with the lowest draft probability."""
 
   def _best(self, probs, tokens):
     return tokens[jnp.sort(jnp.argsort(-probs[tokens], stable=True)[:-1])]

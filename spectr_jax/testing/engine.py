@@ -1,4 +1,4 @@
-"""The whole loop on tiny transformers, and what ordinary sampling gives there: the ground for proofs of the engine."""
+"""Counts from the whole decoding loop on tiny transformers, and the exact distribution to compare them with."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from spectr_jax.tree import TokenTree
 
 
 def tiny_transformers(seed: int = 12, *, vocab_size: int = 5, width: int = 16) -> tuple[Model, Model]:
-  """A target of two layers with random parameters, and a draft: the same without its second layer.
+  """A target of two layers with random parameters, and a draft that is the target without its second layer.
 
-  There is something to accept, to reject and to cut with top-k and top-p: with the default seed, four tokens and the
-  sampling of `spectr_jax.testing.proof`, first-token laws differ by .2 to .35 in total variation and have an entropy of
-  about 1.4 bits.
+  The two differ enough that tokens are accepted, rejected and cut by top-k and top-p. With the default seed, a
+  vocabulary of four tokens and the sampling of `spectr_jax.testing.proof`, the distributions of the first token differ
+  by .2 to .35 in total variation and have an entropy of about 1.4 bits.
 
   Args:
     seed: Seed of the parameters.
@@ -37,7 +37,8 @@ def tiny_transformers(seed: int = 12, *, vocab_size: int = 5, width: int = 16) -
     vocab_size, embed_dim=width, num_layers=2, num_heads=2, mlp_dim=2 * width, max_length=32
   )
   params = jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(seed), config=config)
-  # Fresh blocks add little to the embedding and every token would predict itself: with larger ones the context counts.
+  # Freshly initialised blocks add little to the embedding, so that every token would predict itself. Larger ones make
+  # the context count.
   params = {k: jax.tree.map(lambda x: 3 * x, v) if k.startswith('layer') else v for k, v in params.items()}
   target = transformer.transformer_model(params, config)
   params = {k: v for k, v in params.items() if k != 'layer_1'}
@@ -46,7 +47,7 @@ def tiny_transformers(seed: int = 12, *, vocab_size: int = 5, width: int = 16) -
 
 @jax.jit
 def _uncached_logits(model: Model, tokens: jax.Array) -> jax.Array:
-  """Logits after every token of texts `[B, T]`, by one causal forward on an empty cache; `[B, T, V]`."""
+  """Logits `[B, T, V]` after every token of texts `[B, T]`, by one causal forward pass on an empty cache."""
   batch_size, size = tokens.shape
   causal = jnp.tril(jnp.ones((size, size), bool))
   positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
@@ -57,12 +58,12 @@ _to_probs = jax.jit(logits_to_probs)
 
 
 def ordinary_law(model: Model, prompt: Sequence[int], num_tokens: int, **sampling) -> np.ndarray:
-  """The joint law of the first tokens that ordinary sampling gives, from forwards without a cache.
+  """The joint distribution of the first tokens under ordinary sampling, computed without a cache.
 
   Args:
     model: The model.
     prompt: int `[P]`.
-    num_tokens: T; all `V^(T - 1)` texts are run.
+    num_tokens: T. All `V^(T - 1)` texts are evaluated.
     **sampling: `temperature`, `top_k`, `top_p`.
 
   Returns:
@@ -71,7 +72,7 @@ def ordinary_law(model: Model, prompt: Sequence[int], num_tokens: int, **samplin
   vocab_size = model.vocab_size
   texts = np.array(list(itertools.product(range(vocab_size), repeat=num_tokens - 1)), np.int32)
   tokens = np.concatenate([np.tile(np.asarray(prompt, np.int32), (len(texts), 1)), texts], axis=1)
-  tokens = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 8)))  # not seen by what stands before; few programs
+  tokens = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 8)))  # fewer shapes; earlier tokens do not see padding
   logits = _uncached_logits(model, jnp.asarray(tokens))[:, len(prompt) - 1 :][:, :num_tokens]
   probs = np.asarray(_to_probs(logits, SamplingParams.make(len(texts), **sampling)), np.float64)
   before = np.take_along_axis(probs[:, :-1], texts[..., None], axis=-1)[..., 0].prod(axis=1)
@@ -91,25 +92,25 @@ def engine_counts(
   batch_size: int = 8192,
   **sampling,
 ) -> np.ndarray:
-  """Counts of the first tokens that `generate` emits after each of some prompts, decoded together in ragged batches.
+  """Counts of the first tokens that `generate` emits after each prompt; all prompts are decoded in one ragged batch.
 
   Args:
     rng_key: One typed key.
     target: The target.
     draft: The draft.
-    prompts: One or more, of any lengths from 1.
+    prompts: One or more prompts, each of one token or more.
     method: The method.
     tree: The tree.
     num_tokens: T.
-    num_samples: Rows to draw per prompt, rounded up to whole batches.
-    batch_size: Rows per prompt at a time; more than what fits into a processor's cache take longer.
+    num_samples: Rows to decode per prompt, rounded up to whole batches.
+    batch_size: Rows per prompt in a batch. Batches that do not fit into a CPU's cache take longer per row.
     **sampling: `temperature`, `top_k`, `top_p`.
 
   Returns:
     int64 `[len(prompts)] + [V] * num_tokens`.
 
   Raises:
-    ValueError: Something was emitted that is not a token.
+    ValueError: An emitted id is not in the vocabulary.
   """
   vocab_size, num_prompts = target.vocab_size, len(prompts)
   lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -132,7 +133,7 @@ def engine_counts(
       **sampling,
     )
     tokens = np.asarray(generation.tokens)
-    # Otherwise it would be counted as another text.
+    # An id outside the vocabulary would be counted as another text.
     if tokens.min() < 0 or tokens.max() >= vocab_size:
       raise ValueError(f'emitted ids from {tokens.min()} to {tokens.max()}, the vocabulary is 0 to {vocab_size - 1}')
     for index in range(num_prompts):
@@ -143,5 +144,16 @@ def engine_counts(
 def sample_counts(
   rng_key: jax.Array, target: Model, draft: Model | None, prompt: Sequence[int], **options
 ) -> np.ndarray:
-  """`engine_counts` of one prompt, `[P]`; int64 `[V] * num_tokens`."""
+  """Counts of the first tokens that `generate` emits after one prompt.
+
+  Args:
+    rng_key: One typed key.
+    target: The target.
+    draft: The draft.
+    prompt: int `[P]`.
+    **options: As in `engine_counts`.
+
+  Returns:
+    int64 `[V] * num_tokens`.
+  """
   return engine_counts(rng_key, target, draft, [prompt], **options)[0]

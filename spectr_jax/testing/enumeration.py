@@ -1,7 +1,8 @@
-"""Losslessness shown exactly: every draft and every decision, over several rounds in a row, in float64.
+"""Exact proofs of losslessness: every draft and every decision of several consecutive rounds is enumerated in float64.
 
-The functions enumerated are the library's own: `ProposalRule.probability` for what is drafted, `Verifier.law`, built
-from the steps that the sampler takes, for what is kept, and `Verifier.advance` for what is remembered between rounds.
+The enumeration calls the library's own functions: `ProposalRule.probability` gives the probability of the drafts,
+`Verifier.law`, built from the sampler's own steps, that of the decisions, and `Verifier.advance` the state between
+rounds.
 """
 
 from __future__ import annotations
@@ -19,25 +20,26 @@ from spectr_jax.proposal import Proposal
 from spectr_jax.testing.tables import ContextTables
 from spectr_jax.tree import TokenTree
 
-# How a row shapes its own tree: `(tokens [N], parents [N], probs [R, V], depth) -> parents [N]`, of which those of the
-# slots at `depth + 1` count, -1 for slots that are not used. It sees what is drawn down to `depth`: deeper tokens and
-# parents are -1, and distributions of deeper nodes 0.
+# The rule by which a row shapes its own tree: `(tokens [N], parents [N], probs [R, V], depth) -> parents [N]`. Only the
+# parents of the slots at `depth + 1` are used; -1 marks an unused slot. The rule sees what is drawn down to `depth`:
+# deeper tokens and parents are -1, and the distributions of deeper nodes are 0.
 GrowFn = Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
 
-# Which tokens are given: `(text [T], length) -> tokens [N]`, -1 for nodes that do not exist.
+# The rule that gives tokens: `(text [T], length) -> tokens [N]`, -1 for nodes that do not exist.
 GuessFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 _LONGEST_TEXT = 8  # tokens that a `GuessFn` sees
 
 
 def grown_parents(tree: TokenTree, grow_fn: GrowFn, tokens: jax.Array, probs_at: Callable) -> jax.Array:
-  """The parents that a growth rule gives to one way of filling the slots, depth by depth.
+  """The parents that a growth rule assigns, depth by depth, if the slots hold the given tokens.
 
   Args:
-    tree: The bounds.
+    tree: The bounds of the grown trees.
     grow_fn: The rule.
-    tokens: int32 `[N]`, all tokens; each step sees those above it.
-    probs_at: `parents [N] -> [R, V]`, the draft's distributions; those above a depth follow from the parents above it.
+    tokens: int32 `[N]`, the tokens of all slots. Each step sees the tokens above it.
+    probs_at: Function `parents [N] -> [R, V]`, the draft's distributions. Those above a depth depend on the parents
+      above it only.
 
   Returns:
     int32 `[N]`.
@@ -52,7 +54,7 @@ def grown_parents(tree: TokenTree, grow_fn: GrowFn, tokens: jax.Array, probs_at:
 
 
 def _text(prefix, length, vocab_size: int):
-  """A prefix in base V as tokens, `[_LONGEST_TEXT]`; anything behind `length`."""
+  """The tokens `[_LONGEST_TEXT]` of a prefix given as a number in base V; entries from `length` on are arbitrary."""
   places = jnp.maximum(length - 1 - jnp.arange(_LONGEST_TEXT), 0)
   return (prefix // vocab_size**places) % vocab_size
 
@@ -61,23 +63,23 @@ def _text(prefix, length, vocab_size: int):
 def _all_rounds(
   draft_table, target_table, prefix, length, state, *, method: Method, tree: TokenTree, grow_fn=None, guess_fn=None
 ):
-  """Everything that one round can do after a committed prefix, for each of the G ways to fill the tree.
+  """All outcomes of one round after a committed prefix, for each of the G ways to fill the tree.
 
   Args:
-    draft_table: `[C, V]`.
-    target_table: `[C, V]`.
+    draft_table: `[C, V]`, the draft's distribution after each context.
+    target_table: `[C, V]`, the target's distribution after each context.
     prefix: The prefix as a number in base V.
-    length: Its length.
+    length: Number of tokens of the prefix.
     state: The verifier's state.
-    method: Static.
-    tree: Static.
-    grow_fn: How rows shape their trees, static, or None.
-    guess_fn: What is given, static, or None for drawn candidates.
+    method: The method, static.
+    tree: The tree, static.
+    grow_fn: The rule by which rows shape their trees, static, or None.
+    guess_fn: The rule that gives tokens, static, or None for drawn candidates.
 
   Returns:
-    `[G, N + 1]`, the tokens down to each node as a number in base V; `[G, N + 1, V]`, the probability of these guesses,
-    of stopping at this node and of emitting this token; the states after it, `[G, N + 1, V, ...]`; scalar, by how
-    much the verifier's law misses being a distribution.
+    `[G, N + 1]`, the tokens down to each node as a number in base V; `[G, N + 1, V]`, the joint probability of these
+    guesses, of stopping at this node and of emitting this token; `[G, N + 1, V, ...]`, the verifier's states
+    afterwards; scalar, the largest amount by which the verifier's law fails to be a distribution.
   """
   vocab_size = draft_table.shape[1]
   lowest = -1 if method.proposal_rule.may_run_out or tree.is_grown else 0
@@ -87,7 +89,7 @@ def _all_rounds(
     guesses = guess_fn(_text(prefix, length, vocab_size), length)[None]
 
   def contexts_of(tokens, parents):
-    """The tokens down to each node as a number, and the number of its context; `[N + 1]`."""
+    """The tokens down to each node as a number, and the number of the node's context; `[N + 1]` each."""
     spelled = jnp.zeros(tree.num_nodes + 1, jnp.int32)
     for node in range(1, tree.num_nodes + 1):
       above = spelled[parents[node - 1]]
@@ -97,11 +99,11 @@ def _all_rounds(
     return spelled, first + prefix * vocab_size**depths + spelled
 
   def chance(tokens, parents, draft_probs):
-    """The chance that these tokens are drafted."""
+    """The probability that these tokens are drafted."""
     drafted = jnp.ones((), draft_table.dtype)
     if guess_fn is not None:
       return drafted
-    if grow_fn is not None:  # children are drawn independently; a slot that is not used holds -1
+    if grow_fn is not None:  # children are drawn independently; an unused slot holds -1
       own = draft_probs[jnp.asarray(tree.law_index)[parents], tokens]
       return jnp.prod(jnp.where(parents < 0, tokens < 0, jnp.where(tokens < 0, 0, own)))
     for law, parent in zip(draft_probs, tree.parent_nodes):
@@ -127,12 +129,12 @@ def _all_rounds(
       return method.verifier.advance(row_tree, proposal, target_probs, state, node, token)
 
     after = jax.vmap(jax.vmap(advance, (None, 0)), (0, None))(jnp.arange(tree.num_nodes + 1), jnp.arange(vocab_size))
-    # What cannot be drafted weighs nothing, whatever its law is.
+    # Guesses that cannot be drafted have weight 0, whatever the verifier's law is for them.
     is_possible = drafted > 0
     flaw = jnp.maximum(-jnp.min(law), jnp.abs(jnp.sum(law) - 1))
     return spelled, jnp.where(is_possible, drafted * law, 0), after, jnp.where(is_possible, flaw, 0)
 
-  # As many at a time as fit into a CPU's cache, in equal parts.
+  # The guesses are split into equal parts that fit into a CPU's cache.
   num_choices = vocab_size - lowest
   at_a_time = max(num_choices**count for count in range(tree.num_nodes + 1) if num_choices**count <= 1024)
   spelled, weights, after, flaws = jax.lax.map(one, guesses, batch_size=min(at_a_time, len(guesses)))
@@ -141,7 +143,7 @@ def _all_rounds(
 
 @functools.partial(jax.jit, static_argnames=('method', 'tree', 'grow_fn', 'guess_fn'))
 def _round_law(draft_table, target_table, prefix, length, state, *, tree: TokenTree, **static):
-  """Law of what one round emits: for each depth d, `[V^d, V]`, of d accepted tokens and the next one; and its flaw."""
+  """The distribution of a round's output: per depth d `[V^d, V]`, of d accepted tokens and the next; and its flaw."""
   vocab_size = draft_table.shape[1]
   spelled, weights, _, flaw = _all_rounds(draft_table, target_table, prefix, length, state, tree=tree, **static)
   emitted = []
@@ -153,7 +155,7 @@ def _round_law(draft_table, target_table, prefix, length, state, *, tree: TokenT
 
 
 def _outcomes(draft_table, target_table, prefix, length, state, *, tree: TokenTree, **static):
-  """What one round can emit: count, the tokens as a number in base V, probability, state after it; and its flaw."""
+  """A round's outcomes: number of tokens, the tokens as a number in base V, probability, next state; and the flaw."""
   vocab_size = draft_table.shape[1]
   arguments = draft_table, target_table, prefix, length, state
   if not jax.tree.leaves(state):
@@ -171,7 +173,7 @@ def _outcomes(draft_table, target_table, prefix, length, state, *, tree: TokenTr
   weights = weights[is_possible]
   columns = [depths[is_possible] + 1, emitted[is_possible]]
   states = [leaf[is_possible] for leaf in leaves]
-  # Equal histories reach a state by different sums: what agrees to ten digits is one.
+  # Equal states can come from sums in different orders, so states that agree to ten digits count as equal.
   columns += [np.round(state.reshape(len(weights), -1), 10).T.astype(np.float64) for state in states]
   _, first, group = np.unique(np.vstack(columns), axis=1, return_index=True, return_inverse=True)
   totals = np.bincount(group.reshape(-1), weights)
@@ -196,15 +198,15 @@ def joint_law(
   grow_fn: GrowFn | None = None,
   guess_fn: GuessFn | None = None,
 ) -> np.ndarray:
-  """The exact joint law of the first tokens a method emits, over as many rounds as they take.
+  """The exact joint distribution of the first tokens that a method emits, over as many rounds as they take.
 
   Args:
     method: The method.
-    tree: The tree of every round, or the bounds of grown ones; `V^N` drafts are enumerated.
-    tables: Laws for contexts up to `num_tokens + L - 1` tokens.
+    tree: The tree of every round, or the bounds of grown trees. `V^N` drafts are enumerated.
+    tables: Distributions for contexts up to `num_tokens + L - 1` tokens.
     num_tokens: T.
-    grow_fn: How a row shapes its own tree, of a tree that is grown.
-    guess_fn: Which tokens are given; None for drawn ones. Texts of up to 8 tokens.
+    grow_fn: The rule by which a row shapes its own tree, if the tree is grown.
+    guess_fn: The rule that gives tokens, for texts of up to 8 tokens; None for drawn tokens.
 
   Returns:
     float64 `[V] * num_tokens`.
@@ -218,7 +220,7 @@ def joint_law(
 def _joint_law(
   method: Method, tree: TokenTree, tables: ContextTables, num_tokens: int, **shape
 ) -> tuple[np.ndarray, float]:
-  """`joint_law`, and by how much the verifier's law missed being a distribution in some round."""
+  """`joint_law`, and the largest amount by which the verifier's law failed to be a distribution in any round."""
   needed = num_tokens + tree.max_depth - 1
   if tables.max_length < needed:
     raise ValueError(f'tables must cover contexts of {needed} tokens, got {tables.max_length}')
@@ -227,7 +229,7 @@ def _joint_law(
   with jax.enable_x64(True):
     draft_table, target_table = jnp.asarray(tables.draft_probs), jnp.asarray(tables.target_probs)
     start = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype.kind == 'f' else x, _start(method, tree))
-    # Texts by length, prefix and state: where they came from does not matter any more.
+    # Texts are grouped by length, prefix and state, since nothing else influences what follows.
     waiting = [{} for _ in range(num_tokens)]
     waiting[0][0, _fingerprint(start)] = 1.0, start
     for length in range(num_tokens):
@@ -265,21 +267,30 @@ def enumeration_error(
   grow_fn: GrowFn | None = None,
   guess_fn: GuessFn | None = None,
 ) -> float:
-  """Largest difference between a method's joint law of the first tokens and the target's.
+  """The largest difference between a method's joint distribution of the first tokens and the target's.
 
-  What a verifier gives as the law of a round, given the guesses, has to be one: by how much it is negative or misses a
-  sum of 1 counts as a difference as well. Otherwise a chance to accept that exceeds 1 could be made up for, on average
-  over the guesses, by weights that no draw can have.
+  A verifier's law of a round, given the guesses, must be a distribution. So negative entries and a deviation of its sum
+  from 1 count as a difference as well. Otherwise negative weights, which no draw can have, could hide an acceptance
+  probability above 1 in the average over the guesses.
 
   Args:
-    method, tree, tables, num_tokens, grow_fn, guess_fn: As of `joint_law`.
+    method, tree, tables, num_tokens, grow_fn, guess_fn: As in `joint_law`.
   """
   law, flaw = _joint_law(method, tree, tables, num_tokens, grow_fn=grow_fn, guess_fn=guess_fn)
   return float(np.maximum(np.abs(law - tables.joint_target_law(num_tokens)).max(), flaw))
 
 
 def expected_acceptance(method: Method, tree: TokenTree, tables: ContextTables) -> np.ndarray:
-  """Probability that the first round accepts at least d tokens, exactly; float64 `[L]`."""
+  """The exact probability that the first round accepts at least d tokens.
+
+  Args:
+    method: The method.
+    tree: The tree, of depth L.
+    tables: Distributions for contexts up to L tokens.
+
+  Returns:
+    float64 `[L]`; entry d - 1 is the probability of at least d tokens.
+  """
   with jax.enable_x64(True):
     start = _start(method, tree)
     emitted, _ = _round_law(
@@ -290,14 +301,14 @@ def expected_acceptance(method: Method, tree: TokenTree, tables: ContextTables) 
 
 
 def enumerated_rejections(method: Method, num_drafts: int, tables: ContextTables, num_tokens: int) -> float:
-  """Expected rejections in the first T tokens with lookahead to the horizon, exactly, for a method without state.
+  """The exact expected number of rejections in the first T tokens, with lookahead to the horizon.
 
-  A round rejects a token of the text if it accepts fewer than are left of it.
+  A round rejects a token of the text if it accepts fewer tokens than the text has left.
 
   Args:
-    method: The method, one that keeps no state between rounds.
-    num_drafts: M, drafts of T tokens each round; `V^(M T)` of them are enumerated.
-    tables: Laws for contexts up to `2 T - 1` tokens.
+    method: The method. It must keep no state between rounds.
+    num_drafts: M, drafts of T tokens per round. `V^(M T)` combinations are enumerated.
+    tables: Distributions for contexts up to `2 T - 1` tokens.
     num_tokens: T.
 
   Raises:
@@ -313,7 +324,7 @@ def enumerated_rejections(method: Method, num_drafts: int, tables: ContextTables
   vocab_size = tables.vocab_size
   with jax.enable_x64(True):
     draft_table, target_table = jnp.asarray(tables.draft_probs), jnp.asarray(tables.target_probs)
-    # The chance that a round starts after each text; a correction is what starts all rounds but the first.
+    # The probability that a round starts after each text. Every round except the first starts after a correction.
     starts = [np.zeros(vocab_size**length) for length in range(num_tokens + 1)]
     starts[0][0] = 1
     for length in range(num_tokens):

@@ -1,4 +1,4 @@
-"""The proof of a method: all that this library can do to find a bias in it, one's own verifiers included."""
+"""The proof of a method: every test for a bias that this library has, for its own methods and for added ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spectr_jax.testing.enumeration import enumeration_error
 from spectr_jax.testing.tables import random_tables
 from spectr_jax.tree import TokenTree
 
-LARGEST_ERROR = 1e-10  # float64 sums of a few thousand terms come to 1e-13
+LARGEST_ERROR = 1e-10  # float64 sums of a few thousand terms have errors of 1e-13
 LEVEL = 1e-3
 POWER = 0.95
 
@@ -38,8 +38,8 @@ _SAMPLED = TokenTree.chains(3, 2), TokenTree.chains(1, 3)
 _DEFAULT_SAMPLES, _FEWEST_SAMPLES, _SAMPLES_PER_BATCH = 1_000_000, 50_000, 10_000
 _SECONDS = {'sampling': 120, 'engine': 60}
 
-# A Markov chain: one context where the draft cannot draw what the target may, one the other way round, one where the
-# two agree. No text of five tokens is rare.
+# A Markov chain. In the first context the target can draw a token that the draft cannot, in the second the draft can
+# draw one that the target cannot, and in the third both agree. No text of five tokens is rare.
 _DRAFT_TABLE = np.array([[0.6, 0.0, 0.4], [0.2, 0.3, 0.5], [0.3, 0.3, 0.4]])
 _TARGET_TABLE = np.array([[0.2, 0.5, 0.3], [0.5, 0.5, 0.0], [0.3, 0.3, 0.4]])
 
@@ -51,17 +51,19 @@ Notify = Callable[[str, int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-  """One comparison and what came out.
+  """One comparison and its result.
 
   Attributes:
     part: `exact`, `sampling` or `engine`.
-    compared: The tree, and the joint law or tokens that were compared.
-    measure: What `value` is: `error`, the largest difference between two joint laws; `differing tokens`; `p-value`.
-    value: What was found.
+    compared: The tree, and the joint distribution or tokens that were compared.
+    measure: The quantity measured: `error`, the largest difference between two joint distributions; `differing tokens`;
+      or `p-value`.
+    value: The measured value.
     limit: The largest error or number of differing tokens, or the smallest p-value, that passes.
-    num_samples: Rows drawn; 0 where everything that can happen was enumerated.
-    detectable_bias: What a bias must come to at least so that the check fails with probability `POWER`: in total
-      variation, for `error` in the probability of one text, for `differing tokens` in the share of rows that differ.
+    num_samples: Rows drawn, or 0 if all outcomes were enumerated.
+    detectable_bias: The smallest bias for which the check fails with probability `POWER`. It is a total variation for
+      `p-value`, a difference in the probability of one text for `error`, and the share of rows that differ for
+      `differing tokens`.
   """
 
   part: str
@@ -79,7 +81,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-  """What was found out about a method; print it, and `LEGEND`, which explains the table.
+  """The results of all checks of a method. Print it, and `LEGEND`, which explains the table.
 
   Attributes:
     method: The method.
@@ -115,7 +117,7 @@ class Proof:
 
   @property
   def conclusion(self) -> str:
-    """What it comes to, in a line."""
+    """The overall result, in one line."""
     method = self.method
     if self.is_passed:
       note = '' if method.is_lossless else '; it is registered as not lossless, but nothing here shows it'
@@ -160,10 +162,10 @@ def _allows(method: Method, tree: TokenTree) -> bool:
 
 
 def _trees_for(method: Method, trees) -> list[TokenTree]:
-  """Those of `trees` that the method is defined for; the empty one for a method that drafts nothing.
+  """The trees that the method is defined for; the empty tree for a method that drafts nothing.
 
   Raises:
-    ValueError: There is none.
+    ValueError: The method is defined for none of the trees.
   """
   allowed = [tree for tree in ([TokenTree()] if method.max_drafts == 0 else trees) if _allows(method, tree)]
   if not allowed:
@@ -172,7 +174,7 @@ def _trees_for(method: Method, trees) -> list[TokenTree]:
 
 
 def _where(error: BaseException) -> str:
-  """' (file:line)' of the frame to look at: the deepest outside this library, else the deepest in it; else nothing."""
+  """The text ' (file:line)' of the deepest frame outside this library, else of the deepest frame in it, else ''."""
   foreign = tuple(sysconfig.get_paths()[name] for name in ('stdlib', 'purelib', 'platlib'))
   frames = [
     frame
@@ -187,7 +189,7 @@ def _where(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-  """An exception in a line: its type, the first line of what it says, and where it comes from."""
+  """An exception in one line: its type, the first line of its message, and where it was raised."""
   lines = str(error).strip().splitlines()
   return f'{type(error).__name__}{": " + lines[0] if lines else ""}{_where(error)}'
 
@@ -201,7 +203,7 @@ def _during(method: Method, part: str) -> Iterator[None]:
 
 
 class _Progress:
-  """Counts steps for a callback."""
+  """Counts steps and reports them to a callback."""
 
   def __init__(self, name: str, notify: Notify, total: int):
     self._name, self._notify, self._total = name, notify, total
@@ -217,7 +219,7 @@ class _Progress:
 
 
 def _exact(method: Method, seed: int, progress: _Progress) -> list[Check]:
-  """Every draft and every decision over several rounds, in float64."""
+  """Enumerates every draft and every decision over several rounds, in float64."""
   if method.max_drafts == 0:
     cases = [(TokenTree(), 3, 4)]
   else:
@@ -243,7 +245,7 @@ def _markov_models():
 
 
 def _token_for_token(method: Method, num_rows: int, seed: int, progress: _Progress) -> list[Check]:
-  """Against Gumbel-max sampling with the same keys."""
+  """Compares tokens with those of Gumbel-max sampling with the same keys."""
   num_tokens = 8
   target, draft = _markov_models()
 
@@ -260,7 +262,7 @@ def _token_for_token(method: Method, num_rows: int, seed: int, progress: _Progre
     progress.begin(f'exact, {_name_of(tree)}')
     differing = int((tokens_of(method, tree) != reference).sum())
     compared = f'{_name_of(tree)}, {num_tokens} tokens, V={target.vocab_size}'
-    # A row differs with probability d: all n agree with probability (1 - d)^n.
+    # If a row differs with probability d, all n agree with probability (1 - d)^n.
     detected = 1 - (1 - POWER) ** (1 / num_rows)
     checks.append(Check('exact', compared, 'differing tokens', differing, 0, num_rows, detected))
     progress.advance()
@@ -268,15 +270,15 @@ def _token_for_token(method: Method, num_rows: int, seed: int, progress: _Progre
 
 
 def _draw(part: str, num_samples: int, num_batches: int, is_limited: bool, progress: _Progress, draw_batch):
-  """Sums the counts of batches, of which fewer are drawn than asked for where time is limited and runs out.
+  """Sums the counts of batches. It stops early if time is limited and runs out.
 
   Args:
-    part: The part, which has a limit.
-    num_samples: Rows in all.
-    num_batches: Batches in all.
+    part: The part of the proof, whose time limit applies.
+    num_samples: Rows in total.
+    num_batches: Batches in total.
     is_limited: Whether time is limited.
-    progress: Told of every batch.
-    draw_batch: From index and size to counts.
+    progress: Advanced after every batch.
+    draw_batch: Function from a batch's index and number of rows to its counts.
   """
   size = -(-num_samples // num_batches)
   fewest = -(-_FEWEST_SAMPLES * num_batches // _DEFAULT_SAMPLES)
@@ -293,7 +295,7 @@ def _draw(part: str, num_samples: int, num_batches: int, is_limited: bool, progr
 
 
 def _to_check(part: str, compared: str, results: list[ChiSquare]) -> Check:
-  # Two parts that may each be wrong by chance share the level, and so do the tests within a part.
+  # The two sampled parts can fail by chance. They share the level, and so do the tests within a part.
   level = LEVEL / 2 / len(results)
   worst = min(results, key=lambda result: result.p_value)
   if min(result.num_cells for result in results) < 2:
@@ -305,31 +307,34 @@ def _to_check(part: str, compared: str, results: list[ChiSquare]) -> Check:
 def prove(
   method: str | Method, *, num_samples: int | None = None, seed: int = 0, notify: Notify | None = None
 ) -> Proof:
-  """Looks for a bias in a method, in three parts.
+  """Tests a method for bias, in three parts.
 
-  1. Exact: the joint law of the first tokens over several rounds, by enumerating every draft and decision in float64
-     with the verifier's own `law` and `advance`, for several trees and for random tables that hold zeros and contexts
-     where draft and target agree. A seed-exact method, whose law given the guesses is not a finite sum, is compared
-     token for token with Gumbel-max sampling under the same keys instead.
-  2. Sampling: the compiled loop, and with it the verifier's `verify`, on a Markov chain; a chi-square test of the joint
-     law of the first L + 2 tokens.
-  3. Engine: the loop on tiny transformers with cache, tree attention, rollback, ragged prompts, temperature, top-k and
-     top-p; chi-square tests against the law of ordinary sampling, computed without a cache.
+  1. Exact: every draft and decision over several rounds is enumerated in float64, with the verifier's own `law` and
+     `advance`. This gives the joint distribution of the first tokens for several trees and random tables; the tables
+     hold zeros, and contexts where draft and target agree. A seed-exact method's law given the guesses is not a finite
+     sum. So its tokens are compared with those of Gumbel-max sampling under the same keys instead.
+  2. Sampling: the compiled loop, including the verifier's `verify`, runs on a Markov chain. A chi-square test compares
+     the joint distribution of the first L + 2 tokens.
+  3. Engine: the loop runs on tiny transformers with cache, tree attention, rollback, ragged prompts, temperature, top-k
+     and top-p. Chi-square tests compare it with ordinary sampling, whose distribution is computed without a cache.
 
-  The tests share the level `LEVEL`, so that a lossless method fails once in a thousand seeds. `Check.detectable_bias`
-  says what they would have found with probability `POWER`.
+  The tests share the level `LEVEL`, so a lossless method fails once in a thousand seeds. `Check.detectable_bias` says
+  which bias they find with probability `POWER`.
 
   Args:
     method: A name of `METHODS`, or a `Method`.
-    num_samples: Rows of the second part, rounded up to whole batches; the third draws a twentieth for each of three
-      prompts. None for a million, or as many as fit into two minutes and one for the third part if the method is slow,
-      but at least 50,000.
+    num_samples: Rows of the second part, rounded up to whole batches. The third part draws a twentieth of them for each
+      of three prompts. None draws a million. For a slow method None draws as many as fit into two minutes (one minute
+      for the third part), but at least 50,000.
     seed: Seed of tables and samples.
-    notify: Called with what is done, and the steps done and in all.
+    notify: Called with the current activity, the steps done and the steps in total.
+
+  Returns:
+    The checks and their results.
 
   Raises:
-    ValueError: There is no such method; `num_samples` is not from 10,000 to 10**9, or the seed not from 0 to 2**31 - 1;
-      the method allows none of the trees, or raises, in which case the message says where.
+    ValueError: There is no such method; `num_samples` is not from 10,000 to 10**9; the seed is not from 0 to 2**31 - 1;
+      the method allows none of the trees; or it raises an error, and the message says where.
   """
   method = get_method(method)
   if num_samples is not None and not 10_000 <= num_samples <= 10**9:
@@ -370,7 +375,7 @@ def prove(
   checks.append(_to_check('sampling', f'{compared}{target.vocab_size}', [chi_square(counts, law)]))
 
   progress.begin(f'engine, {_name_of(tree)}')
-  # On accelerators products of low precision would make the target's law depend on the shape of a call.
+  # Low-precision products on accelerators would make the target's distribution depend on the shape of a call.
   with _during(method, 'engine'), jax.default_matmul_precision('highest'):
     target, draft = tiny_transformers(vocab_size=4)
 

@@ -1,4 +1,4 @@
-"""Rejections counted in real decoding: what the theory of expected rejections is held against."""
+"""Rejections counted in real decoding, to compare with the theory of expected rejections."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def simulated_rejections(
 ) -> np.ndarray:
   """Decodes texts of T tokens with lookahead to the horizon and counts the rejections in each.
 
-  Every round drafts T tokens, so that none is emitted without having been guessed; what lies beyond the horizon is
-  neither kept nor counted. For `theory.expected_rejections`: `speculative`, or `batch` with any number of drafts.
+  Every round drafts T tokens, so every emitted token was guessed. Tokens beyond the horizon are neither kept nor
+  counted. `theory.expected_rejections` is the expectation for `speculative`, and for `batch` with any number of drafts.
 
   Args:
     rng_key: One typed key.
     chains: Draft and target.
     method: The method.
     num_drafts: M.
-    num_runs: N, texts to decode.
-    batch_size: Texts decoded together.
+    num_runs: N, number of texts to decode.
+    batch_size: Number of texts decoded together.
 
   Returns:
-    int64 `[N]`. Their mean estimates the expectation, with a standard error of their deviation over sqrt(N).
+    int64 `[N]`. The mean estimates the expectation; its standard error is the standard deviation over sqrt(N).
 
   Raises:
-    ValueError: The method is not for such drafts, or a number is below 1.
+    ValueError: The method does not take such drafts, or a number is below 1.
   """
   if num_runs < 1 or batch_size < 1:
     raise ValueError(f'num_runs and batch_size must be at least 1, got {num_runs} and {batch_size}')
   batch_size = min(batch_size, num_runs)
-  with np.errstate(divide='ignore'):  # what never follows
+  with np.errstate(divide='ignore'):  # impossible tokens have log probability -inf
     target, draft = (
       table_model(jnp.asarray(np.log(probs), jnp.float32)) for probs in (chains.target_probs, chains.draft_probs)
     )

@@ -1,4 +1,4 @@
-"""Tiny language models as tables, awkward on purpose: the ground that losslessness is proven on."""
+"""Tiny language models as tables, with zeros and equal rows on purpose, for proofs of losslessness."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class ContextTables:
-  """Draft and target laws after every context over a tiny vocabulary.
+  """Distributions of draft and target after every context over a tiny vocabulary.
 
-  A context is a sequence of tokens; those of length l are numbered `(V^l - 1)/(V - 1) + (tokens read in base V)`.
+  A context is a sequence of tokens. A context of length l has the number `(V^l - 1)/(V - 1) + (tokens read in base V)`.
 
   Attributes:
-    draft_probs: float64 `[C, V]`.
-    target_probs: float64 `[C, V]`.
-    max_length: Length of the longest contexts.
+    draft_probs: float64 `[C, V]`, the draft's distribution after each context.
+    target_probs: float64 `[C, V]`, the target's distribution after each context.
+    max_length: Length of the longest contexts, in tokens.
   """
 
   draft_probs: np.ndarray
@@ -28,7 +28,7 @@ class ContextTables:
     return self.draft_probs.shape[1]
 
   def joint_target_law(self, num_tokens: int) -> np.ndarray:
-    """The target's joint law of the first tokens, `[V] * num_tokens`."""
+    """The target's joint distribution of the first tokens, `[V] * num_tokens`."""
     law = np.ones(1)
     for length in range(num_tokens):
       first = first_context(self.vocab_size, length)
@@ -37,7 +37,12 @@ class ContextTables:
 
 
 def first_context(vocab_size: int, length):
-  """The number of the first context of a length."""
+  """The number of the first context of a length.
+
+  Args:
+    vocab_size: V.
+    length: Length of the context in tokens.
+  """
   return (vocab_size**length - 1) // (vocab_size - 1)
 
 
@@ -52,14 +57,14 @@ def _random_laws(rng: np.random.Generator, count: int, vocab_size: int, zero_sha
 def random_tables(
   seed: int, vocab_size: int, max_length: int, *, zero_share: float = 0.2, equal_share: float = 0.15
 ) -> ContextTables:
-  """Random laws for every context up to `max_length`, with zeros, and with contexts where draft and target agree.
+  """Random distributions for every context up to `max_length`; some have zeros, some are equal for draft and target.
 
   Args:
     seed: Seed of numpy's generator.
     vocab_size: V, at least 2.
-    max_length: Longest context; a proof of T tokens with drafts of L needs T + L - 1.
-    zero_share: Chance that an entry is 0, draft and target apart; disjoint supports occur.
-    equal_share: Chance that the target's law is the draft's.
+    max_length: Length of the longest contexts. A proof of T tokens with drafts of L tokens needs T + L - 1.
+    zero_share: Probability that an entry is 0, independently for draft and target. Disjoint supports occur.
+    equal_share: Probability that the target's distribution equals the draft's.
   """
   rng = np.random.default_rng(seed)
   count = first_context(vocab_size, max_length + 1)
@@ -71,7 +76,13 @@ def random_tables(
 
 
 def constant_tables(draft_probs, target_probs, max_length: int) -> ContextTables:
-  """The same two laws `[V]` after every context; for closed forms."""
+  """Tables with the same two distributions after every context, for comparison with closed forms.
+
+  Args:
+    draft_probs: `[V]`.
+    target_probs: `[V]`.
+    max_length: Length of the longest contexts.
+  """
   count = first_context(len(draft_probs), max_length + 1)
   return ContextTables(
     np.tile(np.asarray(draft_probs, np.float64), (count, 1)),

@@ -1,4 +1,4 @@
-"""Theory: what methods reach and what the best could, as functions to compare with."""
+"""Theory: what methods attain and what the best possible rule could attain, as functions."""
 
 from spectr_jax.theory.acceptance import kseq_acceptance, kseq_gamma, race_acceptance, recursive_acceptance
 from spectr_jax.theory.blocks import (

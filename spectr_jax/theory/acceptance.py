@@ -1,4 +1,4 @@
-"""How often each rule accepts one token from n independent candidates, exactly, on any vocabulary."""
+"""Exact acceptance probabilities of rules for one token from n independent candidates, on any vocabulary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KSEQ, _RACE = KSeq(), Race()
 
 
 def _of_laws(function):
-  """`function(p, q, num_drafts)` on `[V]` as one on `[..., V]` that checks its arguments."""
+  """Extends `function(p, q, num_drafts)` from `[V]` to `[..., V]` and checks the arguments."""
 
   @functools.wraps(function)
   def on_leading_axes(draft_probs, target_probs, num_drafts, **options):
@@ -39,23 +39,25 @@ def _of_laws(function):
 def kseq_gamma(
   draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int, *, coupling: KSeq = _KSEQ
 ) -> jax.Array:
-  """gamma*, the least threshold with which K-SEQ is lossless: the root in [1, n] of 1 - (1 - beta)^n = gamma beta.
+  """The least threshold gamma* for which K-SEQ is lossless: the root in [1, n] of 1 - (1 - beta)^n = gamma beta.
 
-  Here beta = sum min(p, q/gamma) is the chance that one candidate is accepted (SpecTr, Sun et al. 2023, Theorem 2 and
-  equation (6); left minus right falls in gamma, where the paper has it rise). Found from above, to within what the
-  coupling's search leaves: (n - 1) / 2^num_rounds.
+  Here beta = sum min(p, q/gamma) is the probability that one candidate is accepted. The coupling's search approaches
+  the root from above, to within (n - 1) / 2^num_rounds.
+
+  Source: SpecTr (Sun et al. 2023), Theorem 2 and equation (6). Left side minus right side falls in gamma; the paper
+  says that it rises.
 
   Args:
-    draft_probs: `[..., V]`, the laws p.
-    target_probs: `[..., V]`, the laws q.
+    draft_probs: `[..., V]`, distributions p.
+    target_probs: `[..., V]`, distributions q.
     num_drafts: n.
-    coupling: The coupling; `KSeq(num_rounds=60)` for all digits of float64.
+    coupling: The coupling. `KSeq(num_rounds=60)` gives all digits of float64.
 
   Returns:
     `[...]`, from 1 to n.
 
   Raises:
-    ValueError: The laws differ in shape or have no axis, or n is below 1.
+    ValueError: The distributions differ in shape or have no axis, or n is below 1.
   """
   return coupling.gamma(draft_probs, target_probs, jnp.asarray(num_drafts))
 
@@ -64,13 +66,15 @@ def kseq_gamma(
 def kseq_acceptance(
   draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int, *, coupling: KSeq = _KSEQ
 ) -> jax.Array:
-  """1 - (1 - beta)^n at the threshold that `coupling` uses (SpecTr, Sun et al. 2023, Algorithm 2).
+  """The acceptance of K-SEQ: 1 - (1 - beta)^n at the threshold that `coupling` uses.
 
-  At gamma* it is at least (1 - 1/e) of `optimal_acceptance` (Theorem 2).
+  At gamma* it is at least (1 - 1/e) of `optimal_acceptance`.
+
+  Source: SpecTr (Sun et al. 2023), Algorithm 2 and Theorem 2.
 
   Args:
-    draft_probs: `[..., V]`, the laws p.
-    target_probs: `[..., V]`, the laws q.
+    draft_probs: `[..., V]`, distributions p.
+    target_probs: `[..., V]`, distributions q.
     num_drafts: n.
     coupling: The coupling.
 
@@ -78,7 +82,7 @@ def kseq_acceptance(
     `[...]`.
 
   Raises:
-    ValueError: The laws differ in shape or have no axis, or n is below 1.
+    ValueError: The distributions differ in shape or have no axis, or n is below 1.
   """
   num_candidates = jnp.asarray(num_drafts)
   gamma = coupling.gamma(draft_probs, target_probs, num_candidates)
@@ -87,21 +91,21 @@ def kseq_acceptance(
 
 @_of_laws
 def recursive_acceptance(draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int) -> jax.Array:
-  """Recursive rejection with replacement (SpecInfer, Miao et al. 2024, Algorithm 2).
+  """The acceptance of recursive rejection with replacement (SpecInfer, Miao et al. 2024, Algorithm 2).
 
-  What is left of the target after each rejection does not depend on which tokens were rejected, so that the candidates
-  are accepted with a probability that follows from the laws alone.
+  The residual of the target after each rejection does not depend on which tokens were rejected. So the acceptance
+  probability follows from the two distributions alone.
 
   Args:
-    draft_probs: `[..., V]`, the laws p.
-    target_probs: `[..., V]`, the laws q.
+    draft_probs: `[..., V]`, distributions p.
+    target_probs: `[..., V]`, distributions q.
     num_drafts: n.
 
   Returns:
     `[...]`.
 
   Raises:
-    ValueError: The laws differ in shape or have no axis, or n is below 1.
+    ValueError: The distributions differ in shape or have no axis, or n is below 1.
   """
 
   def try_next(_, carry):
@@ -119,11 +123,13 @@ def recursive_acceptance(draft_probs: jax.Array, target_probs: jax.Array, num_dr
 def race_acceptance(
   draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int, *, selection: Race = _RACE
 ) -> jax.Array:
-  """1 - TV(pt, q), pt being the law of the candidate that wins the race, with which q is coupled maximally.
+  """The acceptance of the race: 1 - TV(pt, q), where pt is the distribution of the candidate that wins the race.
+
+  The winner is coupled maximally with q.
 
   Args:
-    draft_probs: `[..., V]`, the laws p.
-    target_probs: `[..., V]`, the laws q.
+    draft_probs: `[..., V]`, distributions p.
+    target_probs: `[..., V]`, distributions q.
     num_drafts: n.
     selection: The race.
 
@@ -131,8 +137,8 @@ def race_acceptance(
     `[...]`.
 
   Raises:
-    ValueError: The laws differ in shape or have no axis, or n is below 1.
+    ValueError: The distributions differ in shape or have no axis, or n is below 1.
   """
-  candidates = jnp.zeros(num_drafts, jnp.int32)  # which tokens they are does not matter to the law
+  candidates = jnp.zeros(num_drafts, jnp.int32)  # the winner's distribution does not depend on the tokens
   winner = selection(draft_probs, target_probs, candidates, jnp.ones(num_drafts, bool)).probs
   return jnp.sum(jnp.minimum(winner, target_probs))

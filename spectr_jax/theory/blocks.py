@@ -1,4 +1,4 @@
-"""Several drafts of several tokens in one call: what any lossless rule can keep, and what was claimed."""
+"""Bounds on the tokens that lossless rules keep of several drafts of several tokens, and a published claim."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from spectr_jax.theory.laws import as_joint_laws, prefix_laws
 
 MAX_PROGRAM_SIZE = 10**5
-# As for one token: masses are scaled up, since the solver's tolerances are absolute.
+# As in `transport`: masses are scaled up, since the solver's tolerances are absolute.
 _SCALE, _TOLERANCE = 2.0**10, 1e-10
 
 
@@ -21,7 +21,7 @@ def _numbers(num_drafts) -> np.ndarray:
 
 
 def _expected_found(draft_law, target_law, num_drafts, found_fn) -> np.ndarray:
-  """Sum over sub-blocks of q (1 - (1 - c)^K), c being the probability `found_fn(p, q)` that one draft has it."""
+  """Sum over sub-blocks of q (1 - (1 - c)^K), where c = `found_fn(p, q)` is the probability that one draft has it."""
   draft, target = as_joint_laws(draft_law, target_law)
   numbers = _numbers(num_drafts)[..., None]
   pairs = zip(prefix_laws(draft), prefix_laws(target))
@@ -32,29 +32,30 @@ def _expected_found(draft_law, target_law, num_drafts, found_fn) -> np.ndarray:
 def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
   """Lemma 5.1 of SpecTr-GBV: sum over sub-blocks x of q(x) (1 - (1 - min(p(x)/q(x), 1))^K), of 1 to L tokens.
 
-  Published as the most tokens that K drafts can have accepted, and as what SpecTr-GBV reaches. For K = 1 it is both.
-  For K > 1 it bounds nothing: other lossless rules keep more. For one token it never exceeds `optimal_acceptance`,
-  since 1 - (1 - t)^K is concave; of blocks no laws were found where it exceeds `optimal_block_acceptance`. And
-  SpecTr-GBV as published neither reaches it nor keeps the target's law.
+  The paper states it as the most tokens of K drafts that can be accepted, and as the number that SpecTr-GBV attains.
+  For K = 1 both statements hold. For K > 1 it is not a bound: other lossless rules keep more. For one token it never
+  exceeds `optimal_acceptance`, since 1 - (1 - t)^K is concave. For longer blocks no distributions were found where it
+  exceeds `optimal_block_acceptance`. SpecTr-GBV as published neither attains it nor keeps the target's distribution.
 
-  The proof gives every draft the same law c(. | y) given the target's block y, independently, and takes for c the
-  maximal coupling of one draft with the target. Then two drafts are both x with probability E_y c(x|y)^2, but they were
-  drawn independently of each other, so that it must be p(x)^2 = (E_y c(x|y))^2. By Jensen's inequality c(x|y) is then
-  the same for all y: draft and target are independent, and nothing but `independent_block_acceptance` can be attained
-  in that class. By how much the drafts' law is missed otherwise is `conditional_coupling_error`.
+  The proof gives every draft the same distribution c(. | y) given the target's block y, independently of the other
+  drafts. For c it takes the maximal coupling of one draft with the target. Then two drafts are both x with probability
+  E_y c(x|y)^2. But drafts are drawn independently of each other, so this must be p(x)^2 = (E_y c(x|y))^2. By Jensen's
+  inequality c(x|y) is then the same for all y. So draft and target are independent, and that class attains
+  `independent_block_acceptance` and no more. For any other c the drafts do not have the distribution p^K;
+  `conditional_coupling_error` says by how much they miss it.
 
   Source: SpecTr-GBV, "Multi-Draft Block Verification Accelerating Speculative Decoding", Lemma 5.1 and Definition 4.1.
 
   Args:
-    draft_law: `[V] * L`, the joint law p of a draft.
-    target_law: `[V] * L`, the joint law q of the target's next L tokens.
+    draft_law: `[V] * L`, the joint distribution p of a draft.
+    target_law: `[V] * L`, the joint distribution q of the target's next L tokens.
     num_drafts: K, an integer or an array of them.
 
   Returns:
-    float64 of K's shape: tokens, from 0 to L.
+    float64 of K's shape: a number of tokens, from 0 to L.
 
   Raises:
-    ValueError: Something is no joint law, their shapes differ, or K is below 1.
+    ValueError: An argument is not a joint distribution, the shapes differ, or K is below 1.
   """
 
   def maximal_coupling(p, q):
@@ -64,27 +65,27 @@ def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
 
 
 def independent_block_acceptance(draft_law, target_law, num_drafts) -> np.ndarray:
-  """sum over sub-blocks x of q(x) (1 - (1 - p(x))^K): tokens of the target's block that drafts have by mere chance.
+  """Expected tokens of the target's block that independent drafts match: sum over sub-blocks x of q (1 - (1 - p)^K).
 
-  All that couplings of Definition 4.1 of SpecTr-GBV can attain with the same conditional law for every draft, and K > 1
-  (see `published_block_bound`).
+  For K > 1 this is the most that couplings of Definition 4.1 of SpecTr-GBV attain with the same conditional
+  distribution for every draft (see `published_block_bound`).
 
   Args:
-    draft_law: `[V] * L`, the joint law p of a draft.
-    target_law: `[V] * L`, the joint law q of the target's next L tokens.
+    draft_law: `[V] * L`, the joint distribution p of a draft.
+    target_law: `[V] * L`, the joint distribution q of the target's next L tokens.
     num_drafts: K, an integer or an array of them.
 
   Returns:
     float64 of K's shape: tokens, from 0 to L.
 
   Raises:
-    ValueError: Something is no joint law, their shapes differ, or K is below 1.
+    ValueError: An argument is not a joint distribution, the shapes differ, or K is below 1.
   """
   return _expected_found(draft_law, target_law, num_drafts, lambda p, q: p)
 
 
 def check_size(num_combinations: int) -> None:
-  """Refuses what would take too long to solve.
+  """Refuses a linear program that would take too long to solve.
 
   Raises:
     ValueError: There are more than `MAX_PROGRAM_SIZE` combinations.
@@ -96,12 +97,12 @@ def check_size(num_combinations: int) -> None:
 
 
 def largest_value(values, matrix, limits) -> float:
-  """max values . x over x >= 0 with matrix x <= limits, where x and the limits are probabilities.
+  """The largest `values . x` over x >= 0 with `matrix x <= limits`, where x and the limits are probabilities.
 
   Args:
-    values: `[X]`.
-    matrix: `[C, X]`, sparse.
-    limits: `[C]`.
+    values: `[X]`, the objective.
+    matrix: `[C, X]`, sparse, the constraints.
+    limits: `[C]`, the constraints' right sides.
 
   Raises:
     RuntimeError: The solver failed.
@@ -121,21 +122,21 @@ def largest_value(values, matrix, limits) -> float:
 
 
 def conditional_coupling_error(draft_law, target_law, num_drafts: int) -> float:
-  """How far K drafts, each coupled maximally with the target's block and otherwise independent, are from p^K.
+  """The total variation from p^K of K drafts that are coupled maximally with the target's block, else independent.
 
-  In total variation. Above 0 the coupling that Lemma 5.1 of SpecTr-GBV assumes does not exist; drafts are drawn from
-  p^K.
+  Drafts are drawn from p^K. So if this is above 0, the coupling that Lemma 5.1 of SpecTr-GBV assumes does not exist.
 
   Args:
-    draft_law: `[V] * L`, the joint law p of a draft.
-    target_law: `[V] * L`, the joint law q of the target's next L tokens.
+    draft_law: `[V] * L`, the joint distribution p of a draft.
+    target_law: `[V] * L`, the joint distribution q of the target's next L tokens.
     num_drafts: K.
 
   Returns:
-    From 0 to 1.
+    A number from 0 to 1.
 
   Raises:
-    ValueError: Something is no joint law, their shapes differ, K is below 1, or there are too many combinations.
+    ValueError: An argument is not a joint distribution, the shapes differ, K is below 1, or there are too many
+      combinations.
   """
   p, q = (law.reshape(-1) for law in as_joint_laws(draft_law, target_law))
   num_drafts = int(_numbers(num_drafts))
@@ -153,24 +154,27 @@ def conditional_coupling_error(draft_law, target_law, num_drafts: int) -> float:
 
 
 def optimal_block_acceptance(draft_law, target_law, num_drafts: int) -> float:
-  """The most tokens of K independent drafts that a lossless rule can keep in one call, on average: an oracle.
+  """An upper bound on the mean number of tokens of K independent drafts that a lossless rule keeps in one call.
 
-  The largest expected length of what some draft and the target's block agree on from the start, over all joint laws of
-  the drafts, p^K, and the block, q: the problem of SpecTr-GBV without its Definition 4.1, by linear programming.
-  Whatever a rule keeps is a part of the text that both share, so this is a bound for every rule whose output, followed
-  by ordinary sampling, has the target's law. For L = 1 it is `optimal_acceptance`, and for K = 1 greedy block
-  verification attains it. Nothing is said of rules for longer blocks of several drafts: they may stay below.
+  It maximises the expected length of the longest prefix that the target's block shares with some draft. The maximum is
+  over all joint distributions with marginals p^K, of the drafts, and q, of the block. This is the problem of SpecTr-GBV
+  without its Definition 4.1, solved by linear programming.
+
+  The tokens that a rule keeps are a prefix of the text and of a draft. So the value bounds every rule whose output,
+  followed by ordinary sampling, has the target's distribution. For L = 1 it is `optimal_acceptance`, and for K = 1
+  greedy block verification attains it. For several drafts of longer blocks it may be out of reach.
 
   Args:
-    draft_law: `[V] * L`, the joint law p of a draft.
-    target_law: `[V] * L`, the joint law q of the target's next L tokens.
+    draft_law: `[V] * L`, the joint distribution p of a draft.
+    target_law: `[V] * L`, the joint distribution q of the target's next L tokens.
     num_drafts: K.
 
   Returns:
-    Tokens, from 0 to L.
+    A number of tokens, from 0 to L.
 
   Raises:
-    ValueError: Something is no joint law, their shapes differ, K is below 1, or there are too many combinations.
+    ValueError: An argument is not a joint distribution, the shapes differ, K is below 1, or there are too many
+      combinations.
     RuntimeError: The solver failed.
   """
   from scipy import sparse
@@ -182,7 +186,7 @@ def optimal_block_acceptance(draft_law, target_law, num_drafts: int) -> float:
   blocks = np.array(list(itertools.product(range(draft.shape[0]), repeat=draft.ndim)))
   agreed = np.cumprod(blocks[:, None] == blocks, axis=-1).sum(axis=-1)
 
-  # Only which blocks were drafted matters, not how often or in what order.
+  # The value depends on the set of drafted blocks, not on their number or order.
   tuples = np.indices((len(p),) * num_drafts).reshape(num_drafts, -1)
   is_drafted = (tuples[:, :, None] == np.arange(len(p))).any(axis=0)
   sets, set_of = np.unique(is_drafted, axis=0, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Nonstationary Markov chains as draft and target: what expected rejections are computed and simulated on."""
+"""Nonstationary Markov chains as draft and target, for computing and simulating expected rejections."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from spectr_jax.theory.laws import as_laws
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MarkovChains:
-  """A draft and a target whose law of the n-th token depends on n and on the token before it.
+  """A draft and a target whose distribution of the n-th token depends on n and on the previous token.
 
-  A chain that starts with a law of its own rather than after a prompt has equal rows in its first matrix.
+  A chain that starts with a distribution of its own instead of a prompt has equal rows in its first matrix.
 
   Attributes:
-    prompt_probs: float64 `[V]`, the law of the prompt's last token x_0, which both chains start from.
+    prompt_probs: float64 `[V]`, the distribution of the prompt's last token x_0, from which both chains start.
     draft_probs: float64 `[T, V, V]`, p_n(. | x) at `[n - 1, x]`.
     target_probs: float64 `[T, V, V]`, q_n likewise.
 
   Raises:
-    ValueError: A shape does not fit, or rows are no laws.
+    ValueError: A shape does not fit, or a row is not a distribution.
   """
 
   prompt_probs: np.ndarray
@@ -51,7 +51,7 @@ class MarkovChains:
 
   @functools.cached_property
   def context_probs(self) -> np.ndarray:
-    """float64 `[T, V]`, the target's law of the token x_{n-1} before the n-th, at `[n - 1]`."""
+    """float64 `[T, V]`: at `[n - 1]` the target's distribution of x_{n-1}, the token before the n-th."""
     laws = [self.prompt_probs]
     for transition in self.target_probs[:-1]:
       laws.append(laws[-1] @ transition)
@@ -61,12 +61,12 @@ class MarkovChains:
 def random_chains(seed: int, *, num_tokens: int, vocab_size: int = 7) -> MarkovChains:
   """Two nonstationary chains with random transitions: rows of uniform numbers in [0, 1), normalised.
 
-  As in the simulations of "A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024, Appendix F):
-  7 states, a uniform prompt, T = 50 or 100. The paper does not say how rows are drawn. Such rows are about 1/3 apart in
-  total variation, which gives its 16.4 rejections in 50 tokens.
+  They follow the simulations of "A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024,
+  Appendix F): 7 states, a uniform prompt, T = 50 or 100. The paper does not say how it draws rows. The rows here are
+  about 1/3 apart in total variation, which gives the paper's 16.4 rejections in 50 tokens.
 
   Args:
-    seed: Of numpy's generator.
+    seed: Seed of numpy's generator.
     num_tokens: T.
     vocab_size: V.
 

@@ -1,23 +1,23 @@
-"""Laws as float64 arrays, checked once; the ground of what is computed on the host."""
+"""Distributions as checked float64 arrays, for everything in the theory that is computed on the host."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# Laws out of float32 softmaxes pass; they are normalised again.
+# The outputs of float32 softmaxes pass. They are normalised again.
 TOLERANCE = 1e-5
 
 
 def as_laws(probs, name: str, *, tolerance: float = TOLERANCE) -> np.ndarray:
-  """`[..., V]` in float64, normalised again along the last axis.
+  """The distributions `[..., V]` in float64, normalised again along the last axis.
 
   Args:
     probs: `[..., V]`, V at least 1.
-    name: What an error calls it.
-    tolerance: How far from 1 a sum may be.
+    name: The name of the argument, for error messages.
+    tolerance: The largest allowed deviation of a sum from 1.
 
   Raises:
-    ValueError: It has no last axis, an entry is negative or NaN, or a law does not sum to 1.
+    ValueError: There is no last axis, an entry is negative or NaN, or a distribution does not sum to 1.
   """
   laws = np.asarray(probs, np.float64)
   if laws.ndim == 0 or not laws.size:
@@ -33,10 +33,14 @@ def as_laws(probs, name: str, *, tolerance: float = TOLERANCE) -> np.ndarray:
 
 
 def as_pair(draft_probs, target_probs) -> tuple[np.ndarray, np.ndarray]:
-  """Laws p and q `[..., V]` of equal length in float64, their leading axes broadcast against each other.
+  """Two distributions of equal length in float64, their leading axes broadcast against each other.
+
+  Args:
+    draft_probs: `[..., V]`, p.
+    target_probs: `[..., V]`, q.
 
   Raises:
-    ValueError: One holds no laws, or their shapes do not fit.
+    ValueError: An argument is not a distribution, or the shapes do not fit.
   """
   draft, target = as_laws(draft_probs, 'draft_probs'), as_laws(target_probs, 'target_probs')
   if draft.shape[-1] != target.shape[-1]:
@@ -46,10 +50,14 @@ def as_pair(draft_probs, target_probs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_joint_laws(draft_law, target_law) -> tuple[np.ndarray, np.ndarray]:
-  """Joint laws p and q `[V] * L` of L tokens in float64, normalised again.
+  """Two joint distributions of L tokens in float64, normalised again.
+
+  Args:
+    draft_law: `[V] * L`, p.
+    target_law: `[V] * L`, q.
 
   Raises:
-    ValueError: Something is no joint law, or their shapes differ.
+    ValueError: An argument is not a joint distribution, or the shapes differ.
   """
   shapes = np.shape(draft_law), np.shape(target_law)
   if shapes[0] != shapes[1] or not shapes[0] or len(set(shapes[0])) > 1:
@@ -60,12 +68,12 @@ def as_joint_laws(draft_law, target_law) -> tuple[np.ndarray, np.ndarray]:
 
 
 def prefix_laws(law: np.ndarray) -> list[np.ndarray]:
-  """The laws of the first 1, 2, ..., L tokens of a joint law `[V] * L`, each flat."""
+  """The distributions of the first 1, 2, ..., L tokens under a joint distribution `[V] * L`, each flat."""
   return [law.sum(axis=tuple(range(length, law.ndim))).reshape(-1) for length in range(1, law.ndim + 1)]
 
 
 def total_variation(draft_probs, target_probs) -> np.ndarray:
-  """TV(p, q) = 1/2 sum |p - q|, which is 1 - sum min(p, q).
+  """The total variation TV(p, q) = 1/2 sum |p - q| = 1 - sum min(p, q).
 
   Args:
     draft_probs: `[..., V]`.
@@ -75,7 +83,7 @@ def total_variation(draft_probs, target_probs) -> np.ndarray:
     float64 `[...]`.
 
   Raises:
-    ValueError: The arguments are no laws, or their shapes do not fit.
+    ValueError: An argument is not a distribution, or the shapes do not fit.
   """
   draft, target = as_pair(draft_probs, target_probs)
   return np.abs(draft - target).sum(axis=-1) / 2

@@ -1,4 +1,4 @@
-"""Fewer rejections for a bias: what over-acceptance buys, and the best that it can."""
+"""The trade of bias against rejections in over-acceptance, and the best possible trade."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from spectr_jax.theory.laws import as_laws, as_pair, total_variation
 
 
 def over_acceptance(draft_probs, target_probs, epsilon) -> np.ndarray:
-  """b(x) = min(1, (q(x) + epsilon) / p(x)), the acceptance of Decoding-OPT and Decoding-UNO.
+  """The acceptance b(x) = min(1, (q(x) + epsilon) / p(x)) of Decoding-OPT and Decoding-UNO.
 
   Source: "A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024), section 4.1.
 
   Args:
-    draft_probs: `[..., V]`, the laws p.
-    target_probs: `[..., V]`, the laws q.
-    epsilon: At least 0; a number or an array that broadcasts against the leading axes.
+    draft_probs: `[..., V]`, distributions p.
+    target_probs: `[..., V]`, distributions q.
+    epsilon: The over-acceptance, at least 0: a number, or an array that broadcasts against the leading axes.
 
   Returns:
     float64 `[..., V]`; 1 where p is 0.
 
   Raises:
-    ValueError: The laws are none or do not fit, or epsilon is negative.
+    ValueError: An argument is not a distribution, the shapes do not fit, or epsilon is negative.
   """
   draft, target = as_pair(draft_probs, target_probs)
   epsilon = np.asarray(epsilon, np.float64)[..., None]
   if not (epsilon >= 0).all():
     raise ValueError(f'epsilon must be at least 0, got {epsilon.min()}')
   allowed = target + epsilon
-  # Compared before dividing: a quotient of tiny numbers may overflow.
+  # The comparison comes before the division, since a quotient of tiny numbers may overflow.
   is_certain = allowed >= draft
   return np.where(is_certain, 1, allowed / np.where(is_certain, 1, draft))
 
@@ -42,60 +42,61 @@ def _checked(draft_probs, target_probs, accept_probs):
 
 
 def rejection_prob(draft_probs, accept_probs) -> np.ndarray:
-  """P(reject) = sum_x (1 - b(x)) p(x) (Yin et al. 2024, Theorem 5).
+  """The probability of rejection, P(reject) = sum_x (1 - b(x)) p(x) (Yin et al. 2024, Theorem 5).
 
   Args:
-    draft_probs: `[..., V]`, the laws p.
+    draft_probs: `[..., V]`, distributions p.
     accept_probs: `[..., V]`, b.
 
   Returns:
     float64 `[...]`.
 
   Raises:
-    ValueError: Something is no law, or a probability not between 0 and 1.
+    ValueError: An argument is not a distribution, or a probability is not between 0 and 1.
   """
   draft, _, accept = _checked(draft_probs, draft_probs, accept_probs)
   return ((1 - accept) * draft).sum(axis=-1)
 
 
 def emitted_law(draft_probs, accept_probs, rejection_law) -> np.ndarray:
-  """What one token follows that is drafted from p, kept with probability b, and drawn from P when it is not.
+  """The distribution of a token that is drafted from p, kept with probability b, and otherwise drawn from P.
 
-  b p + P(reject) P, the law of one step of Algorithm 2 of Yin et al. 2024.
+  It is b p + P(reject) P, the distribution of one step of Algorithm 2 of Yin et al. 2024.
 
   Args:
-    draft_probs: `[..., V]`, the laws p.
+    draft_probs: `[..., V]`, distributions p.
     accept_probs: `[..., V]`, b.
-    rejection_law: `[..., V]`, the laws P.
+    rejection_law: `[..., V]`, distributions P.
 
   Returns:
     float64 `[..., V]`.
 
   Raises:
-    ValueError: Something is no law, or a probability not between 0 and 1.
+    ValueError: An argument is not a distribution, or a probability is not between 0 and 1.
   """
   draft, rejection, accept = _checked(draft_probs, as_laws(rejection_law, 'rejection_law'), accept_probs)
   return accept * draft + ((1 - accept) * draft).sum(axis=-1, keepdims=True) * rejection
 
 
 def best_rejection_law(draft_probs, target_probs, accept_probs) -> np.ndarray:
-  """P*, a law after rejections with which the output is as close to the target as b allows.
+  """The best distribution P* to draw from after a rejection: the output is as close to the target as b allows.
 
-  Any law is best that stays below A = (q - b p) / P(reject) where that is positive and is 0 elsewhere. This is the
-  positive part of A, normalised; where b is at least min(1, q/p) it is [q - p]+, normalised, whatever b.
+  Let A = (q - b p) / P(reject). A distribution is best if it is at most A where A is positive, and 0 elsewhere. This
+  function returns the positive part of A, normalised. If b is at least min(1, q/p), that is [q - p]+, normalised,
+  whatever b is.
 
   Source: Yin et al. 2024, Theorem 4.
 
   Args:
-    draft_probs: `[..., V]`, the laws p.
-    target_probs: `[..., V]`, the laws q.
+    draft_probs: `[..., V]`, distributions p.
+    target_probs: `[..., V]`, distributions q.
     accept_probs: `[..., V]`, b.
 
   Returns:
-    float64 `[..., V]`; the target's law where nothing is rejected and any law would do.
+    float64 `[..., V]`. If nothing is rejected every distribution is best, and q is returned.
 
   Raises:
-    ValueError: Something is no law, or a probability not between 0 and 1.
+    ValueError: An argument is not a distribution, or a probability is not between 0 and 1.
   """
   draft, target, accept = _checked(draft_probs, target_probs, accept_probs)
   missing = np.maximum(target - accept * draft, 0)
@@ -104,43 +105,46 @@ def best_rejection_law(draft_probs, target_probs, accept_probs) -> np.ndarray:
 
 
 def minimal_bias(draft_probs, target_probs, accept_probs) -> np.ndarray:
-  """Loss*(b) = 1/2 sum |q - b p| - 1/2 sum (1 - b) p: the least total variation from the target with acceptance b.
+  """The least bias with acceptance b: Loss*(b) = 1/2 sum |q - b p| - 1/2 sum (1 - b) p, in total variation.
 
-  Source: Yin et al. 2024, Theorem 4. Where b is at least min(1, q/p), it and P(reject) add up to TV(p, q) (Theorem 5).
+  If b is at least min(1, q/p), the least bias and P(reject) add up to TV(p, q).
+
+  Source: Yin et al. 2024, Theorems 4 and 5.
 
   Args:
-    draft_probs: `[..., V]`, the laws p.
-    target_probs: `[..., V]`, the laws q.
+    draft_probs: `[..., V]`, distributions p.
+    target_probs: `[..., V]`, distributions q.
     accept_probs: `[..., V]`, b.
 
   Returns:
     float64 `[...]`.
 
   Raises:
-    ValueError: Something is no law, or a probability not between 0 and 1.
+    ValueError: An argument is not a distribution, or a probability is not between 0 and 1.
   """
   draft, target, accept = _checked(draft_probs, target_probs, accept_probs)
-  # What is accepted too often: |a| = 2 [-a]+ + a, and q - b p sums to P(reject). Without cancellation.
+  # This is the mass accepted in excess. It equals Loss*(b), since |a| = 2 [-a]+ + a and q - b p sums to P(reject), and
+  # it does not cancel.
   return np.maximum(accept * draft - target, 0).sum(axis=-1)
 
 
 def pareto_bias(draft_probs, target_probs, rejection) -> np.ndarray:
-  """The front: the least bias in total variation of any rule that rejects a drafted token no more often than this.
+  """The Pareto front: the least bias, in total variation, of any rule with a given probability of rejection.
 
-  [TV(p, q) - P(reject)]+, a straight line from (0, TV) to (TV, 0), where speculative decoding is.
+  It is [TV(p, q) - P(reject)]+, a straight line from (0, TV) to (TV, 0). Speculative decoding is the point (TV, 0).
 
   Source: Yin et al. 2024, Theorem 5 and Figure 4.
 
   Args:
-    draft_probs: `[..., V]`, the laws p.
-    target_probs: `[..., V]`, the laws q.
-    rejection: P(reject), a number or an array that broadcasts against the leading axes.
+    draft_probs: `[..., V]`, distributions p.
+    target_probs: `[..., V]`, distributions q.
+    rejection: P(reject), from 0 to 1: a number, or an array that broadcasts against the leading axes.
 
   Returns:
     float64 `[...]`.
 
   Raises:
-    ValueError: The laws are none or do not fit, or a probability is not between 0 and 1.
+    ValueError: An argument is not a distribution, the shapes do not fit, or a probability is not between 0 and 1.
   """
   rejection = np.asarray(rejection, np.float64)
   if not ((rejection >= 0) & (rejection <= 1)).all():

@@ -1,4 +1,4 @@
-"""How many drafted tokens are rejected over a whole text, by one draft or by several: expectations, exactly."""
+"""Exact expected numbers of rejected tokens over a whole text, with one draft or several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spectr_jax.theory.laws import as_pair
 
 
 def _numbers(num_drafts) -> np.ndarray:
-  """float64, of any shape: whole numbers from 1 on, or infinite."""
+  """The numbers of drafts in float64, of any shape; each is a whole number of at least 1, or infinite."""
   numbers = np.asarray(num_drafts, np.float64)
   if not ((numbers >= 1) & ((numbers == np.floor(numbers)) | np.isinf(numbers))).all():
     raise ValueError(f'num_drafts must be whole numbers from 1 on, or math.inf; got {num_drafts}')
@@ -19,10 +19,10 @@ def _numbers(num_drafts) -> np.ndarray:
 
 
 def _left_when_all_rejected(draft, target, numbers):
-  """For each number M, the chance that M i.i.d. candidates are all rejected and a token x emitted, `[..., V]`.
+  """For each number M, the probability `[..., V]` that M i.i.d. candidates are all rejected and x is emitted.
 
-  Recursive rejection without the normalisation: with u_0 = q and R = sum u, u_{m+1} = [u_m - R_m p]+ has the mass
-  r_1 ... r_{m+1} and is q^{m+2} times that. In the limit what p cannot draw is left, and nothing else.
+  This is recursive rejection without the normalisation. With u_0 = q and R = sum u, the function u_{m+1} = [u_m - R_m
+  p]+ has the mass r_1 ... r_{m+1} and is q^{m+2} times that mass. In the limit only tokens that p cannot draw are left.
   """
   left, done, wanted = target, 0, {}
   for number in sorted(set(numbers.flat)):
@@ -36,25 +36,25 @@ def _left_when_all_rejected(draft, target, numbers):
 
 
 def rejection_probs(chains: MarkovChains, num_drafts=1) -> np.ndarray:
-  """The chance that the n-th token is a correction, where M drafts compete for the first token of a round.
+  """The probability that the n-th token is a correction, if M drafts compete for the first token of a round.
 
-  Batch speculative decoding with lookahead to the horizon: after the acceptance of one of M first tokens its own draft
-  goes on alone, by plain speculative decoding, so that a position right after a rejection has M candidates and any
-  other has one. With F_n(x) the chance that the n-th token is x and a correction, Q_n the target's law of it, h =
-  [q - p]+ and u what M rejections leave (`[q - p]+` for M = 1),
+  This is batch speculative decoding with lookahead to the horizon. After one of M first tokens is accepted, its own
+  draft continues alone, by plain speculative decoding. So a position right after a rejection has M candidates, and any
+  other position has one. Let F_n(x) be the probability that the n-th token is x and a correction, Q_n the target's
+  distribution of the n-th token, h = [q - p]+, and u the mass left after M rejections (h for M = 1). Then
 
       F_n(a) = sum_x (Q_{n-1}(x) - F_{n-1}(x)) h_n(a|x) + F_{n-1}(x) u_n(a|x),      F_0 = Q_0.
 
   Source: "A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024), Theorem 1 (M = 1) and
-  Theorem 3 with equation (22), of which F is the sum over the earlier tokens. In the limit of many drafts
-  (Proposition 1) u is q where p = 0: the paper leaves this out, which matters where p does not cover q.
+  Theorem 3 with equation (22); F is the sum of the latter over the earlier tokens. In the limit of many drafts
+  (Proposition 1) u is q where p = 0. The paper omits this term, which is not 0 if p does not cover q.
 
   Args:
     chains: Draft and target.
-    num_drafts: M, a whole number or `math.inf`, or an array of them; 1 is speculative decoding.
+    num_drafts: M, a whole number or `math.inf`, or an array of such numbers. 1 is speculative decoding.
 
   Returns:
-    float64, M's shape with an axis `[T]` behind it.
+    float64 of M's shape with a last axis `[T]` added.
 
   Raises:
     ValueError: A number of drafts is not whole, or below 1.
@@ -73,15 +73,15 @@ def rejection_probs(chains: MarkovChains, num_drafts=1) -> np.ndarray:
 
 
 def expected_rejections(chains: MarkovChains, num_drafts=1) -> np.ndarray:
-  """E[N_rej] over T tokens: `rejection_probs` summed.
+  """The expected number of rejections E[N_rej] over T tokens: the sum of `rejection_probs`.
 
-  For one draft it is the sum over n of E_q TV(p_n, q_n) (Yin et al. 2024, Theorem 1), and no rule that decides on one
-  drafted token after another and keeps the target's law can reject fewer (Theorem 2). Rules that look at the tokens
-  behind, such as block verification, are not among those.
+  For one draft it is the sum over n of E_q TV(p_n, q_n) (Yin et al. 2024, Theorem 1). No lossless rule that decides
+  token by token can reject fewer (Theorem 2). Rules that look at later tokens first, such as block verification, are
+  not covered by that theorem.
 
   Args:
     chains: Draft and target.
-    num_drafts: M, or `math.inf`, or an array of them.
+    num_drafts: M, a whole number or `math.inf`, or an array of such numbers.
 
   Returns:
     float64 of M's shape.
@@ -93,13 +93,13 @@ def expected_rejections(chains: MarkovChains, num_drafts=1) -> np.ndarray:
 
 
 def expected_target_calls(chains: MarkovChains, num_drafts=1) -> np.ndarray:
-  """Calls of the target for T tokens: one for every rejection, and one more unless the last token is a correction.
+  """The expected target calls for T tokens: one per rejection, and one more unless the last token is a correction.
 
-  The paper (Yin et al. 2024, section 2.2) counts calls as rejections, without the one that ends the text.
+  The paper (Yin et al. 2024, section 2.2) counts one call per rejection and omits the call that ends the text.
 
   Args:
     chains: Draft and target.
-    num_drafts: M, or `math.inf`, or an array of them.
+    num_drafts: M, a whole number or `math.inf`, or an array of such numbers.
 
   Returns:
     float64 of M's shape.
@@ -112,21 +112,21 @@ def expected_target_calls(chains: MarkovChains, num_drafts=1) -> np.ndarray:
 
 
 def batch_improvement(draft_probs, target_probs, num_drafts) -> np.ndarray:
-  """BI = TV(q, p) - prod_m TV(q^m, p): how much rarer a rejection is with M i.i.d. candidates than with one.
+  """The batch improvement BI = TV(q, p) - prod_m TV(q^m, p): the drop in rejection probability from 1 to M candidates.
 
   Source: Yin et al. 2024, Theorem 3 and Figure 3. For Ber(u) and Ber(v), u >= v, it is (u - v)(1 - u^{M-1}); for
   U(V) and U(V/r) it is (1 - 1/r) - (1 - 1/r)^M.
 
   Args:
-    draft_probs: `[..., V]`, the laws p.
-    target_probs: `[..., V]`, the laws q.
-    num_drafts: M, a whole number or `math.inf`, or an array of them.
+    draft_probs: `[..., V]`, distributions p.
+    target_probs: `[..., V]`, distributions q.
+    num_drafts: M, a whole number or `math.inf`, or an array of such numbers.
 
   Returns:
-    float64, M's shape with the leading axes behind it.
+    float64 of M's shape followed by the leading axes.
 
   Raises:
-    ValueError: The laws are none or do not fit, or a number of drafts is not whole, or below 1.
+    ValueError: An argument is not a distribution, the shapes do not fit, or a number of drafts is not whole or below 1.
   """
   draft, target = as_pair(draft_probs, target_probs)
   numbers = _numbers(num_drafts)

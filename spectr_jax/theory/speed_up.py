@@ -1,4 +1,4 @@
-"""From acceptance to time: tokens of a chain in closed form, and the model of what a round costs."""
+"""From acceptance to time: the expected tokens of a chain in closed form, and a model of the cost of a round."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 
 
 def expected_chain_tokens(acceptance_rate, draft_length) -> np.ndarray:
-  """(1 - a^{L+1}) / (1 - a): tokens per target call where each of L drafted tokens is accepted with probability a.
+  """Tokens per target call if each of L drafted tokens is accepted with probability a: (1 - a^{L+1}) / (1 - a).
 
-  1 + a + ... + a^L, exact for a constant rate. Source: Leviathan et al. 2023, equation (1).
+  This is 1 + a + ... + a^L. It is exact for a constant rate. Source: Leviathan et al. 2023, equation (1).
 
   Args:
     acceptance_rate: a, from 0 to 1.
-    draft_length: L, from 0 on; broadcasts against a.
+    draft_length: L, at least 0. It broadcasts against a.
 
   Returns:
     float64 of the broadcast shape.
@@ -28,31 +28,31 @@ def expected_chain_tokens(acceptance_rate, draft_length) -> np.ndarray:
   is_certain = rate == 1
   rate, length = np.broadcast_arrays(rate, length)
   missing = np.where(is_certain, 1, 1 - rate)
-  # a^{L+1} near 1 cancels; a = 0 has a logarithm of -inf, which is right.
+  # expm1 avoids the cancellation of 1 - a^{L+1} near 1. The logarithm of a = 0 is -inf, which gives the right result.
   with np.errstate(divide='ignore'):
     reached = -np.expm1((length + 1) * np.log(rate))
   return np.where(is_certain, length + 1, reached / missing)
 
 
 def speed_up(tokens_per_call, num_draft_steps, *, draft_cost, call_cost=1.0) -> np.ndarray:
-  """E / (L c_draft + c): how many times as fast as one target call per token.
+  """The speed-up over one target call per token: E / (L c_draft + c).
 
-  A round is L steps of the draft and one call of the target on all guesses; costs are in units of a target call on a
-  single token. What verification itself and memory cost is left out.
+  A round is L steps of the draft and one call of the target on all guesses. Costs are in units of a target call on a
+  single token. The costs of verification and memory are not in the model.
 
-  Source: the common model, as in Leviathan et al. 2023, Theorem 3.8, with a price for the wider call.
+  Source: the common model, as in Leviathan et al. 2023, Theorem 3.8, with a cost for the wider call.
 
   Args:
-    tokens_per_call: E, at least 1; `expected_chain_tokens`, `expected_tokens`, or measured.
+    tokens_per_call: E, at least 1; from `expected_chain_tokens`, `expected_tokens` or a measurement.
     num_draft_steps: L, the depth of the tree.
-    draft_cost: c_draft, of one step of the draft.
-    call_cost: c, of a target call on all guesses.
+    draft_cost: c_draft, the cost of one step of the draft.
+    call_cost: c, the cost of a target call on all guesses.
 
   Returns:
     float64 of the broadcast shape.
 
   Raises:
-    ValueError: E is below 1, another number negative, or the call costs nothing.
+    ValueError: E is below 1, another argument is negative, or the cost of the call is 0.
   """
   tokens, steps, draft, call = (
     np.asarray(x, np.float64) for x in (tokens_per_call, num_draft_steps, draft_cost, call_cost)

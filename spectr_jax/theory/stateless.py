@@ -1,16 +1,16 @@
-"""What any stateless lossless rule can keep of a tree in one round: a bound for long texts, the optimum of tiny laws.
+"""Bounds on the tokens that stateless lossless rules keep of a tree in one round, and the exact optimum for tiny cases.
 
-A rule is given the guesses of a tree, whose children are independent draws from the draft's law. It accepts a path of
-tau tokens and emits one more. Then ordinary sampling from the target goes on, or another round that knows nothing of
-this one. The rule is lossless if the text that comes out has the target's law q.
+A rule is given the guesses of a tree, whose children are independent draws from the draft's distribution. It accepts a
+path of tau tokens and emits one more. Then ordinary sampling from the target continues, or another round that knows
+nothing of this one. The rule is lossless if the resulting text has the target's distribution q.
 
 Let x be a text of d tokens, and kept(x) the probability that the accepted path starts with x. The whole text starts
-with x and then y with probability q(x) q(y|x). Where it starts with x but fewer than d tokens were accepted, y is an
-ordinary sample: that happens with probability (q(x) - kept(x)) q(y|x). The rest is where x was kept:
+with x and then y with probability q(x) q(y|x). If it starts with x but fewer than d tokens were accepted, y is an
+ordinary sample; this case has probability (q(x) - kept(x)) q(y|x). In the remaining case x was kept:
 
     P(x is kept, y comes next) = kept(x) q(y|x), of which kept(xy) is a part.
 
-So kept(x)/q(x), the chance that the start x of a text was kept, depends on x alone and never rises along a text.
+So kept(x)/q(x), the probability that the start x of a text was kept, depends on x alone and never rises along a text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from spectr_jax.theory.blocks import check_size, largest_value
 from spectr_jax.theory.laws import TOLERANCE, as_joint_laws, prefix_laws
 from spectr_jax.tree import TokenTree
 
-# Below it, log(-log(1 - e^u)) and its inverse are u in float64.
+# For u below it, log(-log(1 - e^u)) and its inverse are u in float64.
 _SMALL = -40.0
 
 
 def _log_probs(values, name: str, tree: TokenTree) -> np.ndarray:
-  """float64 `[..., L]`, at most 0."""
+  """The checked log probabilities, float64 `[..., L]`, at most 0."""
   values = np.asarray(values, np.float64)
   if values.ndim == 0 or values.shape[-1] != tree.max_depth:
     raise ValueError(f'{name} must have shape [..., {tree.max_depth}], as deep as the tree; got {values.shape}')
@@ -39,18 +39,18 @@ def _log_probs(values, name: str, tree: TokenTree) -> np.ndarray:
 
 
 def _log_hazard(log_probs: np.ndarray) -> np.ndarray:
-  """log(-log(1 - e^u)), of any magnitude; where events are independent, e to it adds up."""
+  """The log hazard log(-log(1 - e^u)) for any magnitude of u. The hazards of independent events add up."""
   with np.errstate(divide='ignore'):
     return np.where(log_probs < _SMALL, log_probs, np.log(-np.log1p(-np.exp(np.maximum(log_probs, _SMALL)))))
 
 
 def _log_prob_of_hazard(log_hazard: np.ndarray) -> np.ndarray:
-  """u such that `log_hazard` is log(-log(1 - e^u))."""
+  """The inverse of `_log_hazard`: u such that `log_hazard` is log(-log(1 - e^u))."""
   return np.where(log_hazard < _SMALL, log_hazard, np.log(-np.expm1(-np.exp(np.maximum(log_hazard, _SMALL)))))
 
 
 def _log_presence_at(tree: TokenTree, log_probs: np.ndarray, length: int) -> np.ndarray:
-  """`[...]`, log D of the first `length` tokens; nodes with equal trees below them, down to that depth, are one."""
+  """log D `[...]` of the first `length` tokens. Nodes with equal subtrees down to that depth are computed once."""
   kind_of = np.where(tree.depths == length, 0, -1)
   values = [np.zeros(log_probs.shape[:-1])]
   for depth in reversed(range(length)):
@@ -59,7 +59,7 @@ def _log_presence_at(tree: TokenTree, log_probs: np.ndarray, length: int) -> np.
     for node in np.flatnonzero((tree.depths == depth) & (tree.num_children > 0)):
       first = tree.first_child[node]
       children = collections.Counter(kind_of[first : first + tree.num_children[node]].tolist())
-      del children[-1]  # those with nothing below them so deep
+      del children[-1]  # children with no descendant at that depth
       if not children:
         continue
       kind = tuple(sorted(children.items()))
@@ -72,22 +72,21 @@ def _log_presence_at(tree: TokenTree, log_probs: np.ndarray, length: int) -> np.
 
 
 def log_presence(tree: TokenTree, draft_log_probs) -> np.ndarray:
-  """log D(x^d): the probability that some path of the tree spells the first d tokens of a text, for every d.
+  """The log probability log D(x^d) that some path of the tree spells the first d tokens of a text, for every d.
 
   With g(v) = 1 for nodes v of depth d, and g(v) = 1 - prod over children w of (1 - p(x_{depth(v)+1} | x^{depth(v)})
-  g(w)) for the others, D is g of the root. For K chains it is 1 - (1 - p(x^d))^K. Everything is computed from
-  logarithms, so that D keeps its digits however small the probabilities are.
+  g(w)) for the others, D is g of the root. For K chains it is 1 - (1 - p(x^d))^K. The computation uses logarithms
+  throughout, so that D is accurate however small the probabilities are.
 
   Args:
-    tree: The tree. Children of a node are independent draws from the draft's law.
-    draft_log_probs: `[..., L]`, log p of each of a text's first L tokens given the ones before it; L is the tree's
-      depth, -inf is allowed.
+    tree: The tree, of depth L. Children of a node are independent draws from the draft's distribution.
+    draft_log_probs: `[..., L]`, log p of each of a text's first L tokens given the ones before it; -inf is allowed.
 
   Returns:
     float64 `[..., L]`.
 
   Raises:
-    ValueError: The texts do not have L tokens, or something is no logarithm of a probability.
+    ValueError: The texts do not have L tokens, or an entry is not the logarithm of a probability.
   """
   log_probs = _log_probs(draft_log_probs, 'draft_log_probs', tree)
   found = np.empty_like(log_probs)
@@ -97,29 +96,29 @@ def log_presence(tree: TokenTree, draft_log_probs) -> np.ndarray:
 
 
 def stateless_kept_bound(tree: TokenTree, draft_log_probs, target_log_probs) -> np.ndarray:
-  """min(1, min over j up to d of D(x^j)/q(x^j)): with more chance no stateless lossless rule keeps d tokens of a text.
+  """An upper bound on the probability that a stateless lossless rule keeps the first d tokens of a text, for every d.
 
-  Given that the text turns out to be x, a rule keeps its first d tokens with a chance that depends on x^d alone and
-  never rises with d. And it keeps x^j only if the tree holds it: q(x^j) times this chance is at most D(x^j).
+  The bound is min(1, min over j up to d of D(x^j)/q(x^j)). Given that the text turns out to be x, a rule keeps its
+  first d tokens with a probability that depends on x^d alone and never rises with d. And it keeps x^j only if the tree
+  holds it, so q(x^j) times this probability is at most D(x^j).
 
-  For texts drawn from the target the expectation bounds P(tau >= d), so the mean over drawn texts estimates that bound
-  without bias. 1 plus the sum over d bounds the tokens per call after one context. For a single chain `block` attains
-  the bound. `stateless_optimum` is the exact value where there are few guesses.
+  For texts drawn from the target, the expectation of the bound bounds P(tau >= d). So the mean over drawn texts is an
+  unbiased estimate of a bound on P(tau >= d). 1 plus the sum over d bounds the tokens per call after one context. For a
+  single chain `block` attains the bound. `stateless_optimum` is the exact value, for trees of few guesses.
 
-  Source: re-derived; for a single chain it is what Sun et al. 2024, "Block Verification Accelerates Speculative
-  Decoding", show to be optimal.
+  Source: re-derived. For a single chain it is the optimum in "Block Verification Accelerates Speculative Decoding" (Sun
+  et al. 2024).
 
   Args:
-    tree: The tree. Children of a node are independent draws from the draft's law.
-    draft_log_probs: `[..., L]`, log p of each of a text's first L tokens given the ones before it; L is the tree's
-      depth.
+    tree: The tree, of depth L. Children of a node are independent draws from the draft's distribution.
+    draft_log_probs: `[..., L]`, log p of each of a text's first L tokens given the ones before it.
     target_log_probs: `[..., L]`, log q of the same tokens.
 
   Returns:
-    float64 `[..., L]`, never rising along a text. Where q(x^d) is 0, it is that of the tokens before.
+    float64 `[..., L]`, never rising along a text. If q(x^d) is 0, the entry equals the previous one.
 
   Raises:
-    ValueError: The texts do not have L tokens, the shapes differ, or something is no logarithm of a probability.
+    ValueError: The texts do not have L tokens, the shapes differ, or an entry is not the logarithm of a probability.
   """
   presence = log_presence(tree, draft_log_probs)
   target = _log_probs(target_log_probs, 'target_log_probs', tree)
@@ -132,29 +131,30 @@ def stateless_kept_bound(tree: TokenTree, draft_log_probs, target_log_probs) -> 
 
 
 def stateless_fewest_calls(kept_bounds) -> np.ndarray:
-  """Calls that any stateless lossless rule needs for each text on average, at least.
+  """A lower bound on the mean number of target calls that any stateless lossless rule needs for each text.
 
-  Given that the text turns out to be x, a call before token s keeps at least d tokens with a chance of at most
+  Given that the text turns out to be x, a call before token s keeps at least d tokens with a probability of at most
   `stateless_kept_bound`, whatever earlier calls did. So its number of kept tokens can be coupled with a tau that is
-  never smaller and has the bound as its distribution. Let V(s) be the fewest calls from s on, 0 at the end of the text:
+  never smaller and whose tail probabilities are the bound. Let V(s) be the fewest calls from token s on, 0 at the end
+  of the text:
 
       V(s) = 1 + E min over j up to tau of V(s + j + 1).
 
-  The minimum keeps the number of tokens that suits the rest of the text best, which no rule can know. Tokens beyond the
-  end of a text have no worth. Over texts drawn from the target, all tokens over all these calls bounds the tokens per
-  call of a whole run.
+  The minimum keeps the number of tokens that is best for the rest of the text, which no rule can know. Tokens beyond
+  the end of a text do not count. Over texts drawn from the target, the number of all tokens divided by the sum of these
+  calls bounds the tokens per call of a whole run.
 
   Source: this library.
 
   Args:
-    kept_bounds: `[P, T, L]`: at `[i, t, d]` the chance that a call before token t of text i keeps it and the next d
-      tokens, at most; see `stateless_kept_bound`. NaN where the text does not have these tokens.
+    kept_bounds: `[P, T, L]`: at `[i, t, d]` the largest probability that a call before token t of text i keeps it and
+      the next d tokens; see `stateless_kept_bound`. NaN if the text does not have these tokens.
 
   Returns:
     float64 `[P]`, 0 for a text without tokens.
 
   Raises:
-    ValueError: The bounds have another shape, are no probabilities, or rise with d.
+    ValueError: The bounds have another shape, are not probabilities, or rise with d.
   """
   bounds = np.asarray(kept_bounds, np.float64)
   if bounds.ndim != 3 or not bounds.shape[2]:
@@ -185,27 +185,28 @@ def _tree_of_texts(law: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def stateless_optimum(tree: TokenTree, draft_law, target_law) -> float:
-  """The most tokens of a tree that a stateless lossless rule can keep in one round, on average: an oracle.
+  """The largest mean number of tokens of a tree that a stateless lossless rule keeps in one round.
 
-  A linear program. Its variables are the probabilities that the guesses are D and the accepted path spells x, for every
-  x that D holds. Over x they sum to P(D). Summed over D and over all that x may go on with, they are kept(x). A
+  This is a linear program. Its variables are the probabilities that the guesses are D and the accepted path spells x,
+  for every x that D holds. Over x they sum to P(D). Summed over D and over all continuations of x, they are kept(x). A
   lossless rule with these probabilities exists if and only if kept(xy) <= kept(x) q(y|x) for all x of fewer than L
-  tokens, where kept of the empty text is 1. What is missing from equality is the probability that the path ends with x
-  and y is emitted. After L accepted tokens the rule emits a sample of the target's law, so laws of L tokens are enough.
+  tokens, where kept of the empty text is 1. The difference between the two sides is the probability that the path ends
+  with x and y is emitted. After L accepted tokens the rule emits a sample from the target's distribution, so
+  distributions of L tokens are enough.
 
   For L = 1 the value is `optimal_acceptance`, and for a single chain `block` attains it. Rules that carry state over to
-  the next round may keep more; of chains at most `optimal_block_acceptance`.
+  the next round may keep more. On chains they keep at most `optimal_block_acceptance`.
 
   Args:
-    tree: The tree, of depth L. Children of a node are independent draws from the draft's law.
-    draft_law: `[V] * L`, the joint law p of L tokens.
-    target_law: `[V] * L`, the joint law q of the target's next L tokens.
+    tree: The tree, of depth L. Children of a node are independent draws from the draft's distribution.
+    draft_law: `[V] * L`, the joint distribution p of L tokens.
+    target_law: `[V] * L`, the joint distribution q of the target's next L tokens.
 
   Returns:
-    Tokens, from 0 to L.
+    A number of tokens, from 0 to L.
 
   Raises:
-    ValueError: Something is no joint law, their shapes differ or do not fit the tree, or there are too many
+    ValueError: An argument is not a joint distribution, the shapes differ or do not fit the tree, or there are too many
       combinations of guesses.
     RuntimeError: The solver failed.
   """
@@ -219,7 +220,7 @@ def stateless_optimum(tree: TokenTree, draft_law, target_law) -> float:
   p_given = _tree_of_texts(draft)[1]
   q, q_given = _tree_of_texts(target)
 
-  # Only which texts the tree holds matters. What is held twice counts once; the other times it is the empty text.
+  # The value depends on the set of texts that the tree holds. Repeated texts are replaced by the empty text.
   texts = np.zeros((num_nodes + 1, vocab_size**num_nodes), np.int64)
   for node, parent in enumerate(tree.parents, start=1):
     token = np.arange(texts.shape[1]) // vocab_size ** (node - 1) % vocab_size
@@ -242,7 +243,7 @@ def stateless_optimum(tree: TokenTree, draft_law, target_law) -> float:
     num_tokens += is_text
     last = np.where(is_text, (last - 1) // vocab_size, 0)
   kept = kept[1:]
-  # The empty text is kept for certain, which is on the right side.
+  # The empty text is kept with probability 1. Its terms are constants on the right side.
   above = (np.arange(1, len(q)) - 1) // vocab_size
   child = np.flatnonzero(above)
   allowed = sparse.csr_array((q_given[1:][child], (child, above[child] - 1)), shape=(len(above),) * 2)

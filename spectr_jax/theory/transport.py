@@ -1,4 +1,4 @@
-"""Optimal transport from n independent candidates to one token of the target, as a linear program; an oracle."""
+"""Optimal transport from n independent candidates to one token of the target, as a linear program for small cases."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from spectr_jax.theory.laws import as_laws
 MAX_PLAN_SIZE = 10**5
 MAX_BOUND_SIZE = 10**7
 _LAW_TOLERANCE = 1e-9
-# HiGHS takes absolute tolerances, none below 1e-10, and by default 1e-7, which is more than many a tuple's probability.
-# Masses are multiplied by a power of 2, which rounds nothing, and the tolerance becomes 1e-13 of the total.
+# HiGHS takes absolute tolerances of at least 1e-10, by default 1e-7, which exceeds the probability of many tuples.
+# Multiplying the masses by a power of 2 is exact and lowers the tolerance to 1e-13 of the total.
 _SCALE = 2.0**10
 _TOLERANCE = 1e-10
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransportPlan:
-  """A joint law of n candidates and the emitted token, with marginals p^n and q; compared and hashed by identity.
+  """A joint distribution of n candidates and the emitted token, with marginals p^n and q.
+
+  Plans are compared and hashed by identity.
 
   Attributes:
     plan: float64 `[V] * n + [V]`, read-only; the last axis is the emitted token.
@@ -38,23 +40,24 @@ class TransportPlan:
 
   @functools.cached_property
   def conditional(self) -> np.ndarray:
-    """float64 `[V] * n + [V]`, the law of the emitted token given the candidates; 0 where they cannot be drawn."""
+    """The emitted token's distribution given the candidates, float64 `[V] * n + [V]`; 0 for impossible candidates."""
     mass = self.plan.sum(axis=-1, keepdims=True)
     return np.divide(self.plan, mass, out=np.zeros_like(self.plan), where=mass > 0)
 
   def coupling(self) -> TransportCoupling:
-    """The plan as a `Coupling`; hashable, and equal for the same plan."""
+    """The plan as a `Coupling`. It is hashable, and couplings of the same plan are equal."""
     return TransportCoupling(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class TransportCoupling:
-  """Accepts as a transport plan says (SpecTr, section 5: OTM-k). An oracle for proofs and figures, not for decoding.
+  """Accepts according to a transport plan (SpecTr, section 5: OTM-k). It is for proofs and figures, not for decoding.
 
-  The emitted token's law given the candidates is looked up in the plan, which becomes a constant of the program. So it
-  is right for one pair of laws, those the plan was made for, and when all n candidates are valid; the laws that it is
-  called with are not compared with them. A token held by several candidates is credited to the first of these. When
-  some candidates are invalid or the tuple cannot be drawn, none is accepted and the token comes from the target.
+  The emitted token's distribution given the candidates is looked up in the plan, which becomes a constant of the
+  program. So the coupling is correct only for the two distributions that the plan was made for, and only if all n
+  candidates are valid. It does not compare the distributions of a call with the plan's. A token held by several
+  candidates is credited to the first of them. If some candidates are invalid or the tuple cannot be drawn, no candidate
+  is accepted and the token is drawn from the target.
 
   Attributes:
     transport: The plan.
@@ -80,7 +83,7 @@ class TransportCoupling:
 
 
 def _as_law(probs, name: str) -> np.ndarray:
-  """float64 `[V]`, normalised again; ValueError if it is not a law."""
+  """The distribution in float64 `[V]`, normalised again; ValueError if it is not a distribution."""
   shape = np.shape(probs)
   if len(shape) != 1 or not shape[0]:
     raise ValueError(f'{name} must have shape [V], V at least 1; got {shape}')
@@ -97,32 +100,32 @@ def _check(draft_probs, target_probs, num_drafts: int) -> tuple[np.ndarray, np.n
 
 
 def _tuples(vocab_size: int, num_drafts: int) -> tuple[np.ndarray, np.ndarray]:
-  """All tuples of candidates, `[n, V^n]`, and which tokens each holds, bool `[V^n, V]`."""
+  """All tuples of candidates, `[n, V^n]`, and the tokens that each holds, bool `[V^n, V]`."""
   tuples = np.indices((vocab_size,) * num_drafts).reshape(num_drafts, -1)
   return tuples, (tuples[:, :, None] == np.arange(vocab_size)).any(axis=0)
 
 
 def optimal_transport(draft_probs, target_probs, num_drafts: int) -> TransportPlan:
-  """A plan that makes the emitted token one of n independent candidates as often as any can, by linear programming.
+  """A plan with the largest probability that the emitted token is one of n independent candidates.
 
-  SpecTr (Sun et al. 2023), equation (4), in a smaller form. Tuples of candidates that hold the same set of tokens cost
-  the same, so each set is one source, shared by its tuples in proportion to p^n. Only pairs (set, token in it) count
-  for the acceptance: they are the variables, bounded by what each set and each token has, a maximum flow. What is left
-  of p^n and q is coupled independently.
+  This is the linear program (4) of SpecTr (Sun et al. 2023) in a smaller form. Tuples of candidates that hold the same
+  set of tokens have the same cost. So each set is one source, shared by its tuples in proportion to p^n. Only pairs
+  (set, token in it) contribute to the acceptance. They are the variables of a maximum flow, bounded by the masses of
+  the sets and tokens. The rest of p^n and q is coupled independently.
 
-  For small vocabularies, on the host, in float64: an oracle for proofs and figures. `optimal_acceptance` gives the
+  It runs on the host in float64, for small vocabularies, and serves proofs and figures. `optimal_acceptance` gives the
   value for any V.
 
   Args:
-    draft_probs: `[V]`, the law p.
-    target_probs: `[V]`, the law q.
+    draft_probs: `[V]`, the distribution p.
+    target_probs: `[V]`, the distribution q.
     num_drafts: n.
 
   Returns:
-    A plan; among several optimal ones, any.
+    An optimal plan. If there are several, any of them.
 
   Raises:
-    ValueError: An argument is not a law, the laws differ in length, n is below 1, or the plan would be too large.
+    ValueError: An argument is not a distribution, the lengths differ, n is below 1, or the plan would be too large.
     RuntimeError: The solver failed.
   """
   from scipy import optimize, sparse
@@ -165,31 +168,31 @@ def optimal_transport(draft_probs, target_probs, num_drafts: int) -> TransportPl
   plan = share[:, None] * joint[set_of]
   value = float(plan[is_candidate].sum())
   plan = plan.reshape((vocab_size,) * (num_drafts + 1))
-  plan.setflags(write=False)  # hashed by identity
+  plan.setflags(write=False)  # plans are hashed by identity
   return TransportPlan(plan, value, num_drafts)
 
 
 def transport_bound(draft_probs, target_probs, num_drafts: int) -> float:
-  """The information-theoretic bound on the acceptance of n independent candidates, by going through all sets of tokens.
+  """The information-theoretic bound on the acceptance of n independent candidates, a minimum over sets of tokens.
 
   The minimum over sets O of tokens of
 
       sum over y in O of min(q(y), 1 - (1 - p(y))^n)  +  sum over tuples x of min(p^n(x), q(tokens of x outside O)).
 
-  It equals `optimal_acceptance`, which takes one sort; this is the formula as published, for small vocabularies.
+  It equals `optimal_acceptance`, which needs one sort. This is the formula as published, for small vocabularies.
 
   Source: SpecTr (Sun et al. 2023), Theorem 1.
 
   Args:
-    draft_probs: `[V]`, the law p.
-    target_probs: `[V]`, the law q.
+    draft_probs: `[V]`, the distribution p.
+    target_probs: `[V]`, the distribution q.
     num_drafts: n.
 
   Returns:
-    From 0 to 1.
+    A number from 0 to 1.
 
   Raises:
-    ValueError: An argument is not a law, the laws differ in length, n is below 1, or there are too many sets.
+    ValueError: An argument is not a distribution, the lengths differ, n is below 1, or there are too many sets.
   """
   draft_probs, target_probs = _check(draft_probs, target_probs, num_drafts)
   vocab_size = len(draft_probs)

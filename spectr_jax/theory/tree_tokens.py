@@ -1,4 +1,4 @@
-"""Tokens that a tree yields per call, from acceptance rates, and how many any tree of its size could."""
+"""Expected tokens per call of a tree, from acceptance rates, and upper bounds for all trees of its size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from spectr_jax.tree import TokenTree
 
-# Symbols that the rest of the mass is divided among, where the best number is looked for. All of them give bounds.
+# Candidate numbers of symbols that share the rest of the mass. Each gives a bound; the smallest bound is used.
 _REST_SYMBOLS = np.unique(np.geomspace(1, 1e6, 300).round())
 _SUM_TOLERANCE, _NOTHING = 1e-6, 1e-12
 
@@ -24,21 +24,21 @@ def _rates(acceptance, num_axes: tuple[int, ...]) -> np.ndarray:
 
 
 def expected_tokens(tree: TokenTree, acceptance) -> float:
-  """Tokens per target call: 1, and for every node the product of the acceptance along its path.
+  """Expected tokens per target call: 1 plus, for every node, the product of the acceptance rates along its path.
 
-  Exact where whether a child is accepted depends on its place among its siblings, and on its depth, alone. Texts are
-  not like that: stretches that are easy to guess make deep trees better than this says.
+  It is exact if a child's acceptance depends only on its place among its siblings and on its depth. Real texts have
+  stretches that are easy to guess, for which deep trees are better than this says.
 
   Source: "Speculative Decoding via Exponential Races", section 4, equation (4).
 
   Args:
     tree: The tree.
-    acceptance: As `TokenTree.optimal` takes it: `[W]`, the chance that a node's first, second, ... child is the one
-      accepted, given that the node was; or `[D, W]`, a row for each depth of the parent, the last one for everything
-      below. Children beyond W are never accepted.
+    acceptance: Rates as for `TokenTree.optimal`: `[W]`, the probability that a node's first, second, ... child is the
+      accepted one, given that the node was accepted. Or `[D, W]`, one row per depth of the parent; the last row also
+      holds for greater depths. Children beyond W are never accepted.
 
   Returns:
-    From 1 to L + 1.
+    A number of tokens, from 1 to L + 1.
 
   Raises:
     ValueError: `acceptance` has another shape, values outside [0, 1] or a row with a sum above 1.
@@ -53,23 +53,24 @@ def expected_tokens(tree: TokenTree, acceptance) -> float:
 
 
 def _information(probs) -> np.ndarray:
-  """-a log2 a, and 0 for 0."""
+  """The information -a log2 a, and 0 for a = 0."""
   return -probs * np.log2(probs, out=np.zeros_like(probs), where=probs > 0)
 
 
 def acceptance_entropy(acceptance) -> np.ndarray:
-  """H(a) in bits, of which candidate is the one accepted; what is missing from a sum of 1 counts as one more outcome.
+  """The entropy H(a), in bits, of the index of the accepted candidate; acceptance of none is one more outcome.
 
-  It governs how many tokens large trees yield. If candidates follow p and one of them is accepted in the end, it is at
-  least D(q || p): given that the i-th is accepted it follows a law below p/a_i, so that D(q || p) <= sum a_i log 1/a_i.
+  It governs how many tokens large trees yield. If the candidates have the distribution p and one of them is always
+  accepted, it is at least D(q || p). For, given that the i-th candidate is accepted, it has a distribution of at most
+  p/a_i, so D(q || p) <= sum a_i log 1/a_i.
 
   Source: "Speculative Decoding via Exponential Races", equations (5) and (6).
 
   Args:
-    acceptance: `[W]`, the chance that the first, second, ... child is the one accepted.
+    acceptance: `[W]`, the probability that the first, second, ... child is the accepted one.
 
   Returns:
-    float64 scalar.
+    float64 scalar, in bits.
 
   Raises:
     ValueError: `acceptance` has another shape, values outside [0, 1] or a sum above 1.
@@ -86,21 +87,21 @@ def _node_numbers(num_nodes) -> np.ndarray:
 
 
 def tunstall_bound(acceptance, num_nodes) -> np.ndarray:
-  """log2((N + 1)(A - 1) + 1) / H(a): more tokens per call no tree of N nodes yields, on average.
+  """An upper bound on the mean tokens per call of any tree of N nodes: log2((N + 1)(A - 1) + 1) / H(a).
 
-  Follow which of A symbols, the children, comes next until it is a child that the tree does not have. That makes
-  (N + 1)(A - 1) + 1 ends, one of which is reached with the entropy of E[tokens] symbols. So it holds where symbols are
-  independent draws from a.
+  The bound holds if the symbols, that is the indices of the accepted children, are independent draws from a. Follow the
+  sequence of symbols until it leaves the tree. There are (N + 1)(A - 1) + 1 possible ends, and the end has the entropy
+  of E[tokens] symbols.
 
   Source: "Speculative Decoding via Exponential Races", Theorem 4.1, whose trees are those of Tunstall's codes (1967).
 
   Args:
-    acceptance: `[W]`, the chance that a node's first, second, ... child is the one accepted. What is missing from a sum
-      of 1 is one more symbol.
+    acceptance: `[W]`, the probability that a node's first, second, ... child is the accepted one. If the sum is below
+      1, the rest is one more symbol.
     num_nodes: N, an integer or an array of them.
 
   Returns:
-    float64 of N's shape; N + 1, which no tree exceeds, where H(a) is 0.
+    float64 of N's shape, in tokens. If H(a) is 0, it is N + 1, which no tree exceeds.
 
   Raises:
     ValueError: `acceptance` has another shape, values outside [0, 1] or a sum above 1, or N is below 1.
@@ -114,20 +115,21 @@ def tunstall_bound(acceptance, num_nodes) -> np.ndarray:
 
 
 def few_children_bound(acceptance, num_nodes, num_rest=None) -> np.ndarray:
-  """The bound for trees of N nodes that use as few children as the best one does; `tunstall_bound` for a law like it.
+  """A tighter `tunstall_bound` for trees of N nodes whose nodes have no more children than those of the best tree.
 
-  A tree whose nodes have at most m children yields the same whatever becomes of the mass r = 1 - a_1 - ... - a_m. Let s
-  symbols share it equally: log2((N + 1)(m + s - 1) + 1) / H(a_1, ..., a_m, r/s, ..., r/s), for any s from 1 on.
+  A tree whose nodes have at most m children yields the same number of tokens however the mass r = 1 - a_1 - ... - a_m
+  is split. Let s symbols share it equally. Then log2((N + 1)(m + s - 1) + 1) / H(a_1, ..., a_m, r/s, ..., r/s) is a
+  bound for every s from 1 on.
 
   Source: "Speculative Decoding via Exponential Races", Lemma 4.2; re-derived.
 
   Args:
-    acceptance: `[W]`, the chance that a node's first, second, ... child is the one accepted.
-    num_nodes: N, an integer or an array of them. Of the best tree of N nodes, `TokenTree.optimal`, comes m.
-    num_rest: s, or None for the best of many from 1 to a million.
+    acceptance: `[W]`, the probability that a node's first, second, ... child is the accepted one.
+    num_nodes: N, an integer or an array of integers. The best tree of N nodes, `TokenTree.optimal`, gives m.
+    num_rest: s, or None for the smallest bound over many s from 1 to a million.
 
   Returns:
-    float64 of N's shape.
+    float64 of N's shape, in tokens.
 
   Raises:
     ValueError: `acceptance` has another shape, values outside [0, 1] or a sum above 1, or N or s is below 1.

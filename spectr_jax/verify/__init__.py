@@ -1,4 +1,4 @@
-"""Verifiers: from a whole tree of guesses to the tokens kept."""
+"""Verifiers: algorithms that decide which tokens of a tree of guesses are kept."""
 
 from spectr_jax.verify.block import Block
 from spectr_jax.verify.greedy_block import GreedyBlock

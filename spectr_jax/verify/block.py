@@ -25,8 +25,8 @@ class _Step:
   Attributes:
     position: The candidates of the next position.
     pick: The pick among them.
-    accept: Scalar, the probability that the path is kept down to here, given that nothing deeper is.
-    residual: `[V]`, weights of the next token if it is.
+    accept: Scalar, the probability that the path is kept down to here, given that nothing deeper is kept.
+    residual: `[V]`, weights of the next token in that case.
   """
 
   position: Position
@@ -39,8 +39,8 @@ class _Step:
 class Block(Verifier):
   """Picks a path by `selection`, then verifies it as a block, in which a later token can make up for an earlier one.
 
-  From the root on, one candidate of each position is picked, and the nodes that spell the same stay active, until there
-  is no candidate. Then with P_0 = 1 and, for the picked tokens and the distributions pt of picked tokens,
+  From the root on, one candidate of each position is picked, and the nodes that spell the same stay active, until no
+  candidate is left. Then, with P_0 = 1 and, for the picked tokens and the distributions pt of picked tokens,
 
       P_i = min(1, P_{i-1} q(x_i) / pt(x_i)),    S_i = sum of [P_i q - pt]+ over the token at i + 1,
       h_i = S_i / (S_i + 1 - P_i),
@@ -64,7 +64,7 @@ class Block(Verifier):
 
   @property
   def explanation(self) -> Explanation:
-    """Words around those of the selection."""
+    """The rule of block verification in words, with those of the selection."""
     words = getattr(self.selection, 'explanation', SelectionExplanation())
     if not words.path:
       return Explanation()
@@ -75,14 +75,14 @@ class Block(Verifier):
     )
 
   def _step(self, tree: Tree, proposal: Proposal, target_probs, node, log_kept) -> _Step:
-    """The step at `node`, where log P is `log_kept`; its logarithm, since products of many ratios underflow."""
+    """The step at `node`, where log P is `log_kept`; in logarithms, since products of many ratios underflow."""
     position = next_position(tree, proposal, target_probs, node)
     pick = self.selection(position.draft_probs, position.target_probs, position.tokens, position.is_valid)
     kept = jnp.exp(log_kept)
     residual = positive_part(kept * position.target_probs - pick.probs)
     mass = jnp.sum(residual)
     total = mass - jnp.expm1(log_kept)
-    # P = 1 and no residual: draft and target agree, so accept, and let whatever is emitted be the target's.
+    # With P = 1 and no residual, draft and target agree: the path is accepted, and the next token is the target's.
     is_agreed = total <= 0
     return _Step(
       position,
@@ -98,19 +98,19 @@ class Block(Verifier):
     return jnp.minimum(0, log_kept + log_ratio)
 
   def _uniforms(self, keys, dtype):
-    """`[L + 1, 3]`: for keeping a path down to a depth, for the pick below it, for the token after it."""
+    """Uniforms `[L + 1, 3]`: for keeping a path down to a depth, for the pick below it, for the token after it."""
     return jax.vmap(lambda key: jax.random.uniform(key, (3,), dtype))(keys)
 
   def _start(self, dtype):
-    """Node, or -1 behind the path's end; depth; log P; and the same three where the path is cut so far."""
+    """The node, or -1 behind the path's end; its depth; log P; and the same three at the cut found so far."""
     zero, log_one = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
     return zero, zero, log_one, (zero, zero, log_one)
 
   def _walk(self, tree: Tree, proposal: Proposal, target_probs, uniforms, carry):
-    """One node further; also the step, the slot that is picked, and whether the path is kept down to here."""
+    """Goes one node further; also returns the step, the slot picked, and whether the path is kept down to here."""
     node, depth, log_kept, stop = carry
     step = self._step(tree, proposal, target_probs, node, log_kept)
-    # Depth 0 is kept whenever nothing deeper is; a deeper node that is kept overrules the ones above it.
+    # Depth 0 is always kept, and a deeper node that is kept overrules the ones above it.
     is_kept = (depth == 0) | (uniforms[depth, 0] < step.accept)
     here = step.position.node, depth, log_kept
     pick_probs = step.pick.pick_probs
@@ -126,7 +126,7 @@ class Block(Verifier):
     return following, (step, slot, is_kept)
 
   def _decisions(self, uniforms, carry, step: _Step, slot, is_kept) -> tuple[Decisions, Decisions]:
-    """The pick among the candidates of a depth, and whether the path is kept down to there, to be shown."""
+    """The pick among the candidates of a depth, and whether the path is kept down to there, for display."""
     node, depth, log_kept, _ = carry
     position, pick = step.position, step.pick
     is_walking = node >= 0
@@ -164,7 +164,7 @@ class Block(Verifier):
       return verdict, Record({}, node, target_probs[0], uniforms[0, 2])
     tree = with_arrays(tree)
 
-    # Where the path is cut, the residual is made once more, after the walk: every depth would carry one, `[V]`.
+    # The residual at the cut is computed again after the walk, which would otherwise carry one, `[V]`, for every depth.
     def walk(carry):
       return self._walk(tree, proposal, target_probs, uniforms, carry)
 
@@ -192,7 +192,11 @@ class Block(Verifier):
     return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
 
   def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
-    """The verdict and its decisions, depth by depth: `pick`, the path, and `keep`, whose last one that is kept wins."""
+    """The verdict and its decisions, depth by depth: `pick` is the path; of `keep`, the last one that is kept wins.
+
+    Args:
+      keys, tree, proposal, target_probs, state: As for `Verifier.verify`.
+    """
     return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 
   def law(self, tree, proposal, target_probs, state):
@@ -203,14 +207,14 @@ class Block(Verifier):
     no_node = jnp.zeros(size, dtype)
 
     def downwards(carry, node):
-      """Passes log P and the probability that the path comes to `node` on to the candidates after it."""
+      """Passes log P and the probability that the path reaches `node` on to the candidates after it."""
       log_kept, reach = carry
       step = self._step(tree, proposal, target_probs, node, log_kept[node])
       position, pick_probs = step.position, step.pick.pick_probs
       into = jnp.where(position.is_valid, position.nodes, size)
       slots = jnp.arange(len(position.nodes))
       below = jax.vmap(self._log_kept_below, (None, None, 0))(step, log_kept[node], slots)
-      # Nodes that spell the same have the same value, so it does not matter which of them writes it last.
+      # Nodes that spell the same write the same value, so the order of the writes does not matter.
       log_kept = log_kept.at[into].set(below, mode='drop')
       own_reach, accept = reach[node], jnp.where(node == 0, 1, step.accept)
       reach = reach.at[into].add(own_reach * pick_probs, mode='drop')
@@ -218,7 +222,7 @@ class Block(Verifier):
       return (log_kept, reach), (node, into, pick_probs, own_reach, accept, position.node, residual)
 
     def upwards(nothing_from, step):
-      """`nothing_from` `[N + 2]`: the probability that nothing is kept from a node on, if the path comes there."""
+      """Updates `nothing_from` `[N + 2]`: the probability that nothing is kept from a node on, once there."""
       node, into, pick_probs, reach, accept, stop, residual = step
       below = jnp.where(jnp.any(into < size), jnp.sum(pick_probs * nothing_from[into]), 1)
       return nothing_from.at[node].set((1 - accept) * below), (stop, reach * accept * below * residual)

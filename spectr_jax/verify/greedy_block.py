@@ -1,4 +1,4 @@
-"""Greedy block verification, and SpecTr-GBV as published, which is the same thing on several chains."""
+"""Greedy block verification, and SpecTr-GBV as published, which is the same algorithm on several chains."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from spectr_jax.verify.verifier import Tree, Verdict, Verifier
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Modifications:
-  """The changes that are still due to the target's distribution, from rounds that stopped short of their draft's end.
+  """The pending changes to the target's distribution, from rounds that stopped before the end of their draft.
 
   Level k turns the distribution q that the levels below it leave into one proportional to
   q (1 - min(1, p / (v q)))^K, which for K = 1 is [v q - p]+. Modifications nest, since a round works with distributions
-  that are modified already; a round ends one position of a level with each token, so at most L - 1 levels are alive.
+  that are modified already. With each token a level loses one of its positions, so at most L - 1 levels are alive.
 
   For example, with one level v = 2, p = (.5, .5) and q = (.25, .75), the distribution is [2q - p]+ = (0, 1): token 1
   follows, and v becomes 2 * .75 / .5 = 3 for the position after it.
 
   Attributes:
     log_ratio: `[M]`, log v of each level, oldest first.
-    left: int32 `[M]`, the positions that a level still applies to; 0 or less for none.
+    left: int32 `[M]`, the number of positions that a level still applies to; 0 or less for a dead level.
   """
 
   log_ratio: jax.Array
@@ -42,9 +42,9 @@ class _Context:
   """The state of the method at a node of a draft's path.
 
   Attributes:
-    modifications: Advanced along the path.
-    log_ratio: log v, the product of q/p over the path with q as modified, not clipped.
-    log_draft: log of the path's probability under the draft.
+    modifications: The modifications, advanced along the path.
+    log_ratio: log v, where v is the product of q/p over the path, with q as modified, not clipped.
+    log_draft: The logarithm of the path's probability under the draft.
   """
 
   modifications: Modifications
@@ -62,9 +62,9 @@ class GreedyBlock(Verifier):
       R_i = sum of v_i q (1 - min(1, p / (v_i q)))^K over the token at i + 1,    a_i = v_i (1 - min(1, 1 / v_i))^K,
       g_i = (1 - (1 - P_i)^K) / P_i,    h_i = (R_i - a_i) / (g_i - v_i + R_i),    h_L = (v_L - a_L) / g_L,
 
-  equations 2 and 3 divided by P_i, each sub-block that no earlier draft has is accepted with probability h, the
-  longest accepted one is kept, and the next token has weights q (1 - min(1, p / (v q)))^K. After a round that stopped
-  at tau < L the distributions of the next L - tau - 1 positions are modified in the same way.
+  which are equations 2 and 3 divided by P_i, each sub-block that no earlier draft has is accepted with probability
+  h. The longest accepted one is kept, and the next token has weights q (1 - min(1, p / (v q)))^K. After a round that
+  stopped at tau < L, the distributions of the next L - tau - 1 positions are modified in the same way.
 
   With K = 1 this is greedy block verification and lossless. With more it is not: the derivation treats each sub-block
   as if the drafts did not compete for it.
@@ -72,7 +72,7 @@ class GreedyBlock(Verifier):
   The tree must be chains of equal length, the same for all rows: the modifications last as long as the drafts.
 
   Attributes:
-    num_levels_dropped: The number of newest modifications that are forgotten; 0, but for negative controls.
+    num_levels_dropped: The number of newest modifications that are forgotten; above 0 in negative controls only.
   """
 
   num_levels_dropped: int = 0
@@ -108,7 +108,7 @@ class GreedyBlock(Verifier):
       is_alive = modifications.left[level] > 0
       v = modifications.log_ratio[level]
       p = draft_probs[token]
-      # A token the draft cannot have drawn: v is infinite, and the level has no effect from here on.
+      # The draft cannot have drawn a token with p = 0: v becomes infinite, and the level has no effect from here on.
       gained = jnp.where(p > 0, jnp.log(law[token]) - jnp.log(jnp.where(p > 0, p, 1)), jnp.inf)
       kept = positive_part_or(self._kept(num_drafts, draft_probs, law, v), law)
       return (
@@ -116,14 +116,14 @@ class GreedyBlock(Verifier):
         log_ratio.at[level].set(jnp.where(is_alive, jnp.where(jnp.isposinf(v), v, v + gained), 0)),
       )
 
-    # Old levels die first, so those at the front that are dead are skipped.
+    # Old levels die first, so dead levels stand at the front and are skipped.
     is_alive = modifications.left > 0
     first = jnp.where(jnp.any(is_alive), jnp.argmax(is_alive), levels)
     law, log_ratio = jax.lax.fori_loop(first, levels, modify, (target_probs, modifications.log_ratio))
     return law, Modifications(log_ratio, modifications.left - 1)
 
   def _push(self, modifications: Modifications, log_ratio, left) -> Modifications:
-    """Adds a level. The oldest falls out: it has been here for as many rounds as it had positions."""
+    """Adds a level and drops the oldest, which has been here for at least as many rounds as it had positions."""
     return Modifications(
       jnp.concatenate([modifications.log_ratio[1:], log_ratio[None].astype(modifications.log_ratio.dtype)]),
       jnp.concatenate([modifications.left[1:], left[None].astype(jnp.int32)]),
@@ -195,7 +195,7 @@ class GreedyBlock(Verifier):
     return jnp.where(self._is_repeated(tree, proposal), 0, accept)
 
   def _is_repeated(self, tree: Tree, proposal: Proposal) -> jax.Array:
-    """Which sub-blocks an earlier draft has as well, bool `[K, L]`."""
+    """bool `[K, L]`: the sub-blocks that an earlier draft has as well."""
     tokens = proposal.tokens[self._chains(tree) - 1]
     is_equal = jnp.cumprod(tokens[:, None] == tokens[None], axis=-1) > 0
     is_earlier = np.tri(len(tokens), k=-1, dtype=bool)
@@ -218,7 +218,7 @@ class GreedyBlock(Verifier):
     return context, jnp.where(depth == tree.max_depth, target_probs[node], weights)
 
   def _longest(self, tree: Tree, uniforms, accept):
-    """The deepest node whose sub-block is accepted, and which are, `[K, L]`."""
+    """The deepest node whose sub-block is accepted, and bool `[K, L]`, which sub-blocks are."""
     is_accepted = uniforms[:-1].reshape(accept.shape) < accept
     is_any = jnp.any(is_accepted, axis=0)
     depth = jnp.max(jnp.where(is_any, jnp.arange(1, tree.max_depth + 1), 0))
@@ -226,7 +226,7 @@ class GreedyBlock(Verifier):
     return jnp.where(depth > 0, jnp.asarray(self._chains(tree))[draft, depth - 1], 0), is_accepted
 
   def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state):
-    """The verdict, and the parts of its record: h, which sub-blocks are accepted, the uniforms, node and weights."""
+    """The verdict, and the parts of its record: h, the sub-blocks accepted, the uniforms, the node and the weights."""
     accept = self._accept(tree, proposal, target_probs, state)
     uniforms = jax.random.uniform(keys[0], (accept.size + 1,), target_probs.dtype)
     node, is_accepted = self._longest(tree, uniforms, accept)
@@ -242,6 +242,9 @@ class GreedyBlock(Verifier):
     """The verdict and its decisions, draft by draft; they are named `keep`, and the deepest that is kept wins.
 
     A sub-block that an earlier draft has as well is not decided on again.
+
+    Args:
+      keys, tree, proposal, target_probs, state: As for `Verifier.verify`.
     """
     verdict, (accept, is_accepted, uniforms, node, weights) = self._run(keys, tree, proposal, target_probs, state)
     decisions = jax.vmap(Decisions.of_one)(
@@ -259,13 +262,13 @@ class GreedyBlock(Verifier):
     left = tree.max_depth - jnp.asarray(tree.depths)[node] - 1
     _, after = self._follow(tree, proposal, target_probs, context, node, token)
     pushed = self._push(after.modifications, after.log_ratio, left)
-    # After a whole path every level has ended; no draft distribution is known there, and none is needed.
+    # After a whole path no level has positions left, and no draft distribution is known, so log v is set to 0.
     log_ratio = jnp.where(pushed.left > 0, pushed.log_ratio, 0).astype(state.log_ratio.dtype)
     return Modifications(log_ratio, jnp.maximum(pushed.left, 0))
 
   def law(self, tree, proposal, target_probs, state):
     accept = self._accept(tree, proposal, target_probs, state)
-    # The deepest that is accepted wins, and of equally deep ones the first draft's; the root is what remains.
+    # The deepest accepted sub-block wins, and of equally deep ones that of the first draft; the root comes last.
     nodes = np.append(self._chains(tree).T[::-1].reshape(-1), 0)
     chances = jnp.append(accept.T[::-1].reshape(-1), 1)
     nothing_before = jnp.cumprod(jnp.append(jnp.ones((), chances.dtype), 1 - chances[:-1]))

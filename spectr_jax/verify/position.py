@@ -1,4 +1,4 @@
-"""Candidates of the next position: the nodes that stand below an accepted one."""
+"""Candidates of the next position: the nodes below an accepted one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Position:
   """The candidates after an accepted node.
 
   Attributes:
-    node: int32 scalar, the node to stop at if none is accepted: one that spells the same as the accepted one and has
-      children, where there is one.
-    draft_probs: `[V]`, the distribution that the candidates were drawn from; any where none was drawn.
+    node: int32 scalar, the node to stop at if no candidate is accepted. It spells the same as the accepted node, and it
+      has children if any such node has.
+    draft_probs: `[V]`, the distribution that the candidates were drawn from; arbitrary if none was drawn.
     target_probs: `[V]`, the target's distribution.
     nodes: int32 `[W]`, nodes of the next depth.
     tokens: int32 `[W]`, their tokens; 0 where `is_valid` is False.
     is_valid: bool `[W]`, which of them are candidates.
-    is_given: bool scalar, whether the candidates are given; None where no row has any that are. If a position had both
-      kinds, all would count as given: that is right for candidates from anywhere, and keeps less than could be kept.
+    is_given: bool scalar, whether the candidates are given; None if no row has given candidates. If a position had both
+      kinds, all would count as given. That is lossless for any candidates, and keeps fewer than possible.
   """
 
   node: jax.Array
@@ -51,9 +51,9 @@ def next_position(
   Args:
     tree: The row's tree, with at least one node.
     proposal: `tokens` `[N]`, `probs` `[R, V]`, and `is_given` `[N]` or None.
-    target_probs: `[N + 1, V]`.
-    node: int32 scalar.
-    is_pooled: False for the children of `node` alone.
+    target_probs: `[N + 1, V]`, the target's distribution after each node.
+    node: int32 scalar, the accepted node.
+    is_pooled: Whether the children of all active nodes are candidates, or those of `node` alone.
   """
   paths = jnp.asarray(tree.paths)
   if is_pooled:
@@ -64,7 +64,7 @@ def next_position(
   nodes = jnp.asarray(tree.levels)[jnp.asarray(tree.depths)[node] + 1]
   tokens = proposal.tokens[nodes - 1]
   is_valid = (nodes >= 0) & is_active[jnp.asarray(tree.parent_of)[nodes]] & (tokens >= 0)
-  # Active nodes share their distributions; the draft's means something only where there are children.
+  # Active nodes share their distributions, but only those with children have the draft's.
   has_law = is_active & (tree.num_children > 0)
   parent = jnp.argmax(has_law)
   node = jnp.where(jnp.any(has_law), parent, node).astype(jnp.int32)

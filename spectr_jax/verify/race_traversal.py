@@ -1,4 +1,4 @@
-"""Race traversal: the shares of a race become credit, and every branch of the tree is tried, leaves first."""
+"""Race traversal: races give candidates credit, and every branch of the tree is tried, leaves first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spectr_jax.tree import TokenTree
 from spectr_jax.verify.record import Decisions, Record
 from spectr_jax.verify.verifier import Tree, Verdict, Verifier, with_arrays
 
-# Races that an accelerator solves together: chains rarely have more contexts with several candidates.
+# The number of races that an accelerator solves together; chains rarely have more contexts with several candidates.
 RACES_AT_ONCE = 8
 
 
@@ -30,9 +30,9 @@ class _Slots:
   Attributes:
     nodes: `[L + 1, W]`, the nodes of each depth; 0 where there is none.
     is_node: bool `[L + 1, W]`.
-    laws: `[L + 1, W]`, their rows in `Proposal.probs`; -1 for nodes that cannot have children.
+    laws: `[L + 1, W]`, the row of each node in `Proposal.probs`; -1 for nodes that cannot have children.
     of_nodes: `[N + 1]`, the slot of each node in its depth.
-    of_laws: `[R]` each, depth and slot of the node that each row of `Proposal.probs` follows.
+    of_laws: Two arrays `[R]`, the depth and the slot of the node that each row of `Proposal.probs` follows.
   """
 
   nodes: np.ndarray
@@ -65,13 +65,13 @@ def _slots(tree: Tree) -> _Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Contexts:
-  """The contexts of a row's tree: nodes that spell the same are one, for which one of them stands.
+  """The contexts of a row's tree: nodes that spell the same are one context, and one of them stands for it.
 
   Attributes:
     stands: bool `[L + 1, W]`, whether the node of a slot stands for its context.
-    above: int32 `[L + 1, W]`, the slot, a depth higher, that stands for the context above.
+    above: int32 `[L + 1, W]`, the slot that stands for the context above, in the depth above.
     is_candidate: bool `[L, W, W]`, at `[d, i, j]` whether slot j of depth d + 1 is a candidate after context i.
-    is_same: bool `[L + 1, W, W]`, which slots of a depth spell the same.
+    is_same: bool `[L + 1, W, W]`, at `[d, i, j]` whether slots i and j of depth d spell the same.
   """
 
   stands: jax.Array
@@ -81,7 +81,7 @@ class _Contexts:
 
   @property
   def num_candidates(self) -> jax.Array:
-    """int32 `[L, W]`, copies counted."""
+    """int32 `[L, W]`, the candidates after each context, copies included."""
     return jnp.sum(self.is_candidate, axis=-1)
 
   @property
@@ -93,13 +93,14 @@ class _Contexts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Races:
-  """The results of the races, before anything is accepted; entries of slots that stand for no context mean nothing.
+  """The results of the races, before any acceptance; entries of slots that stand for no context are arbitrary.
 
   Attributes:
-    shares: `[L, W]`, s of the contexts from depth 1 on: the chance that the race above picks their token.
+    shares: `[L, W]`, s of the contexts from depth 1 on: the probability that the race above picks their token.
     log_ratios: `[L, W]`, log of q(x) / pt(x) of that token.
     scale: `[R, C]`, the distributions pt by row of `Proposal.probs`, as `Race.picked_probs` takes them.
-    num_candidates: int32 `[R]`, of the contexts that the nodes of these rows stand for; 0 for other nodes.
+    num_candidates: int32 `[R]`, the candidates after the contexts that the nodes of these rows stand for; 0 for nodes
+      that stand for none.
     is_before: bool `[L, W, W]`, at `[d, j, k]` whether context k of depth d + 1 is visited before its sibling j.
     is_sibling: bool `[L, W, W]`, whether k and j follow the same context; each is its own sibling.
   """
@@ -117,26 +118,26 @@ class RaceTraversal(Verifier):
   """Race traversal verification: lossless on any tree with i.i.d. children; beyond the papers.
 
   Nodes that spell the same are one *context*, whose n candidates are the children of all of them. At a context c with
-  distributions p and q, a race gives each token x the share s(x), the chance that it would pick x, and pt is the
-  distribution of what it picks. Every context has a credit P, 1 at the root. Below c, for the distinct candidates in
+  distributions p and q, a race gives each token x the share s(x), the probability that it would pick x, and pt is the
+  distribution of the picked token. Every context has a credit P, 1 at the root. Below c, for the distinct candidates in
   ascending order of s,
 
       m(x) = s(x) min(1, P(c) q(x) / pt(x)),
       P(cx) = m(x) / (1 - sum of m over the candidates before x).
 
-  Contexts are visited children first, in this order, and the first with u < h is kept, where
+  Contexts are visited in this order, children before parents, and the first with u < h is kept, where
 
       S(c) = sum over y of [P(c) q(y) - pt(y)]+,    h(c) = S(c) / (S(c) + 1 - P(c)).
 
   The next token comes from [P(c) q - pt]+. A context without candidates has h = P and the residual q; the root has
   h = 1.
 
-  It is lossless because visiting c with credit P keeps something from c on with probability P, and what is emitted
-  then follows q. By induction: x is arrived at with probability 1 - sum of earlier m, so the mass through x is m(x),
-  min(pt, P q) on average over the candidates. Nothing below is kept with probability
-  1 - sum of min(pt, P q) = S + 1 - P, so c itself adds S times the residual. In all this is P q.
+  It is lossless because a visit of c with credit P keeps a context from c on with probability P, and then emits tokens
+  that follow q. The proof is by induction. Candidate x is reached with probability 1 - sum of earlier m, so the mass
+  through x is m(x), which averages to min(pt, P q) over the candidates. Nothing below c is kept with probability
+  1 - sum of min(pt, P q) = S + 1 - P, so c itself adds S times the residual. The sum of both is P q.
 
-  With one draft it is block verification; with drafts of one token it is the race coupled maximally.
+  With one draft it is block verification; with drafts of one token it is the race with the maximal coupling.
 
   Attributes:
     race: The race at contexts with several candidates.
@@ -154,10 +155,13 @@ class RaceTraversal(Verifier):
     '[Pq − p̃]₊',
   )
 
-  # The contexts and their races: functions of the guesses and distributions alone.
+  # The contexts and their races depend on the guesses and distributions alone.
 
   def _stands(self, is_same, has_children):
-    """bool `[L + 1, W]`: the first of those that spell the same that has children, or the first if none has."""
+    """The slots that stand for contexts, bool `[L + 1, W]`, and the slot that stands for each, `[L + 1, W]`.
+
+    Of the slots that spell the same, the first with children stands for all, or the first one if none has children.
+    """
     width = is_same.shape[-1]
     first = jnp.argmax(is_same * jnp.where(has_children, 2, 1)[:, None, :], axis=-1)
     return (first == jnp.arange(width)) & jnp.diagonal(is_same, axis1=1, axis2=2), first
@@ -176,7 +180,7 @@ class RaceTraversal(Verifier):
     return _Contexts(stands, above, is_candidate, is_same)
 
   def _order(self, shares, is_sibling):
-    """bool `[L, W, W]`: whether k comes before j; the smaller share first, then the lower slot."""
+    """bool `[L, W, W]`: whether k comes before j: the smaller share first, of equal shares the lower slot."""
     place = jnp.arange(shares.shape[-1])
     mine, other = shares[..., :, None], shares[..., None, :]
     return is_sibling & ((other < mine) | ((other == mine) & (place < place[:, None])))
@@ -191,13 +195,13 @@ class RaceTraversal(Verifier):
       picks, scale = map_needed(
         self.race.select,
         own > 1,
-        # One candidate is picked for certain, and has the draft's distribution.
+        # A single candidate is always picked, so the picked token has the draft's distribution.
         (is_valid.astype(dtype), jnp.ones((len(own), self.race.num_classes), dtype)),
         _law_rows(tree, proposal, target_probs),
         (guesses[slots.of_laws[0] + 1], is_valid),
         at_once=RACES_AT_ONCE,
       )
-    # By the slot of the candidate: the row of the context above it, what it is picked with, and its token's sum.
+    # By the slot of the candidate: the row of the context above, its own share, and the share of its token.
     above, stands = contexts.above[1:], contexts.stands[1:]
     rows = jnp.take_along_axis(jnp.asarray(slots.laws[:-1]), above, axis=1)
     width = above.shape[1]
@@ -208,23 +212,23 @@ class RaceTraversal(Verifier):
     p = proposal.probs[rows, tokens]
     q = target_probs[jnp.take_along_axis(jnp.asarray(slots.nodes[:-1]), above, axis=1), tokens]
     picked = jax.vmap(jax.vmap(self.race.picked_probs))(p, q, scale[rows])
-    # Finite above, so that no credit stays none.
+    # Bounded above, so that a credit of 0, whose logarithm is -inf, stays 0.
     log_ratios = jnp.log(jnp.minimum(ratio(q, picked), jnp.finfo(dtype).max))
     is_sibling = (above[:, :, None] == above[:, None, :]) & stands[:, :, None] & stands[:, None, :]
     return _Races(shares, log_ratios, scale, own, self._order(shares, is_sibling), is_sibling)
 
-  # Credit, and what it is spent on.
+  # The credits, and the acceptances that follow from them.
 
   def _divisor(self, shares, kept_back, is_before, is_sibling):
     """1 - sum of m before each context of a depth, `[W]`.
 
-    The shares of siblings sum to 1. So this is what the ones before keep back, s - m, and the shares of the others: a
-    sum in which nothing cancels.
+    The shares of siblings sum to 1. So this is the sum of s - m over the siblings before, and of s over the others. In
+    this form nothing cancels.
     """
     return jnp.sum(jnp.where(is_sibling, jnp.where(is_before, kept_back, shares), 0), axis=-1)
 
   def _log_credits(self, contexts: _Contexts, races: _Races):
-    """log P by slot, `[L + 1, W]`; its logarithm, since products of many ratios underflow."""
+    """log P by slot, `[L + 1, W]`; in logarithms, since products of many ratios underflow."""
 
     def next_depth(log_credit, depth):
       above, stands, shares, log_ratios, is_before, is_sibling = depth
@@ -262,7 +266,7 @@ class RaceTraversal(Verifier):
       )  # fmt: skip
 
   def _keep_probs(self, tree: Tree, proposal: Proposal, target_probs, contexts, races, log_credits, uniforms=None):
-    """h by slot, `[L + 1, W]`; with uniforms, 0 where they exclude a context by its credit, since h is at most P."""
+    """h by slot, `[L + 1, W]`; given uniforms, 0 for contexts with u >= P, which cannot be kept since h <= P."""
     slots = _slots(tree)
     is_open = contexts.stands
     if uniforms is not None:
@@ -271,7 +275,7 @@ class RaceTraversal(Verifier):
     is_needed = is_open[slots.of_laws] & (slots.of_laws[0] > 0)
     excess = self._excess(tree, proposal, target_probs, races, own, is_needed)
     total = excess - jnp.expm1(own)
-    # P = 1 and nothing in excess: draft and target agree.
+    # With P = 1 and no excess, draft and target agree.
     is_agreed = total <= 0
     inner = jnp.where(is_agreed, 1, excess / jnp.where(is_agreed, 1, total))
     rows = jnp.asarray(slots.laws)
@@ -308,10 +312,10 @@ class RaceTraversal(Verifier):
       return jax.lax.scan(shallower, deepest, depths, reverse=True)[0][0]
 
   def _arrivals(self, contexts: _Contexts, races: _Races, keep_probs):
-    """The chance that each context is visited, all before it having been rejected, by slot; `[L + 1, W]`."""
+    """The probability that each context is visited, that is, that all before it are rejected, by slot `[L + 1, W]`."""
 
     def shallower(nothing_from, depth):
-      """The chance that nothing is kept from each context on, given that the ones before were rejected."""
+      """The probability that nothing is kept from each context on, given that all before were rejected."""
       is_child, keep_probs = depth
       below = jnp.prod(jnp.where(is_child, nothing_from, 1), axis=-1)
       nothing_from = (1 - keep_probs) * below
@@ -340,7 +344,7 @@ class RaceTraversal(Verifier):
     return log_credits[jnp.asarray(tree.depths)[node], jnp.asarray(_slots(tree).of_nodes)[node]]
 
   def _uniforms(self, keys, tree: Tree, dtype):
-    """`[N + 2]`: for every node, and for the next token."""
+    """Uniforms `[N + 2]`: one for every node, and one for the next token."""
     return jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
 
   def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool):
@@ -353,7 +357,7 @@ class RaceTraversal(Verifier):
     tree = with_arrays(tree)
     contexts, races, log_credits = self._steps(tree, proposal, target_probs)
     own = uniforms[_slots(tree).nodes]
-    # An explanation shows every h; a verdict leaves out those that cannot matter.
+    # An explanation shows every h; a verdict needs only those that its uniforms do not exclude.
     laws = tree, proposal, target_probs
     keep_probs = self._keep_probs(*laws, contexts, races, log_credits, None if is_explained else own)
     node = self._first_kept(tree, contexts, races, own < keep_probs)
@@ -365,12 +369,12 @@ class RaceTraversal(Verifier):
     return verdict, Record({'keep': decisions}, node, weights, uniforms[-1])
 
   def _decisions(self, tree: Tree, contexts: _Contexts, races: _Races, log_credits, keep_probs, own, node) -> Decisions:
-    """The contexts in the order of visits, up to the first that is kept, to be shown; `own` holds uniforms by slot."""
+    """The contexts in the order of visits, up to the first that is kept, for display; `own` holds uniforms by slot."""
     slots = _slots(tree)
     visit = jnp.where(contexts.stands, _visits(contexts, races), tree.num_nodes + 1)
 
     def in_order(values, fill):
-      """`[L + 1, W]` to `[N + 1]`, in the order of visits."""
+      """Values by slot, `[L + 1, W]`, in the order of visits, `[N + 1]`."""
       empty = jnp.full(tree.num_nodes + 1, fill, values.dtype)
       return empty.at[visit].set(values, mode='drop')
 
@@ -390,7 +394,11 @@ class RaceTraversal(Verifier):
     return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
 
   def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
-    """The verdict and its decisions, context by context as visited; named `keep`, and the first kept ends it."""
+    """The verdict and its decisions, context by context as visited; they are named `keep`, and the first kept is last.
+
+    Args:
+      keys, tree, proposal, target_probs, state: As for `Verifier.verify`.
+    """
     return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 
   def law(self, tree, proposal, target_probs, state):
@@ -429,7 +437,7 @@ def _visits(contexts: _Contexts, races: _Races) -> jax.Array:
     return begin, begin
 
   _, begins = jax.lax.scan(deeper, jnp.zeros_like(sizes[0]), (contexts.above[1:], races.is_before, sizes[1:]))
-  # Those below come first.
+  # A context comes after all contexts below it.
   return jnp.concatenate([jnp.zeros_like(sizes[:1]), begins]) + sizes - 1
 
 

@@ -1,4 +1,4 @@
-"""Records of verdicts, to be shown: the uniform numbers, and the probabilities that they were compared with."""
+"""Records of verdicts, for display: the uniform numbers, and the probabilities that they were compared with."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decisions:
-  """Choices among nodes, in the order in which they are made; T of them at most, between W nodes each.
+  """Up to T choices among W nodes each, in the order in which they are made.
 
   The shares of the nodes lie side by side from 0 on, in the order of `nodes`. The node in whose share the uniform falls
-  is chosen, and none where it falls behind the last.
+  is chosen; no node is chosen if it falls behind the last share.
 
   Attributes:
-    is_made: bool `[T]`; an entry where it is False means nothing.
-    node: int32 `[T]`, where the choice is made: the node below which the others stand, or the one that is tested.
+    is_made: bool `[T]`, the entries that are choices; all others are to be ignored.
+    node: int32 `[T]`, the place of the choice: the node below which the others stand, or the one that is tested.
     nodes: int32 `[T, W]`, the nodes that could be chosen.
     is_valid: bool `[T, W]`, which of them exist.
     shares: `[T, W]`, the probability of each; 0 for those that do not exist. None if no uniform decides.
     uniform: `[T]`, in [0, 1), or None.
-    chosen: int32 `[T]`, the node that is chosen, -1 for none.
-    numbers: Arrays `[T]` or `[T, W]` that the shares come from, by name.
+    chosen: int32 `[T]`, the node that is chosen, or -1 for none.
+    numbers: Arrays `[T]` or `[T, W]` from which the shares are computed, by name.
   """
 
   is_made: jax.Array
@@ -49,14 +49,14 @@ class Decisions:
     is_chosen: jax.Array,
     numbers: dict[str, jax.Array],
   ) -> Decisions:
-    """A choice, without the leading axis, of one node or none.
+    """A choice of one node or none, without the leading axis.
 
     Args:
-      is_made: bool scalar.
+      is_made: bool scalar, whether the entry is a choice.
       node: int32 scalar, the node that is tested.
       share: Scalar, the probability that it is chosen.
-      uniform: Scalar.
-      is_chosen: bool scalar.
+      uniform: Scalar in [0, 1) that the share is compared with.
+      is_chosen: bool scalar, whether the node is chosen.
       numbers: Scalars by name.
     """
     return cls(
@@ -74,15 +74,15 @@ class Decisions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """The course of a verdict, on one row.
+  """The decisions that led to a verdict on one row.
 
   Attributes:
     decisions: The decisions by kind: `accept` takes one of the candidates of a position or none, `pick` takes one
       without deciding whether it is kept, `keep` keeps the path down to a node, `race` compares arrival times. Empty
-      where nothing was guessed.
+      if there was no guess.
     node: int32 scalar, the deepest accepted node.
-    weights: `[V]`, of the next token, not normalised.
-    uniform: Scalar, where in them the next token lies; None if it is not drawn by a uniform.
+    weights: `[V]`, the weights of the next token, not normalised.
+    uniform: Scalar in [0, 1), by which the next token is drawn from them; None if it is not drawn by a uniform.
   """
 
   decisions: dict[str, Decisions]
@@ -99,17 +99,17 @@ def run_steps(
   num_steps: int,
   describe: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
-  """Repeats `step` while `is_going`, and describes every step where a description is asked for.
+  """Repeats `step` while `is_going`, and describes every step if a description is asked for.
 
-  `verify` and `explain` of a verifier run their steps here, so they take the same decisions.
+  `verify` and `explain` of a verifier both run their steps here, so they make the same decisions.
 
   Args:
-    is_going: From a carry to a bool scalar.
-    step: From a carry to the next one, and a second value for `describe`.
+    is_going: `carry -> bool scalar`.
+    step: `carry -> (next carry, seen)`, with a second value `seen` for `describe`.
     carry: The first carry.
-    num_steps: The most steps there can be, and one more if the carry after the last is to be described.
-    describe: From a step's number, its carry, the next carry and the second value of `step`, to arrays. The steps after
-      the last are described too, with a carry that does not change any more. None to run without descriptions.
+    num_steps: The largest number of steps, and one more if the carry after the last is to be described.
+    describe: `(number, carry, next carry, seen) -> arrays` for step `number`. Steps after the last are described too,
+      with a carry that does not change any more. None to run without descriptions.
 
   Returns:
     The last carry, and the descriptions with a leading axis `[num_steps]`, or None.

@@ -1,4 +1,4 @@
-"""Verification by one shared race: the target's own winner is emitted, whatever was guessed."""
+"""Verification by one shared race: the target's own winner is emitted, whatever the guesses are."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from spectr_jax.verify.verifier import Verdict, Verifier, with_arrays
 class SeedExact(Verifier):
   """ERSD ("Speculative Decoding via Exponential Races", Algorithms 2 and 5).
 
-  Candidates are the first arrivals of a race with the draft's distribution. The token that is emitted is the winner of
-  the race with the target's, run on the same exponentials. If it is among the candidates the walk goes on there. With
-  one key per absolute position, which drafting and verification share, the output is that of ordinary Gumbel-max
-  sampling with these keys, token for token, whatever the draft and the tree are. So candidates may also be given.
+  Candidates are the first arrivals of a race with the draft's distribution. The emitted token is the winner of the race
+  with the target's distribution, run on the same exponentials. If it is among the candidates, the walk goes on there.
+  With one key per absolute position, shared by drafting and verification, the output equals that of ordinary Gumbel-max
+  sampling with these keys, token for token, for every draft and tree. So candidates may also be given.
   """
 
   proposal_rules = (FirstArrivals,)
@@ -36,15 +36,15 @@ class SeedExact(Verifier):
   )
 
   def _start(self):
-    """Node, depth, and the winner where the walk has stopped, or -1."""
+    """The node, its depth, and the winner at which the walk has stopped, or -1."""
     return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32)
 
   def _walk(self, keys, tree, proposal, target_probs, carry):
-    """One position further; also the position and the target's arrival times `[V]`."""
+    """Goes one position further; also returns the position and the target's arrival times `[V]`."""
     node, depth, _ = carry
     times = arrivals(keys[depth], target_probs[node])
     token = first_arrival(times)
-    # First arrivals differ, so no other node spells what an accepted one spells.
+    # First arrivals differ, so no other node spells the same as an accepted one.
     position = next_position(tree, proposal, target_probs, node, is_pooled=False)
     is_winner = position.is_valid & (position.tokens == token)
     is_any = jnp.any(is_winner)
@@ -56,7 +56,7 @@ class SeedExact(Verifier):
     return following, (position, times)
 
   def _decision(self, keys, carry, following, position: Position, times) -> Decisions:
-    """The race at a position, to be shown."""
+    """The race at a position, for display."""
     node, depth, winner = carry
     draft_probs = position.draft_probs
     if position.is_given is not None:
@@ -107,7 +107,11 @@ class SeedExact(Verifier):
     return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
 
   def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
-    """The verdict and its decisions, named `race`; they have arrival times and no uniforms."""
+    """The verdict and its decisions, named `race`; they have arrival times and no uniforms.
+
+    Args:
+      keys, tree, proposal, target_probs, state: As for `Verifier.verify`.
+    """
     return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 
   def law(self, tree, proposal, target_probs, state):

@@ -1,4 +1,4 @@
-"""Traversal verification: leaves first, whole paths at a time."""
+"""Traversal verification: whole paths at a time, leaves first."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from spectr_jax.verify.verifier import Tree, Verdict, Verifier, with_arrays
 class _Values:
   """The state of a traversal when a node is visited, all earlier ones having been rejected; one entry per node.
 
-  The target's distribution below a node, as its rejected children have left it, is [q - c p]+ / z: a multiple of p is
-  subtracted again and again. Where children are drawn without replacement, a rejected token keeps the c that it had
-  when it was taken from p.
+  After its rejected children, the target's distribution below a node is [q - c p]+ / z, since each rejection subtracts
+  a multiple of p. With children drawn without replacement, a rejected token keeps the c that it had when it was removed
+  from p.
 
   Attributes:
     log_value: `[N + 1]`, log P of the nodes entered so far.
-    c: `[N + 1]`, as of children.
-    z: `[N + 1]`, likewise.
-    rejected_c: `[N + 1]`, the parent's c when the node was rejected, -1 for those that were not.
+    c: `[N + 1]`, c of the distribution below each node.
+    z: `[N + 1]`, z of the distribution below each node.
+    rejected_c: `[N + 1]`, the parent's c when the node was rejected, -1 for nodes that were not.
   """
 
   log_value: jax.Array
@@ -44,11 +44,11 @@ class Traversal(Verifier):
   Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding". With P = 1 at the root and
   P_v = min(1, P_u q_u(x_v) / p_u(x_v)) below u, a leaf is accepted with probability P. When it is rejected, with
   S = sum of [P_u q_u - p_u]+ at its parent u, q_u becomes [P_u q_u - p_u]+, normalised, and P_u becomes
-  S / (S + 1 - P_u); drawn without replacement, p_u also loses the token. A node whose children are all gone is a leaf
-  with the P that it has by then. At the root the token comes from the q that is left there.
+  S / (S + 1 - P_u); drawn without replacement, p_u also loses the token. A node whose children are all rejected is a
+  leaf with its current P. At the root the token comes from the q that is left there.
 
   Attributes:
-    with_replacement: Whether siblings were drawn with replacement; repeated ones are visited one by one.
+    with_replacement: Whether siblings were drawn with replacement; repeated tokens are visited one by one.
   """
 
   with_replacement: bool = True
@@ -61,7 +61,7 @@ class Traversal(Verifier):
 
   @property
   def proposal_rules(self) -> tuple[type[ProposalRule], ...]:
-    """The rule of either version."""
+    """The rule that this version covers."""
     return (Independent,) if self.with_replacement else (WithoutReplacement,)
 
   def for_rule(self, rule: ProposalRule) -> Traversal:
@@ -72,7 +72,7 @@ class Traversal(Verifier):
     return proposal.probs[jnp.asarray(tree.law_index)[node]]
 
   def _rejected_tokens(self, tree: Tree, proposal: Proposal, values: _Values, node):
-    """Tokens of the rejected children of `node`, or V, which indexes nothing; `[N + 1]`."""
+    """Tokens of the rejected children of `node`, `[N + 1]`; V, which indexes nothing, for all other nodes."""
     is_own = (jnp.asarray(tree.parent_of) == node) & (values.rejected_c >= 0)
     tokens = jnp.pad(proposal.tokens, (1, 0), constant_values=-1)
     return jnp.where(is_own & (tokens >= 0), tokens, proposal.probs.shape[-1])
@@ -107,7 +107,7 @@ class Traversal(Verifier):
     parents = jnp.asarray(tree.parent_of)[path]
     tokens = proposal.tokens[path - 1]
     draft_probs = proposal.probs[jnp.asarray(tree.law_index)[parents], tokens]
-    # Below the first the parents are new as well: c = 0 and z = 1.
+    # Below the first new node the parents are new as well, with c = 0 and z = 1.
     first = parents[depth - 1]
     norm = 1 if self.with_replacement else jnp.sum(self._left_of_draft(tree, proposal, values, first))
     target = jnp.maximum(target_probs[parents, tokens] - values.c[parents] * draft_probs, 0) / values.z[parents]
@@ -128,14 +128,14 @@ class Traversal(Verifier):
     parent = jnp.asarray(tree.parent_of)[node]
     log_value, c, z = values.log_value[parent], values.c[parent], values.z[parent]
     norm = 1 if self.with_replacement else jnp.sum(self._left_of_draft(tree, proposal, values, parent))
-    # Beyond the cap [q - c p]+ is left only where p is below 1/cap, and to be 0 there p would have to be 0.
+    # The cap keeps c p a number where p is 0. Mass that only a larger c would remove is at tokens with p below 1/cap.
     cap = jnp.sqrt(jnp.finfo(target_probs.dtype).max)
     next_c = jnp.minimum(c + z * jnp.exp(-log_value) / norm, cap)
     next_z = jnp.sum(self._left_of_target(tree, proposal, target_probs, values, parent, next_c))
     has_mass = next_z > 0
     log_mass = jnp.where(has_mass, log_value + jnp.log(jnp.where(has_mass, next_z, 1)) - jnp.log(z), -jnp.inf)
     total = jnp.exp(log_mass) - jnp.expm1(log_value)
-    # P = 1 and no mass: draft and target agree.
+    # With P = 1 and no mass left, draft and target agree.
     next_log_value = jnp.where(total > 0, log_mass - jnp.log(jnp.where(total > 0, total, 1)), 0)
     exists = proposal.tokens[node - 1] >= 0
     has_mass &= exists
@@ -151,7 +151,7 @@ class Traversal(Verifier):
     return self._enter(tree, proposal, target_probs, _Values(zeros, zeros, zeros + 1, zeros - 1), 1, tree.postorder[0])
 
   def _next(self, tree: Tree, proposal: Proposal, target_probs, values: _Values, visit) -> _Values:
-    """From one visit, rejected, to the next: the parent, or the first leaf below the next sibling."""
+    """Goes from a rejected visit to the next: the parent, or the first leaf below the next sibling."""
     visits, depths = jnp.asarray(tree.postorder), jnp.asarray(tree.depths)
     node, following = visits[visit], visits[visit + 1]
     values = self._reject(tree, proposal, target_probs, values, node)
@@ -159,12 +159,12 @@ class Traversal(Verifier):
     return self._enter(tree, proposal, target_probs, values, depths[node], following)
 
   def _weights(self, tree: Tree, proposal: Proposal, target_probs, values: _Values, node):
-    """Weights of the next token if `node` is accepted; `[V]`."""
+    """Weights `[V]` of the next token if `node` is accepted."""
     left = self._left_of_target(tree, proposal, target_probs, values, node, values.c[node])
     return jnp.where(jnp.asarray(tree.num_children)[node] > 0, left, target_probs[node])
 
   def _uniforms(self, keys, tree: Tree, dtype):
-    """`[N + 2]`: for every node, and for the next token."""
+    """Uniforms `[N + 2]`: one for every node, and one for the next token."""
     return jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
 
   def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool):
@@ -191,7 +191,7 @@ class Traversal(Verifier):
       visit, values = carry
       node = visits[visit]
       return Decisions.of_one(
-        # After the node that is kept the visit stays, while the number goes on.
+        # From the node that is kept on, the visit stays the same while the number goes on.
         is_made=(visit == number) & (node != 0) & (proposal.tokens[node - 1] >= 0),
         node=node,
         share=jnp.exp(values.log_value[node]),
@@ -214,7 +214,11 @@ class Traversal(Verifier):
     return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
 
   def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
-    """The verdict and its decisions, visit by visit; they are named `keep`, and the first that is kept ends it."""
+    """The verdict and its decisions, visit by visit; they are named `keep`, and the first that is kept is the last.
+
+    Args:
+      keys, tree, proposal, target_probs, state: As for `Verifier.verify`.
+    """
     return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 
   def law(self, tree, proposal, target_probs, state):
@@ -230,7 +234,7 @@ class Traversal(Verifier):
       accept = jnp.where(node == 0, 1, jnp.exp(values.log_value[node]))
       weights = self._weights(tree, proposal, target_probs, values, node)
       law = reach * accept * weights / jnp.sum(weights)
-      # The root is visited last and accepted, so what would follow it is never used.
+      # The root is visited last and always accepted, so the values after it are never used.
       return (self._next(tree, proposal, target_probs, values, visit), reach * (1 - accept)), law
 
     start = self._start(tree, proposal, target_probs), jnp.ones((), target_probs.dtype)

@@ -1,4 +1,4 @@
-"""The seam of verification: from a whole tree of guesses to the tokens kept, one row at a time."""
+"""The seam of verification: decisions which tokens of a tree of guesses are kept, one row at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spectr_jax.verify.record import Record
 
 @dataclasses.dataclass(frozen=True)
 class _ArraysOfRow:
-  """A `RowTree` with its arrays computed; attributes as there."""
+  """A `RowTree` with its arrays computed; the attributes are those of `RowTree`."""
 
   bounds: TokenTree
   num_nodes: int
@@ -34,12 +34,12 @@ class _ArraysOfRow:
   postorder: jax.Array
 
 
-# The same for all rows, or a row's own; a verifier meets the same attributes, some of them traced.
+# A tree is the same for all rows, or a row's own. All three have the attributes that verifiers read; some are traced.
 Tree = TokenTree | RowTree | _ArraysOfRow
 
 
 def with_arrays(tree: Tree) -> Tree:
-  """The tree with its arrays computed here, once, and not in every iteration of a loop that asks for them."""
+  """The tree with its arrays computed once, so that a loop that reads them does not compute them in every iteration."""
   if isinstance(tree, TokenTree):
     return tree
   return _ArraysOfRow(**{field.name: getattr(tree, field.name) for field in dataclasses.fields(_ArraysOfRow)})
@@ -51,9 +51,9 @@ class Verdict:
   """The decision of a verifier on one row.
 
   Attributes:
-    path: int32 `[L]`, the accepted nodes from depth 1 down; entries from `num_accepted` on mean nothing but are valid
-      node numbers.
-    num_accepted: int32 scalar, 0..L.
+    path: int32 `[L]`, the accepted nodes from depth 1 down; entries from `num_accepted` on are arbitrary valid node
+      numbers.
+    num_accepted: int32 scalar, from 0 to L.
     next_token: int32 scalar, the token after the accepted ones: a correction, or a bonus where the path ended.
     state: The row's state for its next round.
   """
@@ -70,7 +70,7 @@ class Verdict:
     Args:
       tree: The row's tree.
       node: int32 scalar, the deepest accepted node.
-      next_token: int32 scalar.
+      next_token: int32 scalar, the token after it.
       state: The row's state for its next round.
     """
     path = jnp.maximum(jnp.asarray(tree.paths)[node], 0)
@@ -80,22 +80,22 @@ class Verdict:
 class Verifier(abc.ABC):
   """A verification algorithm; a frozen dataclass whose fields are its options, so that it is hashable.
 
-  `verify` draws. `law` is the exact distribution of what it draws, built from the same deterministic steps. Proofs
-  enumerate `law`; tests hold the draws of `verify` against it. `explain` draws as `verify` does and says how it came to
-  that; a subclass that changes `verify` changes `explain` as well.
+  `verify` draws. `law` is the exact distribution of its draws, built from the same deterministic steps. Proofs
+  enumerate `law`; tests compare the draws of `verify` with it. `explain` draws as `verify` does and records the
+  decisions. A subclass that overrides `verify` overrides `explain` as well.
 
-  The class attributes declare what an algorithm is right for. A `Method` refuses the rest.
+  The class attributes declare the cases that an algorithm covers. A `Method` refuses all others.
 
   Attributes:
-    proposal_rules: The types of rules whose candidates it is right for.
-    is_token_level: Whether each position is decided by itself: what is accepted there does not depend on the positions
+    proposal_rules: The types of rules whose candidates it covers.
+    is_token_level: Whether each position is decided by itself, so that acceptances there do not depend on the positions
       after it.
     takes_given: Whether candidates may be given (`Proposal.is_given`).
     takes_grown: Whether rows may have trees of their own (`Proposal.parents`).
-    tries_every_branch: Whether a branch that fails is followed by the next one, so that chains beat trees that branch
+    tries_every_branch: Whether the next branch is tried after one that fails, so that chains beat trees that branch
       below the root.
-    is_biased: Whether it leaves the target's distribution on purpose, as it is configured.
-    explanation: Words for its rule, to be shown.
+    is_biased: Whether it deviates from the target's distribution on purpose, as configured.
+    explanation: Words for its rule, for display.
   """
 
   proposal_rules: tuple[type[ProposalRule], ...]
@@ -107,7 +107,7 @@ class Verifier(abc.ABC):
   explanation: Explanation = Explanation()
 
   def init_state(self, tree: TokenTree) -> Any:
-    """The state that a row starts with; by default none, `()`."""
+    """The state that a row starts with; by default `()`, for no state."""
     del tree
     return ()
 
@@ -116,7 +116,8 @@ class Verifier(abc.ABC):
     """Decides one row.
 
     Args:
-      keys: `[L + 1]`, the round's keys for verification, one per depth; the last is for the token after a whole path.
+      keys: `[L + 1]`, the round's keys for verification, one per depth; the last one is for the token after a whole
+        path.
       tree: The row's tree; it may be empty. A slot that a row does not use holds the token -1.
       proposal: `tokens` `[N]` and `probs` `[R, V]` of the row, and `is_given` `[N]` or None. A position's candidates
         are either all given or all drawn.
@@ -129,10 +130,10 @@ class Verifier(abc.ABC):
     """The distribution of `verify`'s decision, given the guesses.
 
     Args:
-      tree, proposal, target_probs, state: As of `verify`.
+      tree, proposal, target_probs, state: As for `verify`.
 
     Returns:
-      `[N + 1, V]`, the probability that the deepest accepted node is v and the next token x.
+      `[N + 1, V]`, at `[v, x]` the probability that the deepest accepted node is v and the next token is x.
     """
 
   def explain(
@@ -141,20 +142,20 @@ class Verifier(abc.ABC):
     """Decides one row as `verify` does, and records how.
 
     Args:
-      keys, tree, proposal, target_probs, state: As of `verify`.
+      keys, tree, proposal, target_probs, state: As for `verify`.
 
     Returns:
-      The verdict that `verify` gives for the same arguments, and its record; None, by default, for no record.
+      The verdict of `verify` for the same arguments, and its record. By default the record is None.
     """
     return self.verify(keys, tree, proposal, target_probs, state), None
 
   def advance(
     self, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any, node: jax.Array, token: jax.Array
   ) -> Any:
-    """The state after a round; by default what it was.
+    """The state after a round; by default unchanged.
 
     Args:
-      tree, proposal, target_probs, state: As of `verify`.
+      tree, proposal, target_probs, state: As for `verify`.
       node: int32 scalar, the deepest node that the round accepted.
       token: int32 scalar, the token that it emitted next.
     """
@@ -162,11 +163,11 @@ class Verifier(abc.ABC):
     return state
 
   def for_rule(self, rule: ProposalRule) -> Verifier:
-    """The version of this algorithm for candidates drawn by `rule`; by default itself, which may not be right there."""
+    """The version of this algorithm for candidates drawn by `rule`; by default itself, which may not cover the rule."""
     del rule
     return self
 
   def with_epsilon(self, epsilon: float) -> Verifier:
-    """This algorithm with another amount of over-acceptance; by default itself, which accepts no more than it may."""
+    """This algorithm with another amount of over-acceptance; by default itself, which never over-accepts."""
     del epsilon
     return self

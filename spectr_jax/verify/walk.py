@@ -1,4 +1,4 @@
-"""Token-level verification: walk down the tree, one coupling per position."""
+"""Token-level verification: a walk down the tree with one coupling per position."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _GIVEN = Given()
 class Walk(Verifier):
   """Applies `coupling` at the root, then below each accepted node (SpecTr, Algorithm 3).
 
-  Where there is no candidate, a bonus token comes from the target. Where the candidates are given, the coupling `Given`
-  takes the place of `coupling`.
+  Where there is no candidate, a bonus token comes from the target. At given candidates the coupling `Given` replaces
+  `coupling`.
 
   Attributes:
     coupling: Selects one of the candidates of a position.
@@ -40,25 +40,25 @@ class Walk(Verifier):
 
   @property
   def proposal_rules(self) -> tuple[type[ProposalRule], ...]:
-    """Those of the coupling."""
+    """The coupling's rules."""
     return self.coupling.proposal_rules
 
   @property
   def is_biased(self) -> bool:
-    """Whether the coupling is."""
+    """True if the coupling is biased."""
     return getattr(self.coupling, 'is_biased', False)
 
   @property
   def explanation(self) -> Explanation:
     """The coupling's words."""
     words = getattr(self.coupling, 'explanation', Explanation())
-    # Siblings that differ are alone in what they spell, so there is nothing to pool.
+    # If siblings differ, no two nodes spell the same, so there is nothing to pool.
     if self.is_pooled or not words.rule or Independent not in self.proposal_rules:
       return words
     return Explanation(f'{words.rule} After the first position only the accepted draft goes on.', words.residual)
 
   def with_epsilon(self, epsilon: float) -> Walk:
-    """The walk with another amount of over-acceptance, if its coupling accepts more than it may at all."""
+    """The walk with another amount of over-acceptance; itself if its coupling has no such option."""
     with_epsilon = getattr(self.coupling, 'with_epsilon', None)
     return self if with_epsilon is None else dataclasses.replace(self, coupling=with_epsilon(epsilon))
 
@@ -67,7 +67,7 @@ class Walk(Verifier):
     laws, is_given = (position.draft_probs, position.target_probs, position.tokens), position.is_given
     if is_given is None:
       return self.coupling(*laws, position.is_valid)
-    # The coupling has no work where nothing was drawn.
+    # Given candidates are invalid for the coupling, so that it has no work at them.
     drawn = self.coupling(*laws, position.is_valid & ~is_given)
     given = _GIVEN(*laws, position.is_valid)
     return Outcome(
@@ -76,9 +76,9 @@ class Walk(Verifier):
     )
 
   def _step(self, tree: Tree, proposal: Proposal, target_probs, node, is_walking=True) -> tuple[Position, Outcome]:
-    """The candidates after an accepted node, and the possible outcomes; the target's own token if there are none.
+    """The candidates after an accepted node, and the possible outcomes: the target's own token if there are none.
 
-    A row that walks no more has no candidates, so that it has no work while other rows do.
+    A row whose walk has ended has no candidates, so that it adds no work while other rows walk on.
     """
     position = next_position(tree, proposal, target_probs, node, is_pooled=self.is_pooled)
     position = dataclasses.replace(position, is_valid=position.is_valid & is_walking)
@@ -94,14 +94,14 @@ class Walk(Verifier):
     return jax.vmap(lambda key: jax.random.uniform(key, (2,), dtype))(keys)
 
   def _start(self):
-    """Node, depth, and whether the walk goes on."""
+    """The node, its depth, and whether the walk goes on."""
     return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.ones((), bool)
 
   def _walk(self, tree: Tree, proposal: Proposal, target_probs, uniforms, carry):
-    """One position further; also the position and its possible outcomes."""
+    """Goes one position further; also returns the position and its possible outcomes."""
     node, depth, is_walking = carry
     position, outcome = self._step(tree, proposal, target_probs, node, is_walking)
-    # A parallel sum can rise at a zero: without the second condition a slot that holds no candidate could be taken.
+    # A parallel cumulative sum can rise at a zero, so without the second condition an empty slot could be accepted.
     accept_probs = outcome.accept_probs
     is_accepted = (uniforms[depth, 0] < jnp.cumsum(accept_probs)) & (accept_probs > 0)
     is_any = jnp.any(is_accepted)
@@ -109,7 +109,7 @@ class Walk(Verifier):
     return (jnp.where(is_any, accepted, position.node), depth + is_any, is_any), (position, outcome)
 
   def _decision(self, uniforms, carry, following, position: Position, outcome: Outcome) -> Decisions:
-    """The choice among the candidates of a position, to be shown."""
+    """The choice among the candidates of a position, for display."""
     p, q = position.draft_probs[position.tokens], position.target_probs[position.tokens]
     is_drawn = position.is_valid
     if position.is_given is not None:
@@ -137,8 +137,8 @@ class Walk(Verifier):
       return verdict, Record({}, node, target_probs[0], uniforms[0, 1])
     tree = with_arrays(tree)
 
-    # The walk needs acceptances alone. Where it stops the residual is made once, after it: inside the loop every depth
-    # would make one, and under vmap all rows would.
+    # The walk needs acceptances alone. The residual is computed once, after the walk, at the node where it stops.
+    # Inside the loop every depth would compute one, and under vmap for all rows.
     def walk(carry):
       return self._walk(tree, proposal, target_probs, uniforms, carry)
 
@@ -161,7 +161,11 @@ class Walk(Verifier):
     return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
 
   def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
-    """The verdict and its decisions, position by position; they are named `accept`."""
+    """The verdict and its decisions, position by position; they are named `accept`.
+
+    Args:
+      keys, tree, proposal, target_probs, state: As for `Verifier.verify`.
+    """
     return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 
   def law(self, tree, proposal, target_probs, state):
@@ -171,9 +175,9 @@ class Walk(Verifier):
     tree, size = with_arrays(tree), tree.num_nodes + 1
 
     def at_node(reach, node):
-      """Passes the probability that the walk comes to `node` on to its candidates; also the law of stopping there.
+      """Passes the probability of reaching `node` on to its candidates; also returns that of stopping there, `[V]`.
 
-      `reach` `[N + 1]` holds that probability for every node.
+      `reach` `[N + 1]` holds the probability that the walk reaches each node.
       """
       position, outcome = self._step(tree, proposal, target_probs, node)
       into = jnp.where(position.is_valid, position.nodes, size)
