@@ -124,6 +124,7 @@ def test_allocating_after_drawing_is_caught(method, monkeypatch):
   'method',
   ['race_traversal', *(pytest.param(name, marks=pytest.mark.slow) for name in _GROWN if name != 'race_traversal')],
 )
+@pytest.mark.usefixtures('optimized')
 def test_grown_trees_in_the_loop(method):
   _assert_engine_is_exact(growing_drafter(_logits(3)), method, _SLOTS)
 
