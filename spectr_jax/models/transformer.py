@@ -231,10 +231,10 @@ class Transformer(nn.Module):
   """
 
   config: TransformerConfig
-  feature_layers: tuple[int, ...] = ()
   remat: bool = False
   constrain_fn: Callable[[jax.Array], jax.Array] = lambda x: x
   dropout: float = 0.0
+  feature_layers: tuple[int, ...] = ()
 
   @nn.compact
   def __call__(self, tokens, positions, mask, cache: KVCache | None = None):
@@ -275,7 +275,7 @@ _Outputs: TypeAlias = tuple[jax.Array, jax.Array | None, KVCache]  # of `Transfo
 
 
 def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
-  network = Transformer(config, feature_layers)
+  network = Transformer(config, feature_layers=feature_layers)
   # Flax types the result as a pair for calls with mutable variables, of which there are none here.
   outputs = cast(_Outputs, network.apply({'params': params}, tokens, positions, mask, cache))
   logits, features, cache = outputs
