@@ -17,7 +17,7 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
 from spectr_jax.models.transformer import TransformerConfig
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('quickly')]
+pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = TransformerConfig(32000, 16, num_layers=1, num_heads=2, mlp_dim=16, max_length=512)

@@ -97,12 +97,6 @@ def optimized():
 
 
 @pytest.fixture
-def quickly():
-  """Does not optimize programs while it is active, which is the default here."""
-  yield from _optimizing(False)
-
-
-@pytest.fixture
 def highest():
   """Full float32 products, for tests of equality."""
   with jax.default_matmul_precision('highest'):

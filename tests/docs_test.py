@@ -181,7 +181,6 @@ def test_first_verifier(capsys):
   assert 'joint distribution of four tokens' in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures('quickly')
 def test_library_page(monkeypatch):
   """Its three ways to decode run, and streaming shows the text of whole runs."""
   monkeypatch.chdir(ROOT)
@@ -266,7 +265,6 @@ def test_drafter_of_the_page_keeps_the_law(extended, method):
   assert p_value(dataclasses.replace(honest, propose_fn=lying)) < 1e-9
 
 
-@pytest.mark.usefixtures('quickly')
 def test_example_of_race_traversal():
   """It prints the page's output, and the page's fractions by hand are those of the library."""
   text, scope = _read('methods/race_traversal.md'), {}

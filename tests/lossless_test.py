@@ -92,7 +92,6 @@ _KINDS = (
 )  # fmt: skip
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(('method', 'tree', 'vocab_size', 'num_tokens'), list(_cases(_WITH_LAW, _SMALL, only=_KINDS)))
 def test_exact(method, tree, vocab_size, num_tokens):
   assert method.is_lossless
@@ -142,7 +141,6 @@ def _rest_slow(cases):
 _BROKEN_CASES = list(_rest_slow(_visible(_cases(_BROKEN, [(TokenTree.chains(3, 1), 3, 2), *_SMALL[:3]]))))
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(('method', 'tree', 'vocab_size', 'num_tokens'), _BROKEN_CASES)
 def test_exact_catches_what_is_broken(method, tree, vocab_size, num_tokens):
   assert not method.is_lossless
@@ -190,7 +188,6 @@ def test_spectr_gbv_is_biased_as_enumerated():
   assert accepted[0] == pytest.approx(0.70357142857142857, abs=1e-12)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('name', [name for name, method in METHODS.items() if method.is_lossless_alone])
 def test_what_is_lossless_on_one_draft_alone(name):
   method = METHODS[name]

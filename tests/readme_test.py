@@ -4,7 +4,6 @@ import pathlib
 import re
 
 import numpy as np
-import pytest
 
 from spectr_jax import METHODS
 
@@ -18,7 +17,6 @@ def test_set_up_commands():
   assert "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest\n" in _README
 
 
-@pytest.mark.usefixtures('quickly')
 def test_library_example(monkeypatch, capsys):
   monkeypatch.chdir(_ROOT)
   scope = {}

@@ -100,7 +100,6 @@ _RECORDED = [
 _slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('name', _RECORDED)
 def test_uniforms_and_shares_lead_to_the_verdict(name):
   tree, rows = _played(name)
@@ -193,7 +192,6 @@ def _race(p, q, tokens, is_valid, numbers):
   return picked * np.where(is_valid, np.minimum(1, q[tokens] / law), 0)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('formula', [_spectr, *map(_slow, (_speculative, _specinfer, _race))])
 def test_shares_of_candidates_by_another_route(formula):
   tree, rows = _played(formula.__name__[1:])
@@ -209,7 +207,6 @@ def test_shares_of_candidates_by_another_route(formula):
       np.testing.assert_allclose(numbers['target_prob'][is_valid], q[tokens[is_valid]], atol=1e-7)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('name', ['block', _slow('race_block')])
 def test_blocks_by_another_route(name):
   """P and h of the picked path, from the laws of the picked tokens."""
@@ -239,7 +236,6 @@ def test_blocks_by_another_route(name):
     assert depth == tree.max_depth
 
 
-@pytest.mark.usefixtures('quickly')
 def test_traversal_by_another_route():
   """Laws kept as laws and changed node by node, recursively."""
   tree, rows = _played('traversal')
@@ -273,7 +269,6 @@ def test_traversal_by_another_route():
   assert compared > 150
 
 
-@pytest.mark.usefixtures('quickly')
 def test_race_traversal_by_another_route():
   """Contexts as lists of nodes, changed one by one, recursively."""
   tree, rows = _played('race_traversal')
@@ -326,7 +321,6 @@ def test_race_traversal_by_another_route():
 _ROLES = 'draft', 'target'
 
 
-@pytest.mark.usefixtures('quickly')
 def test_arrival_times_of_a_race():
   _, rows = _played('ersd')
   for _, _, _, record in rows:
@@ -351,7 +345,6 @@ def _trace(name, tree, **more):
 
 
 @pytest.mark.slow  # by default a test of the command compares the two
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(
   ('name', 'tree', 'more'),
   [
@@ -400,7 +393,6 @@ def test_who_may_judge():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_a_verifier_without_a_record_is_traced_without_one():
   @dataclasses.dataclass(frozen=True)
   class Silent(Walk):

@@ -509,7 +509,6 @@ def _tokens_for(name, *choices):
   return [tokens for tokens, is_distinct in choices if is_distinct or not ALL[name].proposal_rule.may_run_out]
 
 
-@pytest.mark.usefixtures('quickly')
 @_grown_methods
 @pytest.mark.parametrize('is_bound', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_row_with_the_parents_of_a_tree_is_verified_like_it(name, is_bound):
@@ -574,7 +573,6 @@ _SHAPES = [
 ]
 
 
-@pytest.mark.usefixtures('quickly')
 @_grown_methods
 def test_slots_that_a_row_does_not_use_change_nothing(name):
   """Rows of many shapes in one program, each with the law of its own tree; a shared race, token for token."""
@@ -660,7 +658,6 @@ def _given_error(verifier, *, is_counted_as_drawn=False):
 _GIVEN = 'spectr', 'specinfer', 'batch', 'race'
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('name', [_GIVEN[0], *(pytest.param(name, marks=pytest.mark.slow) for name in _GIVEN[1:])])
 def test_given_and_drawn_candidates_beside_each_other(name):
   verifier = ALL[name].verifier

@@ -63,7 +63,6 @@ def test_a_ladder_tells_the_best_shapes_and_their_ratios():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_methods_are_measured(pair, prompt_file, monkeypatch):
   every = {name for name, method in METHODS.items() if method.max_drafts != 0}
   assert set(method_figures.DRAFTING) == every - {'decoding_opt', 'decoding_uno'}
@@ -75,7 +74,6 @@ def test_methods_are_measured(pair, prompt_file, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_a_ladder_is_measured(monkeypatch, pair, prompt_file):
   grid = {'speculative': ((1, 1),), 'block': ((1, 1),), 'race_traversal': ((2, 1),)}
   monkeypatch.setattr(method_figures, 'GRID', grid)

@@ -50,7 +50,7 @@ def registered(monkeypatch):
     monkeypatch.setitem(METHODS, name, method)
 
 
-@pytest.mark.usefixtures('registered', 'quickly')
+@pytest.mark.usefixtures('registered')
 def test_the_trace_page_shows_it(pair):
   options = DecodeOptions(
     **pair, method=('own',), num_drafts=(1,), draft_length=(2,), max_new_tokens=6, prompt='the quick'

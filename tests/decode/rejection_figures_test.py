@@ -28,7 +28,6 @@ def test_the_front_is_a_straight_line_that_nothing_crosses():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_what_is_simulated_agrees_with_what_is_expected():
   rows = measure_figure('batch_fig2', num_runs=300, num_drafts=(3,))
   chains = theory.random_chains(10, num_tokens=50)
@@ -72,7 +71,6 @@ def test_likelihood_is_that_of_the_targets_distributions(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_over_acceptance_is_measured(pair, prompt_file):
   rows = measure_small('opt_uno', pair, prompt_file)
   values = {(row['quantity'], row['method'], row['epsilon']): row['value'] for row in rows}

@@ -56,7 +56,6 @@ def _check(name, request, results):
   return content
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('name', ['spectr_table1', 'spectr_table3'])
 def test_latency_is_relative_to_the_target(name, pair, prompt_file):
   request, results = _measure(name, pair, prompt_file, num_drafts=(1, 2), draft_length=(4, 3))
@@ -81,7 +80,6 @@ def test_latency_is_relative_to_the_target(name, pair, prompt_file):
     assert by_shape[4, 1, 'rows']['relative latency'].number == pytest.approx(1)
 
 
-@pytest.mark.usefixtures('quickly')
 def test_comparison_stands_beside_the_set_of_the_same_name(pair, prompt_file, tmp_path, monkeypatch):
   monkeypatch.setattr(gbv_tables, 'METHODS', ('autoregressive', 'speculative'))
   other = tmp_path / 'other.txt'
@@ -113,7 +111,6 @@ def test_comparison_stands_beside_the_set_of_the_same_name(pair, prompt_file, tm
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
   monkeypatch.setattr(gbv_tables, 'DRAFTING_METHODS', ('speculative', 'block'))
   grid = {'num_drafts': (1,), 'draft_length': (8,), 'num_prompts': 3, 'batch_size': 2, 'num_seeds': 2}
@@ -170,7 +167,6 @@ def test_no_share_of_nothing():
   assert gbv_tables._change(Value(1.0), Value(2.0)) == '-50.0%'
 
 
-@pytest.mark.usefixtures('quickly')
 def test_drafts_are_compared_by_name(pair, prompt_file, monkeypatch):
   monkeypatch.setattr(spectr_tables, 'METHODS', ('speculative',))
   request = _request('spectr_table4', pair, prompt_file, num_drafts=(1,), draft_length=(4,))
@@ -254,7 +250,6 @@ _GRIDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('name', TABLES)
 def test_every_table_is_measured_with_all_methods(name, pair, prompt_file):
   num_drafts, draft_length, num_printed = _GRIDS[name]

@@ -9,7 +9,6 @@ from decode.papers.figure import select
 from spectr_jax import theory
 
 
-@pytest.mark.usefixtures('quickly')
 def test_uniform_distributions_against_the_closed_form():
   rows = measure_figure('spectr_fig1', num_drafts=(3,))
   assert {row['rule'] for row in rows} == {'optimum', 'spectr', 'race'}
@@ -18,7 +17,6 @@ def test_uniform_distributions_against_the_closed_form():
     assert row['acceptance'] == pytest.approx(1 - (1 - 1 / row['r']) ** row['k'], abs=CLOSE)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(
   ('name', 'num_targets'), [pytest.param('spectr_fig2', 6, marks=pytest.mark.slow), ('spectr_fig3', 41)]
 )
@@ -64,7 +62,6 @@ def test_the_likeliest_tokens_of_both():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_acceptance_on_the_distributions_of_a_pair(pair, prompt_file):
   rows = measure_small('spectr_fig5', pair, prompt_file)
   laws = select(rows, panel='laws')
@@ -80,7 +77,6 @@ def test_acceptance_on_the_distributions_of_a_pair(pair, prompt_file):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_shares_of_the_optimum(pair, prompt_file):
   rows = measure_small('optimum', pair, prompt_file)
   acceptance = {(row['rule'], row['n']): row['value'] for row in select(rows, quantity='acceptance')}

@@ -42,7 +42,6 @@ def test_slopes_are_between_what_was_measured():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures('quickly')
 def test_trees_are_measured(pair, prompt_file, monkeypatch):
   assert tree_figures.METHODS == ('gsd', 'ersd')
   monkeypatch.setattr(tree_figures, 'METHODS', ('gsd',))

@@ -16,7 +16,6 @@ from spectr_jax.engine import state as engine_state
 pytestmark = pytest.mark.usefixtures('highest')
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', list(VERSIONS))
 def test_one_compilation_per_shape_and_method(tables, traces, method):
   def run(*args, models=tables, **options):

@@ -37,7 +37,6 @@ def _assert_greedy(models, method):
     assert (result.num_target_calls < greedy.num_target_calls).any()
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', LOSSLESS)
 def test_temperature_zero_is_greedy_on_tables(tables, method):
   """A law of one token: siblings run out, ratios are 0, 1 or 0/0."""
@@ -50,7 +49,6 @@ def test_temperature_zero_is_greedy(target, draft, method):
   _assert_greedy((target, draft), method)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', slow_but(['race_traversal'], [name for name in KINDS if name != 'autoregressive']))
 def test_double_precision(target, draft, method):
   with jax.enable_x64(True):
@@ -81,7 +79,6 @@ _SAME_WITH_ONE_DRAFT = [
 ]
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(('method', 'other'), _SAME_WITH_ONE_DRAFT)
 def test_with_one_draft_methods_are_the_same(tables, method, other):
   """Token for token: they use the same noise for the same decisions."""
@@ -92,7 +89,6 @@ def test_with_one_draft_methods_are_the_same(tables, method, other):
     )
 
 
-@pytest.mark.usefixtures('quickly')
 def test_no_over_acceptance_is_speculative(tables):
   method = with_epsilon(METHODS['decoding_opt'], 0.0)
   for seed in range(3):
@@ -122,7 +118,6 @@ def _assert_chunks_are_one_run(models, method, chunk, **options):
   assert has_state == (method in ('greedy_block', 'spectr_gbv'))
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', list(VERSIONS))
 @pytest.mark.parametrize('chunk', [1, 3])
 def test_rounds_in_chunks_are_one_run(tables, method, chunk):
@@ -134,13 +129,11 @@ def test_rounds_of_transformers_in_chunks_are_one_run(target, draft, method):
   _assert_chunks_are_one_run((target, draft), method, 1)
 
 
-@pytest.mark.usefixtures('quickly')
 def test_chunks_keep_a_state_where_rows_end(tables):
   """A verifier's state outlives a chunk, and rows that have ended do not disturb those that have not."""
   _assert_chunks_are_one_run(tables, 'greedy_block', 1, eos_id=2)
 
 
-@pytest.mark.usefixtures('quickly')
 def test_no_rounds_change_nothing(tables):
   decoder, state = begin(tables, 'spectr', make_keys())
   state = spectr_jax.decode_rounds(decoder, state, 0)
@@ -149,7 +142,6 @@ def test_no_rounds_change_nothing(tables):
     spectr_jax.decode_rounds(decoder, state, -1)
 
 
-@pytest.mark.usefixtures('quickly')
 def test_under_jit(tables):
   @jax.jit
   def run(keys, temperature, prompts, lengths):

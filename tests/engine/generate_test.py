@@ -44,7 +44,6 @@ def _check_consistent(result, tree):
     np.testing.assert_array_equal(accepted[row], [sum(r > d for r in rounds) for d in range(tree.max_depth)])
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', slow_but(KINDS))
 def test_result_is_consistent(tables, method):
   origins = set()
@@ -62,7 +61,6 @@ def test_result_is_consistent(tables, method):
   assert origins == ({ORIGIN_DRAFT, ORIGIN_CORRECTION, ORIGIN_BONUS} if TREES[method].num_nodes else {ORIGIN_BONUS})
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', slow_but(KINDS))
 def test_only_what_the_target_allows_comes_out(tables, method):
   """Every pair of neighbours has positive probability, the seam between prompt and continuation included."""
@@ -89,7 +87,6 @@ def _cycle_tokens(cycle, method='speculative', *, draft=None, tree=None, **optio
   return result
 
 
-@pytest.mark.usefixtures('quickly')
 def test_a_perfect_draft_is_accepted_to_the_end(cycle):
   result = _cycle_tokens(cycle, max_new_tokens=10)
   np.testing.assert_array_equal(result.tokens, [[1, 2, 3, 4, 0] * 2, [4, 0, 1, 2, 3] * 2])
@@ -98,7 +95,6 @@ def test_a_perfect_draft_is_accepted_to_the_end(cycle):
   np.testing.assert_array_equal(result.origins, [([ORIGIN_DRAFT] * 4 + [ORIGIN_BONUS]) * 2] * 2)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(
   'method', slow_but(KINDS, [name for name in VERSIONS if TREES[name].num_nodes and name != 'spectr_gbv'])
 )
@@ -110,7 +106,6 @@ def test_a_perfect_random_draft_is_accepted_to_the_end(tables, method):
   np.testing.assert_array_equal(result.accepted_by_depth, NEW // 4)
 
 
-@pytest.mark.usefixtures('quickly')
 def test_a_hopeless_draft_is_never_accepted(cycle):
   twice = table_model(cycle.params[(jnp.arange(5) + 1) % 5])  # x is followed by x + 2
   result = _cycle_tokens(cycle, draft=twice, max_new_tokens=10)
@@ -120,7 +115,6 @@ def test_a_hopeless_draft_is_never_accepted(cycle):
   np.testing.assert_array_equal(result.origins, ORIGIN_CORRECTION)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(
   ('method', 'num_drafts'), [('speculative', 1), ('spectr', 2), ('gsd', 2), ('greedy_block', 1), ('traversal', 2)]
 )
@@ -136,13 +130,11 @@ def test_eos_ends_a_row_inside_an_accepted_run(cycle, method, num_drafts):
   np.testing.assert_array_equal(result.origins, [[0, 0, 0] + [-1] * 7, [0, 0, 0, 0, ORIGIN_BONUS] + [-1] * 5])
 
 
-@pytest.mark.usefixtures('quickly')
 def test_any_of_several_eos_ends_a_row(cycle):
   result = _cycle_tokens(cycle, max_new_tokens=10, eos_id=(3, 0))
   np.testing.assert_array_equal(result.tokens, [[1, 2, 3] + [-1] * 7, [4, 0] + [-1] * 8])
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block']))
 def test_a_finished_row_waits_for_the_others(tables, method):
   """Rows end in different rounds; up to its end each is what it is without EOS, and nothing comes after."""
@@ -157,7 +149,6 @@ def test_a_finished_row_waits_for_the_others(tables, method):
   assert len(set(np.asarray(ended.num_target_calls).tolist())) > 1
 
 
-@pytest.mark.usefixtures('quickly')
 def test_a_correction_below_a_duplicate_is_no_bonus(cycle):
   """The accepted node is a leaf, but its duplicate's child was a candidate and was rejected."""
   draft = table_model(cycle.params.at[1].set(cycle.params[2]))  # 1 is followed by 3
@@ -175,7 +166,6 @@ def test_a_correction_below_a_duplicate_is_no_bonus(cycle):
   np.testing.assert_array_equal(result.origins, [[ORIGIN_DRAFT, ORIGIN_CORRECTION]])
 
 
-@pytest.mark.usefixtures('quickly')
 def test_limit_inside_an_accepted_run(cycle):
   result = _cycle_tokens(cycle, max_new_tokens=7)
   np.testing.assert_array_equal(result.tokens, [[1, 2, 3, 4, 0, 1, 2], [4, 0, 1, 2, 3, 4, 0]])
@@ -183,7 +173,6 @@ def test_limit_inside_an_accepted_run(cycle):
   np.testing.assert_array_equal(result.accepted_by_depth, [[2, 2, 1, 1]] * 2)
 
 
-@pytest.mark.usefixtures('quickly')
 def test_eos_behind_the_limit_is_not_seen(cycle):
   result = _cycle_tokens(cycle, max_new_tokens=2, eos_id=3)
   np.testing.assert_array_equal(result.tokens, [[1, 2], [4, 0]])
@@ -192,7 +181,6 @@ def test_eos_behind_the_limit_is_not_seen(cycle):
 # Logits that are no law.
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(
   'sampling', [{}, {'temperature': 0.0}, {'top_k': 2, 'top_p': 0.9}], ids=['plain', 'greedy', 'filters']
 )
@@ -219,7 +207,6 @@ def test_logits_that_are_not_finite_stop_the_run(sampling, bad, named):
     np.testing.assert_array_equal(state.result.tokens[1, :5], [1, 2, 3, 4, -1])
 
 
-@pytest.mark.usefixtures('quickly')
 def test_rows_that_are_done_may_see_anything(cycle):
   """What a finished row computes while others go on is nobody's business."""
   target = table_model(cycle.params.at[4].set(np.nan))
@@ -289,7 +276,6 @@ def test_too_long_for_the_models_is_refused(target, draft):
     generate((target, draft), 'autoregressive', jax.random.key(0), max_new_tokens=59)
 
 
-@pytest.mark.usefixtures('quickly')
 def test_a_method_that_drafts_nothing_ignores_draft_and_tree(tables):
   plain = generate((tables[0], None), 'autoregressive', make_keys(9))
   assert_same(plain, generate(tables, 'autoregressive', make_keys(9), tree=TokenTree.chains(2, 3)))
@@ -299,7 +285,6 @@ def test_a_method_that_drafts_nothing_ignores_draft_and_tree(tables):
   assert_same(plain, without)
 
 
-@pytest.mark.usefixtures('quickly')
 def test_methods_are_passed_by_value_too(tables):
   by_value = generate(tables, METHODS['spectr'], make_keys(9), tree=TREES['spectr'])
   by_name = spectr_jax.generate(

@@ -61,7 +61,6 @@ def _assert_as_by_themselves(models, requests, found, **options):
     assert found[request.name].num_target_calls == num_calls
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(
   ('method', 'tree'),
   [
@@ -83,7 +82,7 @@ def test_each_is_continued_as_by_itself(tables, method, tree):
   _assert_as_by_themselves(tables, requests, again, **options)
 
 
-@pytest.mark.usefixtures('highest', 'quickly')
+@pytest.mark.usefixtures('highest')
 def test_caches_of_transformers_are_given_on(target, draft):
   """A row's cache holds nothing of the prompt before."""
   requests = _requests(7, target.vocab_size)
@@ -92,7 +91,6 @@ def test_caches_of_transformers_are_given_on(target, draft):
   _assert_as_by_themselves((target, draft), requests, found, **options)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('count', [0, 1, 3, 4, 5])
 def test_any_number_of_requests(tables, count):
   options = {'method': 'speculative', 'tree': TokenTree.chains(1, 2)}
@@ -100,7 +98,6 @@ def test_any_number_of_requests(tables, count):
   _assert_as_by_themselves(tables, requests, _together(tables, requests, **options), **options)
 
 
-@pytest.mark.usefixtures('quickly')
 def test_requests_are_taken_when_there_is_a_row(tables):
   taken = 0
 
@@ -115,7 +112,6 @@ def test_requests_are_taken_when_there_is_a_row(tables):
     assert taken <= 4 + done
 
 
-@pytest.mark.usefixtures('quickly')
 def test_programs_do_not_depend_on_the_number_of_requests(tables):
   traces = []
 
@@ -133,7 +129,6 @@ def test_programs_do_not_depend_on_the_number_of_requests(tables):
   assert len(traces) == before
 
 
-@pytest.mark.usefixtures('quickly')
 def test_on_a_mesh(tables):
   sharding = DecodeSharding(make_mesh({}, jax.devices()[:1]))
   options = {'method': 'spectr', 'tree': TokenTree.chains(2, 2)}
@@ -148,7 +143,6 @@ def test_padded_lengths():
   assert padded_lengths(5) == [5]
 
 
-@pytest.mark.usefixtures('quickly')
 def test_bad_requests_are_named(tables):
   good = _requests(2)
   options = {'method': 'autoregressive'}
@@ -161,7 +155,6 @@ def test_bad_requests_are_named(tables):
       list(_together(tables, good, **options | {name: 0}))
 
 
-@pytest.mark.usefixtures('quickly')
 def test_logits_that_are_not_finite_are_named(tables):
   target = table_model(tables[0].params.at[5].set(jnp.nan))
   requests = [dataclasses.replace(request, tokens=[0]) for request in _requests(30)]
@@ -169,7 +162,6 @@ def test_logits_that_are_not_finite_are_named(tables):
     list(_together((target, tables[1]), requests, method='autoregressive'))
 
 
-@pytest.mark.usefixtures('quickly')
 def test_rows_are_refilled_one_by_one(tables):
   """What other rows hold, and how far they are, does not change."""
   options = {'method': with_gumbel(METHODS['autoregressive']), 'max_new_tokens': 6}
@@ -188,7 +180,6 @@ def test_rows_are_refilled_one_by_one(tables):
   np.testing.assert_array_equal(found.tokens[::2], expected.tokens[::2])
 
 
-@pytest.mark.usefixtures('quickly')
 def test_rows_that_cannot_be_refilled(tables):
   options = {'method': 'autoregressive', 'max_new_tokens': 6}
   key, prompt = jax.random.key(0), np.array([[1, 2]])

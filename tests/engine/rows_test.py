@@ -33,19 +33,16 @@ def _assert_rows_alone(models, method, *, shapes, seed, **options):
   assert (other.tokens[2:] != whole.tokens[2:]).any()
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', slow_but(['autoregressive', 'spectr', 'gsd', 'greedy_block', 'race_traversal']))
 def test_table_rows_do_not_depend_on_their_batch(tables, method):
   _assert_rows_alone(tables, method, shapes=[((3, 1, 0, 2), 6), ((2, 0, 1), 9)], seed=0)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block']))
 def test_a_row_alone(tables, method):
   _assert_rows_alone(tables, method, shapes=[((row,), 6) for row in range(4)], seed=1)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', slow_but(['autoregressive', 'greedy_block', 'race_traversal']))
 def test_transformer_rows_do_not_depend_on_their_batch(target, draft, method):
   """In float32 a row's sums may be ordered by the shape of its batch; a token changes only if a uniform is that close
@@ -55,7 +52,6 @@ def test_transformer_rows_do_not_depend_on_their_batch(target, draft, method):
   _assert_rows_alone((target, draft), method, shapes=shapes, seed=0)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', slow_but(KINDS))
 def test_one_key_is_folded_with_the_row(tables, method):
   key = jax.random.key(11)
@@ -64,7 +60,6 @@ def test_one_key_is_folded_with_the_row(tables, method):
   assert (generate(tables, method, jax.random.key(12)).tokens != generate(tables, method, key).tokens).any()
 
 
-@pytest.mark.usefixtures('quickly')
 def test_arguments_survive(tables):
   """The loop donates its own state, nothing a caller holds: every array can be used again."""
   keys, prompts, lengths = make_keys(2), jnp.int32(PROMPTS), jnp.int32(LENGTHS)
@@ -85,7 +80,6 @@ def test_sampling_parameters_are_per_row(target, draft, method):
     assert_same(jax.tree.map(lambda x: x[row], mixed), jax.tree.map(lambda x: x[row], same))  # noqa: B023
 
 
-@pytest.mark.usefixtures('quickly')
 def test_sampling_parameters_of_a_row_alone(tables):
   temperature, top_p = np.array([1.0, 0.0, 0.6, 1.3]), np.array([0.7, 1.0, 1.0, 0.95])
   mixed = generate(tables, 'spectr', make_keys(4), temperature=temperature, top_p=top_p)

@@ -15,7 +15,6 @@ from spectr_jax.models.table import table_model
 pytestmark = pytest.mark.usefixtures('highest')
 
 
-@pytest.mark.usefixtures('quickly')
 def test_statistics_in_closed_form():
   """Ber(.25) -> Ber(.5) at every position: with two candidates K-SEQ accepts .8476 and the optimum is .9375, with one
   both are .75.
@@ -51,7 +50,6 @@ def test_statistics_in_closed_form():
   assert_same(run(), dataclasses.replace(result, statistics=None))
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize('method', slow_but(['traversal', 'gsd']))
 def test_statistics_are_consistent(tables, method):
   """On a tree of unequal depth, until rows have ended: rounds that come after a row's end count nothing."""

@@ -247,7 +247,6 @@ def test_one_token(vocab_size, num_drafts):
     assert found == pytest.approx(float(optimal_acceptance(p, q, num_drafts)), abs=1e-6)  # float32
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(('vocab_size', 'length'), [(3, 3), (2, 4)])
 def test_one_draft_keeps_what_block_does(vocab_size, length):
   """Which is the bound as well."""
@@ -326,7 +325,6 @@ def _cases():
       yield pytest.param(name, tree, vocab_size, id=shape, marks=() if is_first else pytest.mark.slow)
 
 
-@pytest.mark.usefixtures('quickly')
 @pytest.mark.parametrize(('name', 'tree', 'vocab_size'), list(_cases()))
 def test_no_method_keeps_more(name, tree, vocab_size):
   method = dataclasses.replace(STATELESS[name], verifier=_coarse(STATELESS[name].verifier))
