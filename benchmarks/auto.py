@@ -1,16 +1,18 @@
-"""Whether `--method=auto` predicts well: predicted tokens per second against measured, over the whole grid.
+"""The accuracy of `--method=auto`: predicted against measured tokens per second, over the whole grid.
 
 Command   python -m benchmarks.auto --num_prompts=32 --batch_size=1 --output=auto.json
 Models    the pretrained pair, or --target and --draft; with --shapes random weights in the shapes A and B of
-          benchmarks/README.md, whose laws overlap by 0.4 on average
+          benchmarks/README.md, whose distributions overlap by 0.4 on average
 Prompts   --num_prompts of --prompts, from the first; `auto` is calibrated on the first of them with another seed
 
-Every setting that `auto` compares is then decoded, in turns, batch by batch, as far as their programs fit in one
-process; where they do not, autoregressive decoding is in every group of them, and speeds are scaled to the first one's
-by it. Printed: the largest and the median error of the predictions, also as multiples of autoregressive decoding, which
-leaves out how the machine's speed changed since it was calibrated; the setting that was chosen, the fastest that was
-measured, and the speed of the one over the other's with its 95% interval over batches, which leaves out the error of
-the scale where they are of two groups.
+Every setting that `auto` compares is then decoded. Settings take turns batch by batch as far as their programs fit in
+one process. Otherwise they form groups. Every group includes autoregressive decoding, and its speed scales those of
+later groups to the first.
+
+The output is the largest and the median error of the predictions, in tokens per second and as multiples of
+autoregressive decoding; the latter do not depend on how the machine's speed changed since the calibration. It also
+names the chosen setting and the fastest measured one, with the ratio of their speeds and its 95% interval over batches.
+If the two are in different groups, the interval does not include the error of the scale.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from decode.experiment.workload import Workload
 
 
 def with_shapes(workload: Workload) -> Workload:
-  """The same prompts, whose ids both vocabularies have, for a target A and a draft B."""
+  """The same prompts, whose ids are in both vocabularies, with models of the shapes A (target) and B (draft)."""
   dtype = workload.options.dtype or 'float32'
   described = {
     role: {'shape': shape, 'num_params': SHAPES[shape].num_params, 'dtype': dtype}
@@ -44,7 +46,16 @@ def with_shapes(workload: Workload) -> Workload:
 
 
 def compare_predictions(workload: Workload, predictions, notify) -> dict:
-  """Decodes all that was predicted; JSON values."""
+  """Decodes every predicted setting and compares speeds.
+
+  Args:
+    workload: Models and prompts.
+    predictions: Predictions of all settings, the fastest first.
+    notify: Called with the current activity, batches done and batches in total.
+
+  Returns:
+    JSON values.
+  """
   run = measure(workload, [found.setting for found in predictions], notify)
   summaries = {setting: run.summarize(setting) for setting in run.settings}
   baseline = baseline_of(run.settings)

@@ -1,9 +1,9 @@
 """Cuts prompts from a text: the first words of passages, evenly spaced.
 
 Command   python -m benchmarks.cut_prompts --text=FILE --output=PROMPTS.jsonl --num_prompts=96 --num_words=24
-Text      .txt, .gz or .bz2; a passage begins at a line after a blank one, and may go on over line ends
+Text      .txt, .gz or .bz2; a passage begins at a line after a blank one, and may span lines
 
-Writes JSON lines as `decode.main --prompts` reads them.
+The output is JSON lines that `decode.main --prompts` reads.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from train.text_sources import read_text
 
 
 def cut(text: str, num_prompts: int, num_words: int) -> list[str]:
-  """Prompts of `num_words` words each, line ends turned into spaces.
+  """Prompts of `num_words` words each, with line ends replaced by spaces.
+
+  Args:
+    text: The text.
+    num_prompts: Number of prompts.
+    num_words: Words of each prompt.
 
   Raises:
-    ValueError: The text has too few passages with so many words left.
+    ValueError: The text has too few passages of that many words.
   """
   lines = text.split('\n')
   starts = [i for i in range(1, len(lines)) if lines[i].strip() and not lines[i - 1].strip()]

@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# Trains the four models of configs/public_text.py and measures the papers' tables on them, in pieces of a few minutes:
-# a piece that runs out of time saves what it has and ends with code 3, and the same command goes on from there.
+# Trains the four models of configs/public_text.py and measures the papers' tables on them, in pieces of a few minutes.
+# A piece that runs out of time saves its progress and ends with code 3. The same command then continues from there.
 #
 #   FILES='corpus/*.txt.bz2' OUT=runs/family PROMPTS=HumanEval=HumanEval.jsonl.gz benchmarks/gpu_family.sh
 #
 # FILES    plain text, paths or globs separated by commas
-# OUT      where everything goes
+# OUT      directory for all output
 # PROMPTS  files of prompts, NAME=FILE separated by commas, for the tables of SpecTr-GBV; default the shipped prompts
 # TEXTS    the same for those of SpecTr
 # SECONDS_PER_PIECE   time until a piece ends; default 540
-# SIZES    default "97m 6m 2m 20m": the first is the target, the others are its drafts, distilled from it; the second is
-#          the draft of the tables that have one
+# SIZES    default "97m 6m 2m 20m": the first is the target, the others are drafts distilled from it; tables with a
+#          single draft use the second
 # TRAIN    further arguments of train.main, such as --config.num_steps=1000
 # TABLES   default: all
 # LATENCY  further arguments of decode.reproduce for tables of latency
-# DECODE   the same for all others; a table that a whole piece is too short for, twice, ends with code 4
-# PEAK     of the device, TFLOP/s in bfloat16: to print model FLOP utilisation, without what a teacher does; default 989
+# DECODE   further arguments of decode.reproduce for all other tables; a table that does not fit into a whole piece
+#          twice ends with code 4
+# PEAK     peak of the device in TFLOP/s, bfloat16, for model FLOP utilisation without the teacher's FLOPs; default 989
 #          (H100, H200)
 # PYTHON   default python
 set -euo pipefail
@@ -31,10 +32,10 @@ read -r -a decode <<<"${DECODE:---num_prompts=128 --num_seeds=3}"
 ((${#sizes[@]} > 1)) || { echo 'SIZES must name a target and at least one draft' >&2; exit 1; }
 target=${sizes[0]}
 mkdir -p "$OUT"
-# A piece need not compile what an earlier one has.
+# A piece reuses the programs that earlier pieces compiled.
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$OUT/compiled}
 
-# in_time COMMAND...: ends with code 3 if the piece's time is over before or while the command runs.
+# in_time COMMAND...: runs the command, and ends with code 3 if the piece's time is over before or while it runs.
 in_time() {
   local left=$((limit - SECONDS))
   ((left > 0)) || { echo 'out of time: run again'; exit 3; }
@@ -52,7 +53,7 @@ for size in "${sizes[@]}"; do
   [[ -e $OUT/$size/done ]] && continue
   distilled=()
   [[ $size == "$target" ]] || distilled=("--config.distill_from=$OUT/$target/model")
-  # The model of a run that stopped early is there before its end: only what it prints says that it is done.
+  # With early stopping the model exists before the run ends, so only the printed line tells that the run is done.
   in_time "$python" -m train.main "--config=configs/public_text.py:$size" "--workdir=$OUT/$size" "${common[@]}" \
     "${distilled[@]}" | tee "$OUT/$size.log"
   grep -q '^held-out ' "$OUT/$size.log" || { echo 'out of time: run again'; exit 3; }
@@ -84,8 +85,8 @@ for table in "${tables[@]}"; do
     *) arguments+=("${decode[@]}" ${PROMPTS:+"--prompts=$PROMPTS"}) ;;
   esac
   begun=$SECONDS
-  # In a shell of its own, so that running out of time can be told from what cannot be done in any piece. The first
-  # whole piece may have gone into compiling, which the second need not do again.
+  # A subshell, so that a table that does not fit into any piece is told from one that started late. The first whole
+  # piece may have been spent on compiling, which the second does not repeat.
   (in_time "$python" -m decode.reproduce "${arguments[@]}") || {
     code=$?
     if ((code == 3 && begun * 10 < limit)); then

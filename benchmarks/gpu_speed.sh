@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Speed on a GPU by batch size: where speculation stops paying, race_block beside spectr, the share of the bandwidth that
-# a step takes, and a profile of some rounds. In pieces of a few minutes: what is there is not measured again, and a piece
-# that runs out of time ends with code 3.
+# Speed on a GPU by batch size: where speculation stops paying, race_block against spectr, the share of the bandwidth that
+# a step uses, and a profile of some rounds. It runs in pieces of a few minutes. Existing results are not measured again,
+# and a piece that runs out of time ends with code 3.
 #
 #   TARGET=runs/family/97m/model DRAFT=runs/family/6m/model OUT=runs/speed benchmarks/gpu_speed.sh
 #
 # TARGET, DRAFT  directories of the models; default the pretrained pair
-# OUT            where everything goes
+# OUT            directory for all output
 # BATCHES        default "1 8 64 256"
 # DECODE         further arguments of decode.main; default --num_prompts=256
 # SHAPES         arguments of benchmarks.speed; default --dtype=bfloat16 --batch_size=1,8,64,256 --nopeer; "none" leaves it out
@@ -23,7 +23,7 @@ models=(${TARGET:+"--target=$TARGET"} ${DRAFT:+"--draft=$DRAFT"})
 mkdir -p "$OUT"
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$OUT/compiled}
 
-# piece FILE COMMAND...: runs the command, which writes the file, unless that is there.
+# piece FILE COMMAND...: runs the command, which writes the file, unless the file exists.
 piece() {
   local file=$1 left=$((limit - SECONDS)) code=0
   shift

@@ -1,12 +1,12 @@
-"""How a round's time and memory grow with nodes, K, L, rows, cache length and vocabulary.
+"""The growth of a round's time and memory with K, L, rows, cache length and vocabulary.
 
 Command   python -m benchmarks.growth --output=growth.json --picture=growth.png
 Models    random weights: a target of 6 layers, width 256, and a draft of 2 layers, width 96; float32
 Point     K = 4, L = 4, one row, room for 256 tokens, vocabulary 4096; one size at a time is another
 
-Timed are whole rounds of the loop, medians over runs of several rounds in which all points take turns, and the parts of
-a round as programs of their own. Rows are in the middle of their caches. Memory is what the compiler says that the
-program takes, beside its floor: weights, caches and the two models' laws.
+The times are those of whole rounds of the loop, medians over runs of several rounds in which all points take turns, and
+those of a round's parts as separate programs. Caches are half full. Memory is the compiler's figure for the program.
+Its floor is the memory of weights, caches and the two models' distributions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,15 @@ NUM_ROUNDS = 8  # per timed run
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-  """Sizes of a round; `nodes` is K L, drafts of two tokens each, where it is what grows."""
+  """The sizes of a round.
+
+  Attributes:
+    num_drafts: K.
+    draft_length: L, in tokens.
+    batch_size: Rows.
+    cache_length: Size of a row's cache, in tokens.
+    vocab_size: V.
+  """
 
   num_drafts: int = 4
   draft_length: int = 4
@@ -73,7 +81,13 @@ def _models(point: Point):
 
 
 def make_decoder(point: Point, method: str, sharding: DecodeSharding | None = None) -> Decoder:
-  """The decoder of a point."""
+  """The decoder of a point.
+
+  Args:
+    point: The sizes.
+    method: Name of the method.
+    sharding: The sharding; None for one device.
+  """
   return Decoder.make(
     *_models(point),
     method=method,
@@ -85,14 +99,24 @@ def make_decoder(point: Point, method: str, sharding: DecodeSharding | None = No
 
 
 def begin(point: Point, decoder: Decoder):
-  """A state whose caches are half full."""
+  """A decoding state whose caches are half full.
+
+  Args:
+    point: The sizes.
+    decoder: The decoder of the point.
+  """
   length = point.cache_length // 2
   prompts = np.random.default_rng(0).integers(0, point.vocab_size, (point.batch_size, length)).astype(np.int32)
   return spectr_jax.init_decode(decoder, jax.random.key(0), prompts, np.full(point.batch_size, length))
 
 
 def memory(point: Point, method: str) -> dict[str, int]:
-  """Bytes that the loop takes, and the least that it could."""
+  """The bytes of memory that the loop takes, and their floor.
+
+  Args:
+    point: The sizes.
+    method: Name of the method.
+  """
   target, draft = _models(point)
   sharding = DecodeSharding(make_mesh({'data': 1, 'model': 1}, jax.devices()[:1]))
   decoder = make_decoder(point, method, sharding)
@@ -105,12 +129,18 @@ def memory(point: Point, method: str) -> dict[str, int]:
 
 
 def measure(points: list[Point], method: str, num_runs: int) -> list[dict[str, float]]:
-  """Seconds and bytes of each point."""
+  """Seconds and bytes of each point.
+
+  Args:
+    points: The points.
+    method: Name of the method.
+    num_runs: Number of timed runs of each point.
+  """
   found = []
   for point in points:
     decoder = make_decoder(point, method)
     found.append(latency.time_parts(decoder, begin(point, decoder), num_runs) | memory(point, method))
-    jax.clear_caches()  # programs of the parts of all points would not fit in one process
+    jax.clear_caches()  # the programs of all points' parts would not fit in one process
     print(point, flush=True)
 
   def seconds_per_round(point):
@@ -131,7 +161,12 @@ def measure(points: list[Point], method: str, num_runs: int) -> list[dict[str, f
 
 
 def draw(rows: list[dict], method: str) -> bytes:
-  """Panels of times over each size, and of memory below them."""
+  """A PNG with a panel of times for each size, and a panel of memory below it.
+
+  Args:
+    rows: The results, as in the output file.
+    method: Name of the method, for the title.
+  """
   figure, axes = plots.panels(len(AXES), rows=2, width=2.6, height=2.6)
   for place, (name, points) in enumerate(AXES.items()):
     own = [next(row for row in rows if row['point'] == dataclasses.asdict(point)) for point in points]

@@ -1,7 +1,7 @@
-"""The same shapes in Hugging Face's transformers, for `benchmarks.speed`; needs `pip install torch transformers`.
+"""Models of the same shapes in Hugging Face's transformers, for `benchmarks.speed`.
 
-Llama has what the project's transformer has (RMSNorm, rotary positions, tied embeddings), but for a gate in the MLP:
-with 2/3 of the hidden width it has as many weights.
+They need `pip install torch transformers`. Llama has the same parts as the project's transformer (RMSNorm, rotary
+positions, tied embeddings) and a gate in the MLP. With 2/3 of the MLP's hidden width it has as many weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ _DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
 
 
 def make_model(config: TransformerConfig, dtype: str) -> LlamaForCausalLM:
-  """A model of this shape, its weights drawn at random."""
+  """A model of the given shape with random weights.
+
+  Args:
+    config: Sizes of the project's transformer.
+    dtype: `float32` or `bfloat16`.
+  """
   torch.set_num_threads(os.cpu_count())
   model = LlamaForCausalLM(
     LlamaConfig(
@@ -40,7 +45,7 @@ def make_model(config: TransformerConfig, dtype: str) -> LlamaForCausalLM:
 
 
 def count_calls(model: LlamaForCausalLM) -> list[int]:
-  """A list of one number that every call of the model adds one to."""
+  """A list with one number, which every call of the model increments."""
   counter = [0]
 
   def add_one(*_):
@@ -51,7 +56,14 @@ def count_calls(model: LlamaForCausalLM) -> list[int]:
 
 
 def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Callable[[], None]:
-  """A call that samples so many tokens; options are those of `generate`."""
+  """A function that samples `max_new_tokens` tokens for every prompt.
+
+  Args:
+    model: The model.
+    prompts: int `[B, P]`.
+    max_new_tokens: Number of new tokens.
+    **options: Further options of the model's `generate`.
+  """
   tokens = torch.tensor(np.asarray(prompts), dtype=torch.long)
   mask = torch.ones_like(tokens)
 
@@ -67,14 +79,29 @@ def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Calla
 
 
 def compiled_sampler(config: TransformerConfig, dtype: str, prompts: np.ndarray, max_new_tokens: int):
-  """`sampler` of a model of its own, compiled, with a static cache."""
+  """`sampler` of a new compiled model with a static cache.
+
+  Args:
+    config: Sizes of the project's transformer.
+    dtype: `float32` or `bfloat16`.
+    prompts: int `[B, P]`.
+    max_new_tokens: Number of new tokens.
+  """
   model = make_model(config, dtype)
   model.forward = torch.compile(model.forward)
   return sampler(model, prompts, max_new_tokens, cache_implementation='static')
 
 
 def assisted_sampler(model, draft, prompts: np.ndarray, max_new_tokens: int, draft_length: int):
-  """`sampler` with an assistant that always guesses so many tokens."""
+  """`sampler` with an assistant model that always guesses the same number of tokens.
+
+  Args:
+    model: The target.
+    draft: The assistant.
+    prompts: int `[B, P]`.
+    max_new_tokens: Number of new tokens.
+    draft_length: Tokens per guess.
+  """
   draft.generation_config.num_assistant_tokens = draft_length
   draft.generation_config.num_assistant_tokens_schedule = 'constant'
   draft.generation_config.assistant_confidence_threshold = 0.0

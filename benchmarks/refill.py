@@ -1,13 +1,13 @@
-"""Throughput on many prompts that end at different times: rows refilled, against whole batches one after another.
+"""Throughput on many prompts whose continuations end at different times: refilled rows against whole batches.
 
 Command   python -m benchmarks.refill --method=race_block --num_drafts=2 --draft_length=4 --batch_size=16
 Models    the pretrained pair, or --target and --draft
-Prompts   --num_prompts pieces of the shipped prompts, one after another, of 16 to 256 tokens, all lengths alike often
-Stops     every token whose id is a multiple of --stop ends a row; else --max_new_tokens do
+Prompts   --num_prompts pieces of the joined shipped prompts, of 16 to 256 tokens with lengths evenly spaced
+Stops     a row ends at a token whose id is a multiple of --stop, or after --max_new_tokens
 
-Both decode the same prompts with the same keys, and must give the same tokens but for ties of rounding: the share of
-continuations that differ is printed (JAX_ENABLE_X64=1 and --dtype=float64 leave no ties). They run in turns, after a
-run of each that compiles. Batches have prompts padded to the longest of all, as in `decode.main`.
+Both ways decode the same prompts with the same keys, and must give the same tokens except where rounding decides. The
+share of continuations that differ is printed; with JAX_ENABLE_X64=1 and --dtype=float64 it should be 0. The two take
+turns, after one run of each that compiles. Batches pad their prompts to the longest of all, as in `decode.main`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ _SHORTEST, _LONGEST = 16, 256
 
 
 def make_requests(tokenizer, num_prompts: int) -> list[Request]:
-  """Prompts of all lengths from 16 to 256 tokens, in random order, with a key each."""
+  """Prompts of 16 to 256 tokens in random order, each with its own key.
+
+  Args:
+    tokenizer: The models' tokenizer.
+    num_prompts: Number of prompts.
+  """
   texts = [prompt.text for prompt in DecodeOptions().read_prompts()]
   ids = np.concatenate([row for row in tokenizer.encode_batch(texts)])
   rng = np.random.default_rng(0)
@@ -41,7 +46,17 @@ def make_requests(tokenizer, num_prompts: int) -> list[Request]:
 
 
 def run_batches(models, requests, batch_size: int, **options) -> dict[int, list[int]]:
-  """Tokens by request, of whole batches; the last one is filled up with its last prompt."""
+  """Decodes whole batches one after another. The last batch is padded with copies of its last prompt.
+
+  Args:
+    models: Target and draft.
+    requests: The prompts.
+    batch_size: Rows.
+    **options: Options of `generate`.
+
+  Returns:
+    Tokens by name of the request.
+  """
   found = {}
   for first in range(0, len(requests), batch_size):
     part = requests[first : first + batch_size]
@@ -58,7 +73,17 @@ def run_batches(models, requests, batch_size: int, **options) -> dict[int, list[
 
 
 def run_refilled(models, requests, batch_size: int, **options) -> dict[int, list[int]]:
-  """Tokens by request, of rows that are given on."""
+  """Decodes with rows that are refilled as soon as they are done.
+
+  Args:
+    models: Target and draft.
+    requests: The prompts.
+    batch_size: Rows.
+    **options: Options of `generate_many`.
+
+  Returns:
+    Tokens by name of the request.
+  """
   stream = spectr_jax.generate_many(*models, iter(requests), batch_size=batch_size, longest_prompt=_LONGEST, **options)
   return {each.name: each.tokens.tolist() for each in stream}
 

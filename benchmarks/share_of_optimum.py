@@ -1,12 +1,13 @@
-"""How much of the optimal acceptance each rule for i.i.d. candidates reaches, on laws of a pair of models.
+"""The share of the optimal acceptance that each rule for i.i.d. candidates reaches, on a pair of models.
 
 Command   python -m benchmarks.share_of_optimum --num_drafts=2,4,8 --temperature=1,0.5
 Models    the pretrained pair, or --target and --draft
-Laws      of both models at every position of the target's own continuations of the shipped prompts, sampled at the
-          same temperature: the positions at which a method that keeps the target's law draws candidates
+Laws      the distributions of both models at every position of the target's own continuations of the shipped prompts,
+          sampled at the same temperature: the positions at which a lossless method draws candidates
 
-Acceptance follows exactly from the laws (`spectr_jax.theory`), no candidate is drawn. A share is the mean acceptance
-over the mean of the optimum, with its 95% interval over prompts; `worst` is the smallest share at any one position.
+The acceptance is computed exactly from the distributions (`spectr_jax.theory`); no candidate is drawn. A share is the
+mean acceptance divided by the mean optimum, with its 95% interval over prompts. `worst` is the smallest share at any
+single position.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ RULES = {
 def measure(
   options: DecodeOptions, *, temperatures: list[float], num_drafts: list[int], batch_size: int = 8
 ) -> list[dict]:
-  """A record per temperature, number of candidates and rule."""
+  """One record per temperature, number of candidates and rule.
+
+  Args:
+    options: The models, prompts, number of positions and seed.
+    temperatures: Temperatures.
+    num_drafts: Numbers n of candidates.
+    batch_size: Prompts decoded together.
+  """
   target, tokenizer = spectr_jax.load_model(options.target)
   draft, _ = spectr_jax.load_model(options.draft)
   prompts = options.read_prompts()[: options.num_prompts]

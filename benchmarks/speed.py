@@ -1,4 +1,4 @@
-"""Speed beside Hugging Face's transformers: autoregressive decoding, rounds with a draft, and what they are made of.
+"""Speed compared with Hugging Face's transformers: autoregressive decoding, rounds with a draft, and a round's parts.
 
 Command   pip install torch transformers
           python -m benchmarks.speed --output=speed.json
@@ -6,10 +6,10 @@ Models    target A and draft B of benchmarks/README.md, random weights
 Peer      `generate` with its dynamic cache, and with a static cache and torch.compile; with a draft `assistant_model`
           and a constant number of guesses. `--nopeer` leaves it out
 
-All ways that do the same take turns in one process; printed are medians and ranges. Calls include the prompt's prefill.
-With a draft what counts is a round, one call of the target, since random weights agree by chance: both systems use
-their draft in its faster type. The floor of a step is the time to read the target's weights once, at the rate at which
-the device finds the largest of 2^28 numbers, a processor with all cores.
+All implementations of the same task take turns in one process. Medians and ranges are printed. Calls include the
+prompt's prefill. With a draft the unit is a round, that is one call of the target, since models with random weights
+agree only by chance. Both systems use the draft in its faster type. The floor of a step is the time to read the
+target's weights once, at the rate at which the device finds the maximum of 2^28 numbers; a CPU uses all cores.
 """
 
 from __future__ import annotations
@@ -40,16 +40,22 @@ SHAPES = {
   'B': TransformerConfig(32000, 144, num_layers=6, num_heads=4, mlp_dim=576, max_length=512),
 }
 PROMPT_LENGTH, NEW_TOKENS = 64, 128
-Call = Callable[[], int]  # does something, and says how many steps it took
+Call = Callable[[], int]  # runs a task and returns its number of steps
 
 
 def make_model(shape: str, dtype: str):
+  """A model of one of the shapes with random weights.
+
+  Args:
+    shape: A name in `SHAPES`.
+    dtype: Type of weights and activations.
+  """
   config = dataclasses.replace(SHAPES[shape], dtype=dtype)
   return for_decoding(transformer_model(init_params(jax.random.key(0), config), config))
 
 
 def read_rate() -> float:
-  """Bytes per second that the device reads, the best of several passes over 1 GiB."""
+  """The device's read rate in bytes per second, the best of several passes over 1 GiB."""
 
   def rate(largest, num_bytes):
     def seconds():
@@ -69,7 +75,12 @@ def read_rate() -> float:
 
 
 def time_steps(calls: dict[str, Call], num_runs: int) -> dict[str, dict]:
-  """Milliseconds per step of each, in turns, after a call that is not counted: median, lowest and highest."""
+  """Milliseconds per step of each call: median, lowest and highest. The calls take turns after one untimed call each.
+
+  Args:
+    calls: Calls by name.
+    num_runs: Number of timed runs of each.
+  """
   found = {name: [] for name in calls}
   for call in calls.values():
     call()
@@ -88,7 +99,14 @@ def prompts(batch_size: int) -> np.ndarray:
 
 
 def own_call(models, batch_size: int, method: str, tree: TokenTree | None) -> Call:
-  """A call of `generate`; says how many rounds it took."""
+  """A call of this library's `generate`, which returns its number of rounds.
+
+  Args:
+    models: Target and draft.
+    batch_size: Rows.
+    method: Name of the method.
+    tree: The tree of guesses, or None.
+  """
 
   def call():
     result = spectr_jax.generate(
@@ -106,6 +124,13 @@ def own_call(models, batch_size: int, method: str, tree: TokenTree | None) -> Ca
 
 
 def autoregressive_calls(dtype: str, batch_size: int, has_peer: bool) -> dict[str, Call]:
+  """Calls that decode autoregressively, by name.
+
+  Args:
+    dtype: Type of the target.
+    batch_size: Rows.
+    has_peer: Whether to include Hugging Face's transformers.
+  """
   calls = {'spectr_jax': own_call((make_model('A', dtype), None), batch_size, 'autoregressive', None)}
   if has_peer:
     from benchmarks import peer
@@ -120,6 +145,13 @@ def autoregressive_calls(dtype: str, batch_size: int, has_peer: bool) -> dict[st
 
 
 def round_calls(dtype: str, draft_length: int, has_peer: bool) -> dict[str, Call]:
+  """Calls that decode with a single draft, by name. Each returns its number of target calls.
+
+  Args:
+    dtype: Type of the target.
+    draft_length: Tokens per draft.
+    has_peer: Whether to include Hugging Face's transformers.
+  """
   target, tree, calls = make_model('A', dtype), TokenTree.chains(1, draft_length), {}
   draft_dtypes = ['float32'] if dtype == 'float32' else ['float32', 'bfloat16']
   for draft_dtype in draft_dtypes:
@@ -142,7 +174,15 @@ def round_calls(dtype: str, draft_length: int, has_peer: bool) -> dict[str, Call
 
 
 def parts(dtype: str, method: str, num_drafts: int, draft_length: int, num_runs: int) -> dict[str, float]:
-  """Milliseconds of a round and of its parts, each a program of its own."""
+  """Milliseconds of a round and of its parts, each of which is a separate program.
+
+  Args:
+    dtype: Type of the target.
+    method: Name of the method.
+    num_drafts: K.
+    draft_length: L.
+    num_runs: Number of timed runs.
+  """
   tree = TokenTree.chains(num_drafts, draft_length)
 
   decoder = Decoder.make(
@@ -167,11 +207,23 @@ def parts(dtype: str, method: str, num_drafts: int, draft_length: int, num_runs:
 
 
 def best(times: dict[str, dict], system: str) -> dict:
-  """The fastest way of a system."""
+  """The times of a system's fastest implementation.
+
+  Args:
+    times: Times by name, from `time_steps`.
+    system: The prefix of the system's names.
+  """
   return min((found for name, found in times.items() if name.startswith(system)), key=lambda found: found['median'])
 
 
 def describe_times(title: str, times: dict[str, dict], tokens_per_step: int | None) -> list[str]:
+  """The times as lines of text.
+
+  Args:
+    title: The first line.
+    times: Times by name, from `time_steps`.
+    tokens_per_step: New tokens of a step over all rows; None to omit tokens per second.
+  """
   lines = [title]
   for name, found in times.items():
     speed = f', {1e3 * tokens_per_step / found["median"]:.1f} tokens/s' if tokens_per_step else ''
@@ -183,7 +235,17 @@ def describe_times(title: str, times: dict[str, dict], tokens_per_step: int | No
 
 
 def measure(dtypes: Sequence[str], batch_sizes: Sequence[int], num_runs: int, has_peer: bool) -> dict:
-  """All of it, printed as it comes; JSON values."""
+  """Measures everything and prints results as they arrive.
+
+  Args:
+    dtypes: Types of the target.
+    batch_sizes: Rows in autoregressive decoding.
+    num_runs: Number of timed runs of each call.
+    has_peer: Whether to run Hugging Face's transformers as well.
+
+  Returns:
+    JSON values.
+  """
   rate, results = read_rate(), {}
   print(f'read rate {rate / 1e9:.1f} GB/s')
   for dtype in dtypes:

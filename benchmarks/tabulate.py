@@ -1,11 +1,11 @@
-"""Tables in Markdown from runs of `decode.main`: block efficiency by method and tree, methods against each other.
+"""Markdown tables from runs of `decode.main`: block efficiency by method and tree, and comparisons of methods.
 
 Command   python -m benchmarks.tabulate --files=FILE,... [--output=SUMMARY.json] [--nodes=64]
-Files     what `decode.main` or `decode.bulk` wrote with --generations, or a summary that this program wrote
+Files     the --generations of `decode.main` or `decode.bulk`, or a summary that this program wrote
 
-Continuations of one prompt under several seeds are one unit of the sample. Intervals of 95% are over prompts. Ratios
-to `--baseline` are paired: every prompt and seed is decoded by both methods. With `--nodes` a table has each method on
-its best shape of at most so many nodes, and how many times as much the best method keeps.
+Continuations of one prompt under several seeds are one unit of the sample. The 95% intervals are over prompts. Ratios
+to `--baseline` are paired: both methods decode every prompt and seed. `--nodes` adds a table of each method on its best
+shape of at most that many nodes, with the factor by which the best method keeps more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from spectr_jax import METHODS
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """What was run. `shape` is 'K x L' for chains, else the tree."""
+  """A setting of a run.
+
+  Attributes:
+    temperature: Sampling temperature.
+    method: Name of the method, with deviations from its defaults.
+    is_lossless: Whether the method is lossless.
+    shape: 'K x L' for chains, else the name of the tree.
+  """
 
   temperature: float
   method: str
@@ -42,7 +49,13 @@ class Setting:
 
 @dataclasses.dataclass
 class Counts:
-  """Tokens and target calls by prompt, all seeds together, and which pairs of prompt and seed they are from."""
+  """Counts by prompt, summed over seeds.
+
+  Attributes:
+    tokens: New tokens by prompt.
+    target_calls: Target calls by prompt.
+    runs: The pairs of prompt and seed that are counted.
+  """
 
   tokens: dict = dataclasses.field(default_factory=collections.Counter)
   target_calls: dict = dataclasses.field(default_factory=collections.Counter)
@@ -53,16 +66,16 @@ class Counts:
     return sorted({seed for _, seed in self.runs})
 
   def arrays(self, prompts=None) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and target calls, `[P]` each, of these prompts, by default of all."""
+    """Tokens and target calls, `[P]` each, of the given prompts, by default of all."""
     prompts = self.tokens if prompts is None else prompts
     return tuple(np.array([counts[prompt] for prompt in prompts]) for counts in (self.tokens, self.target_calls))
 
 
 def read(paths: list[str]) -> dict[Setting, Counts]:
-  """What the files hold, by setting.
+  """The counts in the files, by setting.
 
   Raises:
-    ValueError: A setting has the same prompt and seed twice, or a file is none of ours.
+    ValueError: A setting has the same prompt and seed twice, or a file has another format.
   """
   found = collections.defaultdict(Counts)
   for path in paths:
@@ -78,7 +91,7 @@ def read(paths: list[str]) -> dict[Setting, Counts]:
 
 
 def _version(line: dict) -> str:
-  """The method, with what is not its own: how children are drawn, and over-acceptance."""
+  """The method's name, with deviations from its defaults: its proposal rule and over-acceptance."""
   name, children, epsilon = line['method'], line['children'], line['epsilon']
   is_own = name not in METHODS or children == METHODS[name].proposal_rule.name
   return name + ('' if is_own else f', {children}') + ('' if epsilon is None else f', epsilon {epsilon:g}')
@@ -108,7 +121,7 @@ def _add_summary(records, found) -> None:
 
 
 def summarize(found: dict[Setting, Counts]) -> str:
-  """JSON, a setting per line: enough to make every table again."""
+  """JSON with one setting per line, from which every table can be made again."""
   lines = []
   for setting, counts in found.items():
     tokens, calls = counts.arrays()
@@ -141,12 +154,12 @@ def _factor(counts: Counts, baseline: Counts | None) -> str:
 
 
 def _budget(setting: Setting) -> str:
-  """`optimal:64 = prefix:2,2,1` is of the budget `optimal:64`; any other tree is its own."""
+  """The group of a setting: `optimal:64 = prefix:2,2,1` belongs to `optimal:64`, any other tree to itself."""
   return setting.shape.split(' = ')[0]
 
 
 def num_nodes(shape: str) -> int | None:
-  """Nodes of a tree by its name; None for trees of other forms than K x L and prefix trees."""
+  """The number of nodes of a tree, from its name; None for trees other than K x L and prefix trees."""
   tree = shape.split(' = ')[-1]
   if ' x ' in tree:
     return math.prod(map(int, tree.split(' x ')))
@@ -155,7 +168,15 @@ def num_nodes(shape: str) -> int | None:
 
 
 def best_shapes(found: dict[Setting, Counts], most_nodes: int) -> list[str]:
-  """Lines of Markdown: per temperature each method on its best shape of at most `most_nodes` nodes, the best first."""
+  """Markdown tables per temperature of each method on its best shape, the best method first.
+
+  Args:
+    found: Counts by setting.
+    most_nodes: The largest number of nodes of a shape.
+
+  Returns:
+    Lines of Markdown.
+  """
   lines = []
   for temperature in sorted({setting.temperature for setting in found}, reverse=True):
     best: dict[str, tuple[float, Setting]] = {}
@@ -180,12 +201,20 @@ def best_shapes(found: dict[Setting, Counts], most_nodes: int) -> list[str]:
 
 
 def _natural(text: str) -> list:
-  """Sorts `2 x 8` before `16 x 1`, and either before `optimal:8`."""
+  """A sort key that puts `2 x 8` before `16 x 1`, and both before `optimal:8`."""
   return [(int(part), '') if part.isdigit() else (math.inf, part) for part in re.findall(r'\d+|\D+', text)]
 
 
 def tables(found: dict[Setting, Counts], baseline: str) -> list[str]:
-  """Lines of Markdown: per temperature a table of chains, and per shape methods against the baseline."""
+  """Markdown tables per temperature: one of all chains, and one per shape that compares methods with the baseline.
+
+  Args:
+    found: Counts by setting.
+    baseline: Name of the method to compare with.
+
+  Returns:
+    Lines of Markdown.
+  """
   lines = []
   for temperature in sorted({setting.temperature for setting in found}, reverse=True):
     own = {setting: counts for setting, counts in found.items() if setting.temperature == temperature}

@@ -1,18 +1,18 @@
-"""Time and memory of one verification, every method: what is added to a call of the target to decide what is kept.
+"""Time and memory of one verification by every method: the cost in addition to the target's call.
 
 Command   python -m benchmarks.verification --num_drafts=8 --draft_length=8 --rows=1,8
-Models    none: laws of a language model's shape, drawn at random, a law per context
+Models    none: random distributions shaped like a language model's, one per context
 Guesses   drawn by the method's own rule; single-draft methods get one draft
 
-Each context's target logits are Gaussian with a standard deviation that is uniform in [3, 6], and the draft's are the
-same plus Gaussian noise of 0.9: at a vocabulary of 32000 they overlap by 1 - TV = .70 on average, with entropy 3.6
-nats. Equal prefixes have equal laws, as in decoding. Several proposals are verified in turn, so that walks end at all
-depths, and the numbers are means over them: the median of repeats in which all methods take turns, and their range.
-Besides:
+Each context's target logits are Gaussian with a standard deviation that is uniform in [3, 6]. The draft's logits are
+the same plus Gaussian noise with standard deviation 0.9. At a vocabulary of 32000 the distributions overlap by 1 - TV =
+.70 on average and have an entropy of 3.6 nats. Equal prefixes have equal distributions, as in decoding. Several
+proposals are verified one after another, so that walks end at all depths. The results are means over the proposals: the
+median and range of repeats in which all methods take turns. Two further cases are measured:
 
-all kept    equal laws, and where the rule allows equal drafts: every position has K candidates and the walk goes to
-            the end
-none kept   laws with no token in common: every candidate is rejected
+all kept    equal distributions and, if the rule allows it, equal drafts: every position has K candidates and the walk
+            reaches the end
+none kept   distributions without a common token: every candidate is rejected
 """
 
 from __future__ import annotations
@@ -45,7 +45,13 @@ CASES = ('random', 'all kept', 'none kept')
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Laws:
-  """Laws of draft and target by context, `[NUM_CONTEXTS, V]` each, and the target's logits that they come from."""
+  """The models' distributions by context.
+
+  Attributes:
+    draft_probs: `[NUM_CONTEXTS, V]`, the draft's distributions.
+    target_probs: `[NUM_CONTEXTS, V]`, the target's distributions.
+    target_logits: `[NUM_CONTEXTS, V]`, the logits of `target_probs`.
+  """
 
   draft_probs: jax.Array
   target_probs: jax.Array
@@ -55,12 +61,12 @@ class Laws:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Guesses:
-  """Proposals for a batch of rows, without the laws.
+  """Proposals for a batch of rows, without their distributions.
 
   Attributes:
-    keys: `[B, L + 1]`, for verification.
+    keys: `[B, L + 1]`, typed keys for verification.
     tokens: int32 `[B, N]`.
-    contexts: int32 `[B, N + 1]`, which law follows each node.
+    contexts: int32 `[B, N + 1]`, the context of each node.
   """
 
   keys: jax.Array
@@ -70,7 +76,14 @@ class Guesses:
 
 @functools.partial(jax.jit, static_argnames=('vocab_size', 'case', 'top_k', 'top_p'))
 def make_laws(key: jax.Array, *, vocab_size: int, case: str, top_k: int = 0, top_p: float = 1.0) -> Laws:
-  """Laws as the module describes them."""
+  """Random distributions as the module describes them.
+
+  Args:
+    key: One typed key.
+    vocab_size: V.
+    case: One of `CASES`.
+    top_k, top_p: The sampling filters.
+  """
   keys = jax.random.split(key, 3)
   shape = (NUM_CONTEXTS, vocab_size)
   deviations = jax.random.uniform(keys[0], (NUM_CONTEXTS, 1), minval=3.0, maxval=6.0)
@@ -94,11 +107,11 @@ def guess(
   """Proposals: tokens by the method's rule, and the contexts that they lead to.
 
   Args:
-    keys: `[B]`.
-    draft_probs: `[NUM_CONTEXTS, V]`.
-    method: Its rule draws children.
-    tree: Chains, or empty.
-    are_drafts_equal: Whether all drafts are copies of the first; not for rules whose siblings differ.
+    keys: `[B]`, typed keys.
+    draft_probs: `[NUM_CONTEXTS, V]`, the draft's distributions.
+    method: The method, whose rule draws children.
+    tree: Chains, or the empty tree.
+    are_drafts_equal: Whether all drafts are copies of the first. Ignored for rules whose siblings differ.
   """
   num_drafts, rule = int(tree.num_children[0]), method.proposal_rule
   are_drafts_equal &= not rule.may_run_out
@@ -135,7 +148,16 @@ def guess(
 
 @functools.partial(jax.jit, static_argnames='tree')
 def look_up(laws: Laws, guesses: Guesses, *, tree: TokenTree) -> tuple[Proposal, jax.Array, jax.Array]:
-  """Proposals with their laws, the target's laws `[B, N + 1, V]`, and its logits."""
+  """Looks up the distributions of guesses by their contexts.
+
+  Args:
+    laws: The distributions by context.
+    guesses: The guesses.
+    tree: Their tree.
+
+  Returns:
+    Proposals with the draft's distributions; the target's distributions `[B, N + 1, V]`; the target's logits.
+  """
   contexts = guesses.contexts
   probs = laws.draft_probs[contexts[:, tree.parent_nodes]]
   return Proposal(guesses.tokens, probs), laws.target_probs[contexts], laws.target_logits[contexts]
@@ -143,13 +165,13 @@ def look_up(laws: Laws, guesses: Guesses, *, tree: TokenTree) -> tuple[Proposal,
 
 @dataclasses.dataclass
 class Program:
-  """One method, compiled for a number of rows.
+  """The compiled verification of one method for a number of rows.
 
   Attributes:
     method: The method.
     tree: Its tree.
     rows: Rows that are verified together.
-    verify: Verification alone: keys, proposals, target laws and state to a verdict.
+    verify: Verification alone: from keys, proposals, target distributions and state to a verdict.
     verify_logits: Verification that starts with `logits_to_probs`.
     temporaries: Scratch memory of `verify` at its peak, in bytes.
   """
@@ -165,7 +187,16 @@ class Program:
   def compile(
     cls, method: Method, *, num_drafts: int, draft_length: int, rows: int, vocab_size: int, filters: dict[str, Any]
   ) -> Program:
-    """Compiles verification for K drafts of L tokens, one draft where the method takes no more."""
+    """Compiles verification for K drafts of L tokens, or as many drafts as the method takes.
+
+    Args:
+      method: The method.
+      num_drafts: K.
+      draft_length: L.
+      rows: Rows verified together.
+      vocab_size: V.
+      filters: Sampling filters, as arguments of `SamplingParams.make`.
+    """
     tree = tree_for(method, num_drafts, draft_length)
 
     def verify(keys, proposal, target_probs, state):
@@ -191,24 +222,36 @@ class Program:
 
 
 def tree_for(method: Method, num_drafts: int, draft_length: int) -> TokenTree:
-  """K chains, or the one or none that the method allows."""
+  """The tree of K chains, or of as many chains as the method takes.
+
+  Args:
+    method: The method.
+    num_drafts: K.
+    draft_length: L.
+  """
   if method.max_drafts is not None:
     num_drafts = min(num_drafts, method.max_drafts)
   return TokenTree.chains(num_drafts, draft_length) if num_drafts else TokenTree()
 
 
 def initial_state(method: Method, tree: TokenTree, rows: int) -> Any:
-  """The verifier's state of the first round, for a batch."""
+  """The verifier's state before the first round, for a batch.
+
+  Args:
+    method: The method.
+    tree: The tree.
+    rows: Rows of the batch.
+  """
   return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), method.verifier.init_state(tree))
 
 
 @dataclasses.dataclass
 class Times:
-  """What was measured of a program, in microseconds; one entry per repeat, the mean over the proposals.
+  """Times of a program in microseconds, one entry per repeat, each a mean over the proposals.
 
   Attributes:
-    alone: Verification by case.
-    with_logits: Verification and `logits_to_probs`.
+    alone: Times of verification, by case.
+    with_logits: Times of verification with `logits_to_probs`.
     tokens: Mean number of tokens that a verification emits per row, by case.
   """
 
@@ -226,10 +269,18 @@ def measure(
   num_proposals: int,
   seed: int,
 ) -> list[Times]:
-  """Times programs in turn.
+  """Times programs, which take turns.
 
-  A verification gets the state that the one before it left, as in decoding. Laws are looked up right before, untimed:
-  in decoding they have just been made as well.
+  As in decoding, a verification starts from the state that the previous one left. The distributions are looked up right
+  before and not timed, since in decoding they have also just been computed.
+
+  Args:
+    programs: The programs.
+    laws: The distributions, by case.
+    filters: Sampling filters, as arguments of `SamplingParams.make`.
+    repeats: Number of timed repeats.
+    num_proposals: Proposals per repeat.
+    seed: Seed of the proposals.
   """
   guesses = [
     {case: [_guess(program, laws[case], case, seed + i) for i in range(num_proposals)] for case in laws}
@@ -286,7 +337,21 @@ def run(
   num_proposals: int,
   seed: int = 0,
 ) -> list[dict[str, Any]]:
-  """Measures every method, number of rows and filter; a record each."""
+  """Measures every method with every number of rows and filter.
+
+  Args:
+    methods: The methods.
+    vocab_size: V.
+    num_drafts: K.
+    draft_length: L.
+    rows: Numbers of rows verified together.
+    repeats: Number of timed repeats.
+    num_proposals: Proposals per repeat, over all rows.
+    seed: Seed of distributions and proposals.
+
+  Returns:
+    One record per method, number of rows and filter.
+  """
   records = []
   for filter_name, filters in FILTERS.items():
     key = jax.random.key(seed)
@@ -332,7 +397,7 @@ def run(
 
 
 def _table(records: list[dict[str, Any]], filter_name: str) -> str:
-  """Records of one setting as lines of text."""
+  """The records of one setting as a table."""
   first = records[0]
   lines = [
     f'\n{first["rows"]} row(s), top-k and top-p {filter_name}, 1 - TV = {first["overlap"]:.3f}; microseconds, median'

@@ -1,4 +1,4 @@
-"""What every experiment sets; each field can be overridden on the command line (`--config.seed=1`)."""
+"""The fields of every experiment. Each can be overridden on the command line (`--config.seed=1`)."""
 
 import ml_collections
 
@@ -6,25 +6,25 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
 
-  # Text: a source of train/text_sources.py with what it needs, and the tokenizer's file.
+  # Text: a source of train/text_sources.py with its options, and the tokenizer's file.
   config.source = 'stdlib'
-  config.files = ''  # of source "files": paths or globs, separated by commas
-  config.held_out_percent = 1.0  # of sources without a held-out part of their own
-  config.data_dir = ''  # of source "lm1b"; ~/tensorflow_datasets if empty
+  config.files = ''  # for source "files": paths or globs, separated by commas
+  config.held_out_percent = 1.0  # for sources without a held-out part of their own
+  config.data_dir = ''  # for source "lm1b"; ~/tensorflow_datasets if empty
   config.tokenizer = 'runs/tokenizer.json'
   config.vocab_size = 4096
-  config.cache_dir = ''  # encoded text is kept here; WORKDIR/data if empty
+  config.cache_dir = ''  # directory for encoded text; WORKDIR/data if empty
 
-  # Network: spectr_jax.models.transformer.TransformerConfig. dtype is that of activations and matmuls in training.
+  # Network: spectr_jax.models.transformer.TransformerConfig. dtype is the type of activations and matmuls in training.
   config.model = ml_collections.ConfigDict(dict(embed_dim=96, num_layers=2, num_heads=3, mlp_dim=384, dtype='float32'))
 
-  # Distillation: the model whose laws a draft learns, a directory such as WORKDIR/model, and their share of the loss.
+  # Distillation: directory of the teacher, such as WORKDIR/model, and the weight of its distributions in the loss.
   config.distill_from = ''
   config.distill_weight = 1.0
 
-  # Devices: sizes of the mesh, -1 for all that are left. Rows are divided over `data`, and so are the parameters, which
-  # `model` divides once more. A batch is worked off in `num_microbatches` parts; `remat` computes blocks again for the
-  # gradient instead of keeping what is inside them.
+  # Devices: sizes of the mesh, -1 for all remaining devices. Rows are sharded over `data`, parameters over `data` and
+  # `model`. A batch is processed in `num_microbatches` parts. With `remat` blocks are recomputed for the gradient, so
+  # that their activations are not stored.
   config.mesh = 'data:-1,model:1'
   config.num_microbatches = 1
   config.remat = False
@@ -47,6 +47,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.eval_batches = 50
   config.checkpoint_every = 500
   config.keep_checkpoints = 2
-  # Evaluations without a better held-out loss after which to stop, keeping the best model; 0 for none.
+  # Training stops after this number of evaluations without a better held-out loss and keeps the best model; 0 for
+  # never.
   config.patience = 0
   return config

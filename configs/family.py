@@ -1,8 +1,8 @@
-"""The LM1B family: a target of 97M parameters and drafts of 2M, 6M and 20M, and how each is trained.
+"""The LM1B family: a target of 97M parameters and drafts of 2M, 6M and 20M, with their training parameters.
 
 The drafts of 2M and 20M halve and double the layers, the width, the MLP and the heads of the 6M one ("SpecTr: Fast
-Speculative Decoding via Optimal Transport", appendix F). Names are nominal; exact counts at a vocabulary of 32,000
-stand beside them.
+Speculative Decoding via Optimal Transport", appendix F). Names are nominal. Comments give the exact counts at a
+vocabulary of 32,000.
 """
 
 import ml_collections
@@ -19,7 +19,7 @@ SIZES = {
 
 
 def get_config(size: str) -> ml_collections.ConfigDict:
-  """Network and optimisation of a size; the text is left to the experiment."""
+  """The network and optimisation of a size. The experiment adds the text."""
   if size not in SIZES:
     raise ValueError(f'size must be one of {", ".join(SIZES)}, got {size!r}')
   config = base.get_config()

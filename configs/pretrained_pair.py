@@ -1,13 +1,13 @@
 r"""The shipped pair: a target of 7.9M and a draft of 0.6M parameters on public-domain English, vocabulary 4096.
 
-The draft is distilled from the target; `draft_undistilled` is the same without.
+The draft is distilled from the target. `draft_undistilled` is the same draft without distillation.
 
 Command   python -m train.main --config=configs/pretrained_pair.py:target --workdir=runs/target \
             --config.files=congress_floor_speeches.txt.bz2,english_novels_100.txt.bz2
 Hardware  2 CPU cores
 Runtime   about 55 minutes for the target (2,000 tokens/s), 45 for the draft (3,800 tokens/s), 13 without distillation
-Result    held-out loss 3.947, 4.192 and 4.254 nats per token, perplexity 51.8, 66.2 and 70.4; the draft's laws overlap
-          with the target's by .772, and by .690 without distillation
+Result    held-out loss 3.947, 4.192 and 4.254 nats per token, perplexity 51.8, 66.2 and 70.4; the distributions of
+          draft and target overlap by .772, and by .690 without distillation
 Files     congress_floor_speeches.txt.bz2 and english_novels_100.txt.bz2, prepared as pretrained/README.md describes
 """
 

@@ -6,8 +6,8 @@ Commands  python -m train.tokenizer --config=configs/public_text.py:97m --config
             --config.distill_from=runs/97m/model
 Hardware  one GPU of the H100 class; benchmarks/gpu_family.sh trains all four in pieces of minutes
 Runtime   not measured
-Result    not measured. Some tens of millions of tokens are little for these sizes: dropout and early stopping are on,
-          the vocabulary is 8,192, and results on such text are not those of LM1B
+Result    not measured. Tens of millions of tokens are few for these sizes. So dropout and early stopping are on and
+          the vocabulary is 8,192. Results on such text are not comparable with LM1B
 """
 
 import ml_collections

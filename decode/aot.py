@@ -1,12 +1,12 @@
-"""Compiles the decoding loop for a TPU topology, without a TPU, and says whether it fits and what it costs.
+"""Compiles the decoding loop for a TPU slice, without a TPU, and reports whether it fits and what it costs.
 
 Command   python -m decode.aot --target_config=configs/lm1b.py:97m --draft_config=configs/lm1b.py:6m \
             --method=race_block --num_drafts=8 --draft_length=8 --batch_size=64 --topology=v5e:4x4 --mesh=data:8,model:2
 Needs     the extra `tpu`, for the compiler
 
-Bytes are the compiler's for one device. Times are the cycles that it expects of every operation, transfers between
-devices left out: estimates, no TPU was asked. A loop that ends when it is done counts as often as it turns at most:
-along a path as often as the tree is deep, over candidates or nodes as often as there are some.
+Bytes are the compiler's figures for one device. Times are estimates from the cycles that the compiler expects for every
+operation, without transfers between devices; no TPU is involved. A loop that can end early counts with its largest
+number of iterations: along a path the depth of the tree, over candidates or nodes their number.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from train.train import check_config
 
 @dataclasses.dataclass(frozen=True)
 class Report(ProgramReport):
-  """What the compiler says about the loop; what goes in are weights, caches, keys and tokens.
+  """The compiler's figures for the loop. Its inputs are weights, caches, keys and tokens.
 
   `cycles` and `collectives` are those of one round.
 
   Attributes:
     batch_size: Rows on all devices.
-    target_flops: Floating-point operations of the matrix products of a round's target call, by the closed form, per
-      device.
-    autoregressive_cycles: As `cycles`, of a step of autoregressive decoding with the same target, rows and mesh.
+    target_flops: Floating-point operations per device of the matrix products of a round's target call, by the closed
+      form.
+    autoregressive_cycles: Cycles of a step of autoregressive decoding with the same target, rows and mesh.
   """
 
   batch_size: int
@@ -58,12 +58,12 @@ class Report(ProgramReport):
     return self.autoregressive_cycles / self.chip.clock
 
   def speedup(self, block_efficiency: float) -> float:
-    """Over autoregressive decoding, at so many tokens per target call."""
+    """The speed-up over autoregressive decoding for a given number of tokens per target call."""
     return block_efficiency * self.autoregressive_cycles / self.cycles
 
 
 def abstract_model(config: TransformerConfig) -> Model:
-  """A transformer whose parameters are shapes."""
+  """A transformer whose parameters are shapes without values."""
   return jax.eval_shape(lambda key: transformer_model(init_params(key, config), config), jax.random.key(0))
 
 
@@ -78,20 +78,21 @@ def analyse(
   prompt_length: int,
   max_new_tokens: int,
 ) -> Report:
-  """Compiles the loop, and that of autoregressive decoding.
+  """Compiles the loop of a method and that of autoregressive decoding.
 
   Args:
-    sharding: The mesh, which may be a description.
+    sharding: The mesh, whose devices may be descriptions of absent ones.
     method: A method or its name.
     tree: The tree of guesses.
-    target: Sizes of the target; its longest context does not matter.
-    draft: Sizes of the draft; ignored by methods that draft nothing.
+    target: Sizes of the target. Its longest context is ignored.
+    draft: Sizes of the draft. Methods without a draft ignore it.
     batch_size: Rows on all devices.
     prompt_length: Tokens of the longest prompt.
-    max_new_tokens: New tokens at most; with the prompt, the size of a cache.
+    max_new_tokens: The largest number of new tokens. Prompt and new tokens determine the size of a cache.
 
   Raises:
-    ValueError: The method does not take the tree, the mesh does not divide the rows or heads, or nothing fits.
+    ValueError: The method does not take the tree, rows or heads cannot be sharded over the mesh, or the program does
+      not fit.
   """
   cache_size = prompt_length + max_new_tokens
   models = [
@@ -126,7 +127,7 @@ def analyse(
 
 
 def _trips(tree: TokenTree) -> dict[str, int]:
-  """How often the loops of a round turn at most, by scope."""
+  """The largest number of iterations of each loop of a round, by scope."""
   num_candidates = int(tree.num_children[0]) if tree.num_nodes else 0
   return {
     'depths': tree.max_depth - 1,
@@ -138,7 +139,12 @@ def _trips(tree: TokenTree) -> dict[str, int]:
 
 
 def describe(report: Report, block_efficiencies: tuple[float, ...]) -> str:
-  """The report as lines of text."""
+  """The report as lines of text.
+
+  Args:
+    report: The report.
+    block_efficiencies: Tokens per target call for which the speed-up is given.
+  """
   speedups = ', '.join(f'{report.speedup(value):.2f}x at {value:g}' for value in block_efficiencies)
   lines = report.memory.lines(report.chip)
   lines += [
@@ -178,7 +184,7 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
-    jax.config.update('jax_platforms', 'cpu')  # constants need a device; a TPU that is there stays free
+    jax.config.update('jax_platforms', 'cpu')  # constants need a device; an attached TPU stays free
     method = get_method(_METHOD.value)
     efficiencies = command_line.parse_numbers('block_efficiency', _EFFICIENCY.value, float)
     num_drafts = 1 if method.max_drafts == 1 else _NUM_DRAFTS.value

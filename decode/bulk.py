@@ -1,10 +1,10 @@
 """Continues many prompts by one method: `python -m decode.bulk --prompts=FILE --generations=FILE`.
 
-Rows that are done are given to the next prompts, and every continuation is appended to the file as soon as it is done.
-A run that ended early, however it did, goes on with `--resume`: no prompt is lost, and none is repeated.
+Finished rows are refilled with the next prompts, and every continuation is appended to the file as soon as it is
+complete. `--resume` continues a run that ended early for any reason. No prompt is lost and none is decoded twice.
 
-With several processes each decodes every so many-th prompt on its own devices and writes a part of its own, named in an
-index; they find each other as those of `decode.main` do, and the first one prints.
+With N processes, each decodes every N-th prompt on its own devices and writes its own part of the output, named in an
+index. They find each other like those of `decode.main`, and the first one prints.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def decode_bulk(
   """Continues every prompt with every seed, appending to a file.
 
   Args:
-    options: What to run: one method, K, L and tree, or `auto`, which takes one.
-    path: The file; with several processes, what the names of their parts are made of.
-    resume: Whether to go on with it.
-    rounds_at_a_time: Rounds between two looks at which rows are done.
-    notify: Called with what is being done, continuations the file has, and how many it will have.
+    options: The options. They name one method, K, L and tree, or `auto`, which chooses them.
+    path: The file. With several processes the names of their parts derive from it.
+    resume: Whether to continue an existing file.
+    rounds_at_a_time: Rounds between two checks for finished rows.
+    notify: Called with the current activity, the number of continuations in the file, and their final number.
 
   Returns:
-    New tokens, target calls, and seconds that decoding took, compilation included; of this run and process alone.
+    New tokens, target calls, and seconds of decoding including compilation, of this run and process alone.
 
   Raises:
     ValueError: Prompts, models, options or the file are unusable; the message says why.
@@ -115,7 +115,7 @@ if __name__ == '__main__':
   _ROUNDS = flags.DEFINE_integer(
     'rounds_at_a_time', 4, 'Rounds between two looks at which rows are done.', lower_bound=1
   )
-  # A comparison takes a sample; here all are wanted.
+  # A comparison takes a sample of the prompts; this command takes all.
   flags.FLAGS.set_default('num_prompts', 2**31 - 1)
 
   def main(argv):

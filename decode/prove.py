@@ -1,4 +1,4 @@
-"""Looks for a bias in registered methods, one's own included: `python -m decode.prove --method=spectr`."""
+"""Tests registered methods, including your own, for bias: `python -m decode.prove --method=spectr`."""
 
 import importlib
 import os
@@ -30,10 +30,10 @@ _SEED = flags.DEFINE_integer('seed', 0, 'Seed of tables and samples.')
 
 
 def import_methods(module: str) -> list[str]:
-  """Imports a module, from the working directory too, and returns the names of the methods that it registers.
+  """Imports a module, also from the working directory, and returns the names of the methods that it registers.
 
   Raises:
-    ValueError: It is not a module's name, or it cannot be imported.
+    ValueError: `module` is not a module's name, or the module cannot be imported.
   """
   if not all(part.isidentifier() for part in module.split('.')):
     raise ValueError(f'module must be a name, such as examples.best_ratio for examples/best_ratio.py; got {module!r}')
@@ -42,17 +42,21 @@ def import_methods(module: str) -> list[str]:
   before = set(METHODS)
   try:
     importlib.import_module(module)
-  except (Exception, SystemExit) as error:  # it may do anything
+  except (Exception, SystemExit) as error:  # the module's code may raise anything
     if isinstance(error, ModuleNotFoundError) and error.name and f'{module}.'.startswith(f'{error.name}.'):
       raise ValueError(f'module: there is no {error.name} here or among the installed packages') from None
-    # Without the frame that catches it.
+    # The traceback starts after the frame of this function.
     cause = describe_error(error.with_traceback(error.__traceback__.tb_next))
     raise ValueError(f'module: cannot import {module}: {cause}') from None
   return [name for name in METHODS if name not in before]
 
 
 def find_methods(names: list[str], module: str | None) -> list[Method]:
-  """The methods to prove: those named, or all that the module registers.
+  """The methods to prove: the named ones, or all that the module registers.
+
+  Args:
+    names: Names of methods; empty for all of the module's methods.
+    module: Name of a module to import first, or None.
 
   Raises:
     ValueError: A name is unknown, the module cannot be imported, or there is no method.

@@ -1,4 +1,4 @@
-"""Measures tables and figures of the papers: `python -m decode.reproduce --table=NAME`, or `--figure=NAME`."""
+"""Reproduces tables and figures of the papers: `python -m decode.reproduce --table=NAME`, or `--figure=NAME`."""
 
 import time
 
@@ -54,7 +54,7 @@ _SIZES = {
 
 
 def _given_sizes() -> dict:
-  """The sizes whose flags are set, by name."""
+  """The sizes that flags set, by name."""
   sizes = {name: flag.value for name, flag in _SIZES.items() if flag.value is not None}
   for name, value in sizes.items():
     if isinstance(value, list):
@@ -64,7 +64,7 @@ def _given_sizes() -> dict:
 
 
 def _given_prompts() -> dict[str, str | None]:
-  """Files of prompts by name, the shipped ones if none are given."""
+  """Files of prompts by name; by default the shipped prompts."""
   prompts = {_SHIPPED: None} if _PROMPTS.value is None else command_line.parse_paths('prompts', _PROMPTS.value)
   if _FIGURE.value is not None and len(prompts) > 1:
     raise ValueError(f'a figure takes one file of prompts, got {", ".join(prompts)}')
@@ -72,7 +72,7 @@ def _given_prompts() -> dict[str, str | None]:
 
 
 def _check_flags(name: str) -> None:
-  """Refuses prompts for an exhibit that decodes none, and a seed for one that draws nothing at random."""
+  """Refuses prompts for an exhibit that decodes none, and a seed for an exhibit without randomness."""
   exhibit = EXHIBITS[name]
   has_unused_prompts = _PROMPTS.value is not None and not exhibit.has_prompts
   has_unused_seed = _SEED.value is not None and not exhibit.is_random
@@ -87,8 +87,8 @@ def _check_flags(name: str) -> None:
 def _requests(names: list[str]) -> dict[str, Request]:
   """The request of each exhibit.
 
-  A single exhibit refuses flags that are not for it. Of several each takes the flags that are for it, and a size that
-  none of them uses is refused.
+  A single exhibit refuses flags that it does not use. With several exhibits, each takes the flags that it uses, and a
+  size that no exhibit uses is refused.
   """
   sizes, prompts = _given_sizes(), _given_prompts()
   unused = set(sizes) - {size for name in names for size in EXHIBITS[name].sizes.used}
@@ -113,7 +113,7 @@ def _requests(names: list[str]) -> dict[str, Request]:
 
 
 def _output_files(names: list[str]) -> OutputFiles:
-  """The files of all exhibits in the directory that was asked for; none if none was."""
+  """The output files of all exhibits; no files if no output directory was given."""
   if _OUTPUT.value is None:
     return OutputFiles()
   plots.check_available()
@@ -124,13 +124,13 @@ def _output_files(names: list[str]) -> OutputFiles:
 
 
 def _reproduce(names: list[str]) -> None:
-  """Measures, prints and writes exhibits one by one: finished ones stay, whatever becomes of the others."""
+  """Measures, prints and writes exhibits one by one, so that finished ones remain if a later one fails."""
   requests, console = _requests(names), report.make_console()
   measured = []
   with _output_files(names) as outputs:
     for name, request in requests.items():
       exhibit, start = EXHIBITS[name], time.perf_counter()
-      # Some exhibits show the same rows.
+      # Exhibits that share rows are measured once.
       same = (results for measure, other, results in measured if (measure, other) == (exhibit.measure, request))
       results = next(same, None) or _run(name, request)
       measured.append((exhibit.measure, request, results))
@@ -142,7 +142,7 @@ def _reproduce(names: list[str]) -> None:
 
 
 def _run(name: str, request: Request) -> Results:
-  """Measures an exhibit, with its progress on stderr; several figures are told apart by their names."""
+  """Measures an exhibit, with progress on stderr. Progress lines of figures start with the figure's name."""
   exhibit = EXHIBITS[name]
   label = f'{name}: ' if exhibit.kind == 'figure' else ''
   with report.show_progress() as notify:
@@ -155,10 +155,10 @@ def _check_name(kind: str, name: str, allowed) -> None:
 
 
 def _names() -> list[str]:
-  """The exhibits that were asked for.
+  """The names of the requested exhibits.
 
   Raises:
-    ValueError: A table and figures are given, or neither, or there is no exhibit of that name.
+    ValueError: Both a table and figures are given, or neither, or there is no exhibit of that name.
   """
   if (_TABLE.value is None) == (_FIGURE.value is None):
     raise ValueError('give --table=NAME or --figure=NAME, one of the two')

@@ -1,7 +1,7 @@
 """Writes a page that steps through a run: `python -m decode.trace --prompt=TEXT --output=trace.html`.
 
-The page is one file that needs no network: the drafts of every round, what both models think of them, what the method
-kept and why, and what other methods make of the same drafts.
+The page is one file and needs no network. It shows the drafts of every round, their probabilities under both models,
+the tokens that the method kept and why, and the decisions of other methods on the same drafts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spectr_jax.engine.trace import make_judge, trace_decode
 
 MAX_BYTES = 1_000_000
 _PAGE = pathlib.Path(__file__).parent / 'trace_page'
-# Compared where nothing else is asked for, as far as they can judge the drafts.
+# Compared by default, if they can judge the drafts.
 _USUAL = (
   'speculative', 'block', 'specinfer', 'spectr', 'race', 'race_block', 'race_traversal', 'traversal', 'gsd'
 )  # fmt: skip
@@ -36,11 +36,11 @@ def choose_others(names: tuple[str, ...], method: Method, tree: TokenTree) -> li
   """The methods that judge the drafts of a run.
 
   Args:
-    names: Those that are asked for; none for all usual ones that can.
-    method, tree: Of the run.
+    names: Names of methods; empty for all of a default list that can judge the drafts.
+    method, tree: Method and tree of the run.
 
   Raises:
-    ValueError: One that is asked for cannot judge these drafts, or does not exist.
+    ValueError: A named method does not exist or cannot judge these drafts.
   """
   for name in names:
     make_judge(get_method(name), method, tree)
@@ -71,15 +71,15 @@ def _describe_run(options: DecodeOptions, setting: Setting, models: dict[str, An
 
 
 def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: Notify | None = None) -> dict[str, Any]:
-  """Decodes the first prompt and keeps what every round saw.
+  """Decodes the first prompt and records every round.
 
   Args:
-    options: What to run: one method, K, L and tree.
-    compare: Methods that judge the same drafts; none for all usual ones that can.
-    notify: Called with what is being done, what is done so far, and what there is to do.
+    options: The options. They name one method, K, L and tree.
+    compare: Names of methods that judge the same drafts; empty for all of a default list that can.
+    notify: Called with the current activity, the steps done and the steps in total.
 
   Returns:
-    JSON values: `run`, and those of `describe_trace`.
+    JSON values: `run`, and the values of `describe_trace`.
 
   Raises:
     ValueError: Prompts, models or options are unusable, or a method cannot judge the drafts; the message says why.
@@ -113,7 +113,7 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
 
 
 def _embed(data: Any) -> str:
-  """JSON that may stand in a script element: nothing in it ends the element or begins a comment."""
+  """JSON that is safe in a script element: nothing in it ends the element or begins a comment."""
   text = json.dumps(data, ensure_ascii=False, separators=(',', ':'), allow_nan=False)
   for character in '<>&\u2028\u2029':
     text = text.replace(character, f'\\u{ord(character):04x}')
@@ -121,13 +121,13 @@ def _embed(data: Any) -> str:
 
 
 def make_page(data: dict[str, Any]) -> str:
-  """The page, with its style, scripts and data inside.
+  """The page as HTML with style, scripts and data inline.
 
   Args:
-    data: Of `record_trace`.
+    data: The result of `record_trace`.
 
   Raises:
-    ValueError: It would be larger than a page should be.
+    ValueError: The page would be larger than `MAX_BYTES`.
   """
 
   def inline(name: str, element: str) -> str:

@@ -1,8 +1,9 @@
-"""A verifier of one's own: keep the guess that the target likes most, compared with the draft.
+"""An example of a user's verifier: it picks the guess with the largest ratio of target to draft probability.
 
-Of the n candidates of a position the one with the largest q/p is picked, and the path picked is verified as a block. A
-token x is picked if it is among the candidates and none has a larger ratio. With F and f the draft's mass of tokens
-whose ratio is at most, and below, that of x, the law of the picked token is therefore
+At each position the candidate with the largest q/p of the n candidates is picked, and the picked path is verified as a
+block. A token x is picked if it is a candidate and no candidate has a larger ratio. Let F be the draft's mass of tokens
+whose ratio is at most that of x, and f the mass of tokens whose ratio is smaller. Then the picked token has the
+distribution
 
     p(x) (F^n - f^n) / (F - f) = p(x) (F^(n-1) + F^(n-2) f + ... + f^(n-1)).
 
@@ -23,7 +24,7 @@ from spectr_jax.verify import Block
 
 @dataclasses.dataclass(frozen=True)
 class BestRatio:
-  """Picks the candidate with the largest q/p; equally among equals."""
+  """Picks the candidate with the largest q/p, and one at random with equal probability if several are equal."""
 
   explanation = SelectionExplanation(
     path='At each position the candidate with the largest q/p is picked; p̃ is the law of what is picked.', law='p̃'
@@ -37,7 +38,7 @@ class BestRatio:
     mass = jnp.pad(jnp.cumsum(draft_probs[order]), (1, 0))
     below, up_to = (mass[jnp.searchsorted(ratios[order], ratios, side=side)] for side in ('left', 'right'))
     power, total = jnp.ones_like(mass[1:]), jnp.zeros_like(mass[1:])
-    for exists in is_valid:  # F^(n-1) + F^(n-2) f + ... + f^(n-1), for n as many as there are
+    for exists in is_valid:  # F^(n-1) + F^(n-2) f + ... + f^(n-1), for n valid candidates
       power, total = jnp.where(exists, power * up_to, power), jnp.where(exists, total * below + power, total)
     probs = draft_probs * total
     return Pick(is_best / jnp.maximum(jnp.sum(is_best), 1), probs, jnp.where(is_valid, probs[candidates], 0))

@@ -1,11 +1,12 @@
-"""Compiles the train step ahead of time for a TPU topology, without a TPU, and says whether it fits and what it costs.
+"""Compiles the train step ahead of time for a TPU slice, without a TPU, and reports whether it fits and what it costs.
 
 Command   python -m train.aot --config=configs/lm1b.py:97m --topology=v5e:4x4 --mesh=data:8,model:2
 Needs     the extra `tpu`, for the compiler
 
-Bytes are the compiler's for one device. It counts the body of a loop once, so its figures for operations and time
-come from a second compilation, without loops; FLOPs are compared with a closed form. Times are the cycles that the
-compiler expects of every operation, transfers between devices left out: estimates, no TPU was asked.
+Bytes are the compiler's figures for one device. The compiler counts the body of a loop once. So the figures for
+operations and time come from a second compilation without loops. FLOPs are compared with a closed form. Times are
+estimates from the cycles that the compiler expects for every operation, without transfers between devices; no TPU is
+involved.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from train.train import check_config, check_teacher, make_config_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Report(ProgramReport):
-  """What the compiler says about a train step; what goes in are state, batch and, for distillation, the teacher.
+  """The compiler's figures for a train step. Its inputs are the state, the batch and, for distillation, the teacher.
 
   Attributes:
     flops: Floating-point operations of a step, per device.
-    closed_form_flops: Those of the matrix products by the closed form, divided by the devices; a teacher's forward pass
-      is among them.
+    closed_form_flops: Floating-point operations of the matrix products per device, by the closed form, including a
+      teacher's forward pass.
     tokens: Tokens of a step, on all devices.
   """
 
@@ -47,11 +48,11 @@ class Report(ProgramReport):
 
   @property
   def utilisation(self) -> float:
-    """Model FLOP utilisation at that estimate."""
+    """Model FLOP utilisation at the estimated time."""
     return self.closed_form_flops / self.seconds / self.chip.peak_flops
 
 
-# Products of divided arrays are not cut into loops that send one part while they work on another.
+# This keeps products of sharded arrays from becoming loops that send one part while they compute another.
 _NO_LOOPS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
 
 
@@ -62,10 +63,10 @@ def _placed(mesh: Mesh, shapes):
 
 
 def _teacher(config, mesh: Mesh) -> Teacher | None:
-  """The shapes of the teacher that the configuration names, as `train.main` would place it.
+  """The shapes of the teacher that the configuration names, sharded as `train.main` would shard it.
 
   Raises:
-    ValueError: There is none, or its sizes do not fit.
+    ValueError: There is no such model, or its sizes do not fit.
   """
   if not config.distill_from:
     return None
@@ -76,12 +77,15 @@ def _teacher(config, mesh: Mesh) -> Teacher | None:
 
 
 def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stages.Compiled, float]:
-  """The compiled train step of a configuration on a mesh, which may be a description, and the seconds it took.
+  """The compiled train step of a configuration, and the seconds that compilation took.
 
-  With `unroll` it has no loops, for counts of operations; this is not what is trained.
+  Args:
+    config: The experiment, as `configs/base.py` describes.
+    mesh: The mesh. Its devices may be descriptions of absent ones.
+    unroll: Whether to write loops out, for counts of operations. Training itself keeps the loops.
 
   Raises:
-    ValueError: The configuration is no good, or the step needs more memory than the devices have.
+    ValueError: The configuration is invalid, or the step needs more memory than the devices have.
   """
   model_config, optimizer = check_config(config), make_optimizer(config)
   step = make_train_step(optimizer, model_config, 1, mesh, remat=config.remat, dropout=config.dropout, unroll=unroll)
@@ -102,7 +106,12 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
 
 
 def analyse(config, mesh: Mesh) -> Report:
-  """Compiles twice, as it is trained and without loops, and reads what the compiler says."""
+  """Compiles the step with and without loops and collects the compiler's figures.
+
+  Args:
+    config: The experiment, as `configs/base.py` describes.
+    mesh: The mesh. Its devices may be descriptions of absent ones.
+  """
   compiled, seconds = compile_step(config, mesh)
   unrolled = compile_step(config, mesh, unroll=True)[0]
   program = unrolled.as_text()
@@ -145,7 +154,7 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
-    jax.config.update('jax_platforms', 'cpu')  # constants need a device; a TPU that is there stays free
+    jax.config.update('jax_platforms', 'cpu')  # constants need a device; an attached TPU stays free
     config = _CONFIG.value
     if _MESH.value:
       with config.unlocked():

@@ -1,4 +1,4 @@
-"""Training checkpoints: the last few, each whole or absent."""
+"""Training checkpoints: the newest few are kept, and a checkpoint is either complete or absent."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from etils import epath
 
 
 def _is_not_from_orbax(record: logging.LogRecord) -> bool:
-  """A log filter that drops errors of Orbax's threads: they are raised here as well, and one message is enough."""
+  """A log filter that drops errors of Orbax's threads, which are also raised here. One message is enough."""
   return record.levelno < logging.ERROR or 'orbax' not in record.pathname
 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-  """Silences reads and writes that are under way when another has failed: that failure is raised and says why."""
+  """Silences errors of other reads and writes in flight after one has failed. The first failure is raised."""
   hooks, log = (sys.unraisablehook, sys.excepthook), logging.getLogger('asyncio')
   sys.unraisablehook = sys.excepthook = lambda *_: None
   was_disabled, log.disabled = log.disabled, True
   try:
     yield
   except BaseException:
-    time.sleep(0.2)  # they end in threads that cannot be waited for
+    time.sleep(0.2)  # the others end in threads that cannot be joined
     gc.collect()
     raise
   finally:
@@ -39,31 +39,35 @@ def _quietly() -> Iterator[None]:
 
 
 class Checkpoints:
-  """Orbax checkpoints of a train state under `WORKDIR/checkpoints`, the newest `keep` kept.
+  """Orbax checkpoints of a train state under `WORKDIR/checkpoints`, of which the newest few are kept.
 
-  They are written in the background; one that could not be written is an error of the next call. Until `close` has
-  succeeded, what Python says of errors that nobody waited for is not printed.
+  They are written in the background. A failed write is raised by the next call. Until `close` has succeeded, Python
+  prints no messages about unhandled errors of background threads.
+
+  Args:
+    workdir: The run's directory.
+    keep: Number of checkpoints to keep.
   """
 
   def __init__(self, workdir: epath.Path, keep: int):
     self._unraisablehook, sys.unraisablehook = sys.unraisablehook, lambda *_: None
     logging.getLogger('asyncio').disabled = True
-    logging.getLogger('absl').addFilter(_is_not_from_orbax)  # stays, since models are saved after `close`
+    logging.getLogger('absl').addFilter(_is_not_from_orbax)  # the filter stays, since models are saved after `close`
     self._aside = workdir / 'damaged_checkpoints'
-    # Directories are made behind a barrier: what tells processes of one made in the background counts the saves of
-    # each, and models are saved by one process alone.
+    # Directories are created behind a barrier. A directory created in the background is announced to the other
+    # processes under a count of saves, which differs between processes, since one process alone saves models.
     behind_barrier = ocp.AsyncOptions(create_directories_asynchronously=False)
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, async_options=behind_barrier)
-    # The handler is named: otherwise what kind of thing is kept would be guessed from the newest one, whole or not.
+    # The handler is named, because Orbax would otherwise infer the type from the newest checkpoint, even a damaged one.
     self._manager = ocp.CheckpointManager(
       (workdir / 'checkpoints').resolve(), item_handlers=ocp.StandardCheckpointHandler(), options=options
     )
 
   def save(self, state: dict[str, Any]) -> None:
-    """Starts to write `state` under its own step, unless that step is saved already.
+    """Starts to write `state` under its own step, unless that step is already saved.
 
     Raises:
-      ValueError: This checkpoint or the one before could not be written.
+      ValueError: This checkpoint or the previous one could not be written.
     """
     step = int(state['step'])
     if step != self._manager.latest_step():
@@ -71,16 +75,18 @@ class Checkpoints:
         self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
   def restore(self, like: dict[str, Any], *, allow_fallback: bool = False) -> dict[str, Any] | None:
-    """The newest state, or None where nothing was saved.
+    """The newest state, or None if no state was saved.
 
     Args:
-      like: A state of the same structure; arrays or `ShapeDtypeStruct`s, whose shardings the result has. They need not
-        be those of the run that saved it.
-      allow_fallback: Whether to take an older one where the newest cannot be read. What cannot be read is moved to
-        `WORKDIR/damaged_checkpoints`. One of several processes cannot do so: what it cannot read, others may have read.
+      like: A state of the same structure, of arrays or `ShapeDtypeStruct`s. The result has their shardings, which may
+        differ from those of the run that saved it.
+      allow_fallback: Whether to take an older checkpoint if the newest cannot be read. Unreadable checkpoints are moved
+        to `WORKDIR/damaged_checkpoints`. This is refused with several processes, since others may have read what one
+        cannot.
 
     Raises:
-      ValueError: The checkpoint is damaged or of another configuration.
+      ValueError: The checkpoint is damaged or of another configuration, or a fallback is allowed with several
+        processes.
     """
     if allow_fallback and jax.process_count() > 1:
       raise ValueError(
@@ -120,17 +126,17 @@ class Checkpoints:
     try:
       with _quietly():
         yield
-    except Exception as error:  # whatever storage raises
+    except Exception as error:  # storage may raise any type
       raise ValueError(
         f'a checkpoint under {self._manager.directory} could not be written ({" ".join(str(error).split())[:200]});'
         f' the last good one is of step {self._manager.latest_step()}'
       ) from error
 
   def close(self) -> None:
-    """Waits for what is being written.
+    """Waits until the last checkpoint is written.
 
     Raises:
-      ValueError: It could not be.
+      ValueError: It could not be written.
     """
     with self._writing():
       self._manager.wait_until_finished()

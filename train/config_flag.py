@@ -1,4 +1,4 @@
-"""Commands that take `--config=FILE.py[:ARGUMENT]` and its fields, `--config.field=value`: errors of one line."""
+"""One-line errors for commands that take `--config=FILE.py[:ARGUMENT]` and its fields, `--config.field=value`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common import command_line
 
 
 def load(path: str) -> ml_collections.ConfigDict:
-  """What `get_config` of a file returns.
+  """The configuration that `get_config` of a file returns.
 
   Raises:
     ValueError: The file cannot be loaded; the message is one line.
@@ -24,7 +24,7 @@ def load(path: str) -> ml_collections.ConfigDict:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     config = module.get_config(*argument)
-  except Exception as error:  # whatever the file's code raises
+  except Exception as error:  # the file's code may raise anything
     raise ValueError(f'cannot load config {path}: {error}') from error
   if not isinstance(config, ml_collections.ConfigDict):
     raise ValueError(f'cannot load config {path}: get_config returns {type(config).__name__}, not a ConfigDict')
@@ -32,9 +32,9 @@ def load(path: str) -> ml_collections.ConfigDict:
 
 
 def check(argv: list[str]) -> None:
-  """Checks the configuration that arguments name, and the fields they set.
+  """Checks the configuration that the arguments name, and the fields that they set.
 
-  absl would do so as well, but with tracebacks or without saying what is allowed.
+  absl checks them as well, but prints tracebacks, or does not say which fields exist.
 
   Raises:
     ValueError: The file cannot be loaded or a field does not exist; the message is one line.
@@ -58,7 +58,7 @@ def check(argv: list[str]) -> None:
 
 
 def run(main) -> None:
-  """`command_line.run` after `check`."""
+  """Runs a command by `command_line.run`, after `check` of its arguments."""
   try:
     check(sys.argv[1:])
   except ValueError as error:

@@ -24,8 +24,9 @@ def evaluate_files(
   Args:
     model_path: A directory that `spectr_jax.save_model` wrote.
     patterns: Paths or globs of `.txt`, `.gz` or `.bz2` files.
-    seq_len: Tokens in a row; None for the length the model was trained at. The rest that fills no row does not count.
-    batch_size: Rows in a batch; affects speed alone.
+    seq_len: Tokens in a row; None for the length that the model was trained at. Tokens at the end that do not fill a
+      row do not count.
+    batch_size: Rows in a batch. It affects only speed.
     dtype: Type to compute in; None for the model's own.
 
   Returns:

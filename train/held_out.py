@@ -1,4 +1,4 @@
-"""How good a model is on text that it was not trained on."""
+"""Evaluation of a model on held-out text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def evaluate(
   mesh: Mesh | None = None,
   teacher: Teacher | None = None,
 ) -> dict[str, float]:
-  """Loss of `text` in rows of `seq_len`, evenly spaced where `max_batches` does not cover it.
+  """The loss of a model on `text`, in rows of `seq_len` tokens.
+
+  If `max_batches` does not cover the text, evenly spaced rows are evaluated.
 
   Args:
     params: Parameters of the transformer, on the mesh if there is one.
@@ -42,13 +44,13 @@ def evaluate(
     bos_id: The token that begins a document.
     seq_len: Tokens in a row.
     batch_size: Rows in a batch.
-    max_batches: Batches at most, None for the whole text.
-    mesh: What batches are divided over.
+    max_batches: The largest number of batches; None for the whole text.
+    mesh: The mesh that batches are sharded over; None for one device.
     teacher: A model to compare with.
 
   Returns:
     `loss` in nats per token, `perplexity` per token, `bits_per_byte` of the UTF-8 text; with a teacher also `overlap`,
-    the mean of 1 - TV of both laws.
+    the mean of 1 - TV between the two models' distributions.
 
   Raises:
     ValueError: The text is shorter than one row.
@@ -62,7 +64,7 @@ def evaluate(
   for start in range(0, wanted, batch_size):
     rows = text.rows(chosen[start : start + batch_size], seq_len)
     absent = batch_size - len(rows)
-    # Targets that are all bos weigh nothing: padding of the last batch.
+    # The last batch is padded with bos, since bos targets have weight 0.
     rows = np.pad(rows, ((0, absent), (0, 0)), constant_values=bos_id)
     if mesh is not None:
       rows = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec(DATA)), rows.__getitem__)

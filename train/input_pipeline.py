@@ -1,4 +1,4 @@
-"""Documents to packed batches. A batch is a function of the seed and the step alone, which makes resuming exact."""
+"""Documents to packed batches. A batch depends only on the seed and the step, which makes resuming exact."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PackedText:
   num_bytes: int
 
   def num_rows(self, seq_len: int) -> int:
-    """Whole rows of `seq_len` inputs; a row's last target is the next row's first input."""
+    """The number of whole rows of `seq_len` inputs. A row's last target is the next row's first input."""
     return (len(self.tokens) - 1) // seq_len
 
   def check(self, seq_len: int, part: str) -> None:
@@ -46,21 +46,29 @@ class PackedText:
 
     Args:
       seq_len: Tokens in a row.
-      part: What the text is, for the message.
+      part: The name of the text, for the message.
 
     Raises:
-      ValueError: It is shorter.
+      ValueError: The text is shorter than one row.
     """
     if self.num_rows(seq_len) < 1:
       raise ValueError(f'{part} text of {len(self.tokens)} tokens is shorter than one row of {seq_len} and its target')
 
   def rows(self, indices: np.ndarray, seq_len: int) -> np.ndarray:
-    """int32 `[*indices.shape, seq_len + 1]`: inputs and, shifted by one, targets."""
+    """The rows with the given indices: inputs and, shifted by one, targets.
+
+    Args:
+      indices: int `[...]`, indices of rows.
+      seq_len: Tokens in a row.
+
+    Returns:
+      int32 `[..., seq_len + 1]`.
+    """
     return self.tokens[indices[..., None] * seq_len + np.arange(seq_len + 1)].astype(np.int32)
 
 
 def _encode(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple[np.ndarray, int]]:
-  """Packed tokens of some documents at a time, and the bytes of their text."""
+  """Packed tokens of chunks of documents, and the bytes of their text."""
   dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
   documents = iter(documents)
   while chunk := list(itertools.islice(documents, _DOCUMENTS_PER_CHUNK)):
@@ -69,14 +77,19 @@ def _encode(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple[np
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> PackedText:
-  """Encodes and packs `documents`, in memory."""
+  """Encodes and packs documents in memory.
+
+  Args:
+    tokenizer: The tokenizer.
+    documents: The documents' texts.
+  """
   pieces = list(_encode(tokenizer, documents))
   tokens = [tokens for tokens, _ in pieces] or [np.zeros(0, np.uint16)]
   return PackedText(np.concatenate(tokens), sum(size for _, size in pieces))
 
 
 def _write(directory: epath.Path, part: str, pieces: Iterator[tuple[np.ndarray, int]]) -> dict:
-  """Writes a part's tokens as they come, and says what it wrote."""
+  """Writes a part's tokens piece by piece, and returns a description of the file."""
   num_bytes, num_tokens, checksum, dtype = 0, 0, 0, 'uint16'
   with (directory / f'{part}.bin').open('wb') as stream:
     for tokens, size in pieces:
@@ -88,10 +101,10 @@ def _write(directory: epath.Path, part: str, pieces: Iterator[tuple[np.ndarray, 
 
 
 def _read(directory: epath.Path, part: str, written: dict) -> PackedText:
-  """A part, mapped into memory if it is a local file.
+  """The packed text of a part, mapped into memory if it is a local file.
 
   Raises:
-    ValueError: It is not what was written.
+    ValueError: The file differs from what was written.
   """
   path, dtype = directory / f'{part}.bin', np.dtype(written['dtype'])
   if path.stat().length != written['num_tokens'] * dtype.itemsize:
@@ -111,17 +124,23 @@ def _read(directory: epath.Path, part: str, written: dict) -> PackedText:
 def load_packed(source: TextSource, tokenizer: Tokenizer, cache_dir: epath.Path):
   """Training and held-out text of a source, encoded once and kept under `cache_dir`, never whole in memory.
 
+  Args:
+    source: The source.
+    tokenizer: The tokenizer.
+    cache_dir: Directory for the encoded text.
+
   Returns:
     Training text, held-out text, and the source's description.
 
   Raises:
-    ValueError: What is kept there is damaged.
+    ValueError: The encoded text in `cache_dir` is damaged.
   """
   origin = source.describe()
   identity = json.dumps([origin, tokenizer.fingerprint])
   path = cache_dir / f'packed_{hashlib.sha256(identity.encode()).hexdigest()[:16]}'
   if not path.exists():
-    # Several processes may prepare the same text: each its own, and the first to finish names it.
+    # Several processes may encode the same text. Each writes its own copy, and the first to finish renames it to
+    # `path`.
     unfinished = cache_dir / f'{path.name}.unfinished-{uuid.uuid4().hex[:8]}'
     unfinished.mkdir(parents=True)
     try:
@@ -149,10 +168,10 @@ def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def batch_rows(num_rows: int, step: int, *, batch_size: int, seed: int) -> np.ndarray:
-  """Which rows make the batch of a step, int64 `[batch_size]`: all of them in an order drawn anew for each epoch.
+  """The rows of a step's batch, int64 `[batch_size]`. Each epoch visits all rows in a new random order.
 
   Args:
-    num_rows: Rows there are, at least one.
+    num_rows: Number of rows, at least one.
     step: The step, from 0.
     batch_size: Rows in a batch.
     seed: Seed of the order.
@@ -175,7 +194,7 @@ def batch_at(
   num_microbatches: int,
   sharding: NamedSharding,
 ) -> jax.Array:
-  """The batch of a step, divided as `sharding` says; every process reads its own rows only.
+  """The batch of a step, with the given sharding. Every process reads its own rows only.
 
   Args:
     text: Packed text with at least one row.
@@ -183,8 +202,8 @@ def batch_at(
     batch_size: Rows in a batch.
     seq_len: Tokens in a row.
     seed: Seed of the order.
-    num_microbatches: A, in how many parts gradients are added up; divides `batch_size`.
-    sharding: Of the result.
+    num_microbatches: A, number of parts over which gradients are accumulated. It divides `batch_size`.
+    sharding: Sharding of the result.
 
   Returns:
     int32 `[A, batch_size / A, seq_len + 1]`.

@@ -1,7 +1,7 @@
-"""The One Billion Word Benchmark (Chelba et al. 2013), a sentence per document: prepared once, then read at random.
+"""The One Billion Word Benchmark (Chelba et al. 2013), one sentence per document.
 
 TensorFlow Datasets prepares and reads it here without TensorFlow, in the format `array_record`. The extracted archive
-can be read as well, without any of it.
+can also be read directly, without TensorFlow Datasets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ARCHIVE = f'{FOLDER}.tar.gz'
 SHA256 = '01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e'
 VERSION = '1.1.0'
 
-# Folder and beginning of the files' names, by part and split.
+# Folder and prefix of the files' names, by part.
 _FILES = {
   'train': ('training-monolingual.tokenized.shuffled', 'news.en-'),
   'held_out': ('heldout-monolingual.tokenized.shuffled', 'news.en.heldout-'),
@@ -31,7 +31,7 @@ _READ_AT_ONCE = 4096
 
 
 def _require(*modules: str):
-  """TensorFlow Datasets, after checking that what it needs here is installed."""
+  """The module TensorFlow Datasets, after a check that its requirements are installed."""
   import importlib.util
 
   missing = [name for name in ('tensorflow_datasets', 'importlib_resources', 'array_record', *modules)
@@ -44,7 +44,7 @@ def _require(*modules: str):
 
 
 def _lines(stream) -> Iterator[str]:
-  """Sentences of a binary stream; any of the three line ends separates them, as where the benchmark is prepared."""
+  """Sentences of a binary stream, separated by any of the three line ends, as in TensorFlow Datasets."""
   for line in io.TextIOWrapper(stream, encoding='utf-8'):
     yield line.strip()
 
@@ -54,8 +54,8 @@ class Lm1b:
   """The benchmark in a directory; a `train.text_sources.TextSource`.
 
   Attributes:
-    data_dir: Where `lm1b/1.1.0` lies, prepared as array_record by `python -m train.prepare_data` or by TensorFlow
-      Datasets; or where the extracted archive lies. `~/tensorflow_datasets` if empty.
+    data_dir: Directory of `lm1b/1.1.0`, prepared as array_record by `python -m train.prepare_data` or by TensorFlow
+      Datasets; or directory of the extracted archive. Empty for `~/tensorflow_datasets`.
   """
 
   data_dir: str = ''
@@ -67,10 +67,10 @@ class Lm1b:
 
   @functools.cached_property
   def _prepared(self):
-    """The prepared data set, or None if there is none.
+    """The prepared data set, or None if it does not exist.
 
     Raises:
-      ValueError: It cannot be read.
+      ValueError: The data set cannot be read.
     """
     path = self._root / 'lm1b' / VERSION
     if not (path / 'dataset_info.json').exists():
@@ -86,7 +86,7 @@ class Lm1b:
 
   @functools.cached_property
   def _extracted(self) -> dict[str, list[epath.Path]] | None:
-    """The files of each part of the extracted archive, or None if it is not there."""
+    """The files of each part of the extracted archive, or None if the archive is not extracted."""
     for root in (self._root, self._root / FOLDER):
       found = {
         part: sorted(path for path in (root / folder).glob(f'{prefix}*') if path.is_file())
@@ -120,7 +120,7 @@ class Lm1b:
         yield example['text'].decode()
 
   def describe(self) -> dict[str, str]:
-    """Names and sizes of the files, which order the text; their content, gigabytes, is not hashed."""
+    """A hash of the files' names and sizes, in the order of the text. Their gigabytes of content are not hashed."""
     self._check()
     if self._prepared is None:
       files = [path for paths in self._extracted.values() for path in paths]
@@ -138,11 +138,11 @@ def check_archive(path: epath.PathLike, sha256: str, notify: Callable[[int, int]
 
   Args:
     path: The archive.
-    sha256: What its SHA-256 must be.
-    notify: Called with the bytes read so far and all bytes.
+    sha256: The expected SHA-256.
+    notify: Called with the bytes read so far and the bytes in total.
 
   Raises:
-    ValueError: There is no such file, or it is another.
+    ValueError: There is no such file, or its checksum differs.
   """
   path = epath.Path(path)
   if not path.is_file():
@@ -158,7 +158,7 @@ def check_archive(path: epath.PathLike, sha256: str, notify: Callable[[int, int]
 
 
 def _sentences(archive: epath.Path, part: str) -> Iterator[tuple[str, dict[str, str]]]:
-  """Key and example of every sentence of a part, in the archive's order."""
+  """The key and example of every sentence of a part, in the archive's order."""
   folder, prefix = _FILES[part]
   with archive.open('rb') as raw, tarfile.open(fileobj=raw, mode='r:gz') as members:
     for member in members:
@@ -199,17 +199,17 @@ def _builder_class():
 
 
 def prepare(manual_dir: epath.PathLike, data_dir: epath.PathLike) -> epath.Path:
-  """Prepares `data_dir/lm1b/1.1.0` from the archive in `manual_dir`; takes minutes for the real one.
+  """Prepares `data_dir/lm1b/1.1.0` from the archive in `manual_dir`. The real archive takes minutes.
 
   Args:
-    manual_dir: Holds the archive, checked before with `check_archive`.
-    data_dir: Where to write. What is not finished leaves nothing that looks finished.
+    manual_dir: Directory of the archive, which `check_archive` has checked.
+    data_dir: Directory to write to. An interrupted run leaves nothing that looks like a complete data set.
 
   Returns:
-    Where the data set lies.
+    The directory of the data set.
 
   Raises:
-    ValueError: It is there already, or the archive cannot be read.
+    ValueError: The data set already exists, or the archive cannot be read.
   """
   tfds = _require()
   builder = _builder_class()(data_dir=epath.Path(data_dir).expanduser(), file_format='array_record')

@@ -11,8 +11,12 @@ from tensorboardX import SummaryWriter
 class MetricWriter:
   """Appends metrics of a step to `WORKDIR/metrics.jsonl` and to event files beside it.
 
-  On opening, lines are removed that an interrupted run may have left: those of steps beyond `first_step`, and one that
-  was not written to its end. So are final metrics, which are written anew.
+  On opening it removes the lines that an interrupted run may have left: lines of steps beyond `first_step` and an
+  incomplete last line. It also removes final metrics, which are written again.
+
+  Args:
+    workdir: The run's directory.
+    first_step: The step from which the run continues.
   """
 
   def __init__(self, workdir: epath.Path, first_step: int):
@@ -34,6 +38,12 @@ class MetricWriter:
     return values['step'] <= first_step and not any(name.startswith('final_') for name in values)
 
   def write(self, step: int, values: dict[str, float]) -> None:
+    """Appends the metrics of a step.
+
+    Args:
+      step: The step.
+      values: Metrics by name.
+    """
     with self._path.open('a') as stream:
       stream.write(json.dumps({'step': step, **values}) + '\n')
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""What a training needs of its devices, from shapes alone: mesh, shardings, bytes, operations."""
+"""The needs of a training run, computed from shapes alone: mesh, shardings, bytes and operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from train.step import init_state, make_optimizer
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """An array of the train state."""
+  """An array of the train state.
+
+  Attributes:
+    path: The array's path in the state, with slashes.
+    shape: Its shape.
+    axes: The mesh axis that each dimension is sharded over, or None.
+    bytes: Size of the whole array, in bytes.
+    device_bytes: Size of one device's shard, in bytes.
+  """
 
   path: str
   shape: tuple[int, ...]
@@ -25,7 +33,13 @@ class Entry:
 
 
 def state_entries(config, model_config: TransformerConfig, mesh: Mesh) -> list[Entry]:
-  """Every array of the train state, and what of it a device holds."""
+  """Every array of the train state, with the size of its shards.
+
+  Args:
+    config: The experiment, as `configs/base.py` describes.
+    model_config: Sizes of the transformer.
+    mesh: The mesh.
+  """
   state = jax.eval_shape(lambda: init_state(0, make_optimizer(config), model_config))
   places = jax.tree.leaves(shardings(mesh, state))
   entries = []
@@ -38,21 +52,43 @@ def state_entries(config, model_config: TransformerConfig, mesh: Mesh) -> list[E
 
 
 def forward_flops(config: TransformerConfig, num_rows: int, seq_len: int) -> float:
-  """Floating-point operations of the matrix products of one forward pass, attention scores over the whole row."""
+  """Floating-point operations of the matrix products of a forward pass, with attention scores over whole rows.
+
+  Args:
+    config: Sizes of the transformer.
+    num_rows: Rows of the batch.
+    seq_len: Tokens in a row.
+  """
   tokens = num_rows * seq_len
   per_layer = 2 * (4 * config.embed_dim**2 + 2 * config.embed_dim * config.mlp_dim) + 4 * seq_len * config.embed_dim
   return tokens * (config.num_layers * per_layer + 2 * config.vocab_size * config.embed_dim)
 
 
 def train_flops(config: TransformerConfig, num_rows: int, seq_len: int, *, remat: bool = False) -> float:
-  """Those of a training step: backward twice as many as forward, and with `remat` the blocks' forward once more."""
+  """Floating-point operations of the matrix products of a training step.
+
+  The backward pass has twice the operations of the forward pass. With `remat` the forward pass of the blocks runs once
+  more.
+
+  Args:
+    config: Sizes of the transformer.
+    num_rows: Rows of the batch.
+    seq_len: Tokens in a row.
+    remat: Whether blocks are recomputed for their gradients.
+  """
   forward = forward_flops(config, num_rows, seq_len)
   head = 2 * num_rows * seq_len * config.vocab_size * config.embed_dim
   return 3 * forward + (forward - head if remat else 0)
 
 
 def describe(config, model_config: TransformerConfig, mesh: Mesh) -> str:
-  """Lines of text: the mesh, the table of parameters, and bytes per device of the whole train state."""
+  """The plan as lines of text: the mesh, a table of parameters, and bytes per device of the whole train state.
+
+  Args:
+    config: The experiment, as `configs/base.py` describes.
+    model_config: Sizes of the transformer.
+    mesh: The mesh.
+  """
   entries = state_entries(config, model_config, mesh)
   params = [entry for entry in entries if entry.path.startswith('params/')]
   rows = config.batch_size // config.num_microbatches

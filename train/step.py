@@ -1,4 +1,4 @@
-"""One update of a model: its loss, its optimizer, and the state both work on, divided over a mesh."""
+"""One update of a model: its loss, its optimizer, and the state, sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spectr_jax.sharding import DATA, divide_rows, replicated, shardings
 
 
 def out_of_memory(error: jax.errors.JaxRuntimeError) -> ValueError | None:
-  """What to tell the user about an error that says that devices have too little memory; None for any other."""
+  """The error for users if the devices have too little memory; None for any other error."""
   return compiled.out_of_memory(error, 'more microbatches, remat or a larger mesh need less')
 
 
@@ -41,12 +41,13 @@ def make_optimizer(config) -> optax.GradientTransformation:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-  """A model whose laws another one learns.
+  """A model whose distributions another model learns.
 
   Attributes:
-    params: Its parameters.
-    config: Its sizes; same vocabulary as the learner's.
-    weight: Share of the divergence from the teacher's laws in the loss; the rest is that of the text's own tokens.
+    params: The teacher's parameters.
+    config: The teacher's sizes. Its vocabulary is the learner's.
+    weight: Weight of the divergence from the teacher's distributions in the loss. The loss of the text's own tokens has
+      the rest.
   """
 
   params: Any
@@ -67,8 +68,15 @@ def packed_logits(
 ) -> jax.Array:
   """Logits `[B, T, V]` after every token of packed documents `[B, T]`; attention stays within a document.
 
-  With `remat` each block is computed again for its gradient, instead of keeping what is inside it. Rows are divided
-  over the mesh, if there is one. What blocks add is left out with probability `dropout`, if there is a key.
+  Args:
+    params: Parameters of the transformer.
+    inputs: int32 `[B, T]`, packed documents.
+    model_config: Sizes of the transformer.
+    bos_id: The token that begins a document.
+    remat: Whether each block is recomputed for its gradient, so that its activations are not stored.
+    mesh: The mesh that rows are sharded over; None for one device.
+    dropout: Probability to drop an entry of a block's output. It has no effect without a key.
+    dropout_key: One typed key, or None for no dropout.
   """
   positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
   document = jnp.cumsum(inputs == bos_id, axis=1)
@@ -89,10 +97,11 @@ def token_losses(
   teacher: Teacher | None = None,
   **options,
 ):
-  """Loss of each target token, in nats: its negative log-likelihood.
+  """The loss of each target token, in nats: its negative log-likelihood.
 
-  With a teacher, the divergence KL(teacher's law || own law) takes its place as far as `teacher.weight` says: a draft
-  is there for the target's laws, of which the text holds one token each.
+  With a teacher, the loss is a weighted mean of the divergence KL(teacher's distribution || own distribution), with
+  weight `teacher.weight`, and the negative log-likelihood. A draft should match the target's distributions, and
+  the text holds only one sample of each.
 
   Args:
     params: Parameters of the transformer.
@@ -100,10 +109,10 @@ def token_losses(
     model_config: Sizes of the transformer.
     bos_id: The token that begins a document; it is never a target.
     teacher: The teacher, or None.
-    **options: `remat`, `mesh`, `dropout` and `dropout_key`, see `packed_logits`.
+    **options: `remat`, `mesh`, `dropout` and `dropout_key`, as in `packed_logits`.
 
   Returns:
-    Losses `[B, T]`, 0 where there is no target, and weights `[B, T]`, 1 where there is one.
+    Losses `[B, T]`, 0 where there is no target, and weights `[B, T]`, 1 where there is one and 0 elsewhere.
   """
   inputs, targets = rows[:, :-1], rows[:, 1:]
   logits = packed_logits(params, inputs, model_config, bos_id, **options)
@@ -118,9 +127,18 @@ def token_losses(
 
 
 def overlaps(params, rows, model_config: TransformerConfig, bos_id: int, *, mesh: Mesh | None = None, teacher: Teacher):
-  """1 - TV of own law and teacher's, `[B, T]`, 0 where there is no target, and weights `[B, T]`.
+  """The overlap 1 - TV of the model's and the teacher's distributions, `[B, T]`, and weights `[B, T]`.
 
-  This is the chance that a single draft token is accepted at temperature 1.
+  The overlap is the probability that a single draft token is accepted at temperature 1. It is 0 where there is no
+  target.
+
+  Args:
+    params: Parameters of the transformer.
+    rows: int32 `[B, T + 1]`, packed documents.
+    model_config: Sizes of the transformer.
+    bos_id: The token that begins a document; it is never a target.
+    mesh: The mesh that rows are sharded over; None for one device.
+    teacher: The teacher.
   """
   inputs, targets = rows[:, :-1], rows[:, 1:]
   own = jax.nn.softmax(packed_logits(params, inputs, model_config, bos_id, mesh=mesh))
@@ -130,7 +148,13 @@ def overlaps(params, rows, model_config: TransformerConfig, bos_id: int, *, mesh
 
 
 def init_state(seed: int, optimizer: optax.GradientTransformation, model_config: TransformerConfig) -> dict[str, Any]:
-  """Parameters, what the optimizer keeps, the step, and the best held-out loss so far with its step."""
+  """The initial state: parameters, optimizer state, the step, and the best held-out loss so far with its step.
+
+  Args:
+    seed: Seed of the parameters.
+    optimizer: The optimizer.
+    model_config: Sizes of the transformer.
+  """
   params = init_params(jax.random.key(seed), model_config)
   return {
     'params': params,
@@ -138,13 +162,13 @@ def init_state(seed: int, optimizer: optax.GradientTransformation, model_config:
     'step': jnp.zeros((), jnp.int32),
     'best_loss': jnp.asarray(jnp.finfo(jnp.float32).max),  # not inf, which would be a sign of trouble
     'best_step': jnp.zeros((), jnp.int32),
-    # Of a checkpoint without it kernels are `[out, in]`, some with the same shape: it is refused.
+    # Checkpoints without this entry have kernels `[out, in]`, some of the same shape. They are refused.
     'layout_in_out': jnp.ones((), jnp.int32),
   }
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Of rows `[A, B, T + 1]`: every microbatch is divided over `data`."""
+  """The sharding of rows `[A, B, T + 1]`: every microbatch is sharded over `data`."""
   return NamedSharding(mesh, PartitionSpec(None, DATA))
 
 
@@ -159,20 +183,20 @@ def make_train_step(
   seed: int = 0,
   unroll: bool = False,
 ) -> Callable:
-  """The jitted update `(state, rows, teacher or None) -> (state, loss)`; the state is donated.
+  """The jitted update `(state, rows, teacher or None) -> (state, loss)`. It donates the state.
 
-  Rows are `[A, B, T + 1]`: gradients of A microbatches are added up, weighted by their targets, so that the update is
-  that of one batch of A x B rows, up to rounding.
+  Rows are `[A, B, T + 1]`. The gradients of A microbatches are added up, weighted by their numbers of targets. So, up
+  to rounding, the update is that of one batch of A x B rows.
 
   Args:
     optimizer: The optimizer.
     model_config: Sizes of the transformer.
     bos_id: The token that begins a document.
-    mesh: Where state and rows are.
-    remat: See `packed_logits`.
-    dropout: See `packed_logits`.
-    seed: What is left out is a function of this, the step and the microbatch.
-    unroll: Whether microbatches are written out one after another, for a compiler's count of operations.
+    mesh: The mesh that state and rows are sharded over.
+    remat: As in `packed_logits`.
+    dropout: As in `packed_logits`.
+    seed: Seed of the dropout. The dropped entries depend on it, the step and the microbatch.
+    unroll: Whether the loop over microbatches is unrolled, for the compiler's count of operations.
   """
   state_sharding = shardings(mesh, jax.eval_shape(lambda: init_state(0, optimizer, model_config)))
 

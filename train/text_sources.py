@@ -1,8 +1,8 @@
-"""Where training text comes from: each source yields documents in a fixed order and knows its own hash.
+"""Sources of training text. Each source yields documents in a fixed order and describes its content by hashes.
 
-`stdlib` reads what every Python installation has and downloads nothing; `files` reads plain text; their documents are
-split into training and held-out text by content, so the split does not move when a source grows or is reordered. `lm1b`
-has a held-out part of its own.
+`stdlib` reads the standard library of the running Python and downloads nothing. `files` reads plain text. Their
+documents are split into training and held-out text by content, so a document stays on its side of the split if the
+source grows or is reordered. `lm1b` has its own held-out part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Part = Literal['train', 'held_out']
 
 
 class Collection(Protocol):
-  """Documents with a name."""
+  """A named collection of documents."""
 
   name: str
 
@@ -36,11 +36,11 @@ class Collection(Protocol):
     """All documents, in the same order each time."""
 
   def describe(self) -> dict[str, str]:
-    """What a training log should record about the origin."""
+    """The text's origin as a training log records it."""
 
 
 class TextSource(Protocol):
-  """Documents with a name, in two parts."""
+  """A named collection of documents in two parts, training and held-out."""
 
   name: str
 
@@ -48,11 +48,11 @@ class TextSource(Protocol):
     """The documents of a part, in the same order each time."""
 
   def describe(self) -> dict[str, str]:
-    """What a training log should record about the origin; text that differs is described differently."""
+    """The text's origin as a training log records it. Different texts have different descriptions."""
 
 
 def read_text(path: epath.Path) -> str:
-  """Contents of a `.txt`, `.gz` or `.bz2` file; other endings are read as plain text."""
+  """The contents of a `.txt`, `.gz` or `.bz2` file. Files with other endings are read as plain text."""
   openers = {'.gz': gzip.open, '.bz2': bz2.open}
   try:
     with path.open('rb') as raw:
@@ -64,7 +64,7 @@ def read_text(path: epath.Path) -> str:
 
 
 def _matches(pattern: epath.Path) -> list[epath.Path]:
-  """Files that a glob matches, sorted; wildcards may stand in any part of it."""
+  """The files that a glob matches, sorted. Any part of the path may have wildcards."""
   parts = pattern.parts
   first = next((i for i, part in enumerate(parts) if set('*?[') & set(part)), len(parts))
   if first == len(parts):
@@ -75,10 +75,10 @@ def _matches(pattern: epath.Path) -> list[epath.Path]:
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-  """Plain-text files; a blank line ends a document.
+  """Plain-text files. A blank line ends a document.
 
   Attributes:
-    patterns: Paths or globs, read in this order, the matches of a glob sorted.
+    patterns: Paths or globs, read in this order. The matches of a glob are sorted.
   """
 
   patterns: tuple[str, ...]
@@ -155,18 +155,23 @@ class Stdlib:
 
 
 def is_held_out(document: str, percent: float) -> bool:
-  """Whether a document belongs to the held-out `percent`, by the hash of its content."""
+  """Returns whether a document is held out, which the hash of its content decides.
+
+  Args:
+    document: The document's text.
+    percent: The share of documents that are held out, in percent.
+  """
   digest = hashlib.sha256(document.encode()).digest()
   return int.from_bytes(digest[:4], 'big') < percent / 100 * 2**32
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitByContent:
-  """A collection of which a share is held out.
+  """A collection of which a share of the documents is held out.
 
   Attributes:
     collection: The documents.
-    held_out_percent: The share.
+    held_out_percent: The share, in percent.
   """
 
   collection: Collection

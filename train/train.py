@@ -1,4 +1,4 @@
-"""Trains a language model; `train.main` is the command around it."""
+"""Training of a language model. The command is `train.main`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from train.metrics import MetricWriter
 from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step
 from train.text_sources import make_source
 
-# Field, what it must be, and the test of it; numbers that are NaN fail each test.
+# Field, allowed values in words, and the test. NaN fails every test.
 _RULES = (
   *((name, 'at least 1', lambda x: x >= 1) for name in (
     'seq_len', 'batch_size', 'num_microbatches', 'num_steps', 'log_every', 'eval_every', 'eval_batches',
@@ -48,10 +48,10 @@ _RULES = (
 
 
 def check_config(config) -> TransformerConfig:
-  """The network's sizes, after checking all that can be checked without reading a file.
+  """The network's sizes. All fields are checked as far as possible without reading a file.
 
   Raises:
-    ValueError: A field has a value that cannot be trained with.
+    ValueError: A field has an invalid value.
   """
   for name, allowed, is_valid in _RULES:
     if not is_valid(config[name]):
@@ -71,10 +71,14 @@ def check_config(config) -> TransformerConfig:
 
 
 def make_config_mesh(config, devices=None) -> Mesh:
-  """The mesh that `config.mesh` describes, after checking that microbatches can be divided over it.
+  """The mesh that `config.mesh` describes. It must be possible to shard microbatches over it.
+
+  Args:
+    config: The experiment, as `configs/base.py` describes.
+    devices: The devices; None for all of `jax.devices()`.
 
   Raises:
-    ValueError: There is no such mesh, or a microbatch cannot be divided.
+    ValueError: There is no such mesh, or a microbatch cannot be sharded over it.
   """
   mesh = make_mesh(parse_sizes(config.mesh), devices)
   rows = config.batch_size // config.num_microbatches
@@ -91,7 +95,7 @@ def _check_finite(first_step: int, losses: list[float]) -> None:
 
 @jax.jit
 def _is_finite(tree) -> jax.Array:
-  """Whether every number is."""
+  """Returns whether every number of a tree is finite."""
   return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
@@ -109,14 +113,14 @@ def _progress_bar(num_steps: int, step: int):
 
 @contextlib.contextmanager
 def _termination(every: int) -> Iterator[Callable[[int], bool]]:
-  """A function of the step that says whether to stop after it, since SIGTERM has come.
+  """Yields a function of the step that returns whether to stop after it, because SIGTERM has arrived.
 
-  Several processes have to agree, which they do at every so many steps.
+  Several processes must agree on it. They do so every `every` steps.
   """
   has_come = []
   try:
     before = signal.signal(signal.SIGTERM, lambda *_: has_come.append(True))
-  except ValueError:  # not the main thread, which alone may handle signals
+  except ValueError:  # only the main thread may handle signals
     yield lambda step: False
     return
 
@@ -132,10 +136,14 @@ def _termination(every: int) -> Iterator[Callable[[int], bool]]:
 
 
 def check_teacher(config, teacher_config: TransformerConfig) -> None:
-  """Refuses a teacher of other sizes than `config` needs.
+  """Refuses a teacher whose sizes do not fit `config`.
+
+  Args:
+    config: The experiment, as `configs/base.py` describes.
+    teacher_config: Sizes of the teacher.
 
   Raises:
-    ValueError: It has another vocabulary or reads shorter texts.
+    ValueError: The teacher has another vocabulary or a shorter context.
   """
   if teacher_config.vocab_size != config.vocab_size:
     raise ValueError(
@@ -148,10 +156,15 @@ def check_teacher(config, teacher_config: TransformerConfig) -> None:
 
 
 def load_teacher(config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher | None:
-  """The model that `config.distill_from` names, on the mesh; None if it names none.
+  """The teacher that `config.distill_from` names, sharded over the mesh; None if the field is empty.
+
+  Args:
+    config: The experiment, as `configs/base.py` describes.
+    tokenizer: The learner's tokenizer.
+    mesh: The mesh.
 
   Raises:
-    ValueError: There is no such model, or it has another tokenizer or reads shorter texts.
+    ValueError: There is no such model, or it has another tokenizer or a shorter context.
   """
   if not config.distill_from:
     return None
@@ -163,7 +176,12 @@ def load_teacher(config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher | None:
 
 
 def place(arrays, sharding):
-  """Arrays that every process has, divided over a mesh."""
+  """Shards arrays that every process holds.
+
+  Args:
+    arrays: A tree of arrays.
+    sharding: A tree of shardings of the same structure.
+  """
   return jax.tree.map(
     lambda x, s: jax.make_array_from_callback(x.shape, s, np.asarray(x).__getitem__), arrays, sharding
   )
@@ -171,11 +189,11 @@ def place(arrays, sharding):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """How a run ended.
+  """The end of a run.
 
   Attributes:
-    step: Steps done; those of the best model, where `config.patience` looks for it.
-    held_out: The final held-out metrics, or None if the run was told to stop before its end.
+    step: Number of steps done. If `config.patience` is set, the steps of the best model.
+    held_out: The final held-out metrics, or None if the run was stopped before its end.
   """
 
   step: int
@@ -183,7 +201,7 @@ class Outcome:
 
 
 class _Training:
-  """A run: what it works on, the state, and what has been logged of it."""
+  """A training run: its data and program, its state, and its log."""
 
   def __init__(self, config, workdir: epath.Path, *, allow_fallback: bool):
     self.config, self.workdir = config, workdir
@@ -215,7 +233,7 @@ class _Training:
     self.state = self.checkpoints.restore(like, allow_fallback=allow_fallback)
     if self.state is None:
       self.state = jax.jit(make_state, out_shardings=self.sharding)()
-    # Known here as well, so that no step has to wait for the one before.
+    # The host keeps its own copies, so that no step waits for the one before it.
     self.step = int(self.state['step'])
     self.best_loss, self.best_step = float(self.state['best_loss']), int(self.state['best_step'])
     self.writer = MetricWriter(workdir, self.step) if is_primary() else None
@@ -234,7 +252,7 @@ class _Training:
     return bool(self.step >= config.num_steps or is_patience_over)
 
   def advance(self) -> jax.Array:
-    """One step; its loss, not waited for."""
+    """Starts one step and returns its loss without waiting for it."""
     config = self.config
     rows = batch_at(
       self.text, self.step, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
@@ -253,7 +271,7 @@ class _Training:
     )  # fmt: skip
 
   def keep_model(self, step: int, found: dict[str, float]) -> None:
-    """Writes the model as it is now to `WORKDIR/model`."""
+    """Writes the current model to `WORKDIR/model`."""
     params = multihost_utils.process_allgather(self.state['params'], tiled=True)
     if is_primary():
       model = transformer_model(params, self.model_config)
@@ -274,7 +292,7 @@ class _Training:
 
   def run(self) -> Outcome:
     config = self.config
-    # What the model needs: over the device's peak this is model FLOP utilisation.
+    # The model's FLOPs without recomputation; divided by the device's peak they give model FLOP utilisation.
     flops = plan.train_flops(self.model_config, config.batch_size, config.seq_len)
     bar, task = _progress_bar(config.num_steps, self.step)
     losses, since, stop_now, final = [], time.perf_counter(), False, None
@@ -289,7 +307,7 @@ class _Training:
           continue
         losses = [float(loss) for loss in losses]
         _check_finite(self.step - len(losses) + 1, losses)
-        # The loss is of the parameters before the step: it can be finite where the step's result is not.
+        # The loss belongs to the parameters before the step. It can be finite although the step's result is not.
         if (save_now or eval_now) and not _is_finite(self.state):
           raise ValueError(
             f'parameters are not finite after step {self.step}: stopped; the last checkpoint is from before'
@@ -310,7 +328,7 @@ class _Training:
         if save_now or self.is_over:
           self.checkpoints.save(self.state)
         losses, since = [], time.perf_counter()
-      # Still where SIGTERM cannot interrupt: this is the end anyway.
+      # SIGTERM does not interrupt this, since the run ends here anyway.
       if self.is_over:
         final = self.finish()
     if final:
@@ -320,7 +338,7 @@ class _Training:
     return Outcome(self.step, final)
 
   def finish(self) -> dict[str, float]:
-    """Evaluates the model on all of the held-out text and keeps it; the best one, where that was looked for."""
+    """Evaluates the model on all held-out text and writes it. With `config.patience` this is the best model."""
     if self.config.patience and self.best_step:
       best = load_model(self.workdir / 'model')[0].params
       self.state['params'], self.step = place(best, self.sharding['params']), self.best_step
@@ -332,18 +350,18 @@ class _Training:
 def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> Outcome:
   """Trains to `config.num_steps`, continuing from the newest checkpoint under `workdir` if there is one.
 
-  A run that is interrupted and continued ends with the parameters of one that was not, on the same mesh; on another
-  mesh it continues as well, with sums in another order. SIGTERM saves a checkpoint and ends the run. The trained model
-  is written to `WORKDIR/model`; with `config.patience` it is the best of those evaluated, and is there from the first
-  evaluation on. With several processes (`jax.distributed`) each calls this.
+  On the same mesh, an interrupted and continued run ends with the same parameters as an uninterrupted one. A run can
+  also continue on another mesh, where sums have another order. SIGTERM saves a checkpoint and ends the run. The trained
+  model is written to `WORKDIR/model`. With `config.patience` it is the best of the evaluated models and exists from the
+  first evaluation on. With several processes (`jax.distributed`) each calls this function.
 
   Args:
-    config: As `configs/base.py` describes.
+    config: The experiment, as `configs/base.py` describes.
     workdir: Directory for checkpoints, metrics, encoded text and the model.
-    allow_fallback: Whether to continue from an older checkpoint where the newest is damaged.
+    allow_fallback: Whether to continue from an older checkpoint if the newest is damaged.
 
   Returns:
-    How it ended.
+    The step at the end and the final held-out metrics.
 
   Raises:
     ValueError: The configuration, its files or a checkpoint is unusable, or the loss is not finite.

@@ -1,6 +1,7 @@
-"""Trees from measured acceptance: how often a position is accepted, by depth and number of children.
+"""Trees chosen from measured acceptance rates, by depth and number of children.
 
-Or, for methods that try every branch, from what the laws of both models allow to be kept of chains.
+For methods that try every branch, chains are chosen from a bound on the tokens kept, which follows from both models'
+distributions.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from decode.experiment.settings import Setting
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
 from spectr_jax.theory import stateless_kept_bound
 
-# Fewer visits than this say too little about a rate; such a rate counts as not measured.
+# A rate with fewer visits than this is too inaccurate and counts as not measured.
 _FEWEST_VISITS = 50
 _MAX_DEPTH = 24
 _WIDTHS = (1, 2, 3, 4, 6, 8)
-# Chains gain from length for longer than trees that branch everywhere: 2 x 32 is among the best of 64 nodes.
+# Longer chains still gain where deeper branching trees do not: 2 x 32 is among the best trees of 64 nodes.
 LONGEST_CHAIN = 32
-# What shorter chains may cost. The prediction tells shapes apart no better than that.
+# Relative loss accepted for shorter chains. The prediction is no more accurate than this.
 TOLERANCE = 0.02
 _NUM_CHAINS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
@@ -31,25 +32,30 @@ Acceptance = list[list[float | None]]
 
 
 def has_independent_children(method: Method) -> bool:
-  """Whether its best tree is a prefix tree; otherwise siblings differ, and each has a rate of its own."""
+  """Returns whether a method's best tree is a prefix tree. Otherwise siblings differ, and each has its own rate."""
   return method.proposal_rule.are_exchangeable
 
 
 def is_chosen_by_bound(method: Method) -> bool:
-  """Whether its best tree is chains, chosen by `bound_kept`: it tries every branch, and comes close to the bound."""
+  """Returns whether `bound_kept` chooses a method's tree. Methods that try every branch come close to that bound."""
   return method.tries_every_branch
 
 
 def rates_name(method: Method) -> str:
-  """What its rates are called in files: they are of the method and of how its children are drawn."""
+  """The name of a method's rates in files. The rates depend on the method and on its proposal rule."""
   rule = method.proposal_rule.name
   return method.name if rule == METHODS[method.name].proposal_rule.name else f'{method.name}, {rule}'
 
 
 def calibration_trees(method: Method, budget: int) -> dict[int, TokenTree]:
-  """The trees to measure on, by children of a node; every node but the leaves has equally many.
+  """The trees to measure on, by the number of children of a node, which is the same for all nodes except leaves.
 
-  For i.i.d. children one tree per number of them, as deep as `budget` nodes allow; else two depths of eight children.
+  For i.i.d. children there is one tree per number of children, as deep as `budget` nodes allow. Otherwise there is one
+  tree with two levels of eight children per node.
+
+  Args:
+    method: The method.
+    budget: The largest number of nodes of a tree.
   """
   if not has_independent_children(method):
     return {_WIDTHS[-1]: TokenTree.prefix((_WIDTHS[-1],) * 2)}
@@ -73,13 +79,13 @@ def measure_acceptance(method: Method, budget: int, measure: Callable[[TokenTree
 
   Args:
     method: The method.
-    budget: Nodes that a tree may have.
-    measure: Decodes on a tree and returns what it counted.
+    budget: The largest number of nodes of a tree.
+    measure: Function that decodes on a tree and returns the counts.
 
   Returns:
-    For children drawn i.i.d., at `[d][k - 1]`, the share of positions at depth d + 1 that are accepted where nodes have
-    k children; else, at `[d][i]`, the share of those positions whose accepted node is child i. None where it was not
-    measured often enough.
+    For i.i.d. children, at `[d][k - 1]`, the share of positions at depth d + 1 that are accepted if nodes have k
+    children. Otherwise, at `[d][i]`, the share of positions at depth d + 1 whose accepted node is child i. None for
+    rates that were not measured often enough.
   """
   found = {width: measure(tree) for width, tree in calibration_trees(method, budget).items()}
   depth = max(statistics.visits.shape[1] for statistics in found.values())
@@ -87,7 +93,7 @@ def measure_acceptance(method: Method, budget: int, measure: Callable[[TokenTree
   for width, statistics in found.items():
     visits = np.asarray(statistics.visits).sum((0, 2))
     if has_independent_children(method):
-      # Where a width has not been measured as deep as the others, its deepest rate goes on.
+      # A width measured less deeply than the others repeats its deepest rate.
       rates = _rates(np.asarray(statistics.accepts).sum((0, 2)), visits)
       last = None
       for row in range(depth):
@@ -101,7 +107,7 @@ def measure_acceptance(method: Method, budget: int, measure: Callable[[TokenTree
 
 
 def kept_bounds(tree: TokenTree, draft_log_probs: np.ndarray, target_log_probs: np.ndarray) -> np.ndarray:
-  """`stateless_kept_bound` of a tree at every place of texts of the target.
+  """`stateless_kept_bound` of a tree at every position of texts sampled from the target.
 
   Args:
     tree: The tree, of depth L.
@@ -109,8 +115,8 @@ def kept_bounds(tree: TokenTree, draft_log_probs: np.ndarray, target_log_probs: 
     target_log_probs: `[P, T]`, log q of the same tokens.
 
   Returns:
-    float64 `[P, T, L]`: at `[i, t, d]` the chance that a call before token t keeps it and the next d tokens, at most.
-    NaN where these are not all there.
+    float64 `[P, T, L]`: at `[i, t, d]` the largest probability that a call before token t keeps it and the next d
+    tokens. NaN if the text ends before.
   """
   length = tree.max_depth
   windows = [
@@ -120,24 +126,24 @@ def kept_bounds(tree: TokenTree, draft_log_probs: np.ndarray, target_log_probs: 
     for values in (draft_log_probs, target_log_probs)
   ]
   is_missing = np.isnan(windows[1])
-  # What stands in the place of a missing token only has a say in what is left out.
+  # The value in place of a missing token influences only bounds that become NaN.
   bounds = stateless_kept_bound(tree, *(np.where(is_missing, 0, values) for values in windows))
   return np.where(is_missing, np.nan, bounds)
 
 
 def bound_kept(draft_log_probs: np.ndarray, target_log_probs: np.ndarray) -> Acceptance:
-  """What any stateless lossless rule can keep of chains, from texts of the target.
+  """Bounds on the tokens of chains that any stateless lossless rule keeps, from texts sampled from the target.
 
-  Nothing is decoded with any such rule. The mean is over all places of the texts, and the tokens after the end of a
-  text are not kept: in a run with this limit they are lost, more of them where drafts are longer.
+  No rule decodes for this. The mean is over all positions of the texts. Tokens after the end of a text count as not
+  kept, since a run with this limit loses them, and longer drafts lose more.
 
   Args:
     draft_log_probs: `[P, T]`, log p of each token of the texts given the ones before, NaN after the end of a text.
     target_log_probs: `[P, T]`, log q of the same tokens.
 
   Returns:
-    At `[d][k - 1]`, the chance that at least d + 1 tokens of k chains are kept in a call, at most. None for other k,
-    and where there are too few places.
+    At `[d][k - 1]`, the largest probability that a call keeps at least d + 1 tokens of k chains. None for values of k
+    that are not computed, and if there are too few positions.
   """
   depth = min(LONGEST_CHAIN, draft_log_probs.shape[1])
   num_places = np.full(depth, np.isfinite(target_log_probs).sum())
@@ -150,15 +156,19 @@ def bound_kept(draft_log_probs: np.ndarray, target_log_probs: np.ndarray) -> Acc
 
 
 def _prefix_shape(factors: Sequence[int]) -> str:
-  """As `--tree` takes it."""
+  """The shape as `--tree` takes it."""
   return f'prefix:{",".join(map(str, factors))}'
 
 
 def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
-  """`setting` with the best tree of its budget.
+  """The setting with the best tree of its budget.
+
+  Args:
+    setting: The setting, whose tree is `optimal`.
+    acceptance: The rates, from `measure_acceptance` or `bound_kept`.
 
   Raises:
-    ValueError: The rates allow none.
+    ValueError: The rates do not determine a tree.
   """
   budget = setting.spec.numbers[0]
   rates = np.array([[math.nan if rate is None else rate for rate in row] for row in acceptance], float)
@@ -171,7 +181,7 @@ def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
       raise ValueError(f'{setting}: {error}') from error
     shape = _prefix_shape((int(tree.num_children[0]), *[1] * (tree.max_depth - 1)))
   elif has_independent_children(setting.method):
-    # Nothing is known, or worth a sequential step of the draft, below this depth.
+    # Below this depth nothing is measured or worth a sequential step of the draft.
     rates = np.concatenate([rates, np.repeat(rates[-1:], max(_MAX_DEPTH - len(rates), 0), 0), np.zeros_like(rates[:1])])
     factors = optimal_factors(rates, budget)
     if not factors:
@@ -190,7 +200,7 @@ def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
 
 
 def read_acceptance(path: epath.PathLike) -> dict[str, Acceptance]:
-  """Acceptance rates by method, from a file that `decode.main --output` wrote after measuring them.
+  """Acceptance rates by method, read from a file that `decode.main --output` wrote after measuring them.
 
   Raises:
     ValueError: The file cannot be read or holds no rates.

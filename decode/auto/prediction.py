@@ -1,18 +1,21 @@
-"""`--method=auto`: predicts how fast every lossless setting of a grid decodes, and takes the best.
+"""`--method=auto`: predicts the speed of every lossless setting of a grid and chooses the fastest.
 
-The time of a round is taken apart as
+The time of a round is modelled as
 
     round = draft(tree) + target(nodes) + rest,
 
-where the rest is verification, the caches' commit and the loop. Draft and target are timed by themselves for every
-tree; whole rounds, and what they yield, are measured by decoding some prompts. Methods that decide token by token are
-decoded with the longest drafts only, but for one that stands for them on every tree: whether a position is accepted
-does not depend on how many come after it, so what shorter drafts yield follows from the same run. Their round takes
-what that one's does, and the difference of the two on the longest drafts, in proportion to the nodes. In all
+where the rest is verification, the caches' commit and the loop. Draft and target are timed alone for every tree. The
+time and the tokens of whole rounds are measured by decoding some prompts.
+
+Methods that decide token by token are decoded with the longest drafts only, except for one reference method, which is
+decoded on every tree. For these methods the acceptance of a position does not depend on later positions. So the tokens
+of shorter drafts follow from the run with the longest. The rest of such a method's round is that of the reference on
+the same tree, plus the difference of the two on the longest drafts, scaled by the number of nodes. In all
 
     seconds of a batch = prefill + rounds * round,
 
-rounds being counted until its last row is done. docs/auto.md compares this with the closed form of the literature.
+where rounds are counted until the batch's last row is done. docs/auto.md compares this with the closed form of the
+literature.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ _NUM_RUNS = 9
 def grid(options: DecodeOptions) -> list[Setting]:
   """Autoregressive decoding, and every lossless method on every tree of the options that it takes.
 
-  With one draft, methods for several are `speculative` or `block` and left out, but for one with shared noise.
+  With one draft, methods for several drafts equal `speculative` or `block` and are left out, except for seed-exact
+  ones.
   """
   settings = []
   for method in METHODS.values():
@@ -69,12 +73,22 @@ def _decides_by_token(setting: Setting) -> bool:
 
 
 def reference_of(setting: Setting, settings: list[Setting]) -> Setting:
-  """The setting on the same chains whose rounds are measured for all that decide token by token: the first of them."""
+  """The reference setting on the same chains: the first setting that decides token by token.
+
+  Args:
+    setting: A setting that decides token by token.
+    settings: All settings of the grid.
+  """
   return next(other for other in settings if _decides_by_token(other) and _tree_name(other) == _tree_name(setting))
 
 
 def source_of(setting: Setting, settings: list[Setting]) -> Setting:
-  """The setting whose run tells what `setting` yields: itself, or the one with the longest drafts."""
+  """The setting whose run gives the tokens of `setting`: itself, or the one with the longest drafts.
+
+  Args:
+    setting: A setting.
+    settings: All settings of the grid.
+  """
   if not _decides_by_token(setting) or reference_of(setting, settings) == setting:
     return setting
   alike = [
@@ -87,12 +101,12 @@ def source_of(setting: Setting, settings: list[Setting]) -> Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-  """What decoding the calibration prompts with one setting took and gave.
+  """The time and the tokens of decoding the calibration prompts with one setting.
 
   Attributes:
-    num_prompts, num_batches: How much was decoded.
+    num_prompts, num_batches: Numbers of prompts and batches decoded.
     num_tokens, num_calls: New tokens and target calls of all prompts.
-    kept: `[L]`, the calls that kept at least d + 1 drafted tokens.
+    kept: `[L]`, at `[d]` the number of calls that kept at least d + 1 drafted tokens.
     num_rounds: Rounds of all batches, each counted until its last row was done.
     prefill_seconds, round_seconds: Medians over batches.
   """
@@ -111,19 +125,20 @@ class Observation:
     return self.num_tokens / self.num_calls
 
   def share_of_tokens(self, draft_length: int) -> float:
-    """Tokens per call with shorter drafts over those observed, for methods that decide token by token."""
+    """The tokens per call with shorter drafts, relative to those observed, for methods that decide token by token."""
     counts = np.array(self.kept) / self.num_calls
     return float((1 + counts[:draft_length].sum()) / (1 + counts.sum()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-  """All that predictions follow from.
+  """The measurements from which predictions follow.
 
   Attributes:
-    conditions: What it holds for, as JSON values: device, models, law, batch size, new tokens.
-    draft_seconds, target_seconds: Of a tree by its name and number of nodes; the target's root is not counted as one.
-    observations: By setting.
+    conditions: The conditions of the measurement as JSON values: device, models, sampling, batch size, new tokens.
+    draft_seconds: Seconds of drafting, by the tree's name.
+    target_seconds: Seconds of a target call, by the tree's number of nodes without the root.
+    observations: Observations by setting.
   """
 
   conditions: dict[str, Any]
@@ -136,10 +151,10 @@ class Calibration:
 
   @classmethod
   def read(cls, path: epath.PathLike) -> Calibration:
-    """From a file that `--calibration` wrote.
+    """Reads a file that `--calibration` wrote.
 
     Raises:
-      ValueError: The file cannot be read or is none.
+      ValueError: The file cannot be read or is not a calibration.
     """
     content = read_json(path, 'calibration', '--calibration writes one')
     try:
@@ -152,10 +167,15 @@ class Calibration:
       raise ValueError(f'{path} is no calibration ({error!r}); --calibration writes one') from error
 
   def check(self, conditions: dict[str, Any], settings: list[Setting], path: epath.PathLike) -> None:
-    """Checks that it is one for these conditions and settings.
+    """Checks that the calibration is for these conditions and settings.
+
+    Args:
+      conditions: The conditions of this run, from `conditions_of`.
+      settings: All settings of the grid.
+      path: The calibration's file, for messages.
 
     Raises:
-      ValueError: It is not; the message says what differs.
+      ValueError: The calibration is for something else; the message names the difference.
     """
     for name, value in conditions.items():
       if self.conditions.get(name) != value:
@@ -167,7 +187,7 @@ class Calibration:
 
 
 def conditions_of(workload: Workload) -> dict[str, Any]:
-  """What a calibration depends on, as JSON values."""
+  """The conditions that a calibration depends on, as JSON values."""
   options, info = workload.options, workload.info
   names = 'mesh', 'draft_mesh', 'temperature', 'top_k', 'top_p', 'max_new_tokens'
   return {
@@ -180,14 +200,14 @@ def conditions_of(workload: Workload) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-  """How a setting will do.
+  """The predicted speed of a setting.
 
   Attributes:
     setting: The setting.
     tokens_per_call: Tokens per target call and row.
     tokens_per_second: New tokens of all rows over time, prefill included.
-    round_seconds: Of a round, the sum of `draft_seconds`, `target_seconds` and `rest_seconds`.
-    is_observed: Whether it was decoded itself, or follows from a run with longer drafts.
+    round_seconds: Seconds of a round, the sum of `draft_seconds`, `target_seconds` and `rest_seconds`.
+    is_observed: Whether the setting itself was decoded. Otherwise the prediction follows from a run with longer drafts.
   """
 
   setting: Setting
@@ -205,7 +225,12 @@ def _tree_name(setting: Setting) -> str:
 
 
 def predict(calibration: Calibration, settings: list[Setting]) -> list[Prediction]:
-  """Predictions for a grid, the fastest first."""
+  """Predictions for a grid, the fastest first.
+
+  Args:
+    calibration: The measurements.
+    settings: All settings of the grid.
+  """
 
   def parts(setting):
     return calibration.draft_seconds[_tree_name(setting)], calibration.target_seconds[setting.tree.num_nodes]
@@ -220,7 +245,7 @@ def predict(calibration: Calibration, settings: list[Setting]) -> list[Predictio
     draft, target = parts(setting)
     rest_seconds, yields = rest(source), 1.0
     if source != setting:
-      # What the method's rest has over that of the reference is its verification's.
+      # The rest of this method's round minus the reference's rest is attributed to verification.
       share = setting.tree.num_nodes / source.tree.num_nodes
       more = rest(source) - rest(reference_of(source, settings))
       rest_seconds = rest(reference_of(setting, settings)) + share * more
@@ -255,7 +280,7 @@ def _measure_costs(workload: Workload, settings: list[Setting]) -> tuple[dict[st
   keys, rows = workload.keys(workload.options.seed), workload.batches[0]
   for name, setting in trees.items():
     if setting.tree.num_nodes:
-      # Drafting depends on the tree; one method stands for all, so that each tree is compiled once.
+      # Drafting depends on the tree alone, so one method per tree is compiled.
       method = METHODS['speculative' if setting.tree.is_chain else 'spectr']
       decoder = workload.decoder(dataclasses.replace(setting, method=method))
       calls[name] = functools.partial(latency.draft, decoder, workload.init(decoder, keys, rows))
@@ -267,10 +292,10 @@ def _measure_costs(workload: Workload, settings: list[Setting]) -> tuple[dict[st
 
 
 def _observe(workload: Workload, settings: list[Setting], notify: Notify) -> dict[str, Observation]:
-  """Decodes the workload with every setting, in turns as far as their programs fit in one process.
+  """Decodes the workload with every setting. Settings take turns as far as their programs fit in one process.
 
-  Otherwise seconds are those of the first group's time, by what autoregressive decoding takes in each group: shared
-  machines drift.
+  If several groups are needed, the seconds of later groups are scaled to the first by the time of autoregressive
+  decoding in each group, since shared machines drift.
   """
   keys, batches, num_prompts = workload.keys(workload.options.seed), workload.batches, len(workload.prompts)
   baseline, paces = baseline_of(settings), []
@@ -303,7 +328,7 @@ def _observe(workload: Workload, settings: list[Setting], notify: Notify) -> dic
 
 
 def _observation(runs: list[tuple], num_prompts: int, *, pace: float) -> Observation:
-  """Batches put together, each the seconds of prefill and of a round, rounds, and a `Generation`."""
+  """The observation from several batches, each given as seconds of prefill and of a round, rounds and a result."""
   prefill_seconds, round_seconds, num_rounds, results = zip(*runs)
   every = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_prompts], *results)
   return Observation(
@@ -319,10 +344,16 @@ def _observation(runs: list[tuple], num_prompts: int, *, pace: float) -> Observa
 
 
 def calibrate(workload: Workload, settings: list[Setting], notify: Notify) -> Calibration:
-  """Measures what predictions for these settings need, on the first prompts, with a seed that no run of theirs has."""
+  """Measures what predictions need, on the first prompts, with a seed that the options' runs do not use.
+
+  Args:
+    workload: Models and prompts.
+    settings: All settings of the grid.
+    notify: Called with the current activity, the steps done and the steps in total.
+  """
   options = workload.options
   some = workload.take(max(options.calibration_prompts, 2 * workload.batch_size))
-  seed = (options.seeds[-1] + 2) % 2**32  # the next one is for acceptance rates
+  seed = (options.seeds[-1] + 2) % 2**32  # the first unused seed is for acceptance rates
   some = dataclasses.replace(some, options=dataclasses.replace(options, seed=seed, num_seeds=1))
   notify('auto: timing draft and target', 0, 1)
   costs = _measure_costs(some, settings)
@@ -331,10 +362,14 @@ def calibrate(workload: Workload, settings: list[Setting], notify: Notify) -> Ca
 
 
 def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
-  """Predictions for the options' grid, the fastest first; measured, or from the file of an earlier run.
+  """Predictions for the options' grid, the fastest first, from new measurements or the file of an earlier run.
+
+  Args:
+    workload: Models and prompts.
+    notify: Called with the current activity, the steps done and the steps in total.
 
   Raises:
-    ValueError: The file is unusable, or was measured for something else.
+    ValueError: The file is unusable, or was measured under other conditions.
   """
   options = workload.options
   settings = grid(options)
@@ -343,7 +378,7 @@ def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
     calibration = Calibration.read(options.calibration)
     calibration.check(conditions, settings, options.calibration)
   else:
-    # Proven to be writable before anything is measured; one process writes.
+    # The file is opened before anything is measured, to find out whether it is writable. One process writes.
     with OutputFiles(calibration=options.calibration if is_primary() else None) as files:
       calibration = calibrate(workload, settings, notify)
       files.write(calibration=calibration.to_json())
@@ -351,7 +386,7 @@ def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
 
 
 def choose(predictions: list[Prediction]) -> Setting:
-  """The fastest setting; that of the first process where there are several, whose clocks differ."""
+  """The fastest setting. Several processes, whose clocks differ, take the first process's choice."""
   settings = sorted((prediction.setting for prediction in predictions), key=str)
   best = settings.index(predictions[0].setting)
   if jax.process_count() > 1:

@@ -1,4 +1,4 @@
-"""A file of continuations that grows as they are done, and can be gone on with after any end."""
+"""A file of continuations that grows as they finish, and that a later run can resume."""
 
 from __future__ import annotations
 
@@ -11,17 +11,27 @@ from typing import Any
 
 
 def part_path(path: str | os.PathLike, index: int, count: int) -> pathlib.Path:
-  """Where process `index` of `count` writes: `path` itself, or `name-00000-of-00002.jsonl` beside it."""
+  """The file of one process: `path` itself for a single one, else `name-00000-of-00002.jsonl` beside it.
+
+  Args:
+    path: The file of the whole run.
+    index: Index of the process.
+    count: Number of processes.
+  """
   path = pathlib.Path(path)
   return path if count == 1 else path.with_name(f'{path.stem}-{index:05}-of-{count:05}{path.suffix}')
 
 
 def write_index(path: str | os.PathLike, count: int) -> None:
-  """Writes `name.index.json`, which names the parts that stand for `path`.
+  """Writes `name.index.json`, which names the parts of `path`.
+
+  Args:
+    path: The file of the whole run.
+    count: Number of processes.
 
   Raises:
-    ValueError: There is one with another number of parts, whose continuations would be decoded again; or it cannot be
-      written.
+    ValueError: An index with another number of parts exists, so that their continuations would be decoded again; or the
+      index cannot be written.
   """
   path = pathlib.Path(path)
   index = path.with_name(f'{path.stem}.index.json')
@@ -39,25 +49,26 @@ def write_index(path: str | os.PathLike, count: int) -> None:
 
 
 class GenerationFile:
-  """A JSON object per line, appended one by one; a line that was not finished is none.
+  """A file with a JSON object per line, appended one by one. An incomplete last line is ignored.
 
   Attributes:
-    done: Seed and place among the prompts of every continuation that the file has.
+    done: Seed and prompt index of every continuation in the file.
   """
 
   def __init__(
     self, path: str | os.PathLike, settings: dict[str, Any], *, resume: bool, prompts: Mapping[int, str] | None = None
   ):
-    """Opens the file, and with `resume` reads what it has.
+    """Opens the file, and with `resume` reads its continuations.
 
     Args:
       path: A local file.
-      settings: What every line must say, so that no file holds two kinds.
-      resume: Whether the file may have continuations.
-      prompts: Texts by their place, which continuations in the file must be of; None for any.
+      settings: Values that every line must have, so that no file mixes settings.
+      resume: Whether the file may already have continuations.
+      prompts: Texts of the prompts by index, which the file's continuations must match; None to skip this check.
 
     Raises:
-      ValueError: It has some without `resume`, holds something else, or cannot be written; the message says why.
+      ValueError: The file has continuations without `resume`, holds something else, or cannot be written; the message
+        says why.
     """
     self._path, self._settings, self._prompts = pathlib.Path(path), settings, prompts or {}
     self.done: set[tuple[int, int]] = set()
@@ -80,7 +91,7 @@ class GenerationFile:
       if not resume:
         raise ValueError(f'generations: {self._path} has continuations; --resume goes on with them')
       if not line.endswith(b'\n'):
-        break  # written in part when the run ended
+        break  # incomplete because the run ended
       try:
         entry = json.loads(line)
         place = entry['seed'], entry['index']
@@ -104,7 +115,7 @@ class GenerationFile:
     """Writes a continuation.
 
     Raises:
-      ValueError: It cannot be written; those before it are whole.
+      ValueError: The continuation cannot be written. Earlier ones are complete.
     """
     line = json.dumps(self._settings | entry, ensure_ascii=False).encode() + b'\n'
     try:
@@ -119,9 +130,9 @@ class GenerationFile:
     self.done.add((entry['seed'], entry['index']))
 
   def _give_up(self) -> None:
-    """Leaves whole lines alone."""
+    """Closes the file and removes an incomplete last line."""
     with contextlib.suppress(OSError):
-      self._file.close()  # tries to write what is left once more
+      self._file.close()  # tries once more to write the buffered rest
     os.truncate(self._path, self._end)
 
   def __enter__(self) -> GenerationFile:

@@ -1,4 +1,4 @@
-"""What calls take: the model's forward by shape, and a round by part."""
+"""Times of calls: a model's forward pass by shape, and the parts of a round."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ from spectr_jax.sharding import put
 
 
 def time_in_turns(calls: Mapping[Hashable, Callable[[], Any]], num_runs: int) -> dict[Hashable, np.ndarray]:
-  """Seconds `[num_runs]` that each call took, after one that is not counted.
+  """Seconds `[num_runs]` of each call, after one call that is not counted.
 
-  All are called once, then all again: what else the machine does meanwhile falls on every one of them.
+  The calls take turns, so that other load on the machine affects all of them alike.
+
+  Args:
+    calls: Functions by name. Each returns arrays that are waited for.
+    num_runs: Number of timed runs of each call.
   """
   times = {name: [] for name in calls}
   for call in calls.values():
@@ -50,13 +54,13 @@ def forward_calls(
   cache_size: int,
   sharding: DecodeSharding | None = None,
 ) -> dict[Hashable, Callable[[], jax.Array]]:
-  """Forward calls for `time_in_turns`, each on a tree, its root included, in so many rows.
+  """Forward calls for `time_in_turns`, each on a tree with its root, for a batch of rows.
 
   Args:
     model: The model.
     shapes: Tree and batch size by name.
-    cache_size: Committed tokens that the caches hold; attention covers them all.
-    sharding: How rows and caches are divided, as the model is already; None for one device.
+    cache_size: Committed tokens that the caches hold. Attention covers all of them.
+    sharding: The sharding of rows and caches, which the model already has; None for one device.
   """
   calls = {}
   for name, (tree, batch_size) in shapes.items():
@@ -70,21 +74,26 @@ def forward_calls(
 
 @jax.jit
 def draft(decoder: Decoder, state: DecodeState) -> Proposal:
-  """A round's guesses, without the drafter's state."""
+  """A round's guesses, without the drafter's state.
+
+  Args:
+    decoder: The decoder.
+    state: The state before a round. It is not donated.
+  """
   return dataclasses.replace(propose(decoder, state, noise_keys(decoder, state)[0]), state=None)
 
 
 def profile(decoder: Decoder, state: DecodeState, directory: epath.PathLike, num_rounds: int = 8) -> None:
-  """Records rounds with JAX's profiler, for TensorBoard or Perfetto; the state is donated.
+  """Records rounds with JAX's profiler, for TensorBoard or Perfetto. It donates the state.
 
   Args:
     decoder: The decoder.
-    state: Between two rounds, of a program that has run before.
-    directory: Where to write; it is made if need be.
-    num_rounds: Rounds at most.
+    state: A state between two rounds, of a program that has run before.
+    directory: Directory to write to. It is created if it does not exist.
+    num_rounds: The largest number of rounds.
 
   Raises:
-    ValueError: Nothing can be written there.
+    ValueError: The directory cannot be written.
   """
   try:
     epath.Path(directory).mkdir(parents=True, exist_ok=True)
@@ -105,14 +114,15 @@ def _judge(decoder: Decoder, state: DecodeState, proposal: Proposal, logits):
 
 
 def time_parts(decoder: Decoder, state: DecodeState, num_runs: int = 15) -> dict[str, float]:
-  """Median seconds of the parts of a round: `draft`, `target` and `verification`, the target's laws included in it.
+  """Median seconds of the parts of a round: `draft`, `target` and `verification`.
 
-  Each is timed as a program of its own, so their sum is not exactly what they take within the loop.
+  Verification includes the computation of the target's distributions from its logits. Each part is timed as a separate
+  program, so their sum is not exactly their time within the loop.
 
   Args:
     decoder: The decoder.
-    state: Before a round; it is not donated.
-    num_runs: How often each part is run.
+    state: The state before a round. It is not donated.
+    num_runs: Number of timed runs of each part.
   """
   proposal = draft(decoder, state)
   logits = _score(decoder, state, proposal)

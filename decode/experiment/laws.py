@@ -1,4 +1,4 @@
-"""The laws of a pair of models at the positions of a text."""
+"""The distributions of a pair of models at the positions of a text."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from spectr_jax.sharding import fetch
 
 @jax.jit(static_argnames='num_new')
 def laws_after(model: Model, prompts, lengths, tokens, temperature, top_k=0, top_p=1.0, *, num_new: int) -> jax.Array:
-  """The laws `[B, num_new, V]` that a model's tokens after each prompt are drawn from, given those before.
+  """The distributions `[B, num_new, V]` of a model's tokens after each prompt, given the previous tokens.
 
   Args:
     model: The model.
     prompts: int32 `[B, P]`, right-padded.
-    lengths: int32 `[B]`.
-    tokens: int32 `[B, num_new]`.
+    lengths: int32 `[B]`, tokens of each prompt.
+    tokens: int32 `[B, num_new]`, the tokens after each prompt.
     temperature, top_k, top_p: Scalars, as in `SamplingParams`.
-    num_new: Tokens after the prompt.
+    num_new: Number of tokens after the prompt.
   """
   batch_size, longest = prompts.shape
   cache = model.init_cache_fn(batch_size, longest)
-  # The prompt's last token is the first of the call, whose laws are wanted.
+  # The call starts with the prompt's last token, which gives the first distribution.
   cache, _ = model.prefill(prompts, lengths - 1, cache)
   last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)
   called = jnp.concatenate([last, tokens[:, :-1]], axis=1)
@@ -42,13 +42,13 @@ def laws_after(model: Model, prompts, lengths, tokens, temperature, top_k=0, top
 
 @jax.jit(static_argnames='num_new')
 def _probs_after(model: Model, prompts, lengths, tokens, *sampling, num_new: int) -> jax.Array:
-  """What `laws_after` gives the tokens themselves, `[B, num_new]`."""
+  """The probabilities `[B, num_new]` of the tokens themselves under `laws_after`."""
   laws = laws_after(model, prompts, lengths, tokens, *sampling, num_new=num_new)
   return jnp.take_along_axis(laws, tokens[..., None], axis=-1)[..., 0]
 
 
 def _along(function, workload: Workload, model: Model, rows: np.ndarray, tokens: np.ndarray) -> jax.Array:
-  """One of the two above on a batch of continuations."""
+  """`laws_after` or `_probs_after` on a batch of continuations."""
   options, written = workload.options, np.maximum(tokens[rows], 0)
   sampling = options.temperature, options.top_k, options.top_p
   return function(
@@ -59,7 +59,7 @@ def _along(function, workload: Workload, model: Model, rows: np.ndarray, tokens:
 def written_laws(
   workload: Workload, models: tuple[Model, ...], tokens: np.ndarray
 ) -> Iterator[tuple[np.ndarray, tuple[jax.Array, ...]]]:
-  """The laws of each model along continuations of all prompts, batch by batch.
+  """The distributions of each model along continuations of all prompts, batch by batch.
 
   Args:
     workload: Prompts and options.
@@ -67,7 +67,7 @@ def written_laws(
     tokens: int32 `[prompts, num_new]`, negative after the end of a row.
 
   Yields:
-    The prompts of a batch, by number and each once, and laws `[B, num_new, V]` of each model.
+    Indices of a batch's prompts, without padding copies, and distributions `[B, num_new, V]` of each model.
   """
   size = workload.batch_size
   for rows in workload.batches:
@@ -85,7 +85,7 @@ def written_log_probs(workload: Workload, models: tuple[Model, ...], tokens: np.
     tokens: int32 `[prompts, num_new]`, negative after the end of a row.
 
   Returns:
-    float64 `[prompts, num_new]` of each model: -inf for a token that it never draws, NaN after the end of a row.
+    float64 `[prompts, num_new]` for each model: -inf for a token that it never draws, NaN after the end of a row.
 
   Raises:
     ValueError: A model gives logits that are not finite.
@@ -104,7 +104,15 @@ def written_log_probs(workload: Workload, models: tuple[Model, ...], tokens: np.
 
 
 def target_texts(workload: Workload, seed: int) -> np.ndarray:
-  """The target's own continuations of all prompts, int32 `[prompts, max_new_tokens]`, -1 after the end of a row."""
+  """The target's own continuations of all prompts, sampled autoregressively.
+
+  Args:
+    workload: Models, prompts and options.
+    seed: The seed.
+
+  Returns:
+    int32 `[prompts, max_new_tokens]`, -1 after the end of a row.
+  """
   keys, found = workload.keys(seed), []
   for rows in workload.batches:
     generation = workload.generate(Setting(get_method('autoregressive')), keys, rows)

@@ -1,4 +1,4 @@
-"""What is measured: ratios over prompts with their interval, and acceptance by position."""
+"""Metrics: ratios over prompts with their intervals, and acceptance by position."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from scipy import special
 
 
 def ratio(numerators: np.ndarray, denominators: np.ndarray) -> float:
-  """All prompts together: `sum(numerators) / sum(denominators)`.
+  """The ratio over all prompts: `sum(numerators) / sum(denominators)`.
 
-  Of tokens and target calls this is block efficiency, of accepted tokens and optima the share of the optimum.
+  For tokens and target calls this is block efficiency. For accepted tokens and optima it is the share of the optimum.
 
   Args:
-    numerators: `[P]`, of each prompt.
-    denominators: `[P]`, of each prompt.
+    numerators: `[P]`, one per prompt.
+    denominators: `[P]`, one per prompt.
   """
   return float(np.sum(numerators) / np.sum(denominators))
 
 
 def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float] | None:
-  """95% interval of `ratio` over prompts.
+  """The 95% confidence interval of `ratio` over prompts.
 
-  Prompts are the sample and the estimate is a ratio of two sums, so its variance is that of the residuals
+  The prompts are the sample, and the estimate is a ratio of two sums. So its variance is that of the residuals
   `numerator - ratio * denominator` (delta method), with Student's t for few prompts. Several continuations of one
-  prompt belong together: add them up first.
+  prompt are one unit of the sample: add them up first.
 
   Args:
-    numerators: `[P]`, of each prompt.
-    denominators: `[P]`, of each prompt.
+    numerators: `[P]`, one per prompt.
+    denominators: `[P]`, one per prompt.
 
   Returns:
-    Low and high end, or None for a single prompt, which says nothing about others.
+    The low and high end, or None for a single prompt, which has no variance estimate.
   """
   num_prompts = len(numerators)
   if num_prompts < 2:
@@ -45,17 +45,18 @@ def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> tuple[fl
 
 
 def compare(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, float]:
-  """How many times larger one ratio is than another on the same prompts, and its 95% interval.
+  """The factor between two ratios on the same prompts, and its 95% interval.
 
-  What prompts have in common cancels, so the interval is narrower than those of the two ratios suggest. It is that of
-  the logarithm, whose error to first order is the sum over prompts of each prompt's share of the four sums.
+  The comparison is paired. The common variation of prompts cancels, so the interval is narrower than those of the two
+  ratios suggest. It is computed for the logarithm of the factor. To first order, the logarithm's error is a sum over
+  prompts of each prompt's shares of the four sums.
 
   Args:
     first: Numerators and denominators, `[P]` each, of at least two prompts.
-    second: The same of what it is compared with.
+    second: Numerators and denominators, `[P]` each, of the ratio to compare with.
 
   Returns:
-    The factor, and the low and high end of its interval.
+    The factor first / second, and the low and high end of its interval.
   """
   shares = [numbers / np.sum(numbers) for numbers in (*first, *second)]
   influence = shares[0] - shares[1] - shares[2] + shares[3]
@@ -70,7 +71,7 @@ def acceptance_by_position(accepted_by_depth: np.ndarray, calls: np.ndarray) -> 
   """The share of rounds that kept at least d + 1 drafted tokens, at index d.
 
   Args:
-    accepted_by_depth: `[P, L]`, rounds of each prompt that kept at least d + 1.
-    calls: `[P]`, rounds of each prompt.
+    accepted_by_depth: `[P, L]`, the number of rounds of each prompt that kept at least d + 1 drafted tokens.
+    calls: `[P]`, the number of rounds of each prompt.
   """
   return (np.sum(accepted_by_depth, axis=0) / np.sum(calls)).tolist()

@@ -28,12 +28,12 @@ _FLAGS = (
   _define(
     flags.DEFINE_list,
     'num_drafts',
-    'K, drafts per round; several, separated by commas, run the grid. Default 4, for auto 1,2,4,8.',
+    'K, drafts per round; several, separated by commas, run the grid. Default 2, for auto 1,2,4,8.',
   ),
   _define(
     flags.DEFINE_list,
     'draft_length',
-    'L, tokens per draft; several, separated by commas, run the grid. Default 4, for auto 2,4,8.',
+    'L, tokens per draft; several, separated by commas, run the grid. Default 8, for auto 2,4,8.',
   ),
   _define(
     flags.DEFINE_multi_string,
@@ -104,7 +104,7 @@ def _value(flag):
 
 
 def read_options(**fixed) -> DecodeOptions:
-  """The options that the flags give, and those given here in their place.
+  """The options that the flags give. Keyword arguments override flags.
 
   Raises:
     ValueError: A value is out of range.

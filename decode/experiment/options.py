@@ -1,4 +1,4 @@
-"""What to run: the options of `decode.main`, checked."""
+"""The checked options of `decode.main`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spectr_jax.sharding import DATA, make_mesh
 ROOT = epath.Path(__file__).resolve().parents[2]
 PRETRAINED = ROOT / 'pretrained'
 AUTO = 'auto'
-# K and L where none are given, for methods by name and for `auto`.
+# Default K and L, for named methods and for `auto`.
 DEFAULT_GRID = {'num_drafts': (2,), 'draft_length': (8,)}
 AUTO_GRID = {'num_drafts': (1, 2, 4, 8), 'draft_length': (2, 4, 8)}
 _DTYPES = ('', 'float32', 'bfloat16')
@@ -25,42 +25,44 @@ DRAFT_MESHES = 'whole', 'divided'
 
 
 def has_epsilon(name: str) -> bool:
-  """Whether the method over-accepts by an amount that can be chosen."""
+  """Returns whether the method over-accepts by an amount that can be chosen."""
   method = get_method(name)
   return with_epsilon(method, 0.5) != with_epsilon(method, 0.25)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
-  """What to run; every field is a flag of `decode.main`.
+  """Options of a run. Every field is a flag of `decode.main`.
 
   Attributes:
     target, draft: Directories of models.
     dtype: Type to compute in, '' for each model's own.
-    method: Names of methods; `auto`, alone or beside `autoregressive`, takes the lossless one that is predicted to be
-      the fastest, see `decode.auto.prediction`.
-    num_drafts, draft_length: K and L, every pair of which is run, or compared by `auto`; by default 2 and 8, for `auto`
-      1, 2, 4, 8 and 2, 4, 8.
-    tree: Trees to guess; see `decode.experiment.settings.TreeSpec`.
+    method: Names of methods. `auto`, alone or beside `autoregressive`, takes the lossless method that is predicted to
+      be the fastest; see `decode.auto.prediction`.
+    num_drafts, draft_length: Values of K and L. Every pair is run, or compared by `auto`. The defaults are 2 and 8, and
+      for `auto` 1, 2, 4, 8 and 2, 4, 8.
+    tree: Trees of guesses; see `decode.experiment.settings.TreeSpec`.
     acceptance: File of measured acceptance rates for `optimal` trees, or None to measure them on the prompts.
-    calibration: File in which `auto` keeps what it measures; if it is there, nothing is measured again.
-    calibration_prompts: Prompts that `auto` decodes to measure, from the first; at least two batches.
+    calibration: File for the measurements of `auto`. If it exists, they are read from it.
+    calibration_prompts: Number of prompts, from the first, that `auto` decodes for its measurements; at least two
+      batches are decoded.
     children: Rule by which the children of a node are drawn, '' for each method's own.
     epsilon: Over-acceptance of the methods that have one, or None for their own.
     gumbel: Whether methods that draft nothing sample by Gumbel-max with keys per position, as `ersd` does.
     share_of_optimum: Whether to compare acceptance with the most that any token-level verification could reach.
     breakdown: Whether to time the parts of a round one by one.
-    profile_dir: Directory for what JAX's profiler records of some rounds of each setting, or None.
-    temperature, top_k, top_p: The law to sample from.
+    profile_dir: Directory for JAX profiles of some rounds of each setting, or None.
+    temperature, top_k, top_p: The sampling parameters.
     prompt: One text to continue, or None.
     prompts: File of prompts, or None for the shipped ones; see `read_prompts`.
-    num_prompts: How many of the file's prompts, from its beginning, at most.
+    num_prompts: The largest number of prompts to take from the beginning of the file.
     skip_long: Whether to leave out prompts that are too long instead of refusing them.
-    batch_size: Prompts decoded together, at most.
-    max_new_tokens: Limit of each continuation.
+    batch_size: The largest number of prompts decoded together.
+    max_new_tokens: The largest number of new tokens per continuation.
     num_seeds, seed: Seeds `seed` to `seed + num_seeds - 1` are run.
-    mesh: Sizes of a mesh `data:D,model:M` to divide the work over, '' for one device; see `DecodeSharding`.
-    draft_mesh: Whether the draft is `whole` on every device along `model`, or `divided` like the target.
+    mesh: Sizes of a mesh `data:D,model:M` to shard the work over, '' for one device; see `DecodeSharding`.
+    draft_mesh: `whole` for a full copy of the draft on every device along `model`, `divided` to shard it like the
+      target.
 
   Raises:
     ValueError: A value is out of range; the message says what is allowed.
@@ -154,12 +156,12 @@ class DecodeOptions:
 
   @property
   def is_auto(self) -> bool:
-    """Whether the method is to be chosen."""
+    """True if `auto` chooses the method."""
     return AUTO in self.method
 
   @property
   def methods(self) -> list[Method]:
-    """The methods that are named, as `children`, `epsilon` and `gumbel` want them."""
+    """The named methods, modified by `children`, `epsilon` and `gumbel`."""
     methods = []
     for name in self.method:
       if name == AUTO:
@@ -174,7 +176,7 @@ class DecodeOptions:
 
   @property
   def needs_draft(self) -> bool:
-    """Whether any method drafts."""
+    """True if any method drafts."""
     return self.is_auto or any(method.max_drafts != 0 for method in self.methods)
 
   @property
@@ -182,13 +184,14 @@ class DecodeOptions:
     return range(self.seed, self.seed + self.num_seeds)
 
   def make_sharding(self, *, is_local: bool = False) -> DecodeSharding | None:
-    """How decoding is divided over the devices that are there; None for one device.
+    """The sharding of decoding over the available devices; None for one device.
 
     Args:
       is_local: Whether each process decodes by itself, on its own devices.
 
     Raises:
-      ValueError: There is no such mesh here, rows cannot be divided over it, or processes work together without one.
+      ValueError: There is no such mesh here, rows cannot be sharded over it, or several processes work together without
+        a mesh.
     """
     if not self.mesh:
       if jax.process_count() > 1 and not is_local:

@@ -15,7 +15,7 @@ from etils import epath
 
 from spectr_jax import Tokenizer
 
-# Of JSON objects: the first of these that is there is the prompt. Those of the usual prompt sets.
+# Field names in common prompt sets. The first field that a JSON object has is the prompt.
 _FIELDS = ('prompt', 'question', 'instruction', 'turns')
 _WANTED = 'expected a JSON object with a text in "prompt"'
 
@@ -26,9 +26,9 @@ class Prompt:
 
   Attributes:
     text: The text.
-    index: Its place in the file, from 0; a row's randomness comes from it.
-    id: The file's own `id`, or the index where it has none.
-    origin: Where it came from, for messages.
+    index: Its index in the file, from 0. A row's random key derives from it.
+    id: The file's own `id`, or the index if it has none.
+    origin: The prompt's file and line, for messages.
   """
 
   text: str
@@ -83,14 +83,14 @@ def _read_bytes(path: epath.Path) -> bytes:
 
 
 def read_prompts(path: epath.PathLike) -> list[Prompt]:
-  """Prompts of a file: what its name ends in says how, maybe followed by `.gz`.
+  """The prompts of a file. The ending of its name determines the format; `.gz` may follow.
 
-  `.jsonl` holds a JSON object per line, `.json` the same or one array of objects; the text is under `prompt`, else
-  `question`, `instruction` (with `input` in a line of its own) or `turns` (the first). `.tsv` has it in the first
-  column. Any other file has one per line.
+  `.jsonl` holds a JSON object per line, `.json` the same or one array of objects. The text is in the field `prompt`,
+  else `question`, `instruction` (followed by `input` on a line of its own) or `turns` (the first). `.tsv` has the text
+  in the first column. Any other file has one prompt per line.
 
   Raises:
-    ValueError: The file cannot be read, is not UTF-8, or a line of it is no prompt; the message names the line.
+    ValueError: The file cannot be read, is not UTF-8, or a line is not a prompt; the message names the line.
   """
   path = epath.Path(path)
   data = _read_bytes(path)
@@ -123,14 +123,14 @@ def _encode(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def longest_prompt(max_new_tokens: int, max_length: int | None) -> float:
-  """How many tokens a prompt may have, bos included.
+  """The largest number of tokens of a prompt, bos included.
 
   Args:
-    max_new_tokens: Tokens to leave room for.
-    max_length: Longest prompt plus continuation, or None for no limit.
+    max_new_tokens: Number of new tokens to leave room for.
+    max_length: The models' limit for prompt plus continuation, in tokens, or None for no limit.
 
   Raises:
-    ValueError: There is no room for any.
+    ValueError: There is no room for a prompt.
   """
   if max_length is None:
     return math.inf
@@ -145,10 +145,16 @@ def longest_prompt(max_new_tokens: int, max_length: int | None) -> float:
 def without_long(
   prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_new_tokens: int, max_length: int | None
 ) -> list[Prompt]:
-  """The prompts that leave room for `max_new_tokens`; see `encode_prompts`.
+  """The prompts that leave room for `max_new_tokens`.
+
+  Args:
+    prompts: The prompts.
+    tokenizer: The models' tokenizer.
+    max_new_tokens: Number of new tokens to leave room for.
+    max_length: The models' limit for prompt plus continuation, in tokens, or None for no limit.
 
   Raises:
-    ValueError: None does.
+    ValueError: No prompt leaves enough room.
   """
   limit = longest_prompt(max_new_tokens, max_length)
   kept = [prompt for prompt, row in zip(prompts, _encode(prompts, tokenizer)) if len(row) <= limit]
@@ -163,13 +169,13 @@ def without_long(
 def encode_prompts(
   prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_new_tokens: int, max_length: int | None, multiple: int = 16
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Token ids with bos in front, right-padded to one size.
+  """The prompts' token ids, starting with bos, right-padded to one size.
 
   Args:
-    prompts: What to encode.
+    prompts: The prompts.
     tokenizer: The models' tokenizer.
-    max_new_tokens: Tokens to leave room for.
-    max_length: Longest prompt plus continuation, or None for no limit.
+    max_new_tokens: Number of new tokens to leave room for.
+    max_length: The models' limit for prompt plus continuation, in tokens, or None for no limit.
     multiple: The size is a multiple of this, so that other prompts rarely need another compilation.
 
   Returns:

@@ -1,4 +1,4 @@
-"""What a run found: a table and a coloured sample for people, JSON and JSONL for programs."""
+"""Reports of a run: a table and a coloured sample for people, JSON and JSONL for programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from decode.experiment.settings import Setting
 from decode.experiment.workload import Notify
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Tokenizer
 
-# How a token's origin looks in colour, and without: nothing, brackets, braces.
+# Marks of a token's origin, with colour and without.
 _STYLES = {ORIGIN_DRAFT: 'green', ORIGIN_CORRECTION: 'bold red', ORIGIN_BONUS: 'bold blue'}
 _MARKS = {ORIGIN_DRAFT: ('', ''), ORIGIN_CORRECTION: ('[', ']'), ORIGIN_BONUS: ('{', '}')}
 _MEANINGS = {
@@ -37,10 +37,10 @@ _MEANINGS = {
 
 
 def make_console(*, stderr: bool = False) -> Console:
-  """A console that writes no escape codes where NO_COLOR is set, and does not fold lines outside a terminal."""
+  """A console without escape codes if NO_COLOR is set, and without line folding outside a terminal."""
   color_system = None if os.environ.get('NO_COLOR') else 'auto'
   console = Console(stderr=stderr, color_system=color_system, highlight=False, emoji=False, markup=False)
-  # What people read may hold any character; one that the terminal cannot show must not end the run.
+  # Texts may hold any character. A character that the terminal cannot show must not end the run.
   if hasattr(console.file, 'reconfigure'):
     console.file.reconfigure(errors='replace')
   return console
@@ -48,7 +48,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 @contextlib.contextmanager
 def show_progress() -> Iterator[Notify]:
-  """A callback for `run_decode`: a bar in a terminal, else a line whenever something else begins; on stderr."""
+  """Yields a progress callback for `run_decode`: a bar in a terminal, else one line per activity; on stderr."""
   console = make_console(stderr=True)
   if not console.is_terminal:
     last = None
@@ -112,13 +112,13 @@ def _prediction(found: Prediction) -> dict:
 
 
 def to_json(run: DecodeRun) -> str:
-  """The run and one result per setting and seed.
+  """The run as JSON, with one result per setting and seed.
 
-  `block_efficiency_ci95` is null for a single prompt, `speedup` where autoregressive decoding was not run, its interval
-  (over batches) for a single batch, `seconds_per_round` unless asked for;
-  `acceptance_by_position[d]` is the share of rounds that kept at least d + 1 drafted tokens; `share_of_optimum` is null
-  unless asked for; `epsilon` where methods have their own. `acceptance` holds the rates that `optimal` trees
-  were chosen from, by method, and `predictions` what `auto` chose from, the fastest first.
+  These values can be null: `block_efficiency_ci95` for a single prompt, `speedup` if autoregressive decoding was not
+  run, its interval (over batches) for a single batch, `seconds_per_round` and `share_of_optimum` unless requested, and
+  `epsilon` if methods use their own. `acceptance_by_position[d]` is the share of rounds that kept at least d + 1
+  drafted tokens. `acceptance` holds, by method, the rates that `optimal` trees were chosen from. `predictions` holds
+  the settings that `auto` chose from, the fastest first.
   """
   results = [_result(run.summarize(found.setting, (found.seed,)), run, found.seed) for found in run.measurements]
   content = {'run': run.info, 'acceptance': run.acceptance, 'results': results}
@@ -128,7 +128,12 @@ def to_json(run: DecodeRun) -> str:
 
 
 def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:
-  """What a setting's continuations have in common, as JSON values."""
+  """The values that a setting's continuations share, as JSON values.
+
+  Args:
+    options: The run's options.
+    setting: The setting.
+  """
   return {
     'method': setting.method.name,
     'is_lossless': setting.method.is_lossless,
@@ -144,7 +149,16 @@ def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]
 def describe_continuation(
   setting: dict[str, Any], prompt: Prompt, seed: int, tokens: np.ndarray, num_target_calls: int, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-  """A continuation of a setting that is described, its padding cut off, as JSON values."""
+  """A continuation as JSON values.
+
+  Args:
+    setting: The result of `describe_setting`.
+    prompt: The prompt.
+    seed: The seed.
+    tokens: int `[T]`, the continuation's tokens without padding.
+    num_target_calls: Number of target calls.
+    tokenizer: The models' tokenizer.
+  """
   tokens = tokens.tolist()
   return {
     'id': prompt.id,
@@ -158,7 +172,7 @@ def describe_continuation(
 
 
 def to_jsonl(run: DecodeRun) -> str:
-  """One line per setting, seed and prompt."""
+  """The continuations as JSONL, one line per setting, seed and prompt."""
   lines = []
   for found in run.measurements:
     setting = describe_setting(run.options, found.setting)
@@ -177,13 +191,13 @@ _NUM_POSITIONS = 8
 
 
 def _shares(shares: list[float]) -> str:
-  """Those of the first positions; deep trees have more than a line holds."""
+  """The shares of the first positions as text. Deep trees have more positions than fit on a line."""
   shown = [f'{share:.2f}' for share in shares[:_NUM_POSITIONS]]
   return ' '.join(shown + ['...'] * (len(shares) > _NUM_POSITIONS)) or '-'
 
 
 def make_table(run: DecodeRun) -> Table:
-  """A row per setting, all seeds together."""
+  """The table of results: one row per setting, over all seeds."""
   has_trees = any(setting.spec is not None and setting.spec.name != 'chains' for setting in run.settings)
   columns = [('method', 'left'), ('lossless', 'left'), ('K', 'right'), ('L', 'right')]
   if has_trees:
@@ -224,7 +238,7 @@ _NUM_PREDICTIONS = 12
 
 
 def make_prediction_table(predictions: list[Prediction]) -> Table:
-  """The fastest settings by prediction, and autoregressive decoding."""
+  """A table of the fastest settings by prediction, and of autoregressive decoding."""
   shown = predictions[:_NUM_PREDICTIONS]
   shown += [found for found in predictions[_NUM_PREDICTIONS:] if not found.setting.tree.num_nodes]
   alone = next(found for found in predictions if not found.setting.tree.num_nodes)
@@ -244,7 +258,7 @@ def make_prediction_table(predictions: list[Prediction]) -> Table:
 
 
 def explain_choice(predictions: list[Prediction]) -> str:
-  """What `auto` took, of how many."""
+  """A sentence that says which setting `auto` chose, and from how many."""
   best, num_seen = predictions[0], sum(found.is_observed for found in predictions)
   return (
     f'auto takes {best.setting}, the fastest of {len(predictions)} lossless settings by prediction; {num_seen} were'
@@ -253,7 +267,7 @@ def explain_choice(predictions: list[Prediction]) -> str:
 
 
 def explain_bias(run: DecodeRun) -> list[str]:
-  """A line for each method that is not lossless: why."""
+  """One line for each method that is not lossless, with the reason."""
   methods = dict.fromkeys(setting.method for setting in run.settings if not setting.method.is_lossless)
   return [
     f"{method.name} is not lossless, its text does not have the target's law: {method.bias}." for method in methods
@@ -261,7 +275,7 @@ def explain_bias(run: DecodeRun) -> list[str]:
 
 
 def explain_slow(run: DecodeRun) -> list[str]:
-  """A line for each setting slower than autoregressive decoding: what a round costs here and what it yields."""
+  """One line for each setting slower than autoregressive decoding: the cost and the tokens of a round."""
   lines = []
   for setting in run.settings:
     summary = run.summarize(setting)
@@ -278,7 +292,7 @@ def explain_slow(run: DecodeRun) -> list[str]:
 
 
 def explain_parts(run: DecodeRun) -> list[str]:
-  """A line for each setting whose parts were timed."""
+  """One line for each setting whose parts were timed."""
   lines = []
   for setting in run.settings:
     parts = run.summarize(setting).seconds_per_round
@@ -292,16 +306,16 @@ def explain_parts(run: DecodeRun) -> list[str]:
 
 
 def _printable(text: str) -> str:
-  """`text` without control characters, which could steer a terminal; line breaks stay."""
+  """The text without control characters, which could control the terminal. Line breaks stay."""
   return ''.join(c if c == '\n' or unicodedata.category(c) not in ('Cc', 'Cf') else '\ufffd' for c in text)
 
 
 def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, int]]:
-  """Text of each token with the token's origin; bytes of one character go to the token that completes it.
+  """The text of each token with the token's origin. The token that completes a character has all of its bytes.
 
   Args:
-    tokens: `[T]`, without padding.
-    origins: `[T]`.
+    tokens: int `[T]`, without padding.
+    origins: int `[T]`, as in `spectr_jax.Generation`.
     tokenizer: The tokenizer.
   """
   pieces, begin = [], 0
@@ -315,13 +329,18 @@ def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: Tokenize
 
 
 def sample_measurement(run: DecodeRun) -> Measurement:
-  """Whose first continuation is shown: the last setting that drafts, else the last."""
+  """The measurement whose first continuation is shown: of the last setting that drafts, else of the last setting."""
   first_seed = [found for found in run.measurements if found.seed == run.options.seed]
   return ([found for found in first_seed if found.setting.tree.num_nodes] or first_seed)[-1]
 
 
 def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
-  """The first prompt's continuation, tokens marked by origin, under a legend."""
+  """The first prompt's continuation below a legend, with tokens marked by origin.
+
+  Args:
+    run: The run.
+    is_colored: Whether to mark origins by colour, else by brackets and braces.
+  """
   found = sample_measurement(run)
 
   def mark(text, origin):
@@ -361,12 +380,17 @@ def _headline(run: DecodeRun) -> str:
 
 
 def print_report(run: DecodeRun, console: Console | None = None) -> None:
-  """Prints the table, why a setting is slow where one is, and a sample."""
+  """Prints the table, explanations for slow settings, and a sample.
+
+  Args:
+    run: The run.
+    console: The console to print to; None for stdout.
+  """
   console = console or make_console()
   print_options = {'soft_wrap': True}
   console.print(_headline(run) + '\n', **print_options)
   if not console.is_terminal:
-    console.width = 1000  # the lines of a file have no window to fit into
+    console.width = 1000  # lines of a file need not fit into a window
   if run.predictions:
     console.print(make_prediction_table(run.predictions))
     console.print('\n' + explain_choice(run.predictions) + '\n', **print_options)

@@ -1,4 +1,4 @@
-"""Runs decoding methods over prompts and counts: `run_decode(DecodeOptions(...))`."""
+"""Runs decoding methods over prompts and measures them: `run_decode(DecodeOptions(...))`."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from spectr_jax.sharding import fetch
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-  """One setting on all prompts with one seed; P prompts.
+  """The results of one setting on all P prompts with one seed.
 
   Attributes:
-    setting, seed: What was run.
+    setting, seed: The setting and seed.
     tokens: int32 `[P, max_new_tokens]`, -1 after a row's end.
     origins: int32 `[P, max_new_tokens]`, as in `spectr_jax.Generation`.
     lengths: int32 `[P]`, tokens emitted.
     calls: int32 `[P]`, target calls.
-    accepted_by_depth: int32 `[P, L]`.
-    batch_seconds: `[number of batches]`, wall time of each, prefill included and compilation not.
-    baseline_seconds: The same of autoregressive decoding (`baseline_of` the settings), in turns with this; None if that
-      was not run.
-    rounds: Rounds the device ran: a batch runs until its last row is done.
-    statistics: Of each prompt, or None if not asked for.
+    accepted_by_depth: int32 `[P, L]`, at `[i, d]` the rounds of prompt i that kept at least d + 1 drafted tokens.
+    batch_seconds: `[number of batches]`, wall time of each batch, with prefill and without compilation.
+    baseline_seconds: `[number of batches]`, wall time of autoregressive decoding (`baseline_of` the settings), in turns
+      with this setting; None if that was not run.
+    rounds: Rounds that the device ran. A batch runs until its last row is done.
+    statistics: Statistics of each prompt, or None if not requested.
   """
 
   setting: Setting
@@ -73,26 +73,27 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-  """A setting's numbers, over one seed or several.
+  """A setting's results over one seed or several.
 
   Attributes:
-    setting: What was run.
-    num_tokens, num_calls: Tokens emitted and target calls.
-    block_efficiency: Their ratio.
-    interval: Its 95% interval over prompts, None for a single prompt.
+    setting: The setting.
+    num_tokens, num_calls: Numbers of emitted tokens and target calls.
+    block_efficiency: `num_tokens / num_calls`.
+    interval: The 95% interval of `block_efficiency` over prompts, None for a single prompt.
     acceptance_by_position: `[L]`, the share of rounds that kept at least d + 1 drafted tokens.
-    seconds: Time of all batches, compilation excluded.
-    num_rounds: Rounds the device ran, each for a whole batch.
-    tokens_per_second: New tokens over seconds; of settings that were not timed together they compare less well.
-    speedup: Tokens per second over those of autoregressive decoding in turns with it, None if that was not run.
-    speedup_interval: Its 95% interval over batches, None for a single batch and for autoregressive decoding itself.
-    round_cost: Time of a round over that of an autoregressive step, None if that was not run.
-    tokens_per_round: Tokens per round and row, rows that wait for the rest of their batch counted.
-    share_of_optimum: Accepted tokens over the most that token-level verification could accept at the positions visited,
-      on average; None if not asked for, or for methods without several i.i.d. candidates.
-    share_interval: Its 95% interval over prompts.
-    seconds_per_round: Of the whole `round`, its share of the prefill included, its parts `draft`, `target` and
-      `verification`, and the `rest`, which may be below zero since parts are timed alone; empty if not asked for.
+    seconds: Time of all batches, without compilation.
+    num_rounds: Rounds that the device ran, each for a whole batch.
+    tokens_per_second: New tokens per second. Settings that were not timed together compare less reliably.
+    speedup: Tokens per second relative to autoregressive decoding in turns with the setting, None if that was not run.
+    speedup_interval: The 95% interval of `speedup` over batches, None for a single batch and for autoregressive
+      decoding itself.
+    round_cost: Time of a round relative to an autoregressive step, None if that was not run.
+    tokens_per_round: Tokens per round and row, where rows that wait for the rest of their batch count.
+    share_of_optimum: Accepted tokens relative to the most that token-level verification could accept on average at the
+      positions visited; None if not requested, or for methods without several i.i.d. candidates.
+    share_interval: The 95% interval of `share_of_optimum` over prompts.
+    seconds_per_round: Seconds of the whole `round`, with its share of the prefill, of its parts `draft`, `target` and
+      `verification`, and of the `rest`; empty if not requested. The rest may be negative, since parts are timed alone.
   """
 
   setting: Setting
@@ -115,20 +116,22 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRun:
-  """All that a run found.
+  """All results of a run.
 
   Attributes:
-    options: What was asked for.
-    info: Flags, versions, device, models, how many prompts were too long, and which settings took turns
+    options: The options.
+    info: Flags, versions, device, models, number of prompts that were too long, and groups of settings that took turns
       (`timed_together`), as JSON values.
     prompts: The prompts.
     tokenizer: The models' tokenizer.
-    settings: What was run: the grid, every tree chosen.
+    settings: The settings that were run: the grid with all trees chosen.
     measurements: One per setting and seed.
     acceptance: The rates by method that `optimal` trees were chosen from; see `decode.auto.calibrate`.
-    node_costs: Time of a target call on so many tokens over that on one; for settings slower than autoregressive.
-    part_seconds: Time of a round's parts by setting, see `decode.experiment.latency.time_parts`; if asked for.
-    predictions: What `auto` chose from, the fastest first; empty if it was not asked for.
+    node_costs: Time of a target call by its number of tokens, relative to a call on one token; only for settings slower
+      than autoregressive decoding.
+    part_seconds: Seconds of a round's parts by setting, see `decode.experiment.latency.time_parts`; empty if not
+      requested.
+    predictions: The predictions that `auto` chose from, the fastest first; empty without `auto`.
   """
 
   options: DecodeOptions
@@ -147,7 +150,15 @@ class DecodeRun:
     return [found for found in self.measurements if found.seed in seeds and found.setting == setting]
 
   def batch_speeds(self, setting: Setting, seeds=None) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Tokens and seconds of each batch over `seeds`, and those of autoregressive decoding beside it if that was run."""
+    """Tokens and seconds of each batch, for the setting and, if it was run, for autoregressive decoding.
+
+    Args:
+      setting: The setting.
+      seeds: Seeds to add up; None for all.
+
+    Returns:
+      One pair of arrays `[number of batches]` for the setting, and one for autoregressive decoding if that was run.
+    """
     starts = range(0, len(self.prompts), self.options.batch_size)
     own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
 
@@ -158,7 +169,12 @@ class DecodeRun:
     return (speeds, (tokens(baseline), sum(found.baseline_seconds for found in own))) if baseline else (speeds,)
 
   def summarize(self, setting: Setting, seeds=None) -> Summary:
-    """The numbers of one setting over `seeds`, by default all that were run."""
+    """The results of one setting.
+
+    Args:
+      setting: The setting.
+      seeds: Seeds to combine; None for all.
+    """
     own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
     num_rounds, seconds = sum(found.rounds for found in own), sum(found.seconds for found in own)
     speedup, speedup_interval, round_cost = None, None, None
@@ -168,7 +184,7 @@ class DecodeRun:
       if len(speeds[0]) > 1 and setting != baseline_of(self.settings):
         speedup_interval = metrics.compare(speeds, others)[1:]
       round_cost = seconds / num_rounds / (float(others[1].sum()) / sum(found.rounds for found in baseline))
-    # Continuations of one prompt under several seeds are one unit of the sample.
+    # The continuations of one prompt under several seeds are one unit of the sample.
     tokens, calls = sum(found.lengths for found in own), sum(found.calls for found in own)
     parts = self.part_seconds.get(setting, {})
     if parts:
@@ -204,7 +220,7 @@ class DecodeRun:
 
 
 def _measure_node_costs(workload: Workload, trees: list[TokenTree], num_runs: int = 15) -> dict[int, float]:
-  """Median time of a target call on each tree, root included, over one on a single token."""
+  """Median time of a target call on each tree with its root, relative to a call on a single token."""
   shapes = {tree.num_nodes + 1: (tree, workload.batch_size) for tree in (TokenTree(), *trees)}
   calls = latency.forward_calls(workload.target, shapes, cache_size=workload.cache_size, sharding=workload.sharding)
   times = latency.time_in_turns(calls, num_runs)
@@ -215,8 +231,7 @@ def _measure_node_costs(workload: Workload, trees: list[TokenTree], num_runs: in
 def _choose_trees(workload: Workload, settings: list[Setting], given, notify: Notify):
   """The settings with `optimal` trees chosen, and the rates by method that they were chosen from.
 
-  Rates that are not `given` by a file are measured, or bounded, on the prompts, with a seed that is not among the
-  options' own.
+  Rates that no file gives are measured, or bounded, on the prompts, with a seed that the options do not use.
   """
   options = workload.options
   budgets = {}
@@ -266,7 +281,7 @@ def _measurement(
   baseline_seconds: list[float] | None,
   num_prompts: int,
 ) -> Measurement:
-  """Batches put together, without the copies that fill the last one up."""
+  """The batches joined, without the padding copies of the last batch."""
   every: Generation = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_prompts], *generations)
   return Measurement(
     setting=setting,
@@ -284,10 +299,15 @@ def _measurement(
 
 
 def measure(workload: Workload, settings: list[Setting], notify: Notify) -> DecodeRun:
-  """Decodes every prompt with every setting, in turns, and every seed of the workload's options.
+  """Decodes every prompt with every setting and every seed of the workload's options. Settings take turns.
 
-  Where their programs do not fit in one process, groups of settings take turns, one group after another, each with
-  autoregressive decoding if that is among them.
+  If the programs do not fit in one process, settings are split into groups that run one after another. The settings of
+  a group take turns. Every group includes autoregressive decoding if that is one of the settings.
+
+  Args:
+    workload: Models and prompts.
+    settings: The settings.
+    notify: Called with the current activity, batches done and batches in total.
 
   Raises:
     ValueError: A model gives logits that are not finite.
@@ -300,7 +320,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
 
   def prepare(setting):
     notify(f'{setting}: compiling', done, total)
-    # One round compiles what `generate` runs.
+    # One round compiles the program that `generate` runs.
     decoder = workload.decoder(setting, statistics=options.share_of_optimum)
     state = workload.init(decoder, keys[options.seed], batches[0])
     state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, 1))
@@ -317,7 +337,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
     groups.append([str(setting) for setting in group])
     seconds: dict[tuple[Setting, int], list[float]] = collections.defaultdict(list)
     generations: dict[tuple[Setting, int], list[Generation]] = collections.defaultdict(list)
-    # In turns: what else the machine does meanwhile falls on every setting.
+    # Settings take turns, so that other load on the machine affects all of them alike.
     for seed, rows, setting in itertools.product(options.seeds, batches, group):
       notify(f'decoding, seed {seed}', done, total)
       start = time.perf_counter()
@@ -333,7 +353,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
   info = workload.info | {'timed_together': groups}
   run = DecodeRun(options, info, prompts, workload.tokenizer, settings, measurements, part_seconds=part_seconds)
   is_slow = np.array([bool(each.tree.num_nodes) and (run.summarize(each).speedup or 1) < 1 for each in settings])
-  if workload.is_joint:  # clocks differ
+  if workload.is_joint:  # the processes' clocks differ
     is_slow = multihost_utils.broadcast_one_to_all(is_slow)
   slow = [setting for setting, value in zip(settings, is_slow) if value]
   if slow:
@@ -347,15 +367,15 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
 def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRun:
   """Decodes every prompt with every setting and seed.
 
-  A continuation depends on its prompt, its place in the file, the seed and the setting; not on the rest of the grid,
-  and on the batch size only where rounding differs.
+  A continuation depends on its prompt, the prompt's index in the file, the seed and the setting. It does not depend on
+  the rest of the grid, and on the batch size only through rounding.
 
   Args:
-    options: What to run.
-    notify: Called with what is being done, batches done so far and batches in all.
+    options: The options.
+    notify: Called with the current activity, batches done and batches in total.
 
   Returns:
-    The continuations and what they took.
+    The continuations and their measurements.
 
   Raises:
     ValueError: Prompts or models are unusable; the message says why.

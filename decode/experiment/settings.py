@@ -1,4 +1,4 @@
-"""The grid: which method gets which tree."""
+"""The grid of settings: each method with its trees."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class TreeSpec:
   """A tree as given on the command line.
 
   `chains` is every pair of K drafts and L tokens; `prefix:4,2,2,1` has four nodes at depth 1, two below each of them,
-  and so on; `specinfer` is three chains of L tokens that share their first two; `optimal:BUDGET` is the tree of at most
-  that many nodes that a method gains most from, by measured acceptance or, for `race_traversal`, by what can be kept.
+  and so on; `specinfer` is three chains of L tokens that share their first two; `optimal:BUDGET` is a method's best
+  tree of at most that many nodes, by measured acceptance or, for `race_traversal`, by a bound on the tokens kept.
 
   Attributes:
-    name: One of the four.
-    numbers: The factors or the budget.
+    name: `chains`, `prefix`, `specinfer` or `optimal`.
+    numbers: The factors of `prefix`, or the budget of `optimal`.
   """
 
   name: str
@@ -35,7 +35,7 @@ class TreeSpec:
     """Reads a specification.
 
     Raises:
-      ValueError: It is none; the message says what is allowed.
+      ValueError: The text is not a specification; the message says what is allowed.
     """
     try:
       spec = cls(*parse_name_and_ints(text))
@@ -53,21 +53,21 @@ class TreeSpec:
 
 
 def baseline_of(settings: Sequence[Setting]) -> Setting | None:
-  """What the speed of the others is compared with: the first that drafts nothing, None if all do."""
+  """The setting that speeds are relative to: the first that drafts nothing; None if all draft."""
   return next((setting for setting in settings if setting.method.max_drafts == 0), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """A method with the tree it gets: one row of the table.
+  """A method with its tree: one row of the table.
 
   Attributes:
     method: The method.
-    spec: What was asked for; None for a method that drafts nothing.
-    num_drafts: K of chains, else 0.
+    spec: The tree as specified; None for a method that drafts nothing.
+    num_drafts: K for chains, else 0.
     draft_length: L, the depth of the tree.
     tree: The tree; empty for a method that drafts nothing.
-    shape: What `optimal` has chosen, in words; else ''.
+    shape: The shape that `optimal` chose, as text; else ''.
   """
 
   method: Method
@@ -118,12 +118,12 @@ def _check_size(num_nodes: int, what: str) -> None:
 
 
 def settings_of(method: Method, options: DecodeOptions, *, skip_unfit: bool = False) -> list[Setting]:
-  """A method on every tree of the options.
+  """The settings of a method: one for every tree of the options.
 
   Args:
     method: The method.
-    options: Where trees, K and L come from.
-    skip_unfit: Whether to leave out the trees that it cannot use.
+    options: The options, which give trees, K and L.
+    skip_unfit: Whether to leave out trees that the method cannot use.
 
   Raises:
     ValueError: A tree is too large, or the method's theory does not cover it.
@@ -147,9 +147,9 @@ def settings_of(method: Method, options: DecodeOptions, *, skip_unfit: bool = Fa
 
 
 def expand(options: DecodeOptions) -> list[Setting]:
-  """The grid, in the order given; what a method cannot use collapses, so each setting is there once.
+  """The grid in the order given, without duplicates, which arise if a method ignores K or L.
 
-  The trees of `optimal` are still empty: they depend on what is measured.
+  The trees of `optimal` are still empty, since they depend on measurements.
 
   Raises:
     ValueError: A tree is too large, or a method's theory does not cover it.
@@ -158,10 +158,10 @@ def expand(options: DecodeOptions) -> list[Setting]:
 
 
 def only_setting(options: DecodeOptions) -> Setting:
-  """The one setting of a command that runs no grid.
+  """The only setting of the options, for commands that run no grid.
 
   Raises:
-    ValueError: There are several, or it depends on what is measured.
+    ValueError: There are several settings, or the setting depends on measurements.
   """
   if options.is_auto:
     raise ValueError('auto is not for this command; name a method')

@@ -1,4 +1,4 @@
-"""What is decoded with what: the models and prompts of some options, and how a setting runs on them."""
+"""The models and prompts of a run, and decoding of a setting on them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import DecodeState
 
-# What is being done, how much of it is done, and how much there is.
+# The current activity, the steps done, and the steps in total.
 Notify = Callable[[str, int, int], None]
 
 
 def portable(path: str) -> str:
-  """`path` as it reads on any machine, if it is a file of the repository."""
+  """The path relative to the repository if the file is in it, so that it reads the same on any machine."""
   return path.removeprefix(f'{ROOT}/')
 
 
 def load_models(options: DecodeOptions) -> tuple[Model, Model | None, Tokenizer, dict[str, Any]]:
-  """Target, draft (None if no method drafts), their tokenizer and a description of both."""
+  """The target, the draft (None if no method drafts), their tokenizer and a description of both models.
+
+  Raises:
+    ValueError: A model cannot be read, or the two have different tokenizers.
+  """
   info, models, tokenizers = {}, {}, {}
   for role in ('target', 'draft'):
     if role == 'draft' and not options.needs_draft:
@@ -59,7 +63,7 @@ def load_models(options: DecodeOptions) -> tuple[Model, Model | None, Tokenizer,
 
 
 def describe_machine(num_devices: int = 1) -> dict[str, Any]:
-  """Versions, and the device that `num_devices` are used of, as JSON values."""
+  """Versions, the kind of device, and the number of devices used, as JSON values."""
   device = jax.devices()[0]
   return {
     'versions': {
@@ -80,29 +84,39 @@ def describe_machine(num_devices: int = 1) -> dict[str, Any]:
 
 
 def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
-  """Flags, versions, device and models, as JSON values."""
+  """Flags, versions, device and models, as JSON values.
+
+  Args:
+    options: The options.
+    models: Descriptions of the models, from `load_models`.
+  """
   flags = dataclasses.asdict(options) | {'target': portable(options.target), 'draft': portable(options.draft)}
   return {'flags': flags} | describe_machine(jax.device_count() if options.mesh else 1) | {'models': models}
 
 
 def row_keys(seed: int, prompts: list[Prompt]) -> jax.Array:
-  """One key per prompt, from the seed and the prompt's place in its file alone."""
+  """One key per prompt, which depends only on the seed and the prompt's index in its file.
+
+  Args:
+    seed: The seed.
+    prompts: The prompts.
+  """
   key = jax.random.fold_in(jax.random.key(0, impl='threefry2x32'), np.uint32(seed))
   return jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.array([prompt.index for prompt in prompts]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """Models and P prompts, in the places where they are computed with.
+  """Models and P prompts, with the models already sharded over the devices.
 
   Attributes:
-    options: What was asked for.
-    target, draft: The models, the draft None if no method drafts.
-    tokenizer: Theirs.
-    info: See `describe`.
+    options: The options.
+    target, draft: The models. The draft is None if no method drafts.
+    tokenizer: The models' tokenizer.
+    info: The description of the run, see `describe`.
     prompts: The prompts.
-    tokens, lengths: Their ids `[P, longest]` and lengths `[P]`.
-    sharding: How work is divided, None for one device.
+    tokens, lengths: The prompts' token ids, int32 `[P, longest]`, and lengths, int32 `[P]`.
+    sharding: The sharding of the work, None for one device.
   """
 
   options: DecodeOptions
@@ -120,11 +134,11 @@ class Workload:
     """Reads prompts and models.
 
     Args:
-      options: What is asked for.
+      options: The options.
       is_local: Whether each of several processes decodes by itself, on its own devices.
 
     Raises:
-      ValueError: They are unusable; the message says why.
+      ValueError: Prompts or models are unusable; the message says why.
     """
     every = options.read_prompts()
     sharding = options.make_sharding(is_local=is_local)
@@ -135,7 +149,7 @@ class Workload:
     fitting = without_long(every, tokenizer, **room) if options.skip_long else every
     prompts = fitting[: options.num_prompts]
     tokens, lengths = encode_prompts(prompts, tokenizer, **room)
-    if sharding is not None:  # models once, not with every batch
+    if sharding is not None:  # shards models once, not with every batch
       target, drafter = sharding.put_models(target, None if draft is None else model_drafter(draft))
       draft = None if drafter is None else drafter.params
     info = describe(options, models) | {'num_long_prompts': len(every) - len(fitting)}
@@ -143,7 +157,7 @@ class Workload:
 
   @property
   def is_joint(self) -> bool:
-    """Whether several processes decode together."""
+    """True if several processes decode together."""
     return self.sharding is not None and len({device.process_index for device in self.sharding.mesh.devices.flat}) > 1
 
   @property
@@ -153,15 +167,15 @@ class Workload:
 
   @property
   def batches(self) -> list[np.ndarray]:
-    """Prompts decoded together, by number; the last batch is filled up with copies of the last prompt.
+    """Indices of the prompts of each batch. The last batch is padded with copies of the last prompt.
 
-    A copy never needs more rounds than its original.
+    A padding copy never needs more rounds than its original.
     """
     starts, last = range(0, len(self.prompts), self.batch_size), len(self.prompts) - 1
     return [np.minimum(np.arange(start, start + self.batch_size), last) for start in starts]
 
   def take(self, num_prompts: int) -> Workload:
-    """The same with the first prompts only."""
+    """The same workload with the first `num_prompts` prompts only."""
     firsts = {name: getattr(self, name)[:num_prompts] for name in ('prompts', 'tokens', 'lengths')}
     return dataclasses.replace(self, **firsts)
 
@@ -189,11 +203,11 @@ class Workload:
     }
 
   def decoder(self, setting: Setting, *, statistics: bool = False) -> Decoder:
-    """What decodes with a setting.
+    """The decoder of a setting.
 
     Args:
       setting: The setting.
-      statistics: Whether to count what happens at the positions visited.
+      statistics: Whether to collect statistics of the positions visited.
     """
     return Decoder.make(self.target, self.draft, cache_size=self.cache_size, **self._request(setting, statistics))
 
@@ -201,9 +215,9 @@ class Workload:
     """The state of a batch before its first round.
 
     Args:
-      decoder: Of this workload.
-      keys: One per prompt.
-      rows: Numbers of the batch's prompts.
+      decoder: A decoder of this workload.
+      keys: `[P]`, one key per prompt.
+      rows: int `[B]`, indices of the batch's prompts.
     """
     return spectr_jax.init_decode(decoder, keys[rows], self.tokens[rows], self.lengths[rows], **self._sampling)
 
@@ -212,9 +226,9 @@ class Workload:
 
     Args:
       setting: The setting.
-      keys: One per prompt.
-      rows: Numbers of the batch's prompts.
-      statistics: Whether to count what happens at the positions visited.
+      keys: `[P]`, one key per prompt.
+      rows: int `[B]`, indices of the batch's prompts.
+      statistics: Whether to collect statistics of the positions visited.
 
     Raises:
       ValueError: A model gives logits that are not finite; the message names setting and prompt.

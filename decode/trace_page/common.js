@@ -1,5 +1,5 @@
 'use strict';
-// What all parts share: the run, texts of tokens, numbers, and elements. Text always goes in as text, never as markup.
+// Shared by all parts: the run, texts of tokens, numbers, and elements. Text is inserted as text, never as markup.
 
 const DATA = JSON.parse(document.getElementById('data').textContent);
 const ORIGINS = ['draft', 'correction', 'bonus'];
@@ -20,7 +20,7 @@ function byId(id) {
   return document.getElementById(id);
 }
 
-/** An element; children are elements or texts, and null is left out. */
+/** Creates an element. Children are elements or texts; null is skipped. */
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -35,7 +35,7 @@ function makeSvg(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** A token as it can be seen: spaces at its ends and line breaks are marked. */
+/** The visible text of a token: spaces at its ends and line breaks are marked. */
 function tokenText(id) {
   const text = DATA.names[id] ?? '';
   return text
@@ -49,12 +49,12 @@ function quoted(id) {
   return `“${tokenText(id)}”`;
 }
 
-/** Token of a node of a round; -1 for one that could not be drawn. */
+/** The token of a node of a round; -1 for a node that could not be drawn. */
 function tokenOf(round, node) {
   return node ? round.tokens[node - 1] : round.root;
 }
 
-/** Three digits, or `few` of a tiny number; the leading zero of a probability is left out. */
+/** A number with three digits, or `few` digits if it is tiny. The leading zero of a probability is omitted. */
 function number(value, few = 1) {
   if (value === null || value === undefined) return '–';
   if (value === 0) return '0';
@@ -78,7 +78,7 @@ function pathTo(node) {
   return path;
 }
 
-/** Whether a decision is on all nodes that spell the same, which have a share of a race: race traversal. */
+/** True if a decision of race traversal is on all nodes with the same text, which share a part of a race. */
 function isOfContext(decision) {
   return decision.picked_share !== undefined;
 }

@@ -1,4 +1,4 @@
-"""A traced run as JSON values: what the trace page shows."""
+"""A traced run as JSON values, for the trace page."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, Tokenizer, TokenTree
 from spectr_jax.engine.trace import Judge, Judgement, Trace, TracedRound
 from spectr_jax.verify import Decisions, Record
 
-NUM_SHOWN = 6  # likeliest tokens of a law
+NUM_SHOWN = 6  # likeliest tokens of a distribution
 _SPECIAL = {Tokenizer.pad_id: '⟨pad⟩', Tokenizer.bos_id: '⟨begin⟩', Tokenizer.eos_id: '⟨end⟩'}
 
 
 def _number(value: float) -> float | None:
-  """Six digits, more than a page shows; None for what JSON has no number for."""
+  """The number with six digits, more than a page shows; None for values that JSON cannot represent."""
   return float(f'{value:.6g}') if math.isfinite(value) else None
 
 
@@ -27,14 +27,14 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 
 
 def _likeliest(law: np.ndarray) -> list[list]:
-  """The likeliest tokens and their probabilities, of a law that need not be normalised."""
+  """The likeliest tokens and their probabilities. The distribution need not be normalised."""
   law = law / law.sum()
   order = np.argsort(-law, kind='stable')[:NUM_SHOWN]
   return [[int(token), _number(float(law[token]))] for token in order if law[token] > 0]
 
 
 def _decision(kind: str, made: Decisions, place: int, nodes: np.ndarray) -> dict[str, Any]:
-  """One decision; nodes are numbered as in the whole tree."""
+  """One decision as JSON values. Nodes are numbered as in the whole tree."""
   is_valid, chosen = made.is_valid[place], int(made.chosen[place])
   entry = {
     'kind': kind,
@@ -56,7 +56,7 @@ def _decision(kind: str, made: Decisions, place: int, nodes: np.ndarray) -> dict
 
 
 def _decisions(record: Record, judge: Judge) -> list[dict[str, Any]]:
-  """All that were made, in order: at each depth of a block, whether it is kept before what is picked below."""
+  """All decisions of a judge, in order. At each depth of a block, the decision to keep precedes the pick below it."""
   order: list[tuple[int, str]] = [
     (int(place), kind) for kind, made in record.decisions.items() for place in np.flatnonzero(made.is_made)
   ]
@@ -82,16 +82,17 @@ def _judgement(judgement: Judgement, judge: Judge) -> dict[str, Any]:
 
 
 def _same_text(tree: TokenTree, tokens: np.ndarray) -> list[int]:
-  """For each node the first that spells the same; they have the same laws."""
+  """For each node the first node with the same text, which has the same distributions."""
   seen: dict[tuple, int] = {}
   texts = [tuple(tokens[path[path > 0] - 1].tolist()) for path in tree.paths]
   return [seen.setdefault(text, node) for node, text in enumerate(texts)]
 
 
 def _laws(tree: TokenTree, played: TracedRound) -> tuple[list[int], dict[str, list]]:
-  """For each node where its laws stand, and the likeliest tokens of both laws there, the target's likeliest first.
+  """The node that stores each node's distributions, and their likeliest tokens, the target's likeliest first.
 
-  Each is a token, its probability by the draft (None behind leaves, where nothing was drafted) and by the target.
+  Each entry is a token, its probability under the draft (None at leaves, where nothing was drafted) and under the
+  target.
   """
   places = _same_text(tree, played.tokens)
   laws = {}
@@ -126,9 +127,13 @@ def _round(tree: TokenTree, judges: tuple[Judge, ...], played: TracedRound) -> d
 
 
 def pieces_of_tokens(tokens: np.ndarray, tokenizer: Tokenizer) -> list[str]:
-  """The text that each token adds, `[T]`; put together they are the text of all.
+  """The text that each of T tokens adds. The concatenation of the pieces is the whole text.
 
-  Bytes of one character are added by the token that completes it.
+  The token that completes a character adds all of its bytes.
+
+  Args:
+    tokens: int `[T]`.
+    tokenizer: The models' tokenizer.
   """
   whole, pieces, begin = tokenizer.decode(tokens), [], 0
   for end in range(1, len(tokens) + 1):
@@ -139,7 +144,7 @@ def pieces_of_tokens(tokens: np.ndarray, tokenizer: Tokenizer) -> list[str]:
 
 
 def _names(rounds: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, str]:
-  """Texts of all tokens that are shown."""
+  """The texts of all displayed tokens, by id."""
   tokens = set()
   for played in rounds:
     tokens |= {played['root'], *played['tokens']}
@@ -155,12 +160,12 @@ def describe_trace(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
 
   Args:
     trace: The run.
-    tokenizer: Its models' tokenizer.
+    tokenizer: The models' tokenizer.
 
   Returns:
     `methods`, the run's own first; `parents` of the tree's nodes 1..N; `names`, the texts of tokens by id; `rounds`,
-    each with the guesses, their probabilities, the likeliest tokens of every law, what every method decided and why,
-    and the `pieces` of text that the round added.
+    each with the guesses, their probabilities, the likeliest tokens of every distribution, every method's decisions and
+    their reasons, and the `pieces` of text that the round added.
   """
   rounds = [_round(trace.tree, trace.judges, played) for played in trace.rounds]
   emitted = np.concatenate([played.emitted for played in trace.rounds])

@@ -1,15 +1,15 @@
 'use strict';
-// The player: which step is shown, and everything that follows from it.
+// The player: it holds the current step and draws everything that depends on it.
 
 const PLAYER = (() => {
   const {rounds, methods, run} = DATA;
   let other = -1;       // the compared method, or -1
   let round = 0;
-  let stage = 0;        // 0 drafts, 1 target, then the decisions, and last what is kept
-  let selected = null;  // a node that was clicked
+  let stage = 0;        // 0 drafts, 1 target, then the decisions, and last the kept tokens
+  let selected = null;  // the clicked node, or null
   let timer = null;
   let panels = [];
-  let drawn = null;     // what the panels were drawn for
+  let drawn = null;     // key of the step that the panels show
 
   const decisionsOf = (index) => rounds[index].judgements.map((judgement) => judgement.decisions ?? []);
   const shownMethods = () => (other < 0 ? [0] : [0, other]);
@@ -51,7 +51,7 @@ const PLAYER = (() => {
 
   function play() {
     if (isLast()) goTo(0, 0);
-    byId('caption').setAttribute('aria-live', 'off');  // a reader could not keep up
+    byId('caption').setAttribute('aria-live', 'off');  // a screen reader could not keep up
     const advance = () => {
       step(1);
       if (isLast()) pause();
@@ -74,7 +74,7 @@ const PLAYER = (() => {
     button.querySelector('path').setAttribute('d', timer === null ? 'M7 4v16l13-8z' : 'M6 5h4v14H6zM14 5h4v14h-4z');
   }
 
-  // What is shown.
+  // Drawing.
 
   function caption() {
     const current = rounds[round];
@@ -206,7 +206,7 @@ const PLAYER = (() => {
     drawn = key;
   }
 
-  /** The node whose laws are shown: the one that was clicked, else where the first method stands. */
+  /** The node whose distributions are shown: the clicked node, else the node of the first method's decision. */
   function lawNode() {
     if (selected !== null) return selected;
     const decision = stage >= 2 && !isOver() ? decisionsOf(round)[0][stage - 2] : null;
@@ -281,7 +281,7 @@ const PLAYER = (() => {
   function onKey(event) {
     if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
     const target = event.target;
-    // Fields have keys of their own, and Space presses the button it is on.
+    // Input fields use keys themselves, and Space presses the focused button.
     if (target.closest('select, input')) return;
     if (event.key === ' ' && target.closest('button, a')) return;
     const action = KEYS[event.key];
@@ -328,7 +328,7 @@ const PLAYER = (() => {
     document.addEventListener('keydown', onKey);
     let width = window.innerWidth;
     window.addEventListener('resize', () => {
-      if (window.innerWidth === width) return;  // a phone's bars come and go
+      if (window.innerWidth === width) return;  // a phone's bars change only the height
       width = window.innerWidth;
       render();
     });

@@ -1,17 +1,17 @@
 'use strict';
-// How often each rule accepts one token from n independent candidates: spectr_jax.theory in JavaScript, in doubles.
+// Acceptance of one token from n independent candidates by each rule: spectr_jax.theory in JavaScript, in doubles.
 
 const RULES = (() => {
   const sum = (values) => values.reduce((total, value) => total + value, 0);
   const anyAccepted = (beta, n) => -Math.expm1(n * Math.log1p(-Math.min(beta, 1)));
   const overlap = (p, q, gamma) => sum(p.map((value, x) => Math.min(value, q[x] / gamma)));
 
-  /** One candidate, coupled maximally: 1 - TV(p, q). */
+  /** The acceptance of one candidate coupled maximally: 1 - TV(p, q). */
   function speculative(p, q) {
     return overlap(p, q, 1);
   }
 
-  /** Recursive rejection with replacement. */
+  /** The acceptance of recursive rejection with replacement. */
   function specinfer(p, q, n) {
     let rejected = 1;
     let residual = q;
@@ -24,7 +24,7 @@ const RULES = (() => {
     return 1 - rejected;
   }
 
-  /** The root in [1, n] of 1 - (1 - beta)^n = gamma beta(gamma), from above. */
+  /** The threshold of K-SEQ: the root in [1, n] of 1 - (1 - beta)^n = gamma beta(gamma), from above. */
   function gamma(p, q, n) {
     const excess = (g) => anyAccepted(overlap(p, q, g), n) - g * overlap(p, q, g);
     let [low, high] = [1, n];
@@ -41,7 +41,7 @@ const RULES = (() => {
     return anyAccepted(overlap(p, q, gamma(p, q, n)), n);
   }
 
-  /** The minimum over sets A of 1 + q(A) - p(A)^n, a prefix of the tokens in ascending order of q/p. */
+  /** The optimum: the minimum of 1 + q(A) - p(A)^n over prefixes A of the tokens in ascending order of q/p. */
   function optimum(p, q, n) {
     const order = p.map((_, x) => x).sort((x, y) => (p[x] > 0 ? q[x] / p[x] : Infinity) - (p[y] > 0 ? q[y] / p[y] : Infinity));
     let [best, inside, below] = [1, 0, 0];
@@ -57,7 +57,7 @@ const RULES = (() => {
   const bits = new Int32Array(1);
   const float = new Float32Array(bits.buffer);
 
-  /** Four classes of q/p to the octave from 1/23 on, by the leading bits of a float32. */
+  /** The class of q/p, four per octave from 1/23 upwards, by the leading bits of a float32. */
   function classOf(p, q) {
     const leading = (value) => {
       float[0] = value;
@@ -67,7 +67,7 @@ const RULES = (() => {
     return Math.max(0, Math.min(CLASSES - 1, leading(ratio) - leading(1 / 23)));
   }
 
-  /** The best law of a picked class, the classes that win against the others, and the draft's mass of those. */
+  /** The best distribution of the picked class, the classes that win, and the draft's mass of the others. */
   function raceGoal(p, q, n) {
     let [below, inside, tightest] = [0, 0, 0];
     const excess = p.map((mass, c) => {
@@ -89,7 +89,7 @@ const RULES = (() => {
     };
   }
 
-  /** The law of what a weighted race picks, with weights fitted as `spectr_jax.couplings.Race` does. */
+  /** The distribution of the token that a race picks, with weights fitted as in `spectr_jax.couplings.Race`. */
   function racedLaw(p, q, n) {
     if (n === 1) return p;
     const classes = p.map((value, x) => classOf(value, q[x]));

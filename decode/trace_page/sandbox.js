@@ -1,5 +1,5 @@
 'use strict';
-// The sandbox: two laws that can be edited, K, and what each rule accepts.
+// The sandbox: two editable distributions, K, and the acceptance of each rule.
 
 const SANDBOX = (() => {
   const PRESETS = {
@@ -84,7 +84,7 @@ const SANDBOX = (() => {
     choose(chosen);
   }
 
-  /** Takes the laws of the run: rows of (label, p, q); what they leave is put together into one token. */
+  /** Loads distributions of the run, as rows of (label, p, q). The rest of the mass becomes one token. */
   function load(rows) {
     const rest = [1, 2].map((i) => Math.max(0, 1 - rows.reduce((sum, row) => sum + row[i], 0)));
     const all = [...rows, ['all others', ...rest]];

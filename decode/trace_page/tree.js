@@ -1,10 +1,10 @@
 'use strict';
-// The tree of a round as boxes from the root down, one column per leaf, and what has become of every node so far.
+// The tree of a round as boxes from the root down, one column per leaf, with the state of every node.
 
 const ROW = 61;
 const ROOT_ROW = 42;
 
-/** Columns of nodes, in units of one: a leaf takes the next one, a parent stands over the middle of its children. */
+/** The columns of nodes: a leaf takes the next column, a parent is centred over its children. */
 const COLUMNS = (() => {
   const columns = [];
   let next = 0;
@@ -19,8 +19,8 @@ const COLUMNS = (() => {
 })();
 
 /**
- * What has become of each node once `count` decisions of a judgement are made.
- * kept: accepted, or on the path that is kept so far; picked: on a block's path; rejected: out; outside: not judged.
+ * The state of each node after `count` decisions of a judgement.
+ * kept: accepted, or on the path kept so far; picked: on a block's path; rejected: ruled out; outside: not judged.
  */
 function nodeStates(round, method, judgement, count, isOver) {
   const states = new Array(TREE.size + 1).fill('');
@@ -70,7 +70,7 @@ class TreeView {
     this.round = null;
   }
 
-  /** Builds the boxes; `width` is what there is, in pixels. */
+  /** Builds the boxes; `width` is the available width in pixels. */
   draw(round, width) {
     this.round = round;
     const gap = 8;
@@ -126,7 +126,7 @@ class TreeView {
     return box;
   }
 
-  /** Shows states, the decision that is being made, and whether the target has been asked yet. */
+  /** Shows the nodes' states, the current decision, and whether the target has been called. */
   mark(states, decision, {hasTarget, selected}) {
     const round = this.round;
     const asked = new Set(decision ? decision.nodes : []);
@@ -154,7 +154,7 @@ class TreeView {
     this.reveal(chosen ?? states.findLastIndex((state) => state === 'kept'));
   }
 
-  /** Brings a node of a tree that is wider than its place into the middle. */
+  /** Scrolls a wide tree so that a node is in the middle. */
   reveal(node) {
     const box = this.boxes[node];
     this.element.scrollLeft = box.offsetLeft + (box.offsetWidth - this.element.clientWidth) / 2;

@@ -1,11 +1,11 @@
 'use strict';
-// Why: one decision in words, on the line from 0 to 1, and as a table of the numbers behind it.
+// Explains one decision: a sentence, the line from 0 to 1, and a table of its numbers.
 
 function isBlock(method, decision) {
   return decision.kind === 'keep' && decision.kept !== undefined && !isOfContext(decision) && method.rule.includes('h = S');
 }
 
-/** What else may be kept after a decision to keep nothing, in words. */
+/** Text that says what may still be kept after a decision to keep nothing. */
 function whatIsLeft(round, method, decision) {
   if (isBlock(method, decision)) return '; a deeper token may still keep it';
   if (!isOfContext(decision)) return '';
@@ -13,7 +13,7 @@ function whatIsLeft(round, method, decision) {
   return decision === decisions[decisions.length - 1] ? '; no branch is left' : '; the branches after it are still tried';
 }
 
-/** One decision in a sentence. */
+/** A sentence that describes one decision. */
 function decisionSentence(round, method, decision) {
   const {kind, chosen, nodes, uniform} = decision;
   const name = chosen >= 0 ? quoted(tokenOf(round, chosen)) : '';
@@ -41,7 +41,7 @@ function decisionSentence(round, method, decision) {
     : `u = ${u} ≥ ${threshold} = ${share}: not kept ${where}${whatIsLeft(round, method, decision)}.`;
 }
 
-/** The line from 0 to 1, divided into shares, with u. */
+/** The line from 0 to 1, split into shares, with u. */
 function unitLine(round, decision) {
   const line = make('div', {class: 'unit', role: 'img'});
   const isKeep = decision.kind === 'keep';
@@ -72,7 +72,7 @@ const COLUMN_NAMES = {
   draft_time: 'E/p', target_time: 'E/q',
 };
 
-/** The candidates of a decision with the numbers that their shares come from. */
+/** A table of a decision's candidates, with the numbers that determine their shares. */
 function decisionTable(round, decision) {
   const keys = Object.keys(COLUMN_NAMES).filter((key) => Array.isArray(decision[key]));
   const heads = ['', 'token', ...keys.map((key) => COLUMN_NAMES[key])];
@@ -103,7 +103,7 @@ function decisionTable(round, decision) {
   return make('div', {class: 'table-scroll'}, table);
 }
 
-/** The numbers of a decision that are not of a candidate. */
+/** The numbers of a decision that belong to no single candidate. */
 function decisionFacts(method, decision) {
   const facts = [];
   if (decision.gamma !== undefined) facts.push(`γ = ${number(decision.gamma)}`);
@@ -115,7 +115,7 @@ function decisionFacts(method, decision) {
   return facts.length ? make('p', {class: 'facts'}, facts.join(', ')) : null;
 }
 
-/** The whole card of a decision. */
+/** The card of a decision. */
 function decisionCard(round, method, decision, place, count) {
   const title = {accept: 'Candidates', pick: 'Pick', keep: 'Keep the path?', race: 'Race'}[decision.kind];
   const after = decision.kind === 'keep' ? `down to ${quoted(tokenOf(round, decision.node))}`
@@ -130,7 +130,7 @@ function decisionCard(round, method, decision, place, count) {
   return card;
 }
 
-/** How the round ends for a method: its tokens, and where the last of them comes from. */
+/** The card of a method's verdict: the round's tokens, and the origin of the last one. */
 function verdictCard(round, method, judgement) {
   const kind = ORIGINS[judgement.origin];
   const chips = judgement.path.map((node) => make('span', {class: 'origin draft'}, tokenText(tokenOf(round, node))));
