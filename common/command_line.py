@@ -31,7 +31,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
   except flags.Error as error:
-    _fail(f'{error}; --help lists the flags')
+    _fail(f'{error}; --helpfull lists all flags')
   # Users see log messages of libraries below ERROR only if they set --verbosity.
   if flags.FLAGS['verbosity'].using_default_value:
     flags.FLAGS.verbosity = logging.ERROR
