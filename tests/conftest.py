@@ -83,17 +83,13 @@ def _forget_programs():
     jax.clear_caches()
 
 
-def _optimizing(is_on):
-  before = jax.config.read('jax_disable_most_optimizations')
-  jax.config.update('jax_disable_most_optimizations', not is_on)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
-
-
 @pytest.fixture
 def optimized():
   """Optimizes programs while it is active, for those that run for seconds."""
-  yield from _optimizing(True)
+  before = jax.config.read('jax_disable_most_optimizations')
+  jax.config.update('jax_disable_most_optimizations', False)
+  yield
+  jax.config.update('jax_disable_most_optimizations', before)
 
 
 @pytest.fixture

@@ -124,9 +124,8 @@ def test_allocating_after_drawing_is_caught(method, monkeypatch):
   'method',
   ['race_traversal', *(pytest.param(name, marks=pytest.mark.slow) for name in _GROWN if name != 'race_traversal')],
 )
-@pytest.mark.usefixtures('optimized')
 def test_grown_trees_in_the_loop(method):
-  _assert_engine_is_exact(growing_drafter(_logits(3)), method, _SLOTS)
+  _assert_engine_is_exact(growing_drafter(_logits(3)), method, _SLOTS, num_samples=2_500)
 
 
 def test_rows_do_grow_their_own_trees():
