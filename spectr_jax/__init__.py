@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from spectr_jax import models
 from spectr_jax.draft import DraftContext, Drafter, model_drafter
 from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.loop import decode_rounds, generate
+from spectr_jax.engine.generate import generate
+from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.refill import Continuation, Request, generate_many, refill
 from spectr_jax.engine.result import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Generation, NotFiniteError
 from spectr_jax.engine.state import DecodeState, init_decode

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.engine.loop import generate
+from spectr_jax.engine.generate import generate
 from spectr_jax.methods import Method
 from spectr_jax.model import Model
 from spectr_jax.models import transformer

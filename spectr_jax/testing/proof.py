@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.engine.loop import generate
+from spectr_jax.engine.generate import generate
 from spectr_jax.methods import METHODS, Method, get_method, with_gumbel
 from spectr_jax.models import table
 from spectr_jax.testing.chi_square import ChiSquare, chi_square

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.engine.loop import generate
+from spectr_jax.engine.generate import generate
 from spectr_jax.engine.result import ORIGIN_CORRECTION
 from spectr_jax.methods import Method
 from spectr_jax.models.table import table_model
