@@ -41,7 +41,8 @@ def pytest_configure(config):
   }
   if config.option.markexpr != 'tpu':  # these tests measure programs as users compile them
     options['jax_disable_most_optimizations'] = True
-    os.environ['XLA_FLAGS'] = f'{_xla_flags()} {os.environ.get("XLA_FLAGS", "")}'
+    # XLA takes a value that does not begin with -- for the name of a file, a blank one as well.
+    os.environ['XLA_FLAGS'] = f'{_xla_flags()} {os.environ.get("XLA_FLAGS", "")}'.strip()
   for name, value in options.items():
     os.environ[name.upper()] = str(value)
     jax.config.update(name, value)
