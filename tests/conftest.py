@@ -62,6 +62,17 @@ def _xla_flags():
   )
 
 
+# Their slow tests enumerate and sample: they run for far longer than an optimization takes.
+_RUN_FOR_LONG = 'couplings_test.py', 'drafters_test.py', 'lossless_test.py', 'stateless_test.py', 'verify_test.py'
+
+
+def pytest_collection_modifyitems(items):
+  """Optimizes the programs of slow tests that run for long."""
+  for item in items:
+    if item.path.name in _RUN_FOR_LONG and item.get_closest_marker('slow') and 'optimized' not in item.fixturenames:
+      item.fixturenames.append('optimized')
+
+
 def pytest_collection_finish():
   """Makes garbage collection rare, and keeps what was imported out of it: tracing makes many objects, few in cycles."""
   gc.collect()
