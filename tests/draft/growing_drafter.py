@@ -12,13 +12,9 @@ from spectr_jax.sampling import logits_to_probs
 
 
 def grow(tokens, parents, probs, depth, *, tree):
-  """The slots of one depth, allocated before anything is drawn there: two to the likeliest guess, one to the next.
+  """Allocates the slots of one depth: two to the likeliest guess, one to the next; one to the root if it is sure.
 
-  Below the root there is a single one if the draft is sure, else as many as there are slots.
-
-  Args:
-    tokens, parents, probs, depth: As of `spectr_jax.testing.enumeration.GrowFn`.
-    tree: `TokenTree.slots`, static.
+  Arguments are those of `spectr_jax.testing.enumeration.GrowFn`, and `TokenTree.slots`.
   """
   nodes, slots = (level[level >= 0] for level in tree.levels[depth : depth + 2])
   if depth == 0:
