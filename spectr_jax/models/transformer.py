@@ -224,10 +224,10 @@ class Transformer(nn.Module):
 
   Attributes:
     config: The sizes.
-    feature_layers: The F layers whose hidden states are returned, numbered as in `Model.features_fn`.
     remat: Whether a gradient recomputes the activations inside blocks instead of keeping them.
     constrain_fn: Constrains activations `[B, ...]` to their sharding.
     dropout: Probability of dropping an entry of what a block adds, in training; needs the rng `dropout` unless 0.
+    feature_layers: The F layers whose hidden states are returned, numbered as in `Model.features_fn`.
   """
 
   config: TransformerConfig
