@@ -36,6 +36,8 @@ class Coupling(Protocol):
   - `numbers`, a method with the same arguments as a call. It returns named arrays, scalar or `[n]`, that explain the
     outcome, such as a threshold. They are displayed and decide nothing.
   - `explanation`, an `Explanation`, which is displayed as well.
+  - `takes_mixed`, whether candidates may be given beside drawn ones. A call then takes a fifth argument `is_given`,
+    bool `[n]`, which candidates are given; so does `numbers`.
   - `is_biased`, whether the coupling deviates from the target's distribution on purpose.
   - `with_epsilon`, a method that returns the same coupling with another amount of over-acceptance.
   """

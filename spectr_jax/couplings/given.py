@@ -4,12 +4,64 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Outcome
+from spectr_jax.couplings.coupling import Outcome, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent, WithoutReplacement
 from spectr_jax.sampling import positive_part_or
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GivenSet:
+  """The set D of the given candidates of a position.
+
+  Attributes:
+    is_there: bool scalar, whether any candidate is given.
+    is_first: bool `[n]`, given candidates that are no copy of an earlier one.
+    is_member: bool `[n]`, candidates, given or drawn, whose token is given.
+    mass: Scalar, q(D).
+    shares: `[n]`, the probability q(x) / q(D) of each given candidate; 0 for copies and drawn ones. They are equal if
+      q(D) is 0, where none of them is accepted.
+  """
+
+  is_there: jax.Array
+  is_first: jax.Array
+  is_member: jax.Array
+  mass: jax.Array
+  shares: jax.Array
+
+
+def given_set(candidates: jax.Array, target_probs: jax.Array, is_given: jax.Array) -> GivenSet:
+  """The set of the given candidates of a position.
+
+  Args:
+    candidates: int32 `[n]`, tokens.
+    target_probs: `[n]`, their probabilities under the target.
+    is_given: bool `[n]`, which of them exist and are given.
+  """
+  is_same = candidates[:, None] == candidates
+  is_first = is_given & ~jnp.any(jnp.tril(is_same, -1) & is_given, axis=-1)
+  own = jnp.where(is_first, target_probs, 0)
+  mass = jnp.sum(own)
+  shares = jnp.where(mass > 0, ratio(own, mass), is_first / jnp.maximum(jnp.sum(is_first), 1))
+  is_member = jnp.any(is_same & is_given, axis=-1)
+  return GivenSet(jnp.any(is_given), is_first, is_member, mass, shares.astype(target_probs.dtype))
+
+
+def with_given(probs: jax.Array, target_probs: jax.Array, tokens: jax.Array, scale: jax.Array) -> jax.Array:
+  """The distribution of picked tokens with its entries at the given ones, `scale` q.
+
+  Args:
+    probs: `[V]`, the distribution outside of the given tokens.
+    target_probs: `[V]`, the target's distribution q.
+    tokens: int32 `[n]`, the given tokens; V elsewhere.
+    scale: Scalar.
+  """
+  own = target_probs[jnp.minimum(tokens, len(probs) - 1)] * scale
+  return probs.at[tokens].set(own, mode='drop')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
 from spectr_jax.couplings.explanation import Explanation
-from spectr_jax.couplings.on_demand import where_needed
+from spectr_jax.ops.on_demand import where_needed
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
@@ -44,8 +44,8 @@ def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates:
 
   Each round evaluates the excess at one point of the bracket, in one pass over the vocabulary. The point lies near the
   zero of the chord between the ends, in the example 1.429. Its distance from the middle is limited, so that the next
-  bracket is no wider than bisection's was four rounds earlier (the ITP method, Oliveira and Takahashi 2020). This
-  usually takes half as many rounds as bisection, and never more than four rounds longer.
+  bracket is no wider than bisection's was four rounds earlier (the ITP method, Oliveira and Takahashi 2020). It never
+  takes more than four rounds longer than bisection. On a CPU, with 32,000 tokens and n = 8, it takes .55 of its time.
 
   Args:
     draft_probs: `[V]`.

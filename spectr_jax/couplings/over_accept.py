@@ -33,7 +33,7 @@ class OverAccept:
   has_best_residual: bool
   proposal_rules = (Independent,)
   explanation = Explanation(
-    'The candidate is accepted with min(1, (q + ε)/p): more than is right, on purpose.', 'the rejection law'
+    'The candidate is accepted with min(1, (q + ε)/p): more than is right, on purpose.', 'the rejection distribution'
   )
 
   def __post_init__(self):

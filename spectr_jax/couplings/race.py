@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.couplings.coupling import ratio
 from spectr_jax.couplings.explanation import SelectionExplanation
+from spectr_jax.couplings.given import given_set, with_given
 from spectr_jax.couplings.kseq import any_accepted
-from spectr_jax.couplings.on_demand import where_needed
 from spectr_jax.couplings.selection import Pick
+from spectr_jax.ops.class_sums import sums_by_class
+from spectr_jax.ops.on_demand import where_needed
 
 
 def _classes(
@@ -34,34 +37,9 @@ def _classes(
   return jnp.clip(leading(ratios) - leading(jnp.asarray(lowest, ratios.dtype)), 0, num_classes - 1).astype(jnp.int32)
 
 
-def _class_masses(law: jax.Array, classes: jax.Array, num_classes: int) -> jax.Array:
-  """Mass of each class.
-
-  Args:
-    law: `[V]`, a distribution.
-    classes: int32 `[V]`.
-    num_classes: C.
-
-  Returns:
-    `[C]`.
-  """
-  num_parts = 128
-
-  def scatter():
-    # The sums are split into parts that are added afterwards. Tiny numbers added one by one to a large float32 would be
-    # lost. And neighbouring tokens, often of one class, must not wait for each other's sum.
-    parts = jnp.arange(law.shape[0], dtype=jnp.int32) % num_parts
-    masses = jnp.zeros(num_parts * num_classes, law.dtype).at[parts * num_classes + classes].add(law)
-    return jnp.sum(masses.reshape(num_parts, num_classes), axis=0)
-
-  def compare():
-    return jnp.sum(jnp.where(classes == jnp.arange(num_classes)[:, None], law, 0), axis=-1)
-
-  # Vector units compare faster than they scatter; a CPU scatters faster.
-  return jax.lax.platform_dependent(cpu=scatter, default=compare)
-
-
-def _goal(masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _goal(
+  masses: jax.Array, num_candidates: jax.Array, has_given: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The best distribution of the picked class that any selection can reach, and the set of classes that it cuts off.
 
   For example, with two candidates, p = (.75, .25) and q = (.5, .5) in two classes, both candidates lie in the lower
@@ -72,6 +50,8 @@ def _goal(masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.
   Args:
     masses: `[C, 2]`, the masses of draft and target by class, in ascending order of q/p.
     num_candidates: n.
+    has_given: bool scalar, whether the first class is that of given candidates, which are always there; None if there
+      is no such class.
 
   Returns:
     The distribution `[C]`; bool `[C]`, the classes that are picked wherever they occur; the draft's mass in the others.
@@ -86,7 +66,8 @@ def _goal(masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.
   law = masses[:, 1] + jnp.diff(reserved, prepend=jnp.zeros((), excess.dtype))
   # No class is picked more often than it occurs. Rounded sums can ask for more of a very rare class, whose weight would
   # then grow until all others are cut off.
-  law = jnp.clip(law, 0, any_accepted(masses[:, 0], num_candidates))
+  occurs = any_accepted(masses[:, 0], num_candidates)
+  law = jnp.clip(law, 0, occurs if has_given is None else occurs.at[0].set(has_given))
   is_excess = excess[tightest] > 0
   return law, ~is_excess | (place > tightest), jnp.where(is_excess, below[tightest], 0)
 
@@ -108,6 +89,15 @@ class Race:
   any weights `Pick.probs` is the distribution that they give. It is exact up to the integral, a trapezoidal sum with a
   relative error below 1e-6.
 
+  Given candidates, the set D, may stand beside the n drawn ones. The optimal acceptance is then the minimum over sets A
+  that contain D, or 1, since a pick lies in A if all drawn candidates do. So D is the lowest class, whatever its ratio.
+  It holds one ticket of weight W on its side of the cut, and drawn candidates that fall in D hold none. On that side
+
+      pt(x) = n p(x) w(x) Int e^{-w(x) z} phi(z)^{n-1} e^{-W z} dz    for x outside D,
+      pt(d) = q(d) / q(D) Int W e^{-W z} phi(z)^n dz                  for d in D,
+
+  with phi as before, and e^{-w z} replaced by 1 on D. Within D the pick is proportional to q.
+
   Attributes:
     num_classes: Number of classes of q/p, from 1/23 upwards. It limits how close the acceptance comes to the optimum.
     octave_bits: Each octave of q/p is cut into 2^octave_bits classes.
@@ -121,14 +111,17 @@ class Race:
   num_rounds: int = 6
   step: float = 1.4
   log_range: float = 12.0
+  takes_mixed = True
   explanation = SelectionExplanation(
-    path='At each position a weighted race picks one candidate; p̃ is the law of what it picks.',
-    token='A weighted race picks one candidate; it is accepted with min(1, q/p̃), where p̃ is the law of what the race'
-    ' picks.',
+    path='At each position a weighted race picks one candidate; p̃ is the distribution of what it picks.',
+    token='A weighted race picks one candidate; it is accepted with min(1, q/p̃), where p̃ is the distribution of what'
+    ' the race picks.',
     law='p̃',
   )
 
-  def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Pick:
+  def __call__(self, draft_probs, target_probs, candidates, is_valid, is_given=None) -> Pick:
+    if is_given is not None:
+      return self._pick_mixed(draft_probs, target_probs, candidates, is_valid, is_given & is_valid)
     num_valid = jnp.sum(is_valid)
     is_some, is_many = num_valid > 0, num_valid > 1
     # With one candidate the picked token has the draft's distribution.
@@ -140,6 +133,42 @@ class Race:
     law = jnp.where(is_many, self.picked_probs(p, q, scale), p)
     return Pick(pick_probs, probs, jnp.where(is_valid, law, 0))
 
+  def _pick_mixed(self, draft_probs, target_probs, candidates, is_valid, is_given) -> Pick:
+    """The pick among candidates of which some may be given."""
+    num_drawn, has_given = jnp.sum(is_valid & ~is_given), jnp.any(is_given)
+    is_raced = num_drawn + has_given > 1
+    p, q = draft_probs[candidates], target_probs[candidates]
+    laws = draft_probs, target_probs
+    pick_probs, scale = where_needed(
+      is_raced, self.select, self.without_race(q, candidates, is_valid, is_given), *laws, candidates, is_valid, is_given
+    )
+    is_alone = (num_drawn > 0) & ~has_given
+    alone = jnp.where(is_alone, draft_probs, 0)
+    probs = where_needed(is_raced, self.picked_probs, alone, *laws, scale[1:])
+    probs = with_given(probs, target_probs, jnp.where(is_given, candidates, len(probs)), scale[0])
+    own = jnp.where(is_raced, self.picked_probs(p, q, scale[1:]), jnp.where(is_alone, p, 0))
+    is_member = jnp.any((candidates[:, None] == candidates) & is_given, axis=-1)
+    return Pick(pick_probs, probs, jnp.where(is_valid, jnp.where(is_member, q * scale[0], own), 0))
+
+  def without_race(
+    self, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array, is_given: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """The pick where nothing competes: at most one candidate is drawn and none is given, or all are given.
+
+    Args:
+      target_probs: `[n]`, the target's probabilities of the candidates.
+      candidates: int32 `[n]`.
+      is_valid: bool `[n]`, which candidates exist.
+      is_given: bool `[n]`, which of them are given.
+
+    Returns:
+      As of `select` with given candidates.
+    """
+    given = given_set(candidates, target_probs, is_given)
+    scale = jnp.full(self.num_classes, ~given.is_there, target_probs.dtype)
+    pick_probs = jnp.where(given.is_there, given.shares, is_valid)
+    return pick_probs, jnp.concatenate([ratio(given.is_there, given.mass)[None], scale]).astype(target_probs.dtype)
+
   def _classes(self, draft_probs, target_probs):
     sizes = {'octave_bits': self.octave_bits, 'num_classes': self.num_classes}
     return _classes(draft_probs, target_probs, lowest=1 / 23, **sizes)
@@ -150,7 +179,8 @@ class Race:
     Args:
       draft_probs: Probabilities of tokens under the draft, of any shape.
       target_probs: Probabilities of the same tokens under the target.
-      scale: `[C]`, from `select`. Ones give the draft's distribution, that of a single candidate.
+      scale: `[C]`, from `select`, without the entry of given candidates. Ones give the draft's distribution, that of
+        a single candidate.
 
     Returns:
       Probabilities of the tokens' shape.
@@ -158,28 +188,55 @@ class Race:
     return draft_probs * scale[self._classes(draft_probs, target_probs)]
 
   def select(
-    self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
+    self,
+    draft_probs: jax.Array,
+    target_probs: jax.Array,
+    candidates: jax.Array,
+    is_valid: jax.Array,
+    is_given: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
-    """The pick among two or more candidates, and the scale from which `picked_probs` gives its distribution.
+    """The pick among candidates that compete, and the scale from which `picked_probs` gives its distribution.
 
     Args:
       draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`; at least two candidates are valid.
+      is_given: bool `[n]`, which of the valid candidates are given, while at least one is drawn; None if all are drawn.
 
     Returns:
       `[n]`, the probability that each candidate is picked; `[C]`, the picked token's distribution in units of p, by
-      class.
+      class. With `is_given` it is `[1 + C]`: the first entry belongs to the given candidates and is in units of q.
     """
-    num_valid = jnp.sum(is_valid)
+    dtype = draft_probs.dtype
     classes = self._classes(draft_probs, target_probs)
-    masses = jnp.stack([_class_masses(law, classes, self.num_classes) for law in (draft_probs, target_probs)], axis=-1)
-    log_weights, is_high, law = self.fit(masses, num_valid.astype(draft_probs.dtype))
     own = self._classes(draft_probs[candidates], target_probs[candidates])
+    if is_given is None:
+      masses = self._masses(draft_probs, target_probs, classes)
+      log_weights, is_high, law = self.fit(masses, jnp.sum(is_valid).astype(dtype))
+      tickets = jnp.exp(log_weights[own])
+      units = masses[:, 0]
+    else:
+      given = given_set(candidates, target_probs[candidates], is_given)
+      # Drawn candidates that fall in the set hold no ticket, so the set is taken out of the other classes.
+      tokens = jnp.where(is_given, candidates, len(draft_probs))
+      rest, target_rest = (law.at[tokens].set(0, mode='drop') for law in (draft_probs, target_probs))
+      set_masses = jnp.stack([jnp.sum(jnp.where(given.is_first, draft_probs[candidates], 0)), given.mass])
+      masses = jnp.concatenate([set_masses[None], self._masses(rest, target_rest, classes)])
+      num_drawn = jnp.sum(is_valid & ~is_given).astype(dtype)
+      log_weights, is_high, law = self.fit(masses, num_drawn, given.is_there)
+      own = jnp.where(given.is_member, 0, own + 1)
+      tickets = jnp.exp(log_weights[own]) * jnp.where(given.is_member, given.shares, 1)
+      is_valid &= given.is_first | ~given.is_member
+      units = masses[:, 0].at[0].set(given.mass)
     is_eligible = is_valid & (is_high[own] | ~jnp.any(is_valid & is_high[own]))
-    tickets = jnp.where(is_eligible, jnp.exp(log_weights[own]), 0)
-    mass = masses[:, 0]
-    return tickets / jnp.sum(tickets), jnp.where(mass > 0, law / jnp.where(mass > 0, mass, 1), 0)
+    tickets = jnp.where(is_eligible, tickets, 0)
+    return tickets / jnp.sum(tickets), ratio(law, units)
 
-  def fit(self, masses: jax.Array, num_candidates: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def _masses(self, draft_probs, target_probs, classes):
+    """The masses of draft and target by class, `[C, 2]`."""
+    return jnp.stack([sums_by_class(law, classes, self.num_classes) for law in (draft_probs, target_probs)], axis=-1)
+
+  def fit(
+    self, masses: jax.Array, num_candidates: jax.Array, has_given: jax.Array | None = None
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The fitted weights, and the distribution of the class that is picked with them.
 
     Each round computes the distribution that the weights give, and multiplies every weight by a power of the factor
@@ -190,16 +247,18 @@ class Race:
 
     Args:
       masses: `[C, 2]`, the masses of draft and target by class, in ascending order of q/p.
-      num_candidates: n, above 1.
+      num_candidates: n, above 1; with given candidates the number of the drawn ones, at least 1.
+      has_given: bool scalar, whether there are given candidates; their class is the first. None if there is no such
+        class.
 
     Returns:
       Log weights `[C]`; bool `[C]`, the classes that win against the others; the distribution `[C]` of the picked
       class.
     """
     dtype = masses.dtype
-    goal, is_high, low_mass = _goal(masses, num_candidates)
+    goal, is_high, low_mass = _goal(masses, num_candidates, has_given)
     mass = masses[:, 0]
-    is_possible = mass > 0
+    is_possible = mass > 0 if has_given is None else (mass > 0).at[0].set(has_given)
     num_nodes, pad = (64, 14.0) if dtype.itemsize == 4 else (160, 32.0)
     # Substituting z = e^y makes the integrand smooth and small at both ends, where a trapezoidal sum is most accurate.
     # In the left tail e^{-w z} is 1; the right tail is below e^{-e^3.5}.
@@ -217,11 +276,18 @@ class Race:
     def winner(log_weights):
       weights = jnp.exp(log_weights)
       decay = jnp.exp(-weights[:, None] * nodes)
-      phi = multiply(jnp.where(sides, mass, 0), decay) + np.array([1, 0], dtype)[:, None] * low_mass
+      # Samples that fall among the given candidates hold no ticket, so they never arrive.
+      arrival = decay if has_given is None else decay.at[0].set(1)
+      phi = multiply(jnp.where(sides, mass, 0), arrival) + np.array([1, 0], dtype)[:, None] * low_mass
       others = jnp.exp((num_candidates - 1) * jnp.log(jnp.maximum(phi, jnp.finfo(dtype).tiny))) * spacing
+      if has_given is not None:  # their ticket competes on its own side
+        others *= jnp.where(sides[:, :1] & has_given, decay[0], 1)
       both = multiply(others, decay.T)
       integral = jnp.where(is_high, both[0], both[1])
-      return jnp.where(is_possible, num_candidates * mass * weights * integral, 0)
+      law = num_candidates * mass * weights * integral
+      if has_given is not None:
+        law = law.at[0].set(weights[0] * jnp.sum(jnp.where(sides[:, :1], others * phi, 0)))
+      return jnp.where(is_possible, law, 0)
 
     def improve(_, log_weights):
       floor = 1e-30

@@ -33,7 +33,8 @@ class Pick:
 class Selection(Protocol):
   """Picks one of n i.i.d. candidates. It is a pure function and hashable; its options are fields.
 
-  It may have an attribute `explanation`, a `SelectionExplanation`, for display.
+  It may have an attribute `explanation`, a `SelectionExplanation`, for display. A selection with `takes_mixed` also
+  picks among candidates of which some are given, and takes a fifth argument `is_given`, bool `[n]`.
   """
 
   def __call__(
@@ -82,21 +83,27 @@ class MaximalAfter:
   proposal_rules = (Independent,)
 
   @property
+  def takes_mixed(self) -> bool:
+    """True if the selection takes given candidates beside drawn ones."""
+    return getattr(self.selection, 'takes_mixed', False)
+
+  @property
   def explanation(self) -> Explanation:
     """The description of the selection, as that of a coupling."""
     words = getattr(self.selection, 'explanation', SelectionExplanation())
     return Explanation(words.token, f'[q − {words.law}]₊' if words.law else '')
 
-  def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
+  def numbers(self, draft_probs, target_probs, candidates, is_valid, *is_given) -> dict[str, jax.Array]:
     """The probability that each candidate is picked and its probability under pt, `[n]` each, for display.
 
     Args:
       draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
+      *is_given: bool `[n]`, which candidates are given, if the selection takes them beside drawn ones.
     """
-    pick = self.selection(draft_probs, target_probs, candidates, is_valid)
+    pick = self.selection(draft_probs, target_probs, candidates, is_valid, *is_given)
     return {'pick_prob': pick.pick_probs, 'picked_prob': pick.candidate_probs}
 
-  def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
-    pick = self.selection(draft_probs, target_probs, candidates, is_valid)
+  def __call__(self, draft_probs, target_probs, candidates, is_valid, *is_given) -> Outcome:
+    pick = self.selection(draft_probs, target_probs, candidates, is_valid, *is_given)
     accept = jnp.minimum(1, ratio(target_probs[candidates], pick.candidate_probs))
     return Outcome(pick.pick_probs * accept, positive_part_or(target_probs - pick.probs, target_probs))

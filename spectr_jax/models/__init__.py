@@ -3,12 +3,12 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from spectr_jax.models import table
+from spectr_jax.models import causal_lm, table
 
 if TYPE_CHECKING:
   from spectr_jax.models import transformer
 
-__all__ = ['table', 'transformer']
+__all__ = ['causal_lm', 'table', 'transformer']
 
 if not TYPE_CHECKING:  # seen by a type checker, this function would make every misspelt name valid
 

@@ -24,6 +24,14 @@ class TableCache:
 
   lengths: jax.Array
 
+  def truncate(self, lengths: jax.Array) -> TableCache:
+    """The cache with the first `lengths[b]` committed tokens of each row.
+
+    Args:
+      lengths: int32 `[B]`.
+    """
+    return TableCache(lengths)
+
 
 def _apply(params, tokens, positions, mask, cache):
   del mask

@@ -1,0 +1,491 @@
+"""One decoder that public checkpoints configure: Llama, Mistral, Qwen, Gemma, GPT-NeoX, GPT-2.
+
+Parameters are a nested dict of arrays of one dtype, with kernels `[in, out]`; matrices may be in int8. A bias, a gate,
+an output head or a norm is applied where the dict has it, and `param_shapes` alone decides which there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from spectr_jax.model import KVCache, Model, ModelOutput
+from spectr_jax.models import layers
+from spectr_jax.models.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantised
+from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL
+
+ACTIVATIONS = {
+  'silu': jax.nn.silu,
+  'gelu': functools.partial(jax.nn.gelu, approximate=False),
+  'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
+  'relu': jax.nn.relu,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+  """Rotary positions.
+
+  Attributes:
+    frequencies: The F radians per position; entries of a head from 2 F on are not rotated.
+    magnitude: Factor of the entries that are rotated.
+  """
+
+  frequencies: tuple[float, ...]
+  magnitude: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalLMConfig:
+  """Sizes of a decoder, and what it does where families differ. The defaults are those of Llama.
+
+  Attributes:
+    vocab_size: V.
+    embed_dim: Width of the residual stream.
+    num_layers: Number of blocks.
+    num_heads: Query heads, a multiple of `num_cached_heads`.
+    num_kv_heads: Heads of keys and values.
+    head_dim: Width of a head.
+    mlp_dim: Hidden width of the MLP.
+    context_length: Longest context it is made for, in tokens.
+    dtype: Type of parameters and activations. Softmaxes, norms and logits are float32 or wider.
+    cache_dtype: Type of the caches, or None for `dtype`. CPUs write bfloat16 caches by copying them, and float32 ones
+      in place.
+    weights: `int8` for kernels, embedding and output head in int8 with a scale per output channel; None for `dtype`.
+      Norms, biases and learned positions are of `dtype` in any case.
+    rope: Rotary positions, or None for learned ones that are added to the embedding.
+    window_rope: Rotary positions of the layers with a window, or None for `rope`.
+    windows: For each layer, the number of last tokens that a token attends to, itself included, or None for all. Empty
+      for no windows at all.
+    norm: Norm of the stream: root mean square, or layer norm with a bias.
+    norm_epsilon: Added to variances.
+    gain_offset: Added to the gains of root-mean-square norms.
+    has_qk_norm: Whether queries and keys are normalised per head.
+    has_post_norms: Whether the outputs of attention and MLP are normalised.
+    is_parallel: Whether attention and MLP of a block both read the block's input.
+    has_qkv_bias: Whether queries, keys and values have biases.
+    has_out_bias: Whether the output of attention has a bias.
+    has_mlp_bias: Whether the MLP's products have biases.
+    is_gated: Whether the MLP multiplies its hidden units by a gate.
+    activation: A name of `ACTIVATIONS`.
+    query_scale: Factor of queries, or None for `head_dim ** -0.5`.
+    attention_soft_cap: Bound of attention's scores, or None.
+    logit_soft_cap: Bound of logits, or None.
+    embedding_scale: Factor of embedded tokens.
+    is_tied: Whether the embedding is the output head as well.
+    kv_copies: How often each head of keys and values is stored, so that a mesh with more devices than heads can shard
+      them.
+
+  Raises:
+    ValueError: Sizes do not fit each other, or a name is unknown.
+  """
+
+  vocab_size: int
+  embed_dim: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  mlp_dim: int
+  context_length: int
+  dtype: str = 'float32'
+  weights: Literal['int8'] | None = None
+  cache_dtype: str | None = None
+  rope: Rope | None = None
+  window_rope: Rope | None = None
+  windows: tuple[int | None, ...] = ()
+  norm: Literal['rms', 'layer'] = 'rms'
+  norm_epsilon: float = 1e-6
+  gain_offset: float = 0.0
+  has_qk_norm: bool = False
+  has_post_norms: bool = False
+  is_parallel: bool = False
+  has_qkv_bias: bool = False
+  has_out_bias: bool = False
+  has_mlp_bias: bool = False
+  is_gated: bool = True
+  activation: str = 'silu'
+  query_scale: float | None = None
+  attention_soft_cap: float | None = None
+  logit_soft_cap: float | None = None
+  embedding_scale: float = 1.0
+  is_tied: bool = False
+  kv_copies: int = 1
+
+  def __post_init__(self):
+    sizes = ('vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'mlp_dim')
+    for name in (*sizes, 'context_length', 'kv_copies'):
+      value = getattr(self, name)
+      if not isinstance(value, int) or value < 1:
+        raise ValueError(f'{name} must be a positive integer, got {value!r}')
+    if self.num_heads % self.num_cached_heads:
+      raise ValueError(
+        f'num_heads {self.num_heads} must be a multiple of the {self.num_cached_heads} heads of keys and values'
+      )
+    dtypes = ('float32', 'bfloat16', 'float64')
+    for name, allowed in (
+      ('dtype', dtypes),
+      ('cache_dtype', (*dtypes, None)),
+      ('norm', ('rms', 'layer')),
+      ('activation', tuple(ACTIVATIONS)),
+    ):
+      if getattr(self, name) not in allowed:
+        raise ValueError(f'{name} must be one of {", ".join(map(str, allowed))}; got {getattr(self, name)!r}')
+    check_weights(self.weights)
+    if len(self.windows) not in (0, self.num_layers):
+      raise ValueError(f'windows must be given for all {self.num_layers} layers or none, got {len(self.windows)}')
+    for rope in (self.rope, self.window_rope):
+      if rope is not None and 2 * len(rope.frequencies) > self.head_dim:
+        raise ValueError(f'{len(rope.frequencies)} rotary frequencies need heads of twice that; got {self.head_dim}')
+
+  @property
+  def num_cached_heads(self) -> int:
+    """Heads of keys and values as they are stored."""
+    return self.num_kv_heads * self.kv_copies
+
+  @property
+  def num_params(self) -> int:
+    """The number of parameters, copies of heads and scales not counted."""
+    shapes = param_shapes(dataclasses.replace(self, kv_copies=1, weights=None))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+  def for_mesh(self, mesh: Mesh | AbstractMesh) -> CausalLMConfig:
+    """The configuration with as many copies of key-value heads as the mesh's axis `model` needs.
+
+    Raises:
+      ValueError: The heads cannot be sharded over the axis.
+    """
+    num_shards, num_kv_heads = mesh.shape[MODEL], self.num_kv_heads
+    if num_kv_heads % num_shards == 0:
+      return self
+    if num_shards % num_kv_heads or self.num_heads % num_shards:
+      raise ValueError(
+        f'{self.num_heads} heads with {num_kv_heads} heads of keys and values cannot be sharded over'
+        f' {MODEL}:{num_shards}'
+      )
+    return dataclasses.replace(self, kv_copies=num_shards // num_kv_heads)
+
+  def window(self, layer: int) -> int | None:
+    """The window of a layer, or None for all tokens."""
+    return self.windows[layer] if self.windows else None
+
+  def rope_of(self, layer: int) -> Rope | None:
+    """The rotary positions of a layer, or None for learned ones."""
+    has_own = self.window_rope is not None and self.window(layer) is not None
+    return self.window_rope if has_own else self.rope
+
+
+def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
+  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`, and of `Int8Kernel` of these.
+
+  It is enough to compile for a model whose weights are not there.
+  """
+
+  def array(*shape):
+    return jax.ShapeDtypeStruct(shape, config.dtype)
+
+  def matrix(name, *shape) -> dict[str, Any]:
+    if config.weights is None:
+      return {name: array(*shape)}
+    axis = CHANNEL_AXES[name]
+    scale = jax.ShapeDtypeStruct((shape[axis],), layers.accumulation_dtype(config.dtype))
+    return {name: Int8Kernel(jax.ShapeDtypeStruct(shape, jnp.int8), scale, axis)}
+
+  def linear(num_in, num_out, has_bias):
+    return matrix('kernel', num_in, num_out) | ({'bias': array(num_out)} if has_bias else {})
+
+  def norm():
+    return {'gain': array(width)} | ({'bias': array(width)} if config.norm == 'layer' else {})
+
+  width, head_dim = config.embed_dim, config.head_dim
+  query_width, kv_width = config.num_heads * head_dim, config.num_cached_heads * head_dim
+
+  def block():
+    attention = {
+      'q': linear(width, query_width, config.has_qkv_bias),
+      'k': linear(width, kv_width, config.has_qkv_bias),
+      'v': linear(width, kv_width, config.has_qkv_bias),
+      'out': linear(query_width, width, config.has_out_bias),
+    }
+    if config.has_qk_norm:
+      attention |= {'q_norm': {'gain': array(head_dim)}, 'k_norm': {'gain': array(head_dim)}}
+    into = {name: linear(width, config.mlp_dim, config.has_mlp_bias) for name in ('gate', 'up')[not config.is_gated :]}
+    mlp = {**into, 'down': linear(config.mlp_dim, width, config.has_mlp_bias)}
+    norms = {'attention_norm': norm(), 'mlp_norm': norm()}
+    if config.has_post_norms:
+      norms |= {'attention_post_norm': norm(), 'mlp_post_norm': norm()}
+    return {'attention': attention, 'mlp': mlp, **norms}
+
+  shapes = matrix('embedding', config.vocab_size, width) | {'final_norm': norm()}
+  if config.rope is None:
+    shapes['position_embedding'] = array(config.context_length, width)
+  if not config.is_tied:
+    shapes |= matrix('unembedding', width, config.vocab_size)
+  return shapes | {f'layer_{layer}': block() for layer in range(config.num_layers)}
+
+
+def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
+  """Random parameters, of a scale that keeps activations near unit variance.
+
+  Args:
+    key: A typed key.
+    config: The sizes.
+  """
+  shapes, structure = jax.tree_util.tree_flatten_with_path(param_shapes(dataclasses.replace(config, weights=None)))
+
+  def draw(key, path, shape):
+    scale = shape.shape[0] ** -0.5 if path[-1].key in ('kernel', 'unembedding') else shape.shape[-1] ** -0.5
+    offset = 1.0 - config.gain_offset if path[-1].key == 'gain' else 0.0
+    return (offset + scale * jax.random.normal(key, shape.shape)).astype(shape.dtype)
+
+  keys = jax.random.split(key, len(shapes))
+  params = jax.tree.unflatten(structure, [draw(key, *shape) for key, shape in zip(keys, shapes)])
+  return params if config.weights is None else quantised(params)
+
+
+def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
+  """The product with a kernel, and a bias if there is one; `[..., out]` in the dtype of `x`.
+
+  Args:
+    params: `kernel` `[in, out]` and perhaps `bias` `[out]`.
+    x: `[..., in]`.
+  """
+  out = layers.matmul(x, params['kernel'])
+  return (out + params['bias'] if 'bias' in params else out).astype(x.dtype)
+
+
+def _rms_norm(params, x, config):
+  return layers.rms_norm(
+    x, params['gain'].astype(layers.accumulation_dtype(x.dtype)) + config.gain_offset, epsilon=config.norm_epsilon
+  )
+
+
+def norm(params: Mapping[str, Any], x: jax.Array, config: CausalLMConfig) -> jax.Array:
+  """The norm that a configuration names.
+
+  Args:
+    params: `gain` `[D]`, and `bias` `[D]` of layer norms.
+    x: `[..., D]`.
+    config: The configuration.
+  """
+  if config.norm == 'rms':
+    return _rms_norm(params, x, config)
+  return layers.layer_norm(x, params['gain'], params['bias'], epsilon=config.norm_epsilon)
+
+
+def visible_slots(window: int | None, positions, mask, cache: KVCache) -> tuple[jax.Array, jax.Array]:
+  """The pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token attends to.
+
+  A committed token's position is its slot. The pending tokens that a token sees are its ancestors in order, so their
+  distances are differences of their ranks among them.
+  """
+  num_slots = cache.keys[0].shape[-1]
+  slots = layers.committed_slots(num_slots, cache.lengths)
+  if window is None:
+    return mask, slots
+  rank = jnp.cumsum(mask, axis=-1)
+  is_near = positions[:, :, None] - jnp.arange(num_slots) < window
+  return mask & (rank[..., -1:] - rank < window), slots & is_near
+
+
+def project(params, config: CausalLMConfig, layer: int, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+  """Queries `[B, N, H, head_dim]`, and keys and values `[B, N, K, head_dim]`, normalised and rotated.
+
+  Args:
+    params: `q`, `k` and `v`, and the gains of their norms if there are any.
+    config: The configuration.
+    layer: The layer, which decides the rotary positions.
+    x: `[B, N, in]`, the input of attention.
+    positions: int32 `[B, N]`.
+  """
+
+  def heads(name):
+    return linear(params[name], x).reshape(*x.shape[:2], -1, config.head_dim)
+
+  query, key, value = heads('q'), heads('k'), heads('v')
+  if config.has_qk_norm:
+    query, key = _rms_norm(params['q_norm'], query, config), _rms_norm(params['k_norm'], key, config)
+  rope = config.rope_of(layer)
+  if rope is not None:
+    frequencies = jnp.asarray(rope.frequencies, jnp.float32)
+    query = layers.rotate(query, positions, frequencies, magnitude=rope.magnitude)
+    key = layers.rotate(key, positions, frequencies, magnitude=rope.magnitude)
+  return query, key, value
+
+
+def attention(params, config: CausalLMConfig, layer: int, x, positions, visible, cache: KVCache):
+  """The output of attention `[B, N, embed_dim]`, and the layer's pending keys and values.
+
+  Args:
+    params: The parameters of the layer's attention.
+    config: The configuration.
+    layer: The layer.
+    x: `[B, N, in]`, the input of attention.
+    positions: int32 `[B, N]`.
+    visible: The pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees.
+    cache: The cache.
+  """
+  query, key, value = project(params, config, layer, x, positions)
+  pending_mask, slots = visible
+  keys, values = cache.append(
+    layer,
+    jnp.transpose(key, (0, 2, 3, 1)),
+    jnp.transpose(value, (0, 2, 1, 3)),
+    num_pending_slots=pending_mask.shape[-1],
+  )
+  prefix = cache.keys[layer], cache.values[layer], slots
+  mixed = layers.attend(
+    query, keys, values, pending_mask, prefix, scale=config.query_scale, soft_cap=config.attention_soft_cap
+  )
+  return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
+
+
+def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
+  """The output of a layer's MLP, `[..., embed_dim]`.
+
+  Args:
+    params: The parameters of the layer's MLP.
+    config: The configuration.
+    x: `[..., embed_dim]`.
+  """
+  activation = ACTIVATIONS[config.activation]
+  up = linear(params['up'], x)
+  hidden = activation(linear(params['gate'], x)) * up if config.is_gated else activation(up)
+  return linear(params['down'], hidden)
+
+
+def _block(params, config, layer, x, positions, visible, cache):
+  """The stream after a block, and the layer's pending keys and values."""
+
+  def post(name, out):
+    return norm(params[name], out, config) if config.has_post_norms else out
+
+  normed = norm(params['attention_norm'], x, config)
+  attended, keys, values = attention(params['attention'], config, layer, normed, positions, visible, cache)
+  after = x + post('attention_post_norm', attended)
+  normed = norm(params['mlp_norm'], x if config.is_parallel else after, config)
+  return after + post('mlp_post_norm', mlp(params['mlp'], config, normed)), keys, values
+
+
+def _embed(params, tokens, *, config):
+  x = layers.take_rows(params['embedding'], tokens)
+  # `_for_decoding` holds bfloat16 as integers of the same bits.
+  x = jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x.astype(config.dtype)
+  return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
+
+
+def _unembed(params, features, *, config):
+  logits = layers.unembed(params, features)
+  cap = config.logit_soft_cap
+  return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
+  mask = mask[None] if mask.ndim == 2 else mask
+  x = _embed(params, tokens, config=config)
+  if config.rope is None:
+    # Padding may stand at any position; a missing one would embed as NaN.
+    x += jnp.take(params['position_embedding'], positions, axis=0, mode='clip')
+  windows = {config.window(layer) for layer in range(config.num_layers)}
+  visible = {window: visible_slots(window, positions, mask, cache) for window in windows}
+  pending, streams = [], [x]
+  for layer in range(config.num_layers):
+    x, keys, values = _block(
+      params[f'layer_{layer}'], config, layer, x, positions, visible[config.window(layer)], cache
+    )
+    pending.append((keys, values))
+    streams.append(x)
+  streams.append(norm(params['final_norm'], x, config))
+  features = jnp.stack([streams[layer] for layer in feature_layers], axis=2) if feature_layers else None
+  keys, values = zip(*pending, strict=True)
+  num_pending = cache.num_pending + tokens.shape[1]
+  cache = dataclasses.replace(cache, pending_keys=keys, pending_values=values, num_pending=num_pending)
+  return ModelOutput(_unembed(params, streams[-1], config=config), cache, features)
+
+
+def _for_decoding(params):
+  """The parameters in the form that the default backend decodes fastest.
+
+  To take rows of a bfloat16 embedding, XLA on CPUs converts all of it to float32, once in every program. So it becomes
+  an array of integers with the same bits, and the output head, if it is tied, an array of its own.
+  """
+  embedding = params['embedding']
+  if isinstance(embedding, Int8Kernel) or embedding.dtype != jnp.bfloat16 or jax.default_backend() != 'cpu':
+    return layers.with_unembedding(params)
+  bits = jax.lax.bitcast_convert_type(embedding, jnp.uint16)
+  return {**params, 'embedding': bits, 'unembedding': params.get('unembedding', embedding.T)}
+
+
+def _init_cache(batch_size, cache_size, *, config):
+  return KVCache.empty(
+    num_layers=config.num_layers,
+    batch_size=batch_size,
+    num_heads=config.num_cached_heads,
+    head_dim=config.head_dim,
+    cache_size=cache_size,
+    dtype=config.cache_dtype or config.dtype,
+  )
+
+
+# One function object per configuration, so that equal models share compiled programs.
+
+
+@functools.lru_cache
+def _apply_fn(config, feature_layers):
+  layers.check_feature_layers(feature_layers, config.num_layers)
+  return functools.partial(_apply, config=config, feature_layers=feature_layers)
+
+
+@functools.lru_cache
+def _functions(config):
+  """The functions of a `Model`, by field."""
+  return {
+    'apply_fn': _apply_fn(config, ()),
+    'init_cache_fn': functools.partial(_init_cache, config=config),
+    'features_fn': functools.partial(_apply_fn, config),
+    # With learned positions the input of block 0 depends on more than the tokens.
+    'embed_fn': None if config.rope is None else functools.partial(_embed, config=config),
+    'unembed_fn': functools.partial(_unembed, config=config),
+    'for_decoding_fn': _for_decoding,
+  }
+
+
+def causal_lm(params: Mapping[str, Any], config: CausalLMConfig) -> Model:
+  """The decoder with `params` as a `Model`.
+
+  Args:
+    params: A nested dict as of `init_params`, of any float dtype; converted to `config.dtype`. Kernels are in int8, as
+      `int8.quantised` makes them, where `config.weights` says so.
+    config: The sizes.
+
+  Raises:
+    ValueError: A parameter is missing, surplus, or of another shape.
+  """
+
+  shapes = param_shapes(config)
+  layers.check_params(params, shapes)
+  return Model(
+    jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), dict(params), shapes),
+    vocab_size=config.vocab_size,
+    context_length=config.context_length,
+    sharding_rules=CAUSAL_LM_RULES,
+    **_functions(config),
+  )
+
+
+def config_of(model: Model) -> CausalLMConfig:
+  """The configuration that a model was made with.
+
+  Raises:
+    ValueError: The model was not made by `causal_lm`.
+  """
+  if not isinstance(model.apply_fn, functools.partial) or model.apply_fn.func is not _apply:
+    raise ValueError('not a model made by causal_lm')
+  return model.apply_fn.keywords['config']

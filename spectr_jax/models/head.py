@@ -1,0 +1,285 @@
+"""Networks that draft from a target's hidden states: EAGLE-1, 2 and 3, the speculators format, MTP.
+
+Such a head is one block of a decoder. At a token it reads the token's embedding and a hidden state h, which sums up
+what stands before: that of the target where the target has been, else the head's own output one token earlier. Its
+output is the next h, and the logits of the next token. Sources: EAGLE (Li et al. 2024), EAGLE-3 (Li et al. 2025),
+multi-token prediction (DeepSeek-V3, section 2.2).
+
+Parameters are a nested dict of arrays of one dtype, with kernels `[in, out]`, see `param_shapes`. Heads differ in which
+parameters they have and in three options of `HeadConfig`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.model import KVCache
+from spectr_jax.models import causal_lm, layers
+from spectr_jax.models.causal_lm import CausalLMConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+  """The sizes of a head, and what it does where published heads differ.
+
+  Attributes:
+    block: Sizes of the block: a decoder of one layer. Its `vocab_size` is Vd, the tokens that the head can guess.
+    target_dim: Width of the target's hidden states.
+    embedding_dim: Width of the embedded tokens that it reads.
+    feature_layers: The F layers of the target that it reads, numbered as in `Model.features_fn`.
+    join: How embedding and hidden state meet. `wide`: attention reads both side by side, and h is the residual
+      (EAGLE-3). `linear`: a product maps both to one input (EAGLE-1, MTP).
+    has_features_kernel: Whether a product maps the target's hidden states to h; without it h is the one state.
+    features_norm: Whether the target's hidden states are normalised before that product: each by itself, all as one
+      vector (`joint`), or not at all.
+    has_input_norms: Whether embedding and h are normalised where they meet.
+    has_attention_norm: Whether the input of attention is normalised after the two have met.
+    has_join_bias: Whether the product of `linear` has a bias.
+    is_residual_normed: Whether the residual of `wide` is the normalised h.
+    has_output_norm: Whether a norm stands before the output head.
+    is_output_normed: Whether the normalised output is the next h.
+    num_embedded: Tokens of an embedding of its own, V; None if it reads the target's.
+    has_unembedding: Whether it has an output head of its own; else it takes the target's rows.
+    is_reduced: Whether it guesses some of the target's tokens only, those of the parameter `target_ids`.
+
+  Raises:
+    ValueError: The block has more than one layer, or options contradict each other.
+  """
+
+  block: CausalLMConfig
+  target_dim: int
+  embedding_dim: int
+  feature_layers: tuple[int, ...]
+  join: Literal['wide', 'linear'] = 'wide'
+  has_features_kernel: bool = True
+  features_norm: Literal['each', 'joint'] | None = None
+  has_input_norms: bool = True
+  has_attention_norm: bool = False
+  has_join_bias: bool = False
+  is_residual_normed: bool = False
+  has_output_norm: bool = True
+  is_output_normed: bool = False
+  num_embedded: int | None = None
+  has_unembedding: bool = True
+  is_reduced: bool = True
+
+  def __post_init__(self):
+    if self.block.num_layers != 1:
+      raise ValueError(f'a head has one layer, got num_layers {self.block.num_layers}')
+    if self.block.rope is None:
+      raise ValueError('a head has rotary positions, got rope None')
+    if not self.has_features_kernel and (len(self.feature_layers) != 1 or self.target_dim != self.block.embed_dim):
+      raise ValueError(
+        'without a product of the features a head reads one hidden state of its own width;'
+        f' got {len(self.feature_layers)} of width {self.target_dim}, and width {self.block.embed_dim}'
+      )
+
+
+def param_shapes(config: HeadConfig) -> dict[str, Any]:
+  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`.
+
+  The output head is one of them also where it is made of the target's rows: it is gathered once, when a head is loaded.
+
+  Args:
+    config: The head.
+  """
+  embedding_dim = config.embedding_dim
+  block, width = config.block, config.block.embed_dim
+
+  def array(*shape, dtype=block.dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+  def norm(size):
+    return {'gain': array(size)} | ({'bias': array(size)} if block.norm == 'layer' else {})
+
+  layer = causal_lm.param_shapes(block)['layer_0']
+  shapes: dict[str, Any] = {'attention': layer['attention'], 'mlp': layer['mlp'], 'mlp_norm': layer['mlp_norm']}
+  if config.has_features_kernel:
+    shapes['features'] = {'kernel': array(len(config.feature_layers) * config.target_dim, width)}
+  num_features = len(config.feature_layers)
+  if config.features_norm == 'each':
+    shapes['features_norm'] = {f'{i}': norm(config.target_dim) for i in range(num_features)}
+  elif config.features_norm == 'joint':
+    shapes['features_norm'] = norm(num_features * config.target_dim)
+  if config.has_input_norms:
+    shapes |= {'embedding_norm': norm(embedding_dim), 'hidden_norm': norm(width)}
+  if config.join == 'linear':
+    bias = {'bias': array(width)} if config.has_join_bias else {}
+    shapes['join'] = {'kernel': array(embedding_dim + width, width)} | bias
+  else:
+    for name in 'qkv':
+      kernel = shapes['attention'][name]['kernel']
+      shapes['attention'][name]['kernel'] = array(embedding_dim + width, kernel.shape[1])
+  if config.has_attention_norm:
+    shapes['attention_norm'] = norm(width)
+  if config.has_output_norm:
+    shapes['output_norm'] = norm(width)
+  if config.num_embedded is not None:
+    shapes['embedding'] = array(config.num_embedded, embedding_dim)
+  shapes['unembedding'] = array(width, config.block.vocab_size)
+  if config.is_reduced:
+    shapes['target_ids'] = array(config.block.vocab_size, dtype='int32')
+  return shapes
+
+
+def init_params(key: jax.Array, config: HeadConfig) -> dict[str, Any]:
+  """Random parameters, of a scale that keeps activations near unit variance; `target_ids` are the first Vd ids.
+
+  Args:
+    key: A typed key.
+    config: The head.
+  """
+  shapes, structure = jax.tree_util.tree_flatten_with_path(param_shapes(config))
+
+  def draw(key, path, shape):
+    if path[-1].key == 'target_ids':
+      return jnp.arange(*shape.shape, dtype=shape.dtype)
+    if path[-1].key == 'gain':
+      return jnp.ones(shape.shape, shape.dtype)
+    scale = shape.shape[0] ** -0.5
+    return (scale * jax.random.normal(key, shape.shape)).astype(shape.dtype)
+
+  keys = jax.random.split(key, len(shapes))
+  return jax.tree.unflatten(structure, [draw(key, *shape) for key, shape in zip(keys, shapes)])
+
+
+def hidden_of_features(params: Mapping[str, Any], config: HeadConfig, features: jax.Array) -> jax.Array:
+  """The hidden state h of tokens that the target has seen, `[..., embed_dim]`.
+
+  Args:
+    params: The head's parameters.
+    config: The head.
+    features: `[..., F, target_dim]`, the target's hidden states of the token before.
+  """
+  features = features.astype(config.block.dtype)
+  if config.features_norm == 'each':
+    each = [params['features_norm'][f'{i}'] for i in range(features.shape[-2])]
+    normed = [causal_lm.norm(own, features[..., i, :], config.block) for i, own in enumerate(each)]
+    features = jnp.stack(normed, axis=-2)
+  joined = features.reshape(*features.shape[:-2], -1)
+  if config.features_norm == 'joint':
+    joined = causal_lm.norm(params['features_norm'], joined, config.block)
+  return causal_lm.linear(params['features'], joined) if config.has_features_kernel else joined
+
+
+# Attention: from queries `[B, N, H, head_dim]`, keys and values `[B, N, K, head_dim]` to the mixed values
+# `[B, N, H, head_dim]`, and whatever the caller wants to keep of the keys and values.
+Kept = TypeVar('Kept')
+AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kept]]
+
+
+def advance(
+  params: Mapping[str, Any],
+  config: HeadConfig,
+  embedded: jax.Array,
+  hidden: jax.Array,
+  positions: jax.Array,
+  attend_fn: AttendFn[Kept],
+) -> tuple[jax.Array, jax.Array, Kept]:
+  """The head at some tokens.
+
+  Args:
+    params: The head's parameters.
+    config: The head.
+    embedded: `[B, N, embedding_dim]`, the embedded tokens.
+    hidden: `[B, N, embed_dim]`, the hidden states h of what stands before each.
+    positions: int32 `[B, N]`; any origin will do.
+    attend_fn: Attention over these tokens and those before them.
+
+  Returns:
+    The next hidden states and the input of the output head, `[B, N, embed_dim]` each, and what `attend_fn` keeps.
+  """
+  block = config.block
+  embedded = embedded.astype(block.dtype)
+  residual = hidden
+  if config.has_input_norms:
+    embedded = causal_lm.norm(params['embedding_norm'], embedded, block)
+    hidden = causal_lm.norm(params['hidden_norm'], hidden, block)
+  x = jnp.concatenate([embedded, hidden], axis=-1)
+  if config.join == 'linear':
+    x = residual = causal_lm.linear(params['join'], x)
+  elif config.is_residual_normed:
+    residual = hidden
+  if config.has_attention_norm:
+    x = causal_lm.norm(params['attention_norm'], x, block)
+  mixed, kept = attend_fn(*causal_lm.project(params['attention'], block, 0, x, positions))
+  x = residual + causal_lm.linear(params['attention']['out'], mixed.reshape(*x.shape[:2], -1))
+  x += causal_lm.mlp(params['mlp'], block, causal_lm.norm(params['mlp_norm'], x, block))
+  output = causal_lm.norm(params['output_norm'], x, block) if config.has_output_norm else x
+  return (output if config.is_output_normed else x), output, kept
+
+
+def init_cache(config: HeadConfig, batch_size: int, cache_size: int) -> KVCache:
+  """An empty cache of the head's keys and values.
+
+  Args:
+    config: The head.
+    batch_size: B, rows.
+    cache_size: Committed tokens that a row can hold.
+  """
+  block = config.block
+  return KVCache.empty(
+    num_layers=1,
+    batch_size=batch_size,
+    num_heads=block.num_cached_heads,
+    head_dim=block.head_dim,
+    cache_size=cache_size,
+    dtype=block.cache_dtype or block.dtype,
+  )
+
+
+def apply(
+  params: Mapping[str, Any],
+  config: HeadConfig,
+  embedded: jax.Array,
+  hidden: jax.Array,
+  positions: jax.Array,
+  mask: jax.Array,
+  cache: KVCache,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+  """`advance` after the committed tokens of a cache, like `Model.apply_fn`.
+
+  Args:
+    params: The head's parameters.
+    config: The head.
+    embedded: `[B, N, embedding_dim]`.
+    hidden: `[B, N, embed_dim]`.
+    positions: int32 `[B, N]`, the committed tokens' slots continued.
+    mask: bool `[N, M]` or `[B, N, M]`, the pending tokens that each token attends to.
+    cache: The cache.
+
+  Returns:
+    The next hidden states and the input of the output head, `[B, N, embed_dim]` each, and the cache with the tokens
+    pending.
+  """
+  block = config.block
+  mask = mask[None] if mask.ndim == 2 else mask
+
+  def attend(query, key, value):
+    keys, values = cache.append(
+      0, jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3)), num_pending_slots=mask.shape[-1]
+    )
+    seen, slots = causal_lm.visible_slots(block.window(0), positions, mask, cache)
+    prefix = cache.keys[0], cache.values[0], slots
+    mixed = layers.attend(query, keys, values, seen, prefix, scale=block.query_scale, soft_cap=block.attention_soft_cap)
+    return mixed, (keys, values)
+
+  hidden, output, (keys, values) = advance(params, config, embedded, hidden, positions, attend)
+  num_pending = cache.num_pending + embedded.shape[1]
+  cache = dataclasses.replace(cache, pending_keys=(keys,), pending_values=(values,), num_pending=num_pending)
+  return hidden, output, cache
+
+
+def unembed(params: Mapping[str, Any], output: jax.Array) -> jax.Array:
+  """Logits of the Vd tokens that the head can guess, `[..., Vd]`, in float32 or wider.
+
+  Args:
+    params: The head's parameters.
+    output: `[..., embed_dim]`, from `advance`.
+  """
+  return layers.matmul(output, params['unembedding'])

@@ -1,0 +1,343 @@
+"""The parts that networks share: products, norms, rotary positions, attention, the output head."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from spectr_jax.models.int8 import Int8Kernel, Kernel
+
+# Keys `[B, K, head_dim, S]` and values `[B, K, S, head_dim]` of a committed prefix, and bool `[B, 1 or N, S]`, the
+# slots that each query sees.
+Prefix: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+_BLOCK_SIZE = 2**18  # numbers of an int8 kernel that a CPU converts at a time
+
+
+def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
+  """The type of sums over numbers of a type: float32 or wider."""
+  return jnp.promote_types(dtype, jnp.float32)
+
+
+def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
+  """The product of activations and a kernel, multiplied in the activations' dtype, accumulated in float32 or wider.
+
+  Args:
+    x: `[..., in]`.
+    kernel: `[in, out]` for axis 0, `[out, in]` for axis 1; of any float dtype, or in int8.
+    axis: The kernel's input axis.
+
+  Returns:
+    `[..., out]` in the accumulation's dtype.
+  """
+  if isinstance(kernel, Int8Kernel):
+    in_blocks = functools.partial(_matmul_in_blocks, axis=axis)
+    whole = functools.partial(matmul, axis=axis)
+    # A channel's scale is a factor of its sums, so that the integers, which every float dtype holds, are multiplied.
+    return jax.lax.platform_dependent(x, kernel.values, cpu=in_blocks, default=whole) * kernel.scale
+  rows = x.reshape(-1, x.shape[-1])
+  if rows.shape[0] > 1 or x.dtype != jnp.bfloat16:
+    out = _product(rows, kernel, axis)
+  elif axis == 0 and kernel.dtype == jnp.bfloat16 and kernel.shape[0] % _NUM_PARTS == 0:
+    two = functools.partial(_product_of_two, axis=axis)
+    out = jax.lax.platform_dependent(rows, kernel, cpu=_product_in_parts, default=two)
+  else:
+    out = _product_of_two(rows, kernel, axis=axis)
+  return out.reshape(*x.shape[:-1], kernel.shape[1 - axis])
+
+
+def _product(rows, kernel, axis):
+  contracted = ((1,), (axis,)), ((), ())
+  wide = accumulation_dtype(rows.dtype)
+  return jax.lax.dot_general(rows, kernel.astype(rows.dtype), contracted, preferred_element_type=wide)
+
+
+def _product_of_two(row, kernel, *, axis):
+  """The product of a bfloat16 row, computed twice: by itself it takes CPUs 8 times as long."""
+  return _product(jnp.concatenate([row, row]), kernel, axis)[:1]
+
+
+_NUM_PARTS = 8  # a part more costs the time of a term, a part less memory traffic of the partial sums
+
+
+def _product_in_parts(row, kernel):
+  """The product of a bfloat16 row and a kernel `[in, out]`, which reads the kernel once and in order.
+
+  XLA's CPU backend rearranges a bfloat16 kernel at every product. Here the kernel's parts are weighted and summed in
+  one pass, and a float32 product adds up what is left of the input axis.
+  """
+  parts = kernel.reshape(_NUM_PARTS, -1, kernel.shape[1]).astype(jnp.float32)
+  weights = row.reshape(_NUM_PARTS, -1, 1).astype(jnp.float32)
+  partial = functools.reduce(jnp.add, (weights[i] * parts[i] for i in range(_NUM_PARTS)))
+  return _product(jnp.ones((1, partial.shape[0]), jnp.float32), partial, 0)
+
+
+def _matmul_in_blocks(x: jax.Array, values: jax.Array, *, axis: int) -> jax.Array:
+  """`matmul` by int8 values, some channels at a time.
+
+  XLA's CPU backend converts a whole kernel before it multiplies, and moves this out of the loop of decoding, so that a
+  float copy of the model would stay in memory. What it converts here depends on the iteration and fits the caches.
+
+  Args:
+    x: `[..., in]`.
+    values: int8, `[in, out]` for axis 0, `[out, in]` for axis 1.
+    axis: The input axis of the values.
+
+  Returns:
+    `[..., out]` in the accumulation's dtype.
+  """
+  num_inputs, num_channels = values.shape[axis], values.shape[1 - axis]
+  # A loop of one iteration would be none.
+  size = max(1, min(_BLOCK_SIZE // num_inputs, -(-num_channels // 2)))
+
+  def multiply(block, out):
+    start = jnp.minimum(block * size, num_channels - size)  # the last block may overlap the one before
+    some = jax.lax.dynamic_slice_in_dim(values, start, size, axis=1 - axis)
+    return jax.lax.dynamic_update_slice_in_dim(out, matmul(x, some, axis=axis), start, axis=-1)
+
+  out = jnp.zeros((*x.shape[:-1], num_channels), accumulation_dtype(x.dtype))
+  return jax.lax.fori_loop(0, -(-num_channels // size), multiply, out)
+
+
+def take_rows(embedding: Kernel, rows: jax.Array) -> jax.Array:
+  """Rows of an embedding.
+
+  Args:
+    embedding: `[V, embed_dim]`, of any float dtype or in int8.
+    rows: Integers `[...]`.
+
+  Returns:
+    `[..., embed_dim]` in the embedding's dtype, or in that of its scale.
+  """
+  if isinstance(embedding, Int8Kernel):
+    return jnp.take(embedding.values, rows, axis=0) * jnp.take(embedding.scale, rows)[..., None]
+  return jnp.take(embedding, rows, axis=0)
+
+
+def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Array:
+  """Root-mean-square normalisation, computed in float32 or wider.
+
+  Args:
+    x: `[..., D]`.
+    gain: `[D]`.
+    epsilon: Added to the mean square.
+
+  Returns:
+    The normalised array, of the shape and dtype of `x`.
+  """
+  wide = x.astype(accumulation_dtype(x.dtype))
+  scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+  return (wide * scale * gain).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, *, epsilon: float) -> jax.Array:
+  """Layer normalisation, computed in float32 or wider.
+
+  Args:
+    x: `[..., D]`.
+    gain: `[D]`.
+    bias: `[D]`.
+    epsilon: Added to the variance.
+
+  Returns:
+    The normalised array, of the shape and dtype of `x`.
+  """
+  wide = x.astype(accumulation_dtype(x.dtype))
+  centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+  scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
+  return (centred * scale * gain + bias).astype(x.dtype)
+
+
+def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array, *, magnitude: float = 1.0) -> jax.Array:
+  """Rotary position embedding, which pairs entry i of a head with entry F + i.
+
+  Args:
+    x: `[B, N, H, head_dim]`, queries or keys.
+    positions: int32 `[B, N]`, their absolute positions.
+    frequencies: float32 `[F]`, radians per position; entries of a head from 2 F on are not rotated.
+    magnitude: Factor of the entries that are rotated.
+
+  Returns:
+    The rotated array, of the shape and dtype of `x`.
+  """
+  width = 2 * frequencies.shape[0]
+  angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
+  sin, cos = magnitude * jnp.sin(angles), magnitude * jnp.cos(angles)
+  first, second = jnp.split(x[..., :width].astype(accumulation_dtype(x.dtype)), 2, axis=-1)
+  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+  return rotated if width == x.shape[-1] else jnp.concatenate([rotated, x[..., width:]], axis=-1)
+
+
+def committed_slots(num_slots: int, lengths: jax.Array) -> jax.Array:
+  """The slots of a cache that hold committed tokens, bool `[B, 1, S]`.
+
+  Args:
+    num_slots: S.
+    lengths: int32 `[B]`, committed tokens.
+  """
+  return jnp.arange(num_slots) < lengths[:, None, None]
+
+
+def attend(
+  query: jax.Array,
+  new_keys: jax.Array,
+  new_values: jax.Array,
+  mask: jax.Array,
+  prefix: Prefix | None = None,
+  *,
+  scale: float | None = None,
+  soft_cap: float | None = None,
+) -> jax.Array:
+  """Attention over pending tokens and, where given, a committed prefix, normalised over both together.
+
+  Query head h reads key-value head h // (H / K).
+
+  On TPUs a single query is repeated to eight, so that its products run on the matrix units. On the vector units a step
+  would take twice the time.
+
+  Args:
+    query: `[B, N, H, head_dim]`.
+    new_keys: `[B, K, head_dim, M]`, of pending tokens.
+    new_values: `[B, K, M, head_dim]`, of pending tokens.
+    mask: bool `[1 or B, N, M]`, the pending tokens that each query attends to.
+    prefix: None, or the keys, the values and the slots that each query attends to.
+    scale: Factor of the queries; None for `head_dim ** -0.5`.
+    soft_cap: The bound c of scores s, which become c tanh(s / c); None for no bound.
+
+  Returns:
+    `[B, N, H, head_dim]` in the query's dtype.
+  """
+  batch_size, num_queries, num_heads, head_dim = query.shape
+  num_kv_heads = new_keys.shape[1]
+  group = num_heads // num_kv_heads
+  query = query * (head_dim**-0.5 if scale is None else scale)
+  if group > 1:
+    # The heads that share keys become queries of one head, so that no key is repeated.
+    query = jnp.swapaxes(query.reshape(batch_size, num_queries, num_kv_heads, group, head_dim), 2, 3)
+    query = query.reshape(batch_size, num_queries * group, num_kv_heads, head_dim)
+    mask = jnp.repeat(mask, group, axis=1)
+    if prefix is not None and prefix[2].shape[1] > 1:
+      prefix = *prefix[:2], jnp.repeat(prefix[2], group, axis=1)
+  arguments = query, new_keys, new_values, mask, prefix
+  plain = functools.partial(_attend, soft_cap=soft_cap)
+
+  def as_eight(query, new_keys, new_values, mask, prefix):
+    rows = jnp.repeat(query, 8, axis=1), new_keys, new_values, jnp.repeat(mask, 8, axis=1), prefix
+    return plain(*rows)[:, :1]
+
+  if query.shape[1] > 1:
+    mixed = plain(*arguments)
+  else:
+    mixed = jax.lax.platform_dependent(*arguments, tpu=as_eight, default=plain)
+  if group > 1:
+    mixed = jnp.swapaxes(mixed.reshape(batch_size, num_queries, group, num_kv_heads, head_dim), 2, 3)
+    mixed = mixed.reshape(batch_size, num_queries, num_heads, head_dim)
+  return mixed
+
+
+def _attend(query, new_keys, new_values, mask, prefix, *, soft_cap):
+  """`attend` for scaled queries of as many heads as the keys have, without repeating them."""
+  wide = accumulation_dtype(query.dtype)
+  lowest = jnp.finfo(wide).min
+
+  def scores(keys, visible):
+    found = jnp.einsum('bnhd,bhdm->bhnm', query, keys, preferred_element_type=wide)
+    if soft_cap is not None:
+      found = soft_cap * jnp.tanh(found / soft_cap)
+    return jnp.where(visible[:, None], found, lowest)
+
+  new_scores = scores(new_keys, mask)
+  if prefix is None:
+    weights = jax.nn.softmax(new_scores, axis=-1).astype(new_values.dtype)
+    mixed = jnp.einsum('bhnm,bhmd->bnhd', weights, new_values, preferred_element_type=wide)
+    return mixed.astype(query.dtype)
+
+  def mix(weights, values):
+    # With queries before heads in the result, XLA's CPU backend would multiply several rows 8 times slower.
+    return jnp.einsum('bhnm,bhmd->bhnd', weights.astype(values.dtype), values, preferred_element_type=wide)
+
+  keys, values, visible = prefix
+  old_scores = scores(keys, visible)
+  top = jnp.maximum(new_scores.max(-1, keepdims=True), old_scores.max(-1, keepdims=True))
+  new_weights, old_weights = jnp.exp(new_scores - top), jnp.exp(old_scores - top)
+  total = new_weights.sum(-1) + old_weights.sum(-1)
+  mixed = mix(new_weights, new_values) + mix(old_weights, values)
+  return jnp.swapaxes(mixed / total[..., None], 1, 2).astype(query.dtype)
+
+
+def unembed(params: Mapping[str, Any], features: jax.Array) -> jax.Array:
+  """Logits of the final norm's output, by the output head or, where there is none, by the embedding.
+
+  Args:
+    params: `unembedding` `[embed_dim, V]` or `embedding` `[V, embed_dim]`.
+    features: `[..., embed_dim]`.
+
+  Returns:
+    `[..., V]` in the accumulation's dtype.
+  """
+  if 'unembedding' in params:
+    return matmul(features, params['unembedding'])
+  return matmul(features, params['embedding'], axis=1)
+
+
+def with_unembedding(params: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The parameters in the form that the default backend decodes fastest; the `Model.for_decoding_fn` of networks.
+
+  On CPUs a float32 embedding that is the output head as well gets a copy as `[embed_dim, V]`, which cuts the time for
+  logits of several tokens by a quarter. The copy takes as much memory as the embedding and does not follow changes of
+  it.
+
+  Args:
+    params: As for `unembed`.
+  """
+  embedding = params['embedding']
+  is_float32 = not isinstance(embedding, Int8Kernel) and embedding.dtype == jnp.float32
+  if 'unembedding' in params or not is_float32 or jax.default_backend() != 'cpu':
+    return params
+  return {**params, 'unembedding': jnp.asarray(embedding).T}
+
+
+def check_feature_layers(feature_layers: tuple[int, ...], num_layers: int) -> None:
+  """Checks layers whose hidden states are asked for, numbered as in `Model.features_fn`.
+
+  Args:
+    feature_layers: The layers.
+    num_layers: Blocks of the network; the inputs of the final norm and of the output head come after theirs.
+
+  Raises:
+    ValueError: There is no such layer.
+  """
+  num_streams = num_layers + 2
+  if any(not -num_streams <= layer < num_streams for layer in feature_layers):
+    raise ValueError(
+      f'feature layers must be from 0 to {num_streams - 1}, or from -{num_streams} to -1 counted from the last one;'
+      f' got {list(feature_layers)}'
+    )
+
+
+def check_params(params: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+  """Checks a network's parameters.
+
+  Args:
+    params: A nested dict of arrays.
+    shapes: The same with shapes.
+
+  Raises:
+    ValueError: A parameter is missing, surplus, or of another shape.
+  """
+
+  def by_path(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(keys, simple=True, separator='/'): jnp.shape(leaf) for keys, leaf in leaves}
+
+  found, wanted = by_path(params), by_path(shapes)
+  for path in sorted(wanted.keys() | found.keys()):
+    if wanted.get(path) != found.get(path):
+      raise ValueError(
+        f'parameters do not fit the configuration: {path} must be {wanted.get(path, "absent")},'
+        f' got {found.get(path, "nothing")}'
+      )

@@ -1,0 +1,72 @@
+"""Writes of kept entries into a cache, in place.
+
+CPUs and TPUs have forms of their own because there XLA turns the plain scatter into a copy of the whole cache: on CPUs
+in another type, on TPUs in another layout.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+_MOST_SELECTED = 128  # entries; a prefill may write more, once
+
+
+def write_slots(array: jax.Array, pending: jax.Array, path: jax.Array, slots: jax.Array, axis: int) -> jax.Array:
+  """The array with some pending entries in some of its slots.
+
+  Args:
+    array: `[B, H, ...]` of rank 4, with S slots along `axis`.
+    pending: The same with M pending entries along `axis`.
+    path: int32 `[B, D]`, indices of pending entries.
+    slots: int32 `[B, D]`, the slot of each; entries with slots from S on are dropped.
+    axis: The slot axis, 2 or 3.
+  """
+  by_platform = {}
+  if path.shape[1] <= _MOST_SELECTED:
+    by_platform['tpu'] = functools.partial(_select, axis=axis)
+  if array.dtype == jnp.bfloat16:
+    by_platform['cpu'] = functools.partial(_scatter_integers, axis=axis)
+  return jax.lax.platform_dependent(
+    array, pending, path, slots, **by_platform, default=functools.partial(_scatter, axis=axis)
+  )
+
+
+def _scatter(array, pending, path, slots, *, axis: int):
+  """The plain form."""
+
+  # Row by row and not by indices of rows, so that the compiler sees that no row of another device is needed.
+  def keep(row, pending, path, slots):
+    before = (slice(None),) * (axis - 1)
+    return row.at[*before, slots].set(pending[*before, path], mode='drop')
+
+  return jax.vmap(keep)(array, pending, path, slots)
+
+
+def _scatter_integers(array, pending, *where, axis: int):
+  """Scatters bfloat16 as integers, because XLA on CPUs would convert the whole array to float32 and back."""
+  bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, pending))
+  return jax.lax.bitcast_convert_type(_scatter(*bits, *where, axis=axis), array.dtype)
+
+
+def _select(array, pending, path, slots, *, axis: int):
+  """Writes by a product with one term per entry for every slot of the cache.
+
+  For a scatter, XLA on TPUs keeps the cache with slots in front and pads the rest to multiples of 8 heads and 128
+  numbers. That takes several times the memory, and a conversion for attention in every round.
+  """
+  size = array.shape[axis]
+  wide = tuple(i for i in range(1, 4) if i != axis)
+  new = jnp.take_along_axis(pending, jnp.expand_dims(path, wide), axis=axis)
+  new = jnp.where(jnp.expand_dims(slots < size, wide), new, 0)
+  is_here = slots[:, :, None] == jnp.arange(size)
+  # A product with zeros and a single one is exact.
+  spread = jnp.einsum(
+    {2: 'bhid,bis->bhsd', 3: 'bhdi,bis->bhds'}[axis],
+    new,
+    is_here.astype(new.dtype),
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  return jnp.where(jnp.expand_dims(is_here.any(axis=1), wide), spread, array)

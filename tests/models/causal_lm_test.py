@@ -1,0 +1,241 @@
+"""The decoder of public checkpoints: whatever is cached, logits are those of a plain forward of the text."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hub_specs import SPECS
+
+from spectr_jax.io.hub.families import FAMILIES, read_spec
+from spectr_jax.model import Model
+from spectr_jax.models import table
+from spectr_jax.models.causal_lm import CausalLMConfig, Rope, causal_lm, config_of, init_params, param_shapes
+from spectr_jax.tree import TokenTree
+
+pytestmark = pytest.mark.usefixtures('highest')
+
+TREE = TokenTree((0, 0, 1, 1, 2, 4))  # depths 0, 1, 1, 2, 2, 2, 3
+PATH = (0, 1, 4, 6)
+LENGTHS = np.array([9, 6, 0])
+TOLERANCE = 1e-4  # of logits near 1
+_QUICK = 'gemma3', 'gpt_neox', 'gpt2'  # together they have all that distinguishes the others
+LLAMA = read_spec(SPECS['llama'])[1]
+
+
+_apply = jax.jit(Model.apply)
+
+
+@functools.cache
+def _model(name):
+  config = read_spec(SPECS[name])[1]
+  params = init_params(jax.random.key(0), config)
+  return causal_lm(jax.tree.map(lambda x: 2 * x if x.ndim == 2 else x, params), config)
+
+
+def _texts():
+  """Prompts, the tokens of a tree after them, and the text of every row and node, padded, with its length."""
+  rng = np.random.default_rng(0)
+  prompts, tokens = rng.integers(0, 32, (3, 9)), rng.integers(0, 32, (3, 7))
+  texts = [
+    [*prompt[:length], *(row[node] for node in (0, *path) if node >= 0)]
+    for prompt, length, row in zip(prompts.tolist(), LENGTHS, tokens.tolist())
+    for path in TREE.paths.tolist()
+  ]
+  padded = np.array([text + [0] * (13 - len(text)) for text in texts])
+  return prompts, tokens, padded, np.array([len(text) for text in texts])
+
+
+@jax.jit
+def _logits(model, prompts, tokens, texts):
+  """Logits of whole texts, of a tree after chunks of the prompts, and of one path of it token by token."""
+  positions = jnp.broadcast_to(jnp.arange(texts.shape[1]), texts.shape)
+  causal = jnp.tril(jnp.ones((texts.shape[1],) * 2, bool))
+  whole = model.apply(texts, positions, causal, model.init_cache_fn(len(texts), 1)).logits
+  cache, _ = model.prefill(prompts, LENGTHS, model.init_cache_fn(3, 16), chunk_size=4)
+  mask = jnp.broadcast_to(jnp.asarray(TREE.ancestors), (3, 7, 7))
+  tree = model.apply(tokens, LENGTHS[:, None] + TREE.depths, mask, cache).logits
+
+  def step(cache, depth_token):
+    depth, token = depth_token
+    output = model.apply(token[:, None], LENGTHS[:, None] + depth, jnp.ones((1, 1), bool), cache)
+    return output.cache.commit(jnp.zeros((3, 1), jnp.int32), jnp.ones(3, jnp.int32)), output.logits[:, 0]
+
+  path = jnp.asarray(PATH)
+  _, steps = jax.lax.scan(step, cache, (jnp.arange(len(PATH)), tokens[:, path].T))
+  return whole, tree, steps
+
+
+@pytest.mark.parametrize(
+  'name', [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SPECS]
+)
+def test_cached_logits_are_those_of_the_whole_text(name):
+  prompts, tokens, texts, lengths = _texts()
+  whole, tree, steps = _logits(_model(name), prompts, tokens, texts)
+  assert whole.dtype == jnp.float32
+  expected = np.asarray(whole)[np.arange(len(texts)), lengths - 1].reshape(3, 7, -1)
+  assert expected.std() > 0.1
+  np.testing.assert_allclose(tree, expected, atol=TOLERANCE, rtol=0)
+  np.testing.assert_allclose(steps, expected[:, list(PATH)].swapaxes(0, 1), atol=TOLERANCE, rtol=0)
+
+
+def test_every_family_is_tested():
+  assert {spec['architectures'][0] for spec in SPECS.values()} == set(FAMILIES)
+
+
+def test_a_window_hides_what_is_before_it():
+  """The logits of the last token depend on no token that all windows together cannot reach, and on others."""
+  model = _model('mistral')  # two layers of windows of 4: six tokens back
+
+  def apply(tokens):
+    causal = jnp.tril(jnp.ones((9, 9), bool))
+    return _apply(model, tokens, jnp.arange(9)[None], causal, model.init_cache_fn(1, 1)).logits[0, -1]
+
+  tokens = jnp.arange(9)[None]
+  logits = apply(tokens)
+  np.testing.assert_array_equal(apply(tokens.at[0, :2].set(20)), logits)
+  assert np.abs(apply(tokens.at[0, 2].set(20)) - logits).max() > 1e-4
+
+
+def test_copies_of_heads_change_nothing():
+  config, params = LLAMA, _model('llama').params
+  copied = dataclasses.replace(config, kv_copies=2)
+
+  def repeat(path, x):
+    if path[-2:-1] and path[-2].key in 'kv':
+      return jnp.repeat(x.reshape(-1, 2, 4), 2, axis=1).reshape(x.shape[0], -1)
+    return x
+
+  wide = causal_lm(jax.tree_util.tree_map_with_path(repeat, params), copied)
+  assert wide.init_cache_fn(1, 4).keys[0].shape[1] == 4
+  assert copied.num_params == config.num_params
+  call = jnp.arange(5)[None], jnp.arange(5)[None], jnp.tril(jnp.ones((5, 5), bool))
+  found, expected = (_apply(model, *call, model.init_cache_fn(1, 4)).logits for model in (wide, _model('llama')))
+  np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize('name', ['gemma2', 'gpt2'])
+def test_what_drafters_share(name):
+  model = _model(name)
+  tokens = jnp.array([[1, 2, 3]])
+  call = tokens, jnp.arange(3)[None], jnp.tril(jnp.ones((3, 3), bool)), model.init_cache_fn(1, 4)
+  output = _apply(model.with_features((0, -1)), *call)
+  np.testing.assert_array_equal(model.unembed_fn(model.params, output.features[:, :, 1]), output.logits)
+  if name == 'gpt2':  # learned positions are part of what is embedded
+    assert model.embed_fn is None
+  else:
+    np.testing.assert_array_equal(model.embed_fn(model.params, tokens), output.features[:, :, 0])
+  with pytest.raises(ValueError, match='feature layers must be from 0 to 3'):
+    model.with_features((4,))
+
+
+def test_a_tied_model_for_decoding_has_the_same_logits():
+  model = _model('gemma2')
+  fast = model.for_decoding()
+  np.testing.assert_array_equal(fast.params['unembedding'], model.params['embedding'].T)
+  features = jax.random.normal(jax.random.key(1), (2, 16))
+  expected = model.unembed_fn(model.params, features)
+  np.testing.assert_allclose(fast.unembed_fn(fast.params, features), expected, atol=TOLERANCE)
+  untied = _model('llama')
+  assert untied.for_decoding() is untied
+
+
+def test_parameters_are_of_one_dtype():
+  config = dataclasses.replace(LLAMA, dtype='bfloat16')
+  model = causal_lm(_model('llama').params, config)
+  assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype('bfloat16')}
+  output = _apply(model, jnp.array([[1]]), jnp.array([[0]]), jnp.ones((1, 1), bool), model.init_cache_fn(1, 4))
+  assert output.logits.dtype == jnp.float32
+  assert output.cache.keys[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize('name', ['llama', 'gemma2'])  # gemma2 is tied
+def test_a_bfloat16_model_for_decoding_has_the_same_logits(name):
+  config = dataclasses.replace(read_spec(SPECS[name])[1], dtype='bfloat16')
+  model = causal_lm(_model(name).params, config)
+  fast = model.for_decoding()
+  assert fast.params['embedding'].dtype == jnp.uint16  # no program converts the whole embedding
+  assert fast.for_decoding() is fast
+  tokens = jnp.array([[1, 2, 3]])
+  np.testing.assert_array_equal(fast.embed_fn(fast.params, tokens), model.embed_fn(model.params, tokens))
+  call = tokens, jnp.arange(3)[None], jnp.tril(jnp.ones((3, 3), bool)), model.init_cache_fn(1, 4)
+  np.testing.assert_allclose(_apply(fast, *call).logits, _apply(model, *call).logits, atol=TOLERANCE)
+
+
+def test_a_float32_cache_holds_the_keys_of_a_bfloat16_model():
+  found = {}
+  for cache_dtype in (None, 'float32'):
+    config = dataclasses.replace(LLAMA, dtype='bfloat16', cache_dtype=cache_dtype)
+    model = causal_lm(_model('llama').params, config)
+    cache, _ = model.prefill(jnp.array([[1, 2, 3]]), jnp.array([3]), model.init_cache_fn(1, 4))
+    found[cache_dtype] = cache, _apply(model, jnp.array([[4]]), jnp.array([[3]]), jnp.ones((1, 1), bool), cache).logits
+  (narrow, narrow_logits), (wide, wide_logits) = found.values()
+  assert (narrow.keys[0].dtype, wide.keys[0].dtype) == (jnp.bfloat16, jnp.float32)
+  np.testing.assert_array_equal(wide.keys[0], narrow.keys[0].astype(jnp.float32))
+  np.testing.assert_allclose(wide_logits, narrow_logits, atol=0.02 * np.abs(narrow_logits).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('cache_dtype', ['float32', 'bfloat16'])
+def test_memory_of_a_prefill_is_linear_in_the_prompt(cache_dtype):
+  """With the heads of SmolLM2-135M, nine that read three, whose scores take the most memory."""
+  config = CausalLMConfig(
+    vocab_size=64, embed_dim=576, num_layers=2, num_heads=9, num_kv_heads=3, head_dim=64, mlp_dim=64,
+    context_length=8192, dtype=cache_dtype, cache_dtype=cache_dtype, rope=Rope((1.0,)), is_tied=True,
+  )  # fmt: skip
+  params = init_params(jax.random.key(0), config)
+
+  def temporaries(num_tokens):
+    def prefill(params, tokens):
+      model = causal_lm(params, config)
+      return model.prefill(tokens, jnp.array([num_tokens]), model.init_cache_fn(1, num_tokens))[0]
+
+    tokens = jax.ShapeDtypeStruct((1, num_tokens), jnp.int32)
+    return jax.jit(prefill).lower(params, tokens).compile().memory_analysis().temp_size_in_bytes
+
+  assert temporaries(8192) < 2.2 * temporaries(4096)
+
+
+def test_equal_configurations_share_programs():
+  again = causal_lm(_model('llama').params, read_spec(SPECS['llama'])[1])
+  assert jax.tree.structure(again) == jax.tree.structure(_model('llama'))
+  assert config_of(again) == LLAMA
+  with pytest.raises(ValueError, match='not a model made by causal_lm'):
+    config_of(table.table_model(jnp.zeros((3, 3))))
+
+
+def test_a_model_without_weights_has_shapes():
+  model = jax.eval_shape(lambda params: causal_lm(params, LLAMA), param_shapes(LLAMA))
+  assert sum(leaf.size for leaf in jax.tree.leaves(model.params)) == LLAMA.num_params
+
+
+def test_wrong_parameters_are_refused():
+  params = _model('llama').params
+  with pytest.raises(ValueError, match=r'unembedding must be \(16, 33\), got \(16, 32\)|embedding must be \(33'):
+    causal_lm(params, dataclasses.replace(LLAMA, vocab_size=33))
+  with pytest.raises(ValueError, match='layer_1/attention/k/kernel must be absent'):
+    causal_lm(params, dataclasses.replace(LLAMA, num_layers=1))
+  without = {name: value for name, value in params.items() if name != 'final_norm'}
+  with pytest.raises(ValueError, match='final_norm/gain must be .* got nothing'):
+    causal_lm(without, LLAMA)
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'vocab_size': 0}, 'vocab_size must be a positive integer'),
+    ({'num_kv_heads': 3}, 'must be a multiple of the 3 heads'),
+    ({'kv_copies': 3}, 'must be a multiple of the 6 heads'),
+    ({'dtype': 'float16'}, 'dtype must be one of'),
+    ({'activation': 'tanh'}, 'activation must be one of'),
+    ({'norm': 'batch'}, 'norm must be one of'),
+    ({'windows': (4,)}, 'all 2 layers or none'),
+    ({'rope': Rope((1.0,) * 5)}, '5 rotary frequencies'),
+  ],
+)
+def test_config_is_validated(change, message):
+  fields = {field.name: getattr(LLAMA, field.name) for field in dataclasses.fields(LLAMA)}
+  with pytest.raises(ValueError, match=message):
+    CausalLMConfig(**{**fields, **change})

@@ -1,0 +1,27 @@
+"""Sums by class: every platform's form against NumPy."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from spectr_jax.ops import class_sums
+
+
+@pytest.mark.parametrize('form', ['_compare', '_scatter'])
+def test_every_form_sums_the_same(form):
+  rng = np.random.default_rng(0)
+  values, classes = np.float32(rng.dirichlet(np.ones(1000))), np.int32(rng.integers(0, 6, 1000))
+  classes[classes == 4] = 3  # a class without a value
+  found = jax.jit(functools.partial(getattr(class_sums, form), num_classes=6))(values, classes)
+  assert found.dtype == np.float32
+  np.testing.assert_allclose(found, np.bincount(classes, values.astype(np.float64), 6), rtol=1e-6)
+
+
+def test_tiny_values_are_not_lost_beside_a_large_one():
+  values, classes = np.full(4096, 1e-9, np.float32), np.zeros(4096, np.int32)
+  values[0] = 1
+  # Added to 1 one by one, every one of them would be rounded away.
+  found = jax.jit(functools.partial(class_sums._scatter, num_classes=2))(values, classes)
+  np.testing.assert_allclose(found[0] - 1, 4.1e-6, rtol=0.3)

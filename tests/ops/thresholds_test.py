@@ -1,0 +1,49 @@
+"""Thresholds: every platform's form against sorting."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax.ops import thresholds
+
+
+def _by_sorting(probs, goal, weights):
+  """The largest probability of one row at which those as large or larger weigh enough, or 0."""
+  for threshold in sorted(set(probs.tolist()), reverse=True):
+    if weights[probs >= threshold].sum() >= goal:
+      return threshold
+  return 0.0
+
+
+@pytest.mark.parametrize('form', ['_together', '_row_by_row'])
+@pytest.mark.parametrize('is_weighted', [False, True])
+def test_every_form_keeps_what_sorting_keeps(form, is_weighted):
+  rng = np.random.default_rng(0)
+  # Eighths and sums of them are exact; there are ties and zeros, and the last rows ask for more than there is.
+  probs = np.float32(rng.integers(0, 9, (3, 5, 12)) / 8)
+  weights = probs if is_weighted else np.ones_like(probs)
+  goal = np.float32(rng.integers(1, 8, (3, 5)))
+  goal[-1] = 100
+  found = np.asarray(jax.jit(getattr(thresholds, form))(probs, goal, weights if is_weighted else None))
+  assert found.shape == (3, 5, 1)
+  expected = np.array([_by_sorting(*row) for row in zip(*(x.reshape(15, -1) for x in (probs, goal, weights)))])
+  kept = probs >= found
+  np.testing.assert_array_equal(kept, probs >= expected.reshape(3, 5, 1))
+  np.testing.assert_array_equal(found[-1], 0)
+  assert not kept.all()
+
+
+@pytest.mark.parametrize(('num_rows', 'are_many'), [(63, False), (64, True)])
+def test_many_rows_have_a_form_per_platform(monkeypatch, num_rows, are_many):
+  chosen = []
+
+  def choose(*arguments, cpu, default):
+    chosen.append((cpu, default))
+    return default(*arguments)
+
+  monkeypatch.setattr(jax.lax, 'platform_dependent', choose)
+  probs = jax.ShapeDtypeStruct((num_rows, 4), jnp.float32)
+  found = jax.eval_shape(lambda probs: thresholds.largest_threshold(probs, jnp.array(2), None), probs)
+  assert found.shape == (num_rows, 1)
+  assert chosen == [(thresholds._row_by_row, thresholds._together)] * are_many
