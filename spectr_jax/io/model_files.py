@@ -18,6 +18,7 @@ from etils import epath
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.model import Model
 from spectr_jax.models import transformer
+from spectr_jax.models.int8 import INT8, check_weights, is_int8, quantised
 
 _FORMAT = 3
 
@@ -89,7 +90,8 @@ def save_model(
     overwrite: Whether to replace an existing model.
 
   Raises:
-    ValueError: The directory exists and `overwrite` is False, or the vocabularies of model and tokenizer differ.
+    ValueError: The directory exists and `overwrite` is False, the vocabularies of model and tokenizer differ, or the
+      model was loaded with weights in int8.
   """
   path = epath.Path(path)
   if path.exists() and not overwrite:
@@ -97,6 +99,8 @@ def save_model(
   if tokenizer.vocab_size != model.vocab_size:
     raise ValueError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}')
   config = transformer.config_of(model)
+  if any(map(is_int8, jax.tree.leaves(model.params, is_leaf=is_int8))):
+    raise ValueError(f'a model with {INT8} weights is not saved; load it with weights=None to save it')
   unfinished = path.parent / f'{path.name}.unfinished'
   if unfinished.exists():
     unfinished.rmtree()
@@ -163,19 +167,24 @@ def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
   return _read_spec(epath.Path(path)).config
 
 
-def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model, Tokenizer]:
-  """Reads a model that `save_model` wrote.
+def load_transformer(
+  path: epath.PathLike, *, dtype: str | None = None, weights: str | None = None
+) -> tuple[Model, Tokenizer]:
+  """Reads a transformer that `save_model` wrote.
 
   Args:
     path: The directory; may be remote (`gs://...`).
     dtype: The dtype to compute in, `float32` or `bfloat16`; None for the one in its configuration.
+    weights: `int8` to quantise kernels and embedding once they are read; None for floating point numbers.
 
   Returns:
     The model and its tokenizer.
 
   Raises:
-    ValueError: The directory is missing, not a model, or a file in it is missing or damaged.
+    ValueError: The directory is missing, not a model, a file in it is missing or damaged, or the type of weights is
+      unknown.
   """
+  check_weights(weights)
   path = epath.Path(path)
   spec = _read_spec(path)
   config = spec.config if dtype is None else dataclasses.replace(spec.config, dtype=dtype)
@@ -197,4 +206,6 @@ def load_model(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model
     params = checkpointer.restore((path / 'params').resolve(), like)
   if spec.format < _FORMAT:
     params = _from_older_format(params, config, spec.format)
+  if weights is not None:
+    params = quantised(params)
   return transformer.transformer_model(params, config), tokenizer

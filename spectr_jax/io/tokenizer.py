@@ -1,34 +1,154 @@
-"""Byte-pair encoding with byte fallback: every text can be encoded, and decodes to itself."""
+"""Tokenizers: what all of them offer, and the one that is trained here.
+
+`Tokenizer` is byte-pair encoding with byte fallback: every text can be encoded, and decodes to itself. Those of other
+models are in `spectr_jax.io.hub`.
+"""
 
 from __future__ import annotations
 
+import abc
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import tokenizers
 from etils import epath
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 _SPECIAL_TOKENS = ('<pad>', '<bos>', '<eos>')
+_SPECIAL_TEXTS = {0: '⟨pad⟩', 1: '⟨begin⟩', 2: '⟨end⟩'}
 _BYTE_TOKENS = tuple(f'<0x{byte:02X}>' for byte in range(256))
 # A word includes the space before it. Every digit is a word; runs of letters, or of other characters, are one.
 _WORDS = r' ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+'
 
 
-class Tokenizer:
+class TokenizerBase(abc.ABC):
   """Converts text to ids and back.
+
+  Attributes:
+    pad_id: Id that fills rows behind their text; models do not read it.
+    bos_id: Id that begins a text, None if there is none.
+    eos_ids: Ids that end a text.
+    add_bos: Whether a prompt begins with `bos_id`, which then is not None.
+  """
+
+  pad_id: int
+  bos_id: int | None
+  eos_ids: tuple[int, ...]
+  add_bos: bool
+
+  def __init__(self, backend: tokenizers.Tokenizer):
+    self._backend = backend
+
+  @property
+  @abc.abstractmethod
+  def fingerprint(self) -> str:
+    """The first 16 hexadecimal digits of a SHA-256; ids mean the same where fingerprints are equal."""
+
+  @property
+  def vocab_size(self) -> int:
+    """Number of ids, the largest plus one. Models may have logits for more."""
+    return self._backend.get_vocab_size()
+
+  def token(self, index: int) -> str | None:
+    """The token of an id as the vocabulary spells it, None for an id without one."""
+    return self._backend.id_to_token(index)
+
+  def token_text(self, index: int) -> str:
+    """The text of one id for people to read, who see special tokens and ids without a token as well."""
+    return self.decode([index])
+
+  def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
+    """Encodes a text.
+
+    Args:
+      text: Any text.
+      add_bos: Whether to put `bos_id` in front.
+
+    Returns:
+      Its ids.
+
+    Raises:
+      ValueError: `add_bos` is True and the tokenizer has no `bos_id`.
+    """
+    ids = self._backend.encode(text, add_special_tokens=False).ids
+    if not add_bos:
+      return ids
+    if self.bos_id is None:
+      raise ValueError('add_bos: this tokenizer has no token that begins a text')
+    return [self.bos_id, *ids]
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """Encodes many texts on all CPU cores; the ids of each."""
+    return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+  def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+    """Encodes texts to continue. They begin with `bos_id` if `add_bos`, also those that spell it themselves."""
+    rows = self.encode_batch(texts)
+    if not self.add_bos or self.bos_id is None:
+      return rows
+    return [ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids] for ids in rows]
+
+  def encode_prompt(self, text: str) -> list[int]:
+    """Encodes a text to continue, see `encode_prompts`."""
+    return self.encode_prompts([text])[0]
+
+  def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Encodes a conversation up to where the model answers.
+
+    Args:
+      messages: The messages, each with the texts `role` and `content`.
+
+    Raises:
+      ValueError: The model has no chat template, or its template refuses the conversation.
+    """
+    del messages
+    raise ValueError('the model has no chat template: it continues texts, and takes no conversations')
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Decodes ids to text; drops special tokens, and decodes incomplete byte sequences to U+FFFD."""
+    return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def check_same_tokens(named: Sequence[tuple[str, TokenizerBase]]) -> None:
+  """Checks that tokenizers agree on all ids that they share; some may know more ids than others.
+
+  Args:
+    named: The tokenizers, each with the name of its model; the target's first.
+
+  Raises:
+    ValueError: An id has two meanings; the message has the smallest such id.
+  """
+  (name, first), *others = named
+  for other_name, other in others:
+    if first.fingerprint == other.fingerprint:
+      continue
+    for index in range(min(first.vocab_size, other.vocab_size)):
+      one, two = first.token(index), other.token(index)
+      if one != two and one is not None and two is not None:
+        raise ValueError(
+          f'target and draft must share a tokenizer, but id {index} is {one!r} in {name} and {two!r} in {other_name}'
+          f' (fingerprints {first.fingerprint} and {other.fingerprint})'
+        )
+
+
+class Tokenizer(TokenizerBase):
+  """The tokenizer of models that are trained here.
 
   Attributes:
     pad_id: 0, padding.
     bos_id: 1, the beginning of a document.
     eos_id: 2, the end of a document.
+    eos_ids: `eos_id` alone.
+    add_bos: True.
   """
 
   pad_id: int = 0
   bos_id: int = 1
   eos_id: int = 2
+  eos_ids: tuple[int, ...] = (2,)
+  add_bos: bool = True
 
   def __init__(self, backend: tokenizers.Tokenizer):
     missing = [token for token in _SPECIAL_TOKENS + _BYTE_TOKENS if backend.token_to_id(token) is None]
@@ -39,7 +159,7 @@ class Tokenizer:
       )
     # Documents cannot spell special tokens: their names in a text are encoded as text.
     backend.encode_special_tokens = True
-    self._backend = backend
+    super().__init__(backend)
 
   @classmethod
   def train(cls, documents: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -100,11 +220,6 @@ class Tokenizer:
     """Writes the tokenizer as one JSON file."""
     epath.Path(path).write_text(self._backend.to_str(pretty=True))
 
-  @property
-  def vocab_size(self) -> int:
-    """Number of ids."""
-    return self._backend.get_vocab_size()
-
   @functools.cached_property
   def fingerprint(self) -> str:
     """The first 16 hexadecimal digits of a SHA-256 of vocabulary and merges; equal fingerprints encode equally."""
@@ -112,22 +227,6 @@ class Tokenizer:
     content = json.dumps([spec['model'], spec['pre_tokenizer'], spec['normalizer']], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
-  def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
-    """Encodes a text.
-
-    Args:
-      text: Any text.
-      add_bos: Whether to put `bos_id` in front.
-
-    Returns:
-      Its ids.
-    """
-    return [self.bos_id] * add_bos + self._backend.encode(text, add_special_tokens=False).ids
-
-  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Encodes many texts on all CPU cores; the ids of each."""
-    return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-  def decode(self, ids: Iterable[int]) -> str:
-    """Decodes ids to text; drops pad, bos and eos, and decodes incomplete byte sequences to U+FFFD."""
-    return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+  def token_text(self, index: int) -> str:
+    """The text of one id; ⟨pad⟩, ⟨begin⟩ and ⟨end⟩ for special tokens."""
+    return _SPECIAL_TEXTS.get(index) or self.decode([index])

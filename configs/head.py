@@ -1,0 +1,53 @@
+r"""A head for a target of one's own, on text that the target writes: `python -m train.head --config=configs/head.py`.
+
+Command   python -m train.head --config=configs/head.py:eagle3 --target=SmolLM2-135M-Instruct.Q4_1.gguf \
+            --workdir=runs/smollm2_head
+"""
+
+import ml_collections
+
+
+def get_config(kind: str = 'eagle3') -> ml_collections.ConfigDict:
+  if kind != 'eagle3':
+    raise ValueError(f'kind must be eagle3, got {kind!r}')
+  config = ml_collections.ConfigDict()
+  config.kind = kind
+
+  # Conversations that the target has with itself, in files of `rows_per_shard` under WORKDIR/data; the first one is
+  # held out. Answers have the temperatures in turn.
+  config.num_shards = 16
+  config.rows_per_shard = 96
+  config.max_user_tokens = 96
+  config.max_new_tokens = 256
+  config.user_temperature = 0.8
+  config.temperatures = (1.0, 1.0, 0.6, 0.0)
+  config.data_dtype = 'bfloat16'  # type that the target computes in
+
+  # Head: as wide as the target, unless given. It guesses the `vocab_size` tokens that are most frequent in the text.
+  config.vocab_size = 8192
+  config.mlp_dim = 0  # that of the target's layers if 0
+  config.from_target = True  # whether block and norms begin as the target's last ones
+  config.num_unrolled = 2  # guesses ahead of the target that are trained, each from the head's own hidden states
+  config.decay = 0.8  # weight of a guess in the loss relative to the one before
+  config.tv_weight = 1.0  # weight of the total variation beside the cross entropy
+  config.dtype = 'bfloat16'  # of activations and products; parameters are trained in float32
+
+  # Devices: sizes of the mesh. Rows are sharded over `data`, and every device holds the whole head.
+  config.mesh = 'data:-1,model:1'
+
+  # Optimisation: AdamW, linear warm-up, cosine down to a tenth.
+  config.seed = 0
+  config.batch_size = 8
+  config.num_steps = 1000
+  config.learning_rate = 1e-3
+  config.warmup_steps = 40
+  config.weight_decay = 0.05
+  config.adam_b2 = 0.98
+  config.max_grad_norm = 1.0
+
+  # Logs and checkpoints, all in steps.
+  config.log_every = 10
+  config.eval_every = 100
+  config.checkpoint_every = 50
+  config.keep_checkpoints = 2
+  return config

@@ -1,0 +1,379 @@
+"""The formats of published heads: what `config.json` and the names of tensors say about a head.
+
+What differs between heads of a format follows from the tensors where it can, since configurations are often incomplete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.io.hub.families import LLAMA_MODULES, layer_windows, llama_config
+from spectr_jax.io.hub.load import for_platform
+from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.model import KVCache, Model
+from spectr_jax.models import head
+from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.head import HeadConfig
+
+MEDUSA, MTP, DEEPSEEK_MTP = 'Medusa', 'MTP', 'MTP, DeepSeek'
+_MTP_NAME = r'model\.layers\.(\d+)\.eh_proj\.weight'
+_BLOCK_MODULES = {
+  ours: theirs
+  for ours, theirs in LLAMA_MODULES.items()
+  if ours == 'mlp_norm' or ours.startswith(('attention/', 'mlp/'))
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetSizes:
+  """The sizes of a target that a head must fit.
+
+  Attributes:
+    vocab_size: V.
+    width: Width of its hidden states.
+    embedding_dim: Width of its embedded tokens, or None if drafters cannot read them.
+    num_layers: The number of its blocks.
+  """
+
+  vocab_size: int
+  width: int
+  embedding_dim: int | None
+  num_layers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """A head as its files describe it.
+
+  Attributes:
+    config: Its sizes.
+    modules: The hub's name of every module, by ours.
+    prefix: The beginning of the names that belong to the head.
+  """
+
+  config: HeadConfig
+  modules: Mapping[str, str]
+  prefix: str = ''
+
+
+def target_sizes(target: Model) -> TargetSizes:
+  """The sizes of a target that a head must fit.
+
+  Args:
+    target: The target; nothing is computed.
+
+  Raises:
+    ValueError: The target returns no hidden states, or does not tell the number of its layers.
+  """
+  if target.features_fn is None:
+    raise ValueError('a head reads hidden states of the target, but this target returns none: its features_fn is None')
+
+  def call(target):
+    token, cache = jnp.zeros((1, 1), jnp.int32), target.init_cache_fn(1, 1)
+    output = target.with_features((-1,)).apply(token, token, jnp.ones((1, 1), bool), cache)
+    return cache, output.features, None if target.embed_fn is None else target.embed_fn(target.params, token)
+
+  cache, features, embedded = jax.eval_shape(call, target)
+  if not isinstance(cache, KVCache):
+    raise ValueError('a head needs the number of layers of its target, which only a KVCache tells')
+  embedding_dim = None if embedded is None else embedded.shape[-1]
+  return TargetSizes(target.vocab_size, features.shape[-1], embedding_dim, len(cache.keys))
+
+
+def _modules(block: str, **others: str) -> dict[str, str]:
+  """The hub's names of modules: those of a block of Llama's kind below `block`, and others."""
+  return {ours: block + theirs for ours, theirs in _BLOCK_MODULES.items()} | others
+
+
+def _block(
+  spec: Mapping[str, Any], tensors: Tensors, prefix: str, vocab_size: int, dtype: str | None, **differences: Any
+) -> CausalLMConfig:
+  """The configuration of a head's block; biases and norms of queries and keys are there where their tensors are."""
+  names = tensors.names()
+  spec = {'max_position_embeddings': 2048, **spec, 'num_hidden_layers': 1, 'vocab_size': vocab_size}
+  config = llama_config(
+    spec,
+    windows=layer_windows(spec, lambda layer: False),
+    has_qkv_bias=f'{prefix}self_attn.q_proj.bias' in names,
+    has_out_bias=f'{prefix}self_attn.o_proj.bias' in names,
+    has_mlp_bias=f'{prefix}mlp.up_proj.bias' in names,
+    has_qk_norm=f'{prefix}self_attn.q_norm.weight' in names,
+    is_tied=False,
+    **differences,
+  )
+  return for_platform(config if dtype is None else dataclasses.replace(config, dtype=dtype), None)
+
+
+def _num_rows(tensors: Tensors, name: str) -> int | None:
+  """The outputs or ids of a matrix, or None if there is no such tensor."""
+  return tensors.shape(name)[0] if name in tensors.names() else None
+
+
+def _embedding(tensors: Tensors, name: str, sizes: TargetSizes) -> tuple[int | None, int]:
+  """Tokens of a head's own embedding, None if it reads the target's, and the width of embedded tokens."""
+  if name in tensors.names():
+    shape = tensors.shape(name)
+    if len(shape) != 2 or shape[0] < sizes.vocab_size:
+      raise ValueError(f'tensor {name} has shape {shape}, and the target has {sizes.vocab_size} tokens')
+    return shape
+  if sizes.embedding_dim is None:
+    raise ValueError('this head reads embeddings of the target, but the target has no embed_fn')
+  return None, sizes.embedding_dim
+
+
+def _feature_layers(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes) -> tuple[int, ...]:
+  """The target's layers that a head of EAGLE-3's kind reads, numbered as in `Model.features_fn`.
+
+  Configurations number them in two ways: in an `eagle_config` they name blocks whose outputs are read, at the top those
+  whose inputs are.
+  """
+  num_inputs = tensors.shape('fc.weight')[-1]
+  if num_inputs % sizes.width:
+    raise ValueError(f'the head reads {num_inputs} numbers of the target, whose hidden states have {sizes.width}')
+  nested = (spec.get('eagle_config') or {}).get('eagle_aux_hidden_state_layer_ids')
+  named = spec.get('eagle_aux_hidden_state_layer_ids') or (nested and [layer + 1 for layer in nested])
+  if not named and sizes.num_layers < 3:
+    raise ValueError(f'config.json does not say which layers the head reads, and the target has {sizes.num_layers}')
+  layers = tuple(named or (2, sizes.num_layers // 2, sizes.num_layers - 3))
+  if num_inputs != len(layers) * sizes.width:
+    raise ValueError(
+      f'the head reads {num_inputs // sizes.width} hidden states of the target, and the configuration names'
+      f' {len(layers)} layers: {", ".join(map(str, layers))}'
+    )
+  return layers
+
+
+def eagle3_modules(config: HeadConfig, block: str) -> dict[str, str]:
+  """The hub's name of every module of a head of EAGLE-3's kind, by ours.
+
+  Args:
+    config: The head.
+    block: The beginning of the names of the block's modules.
+  """
+  return _modules(
+    block,
+    features='fc',
+    features_norm='input_norm' if config.features_norm == 'joint' else 'fc_norm',
+    embedding_norm=f'{block}input_layernorm',
+    hidden_norm=f'{block}hidden_norm',
+    output_norm='norm',
+    embedding='embed_tokens',
+    unembedding='lm_head',
+  )
+
+
+def read_eagle3(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, dtype: str | None) -> Layout:
+  """A head of EAGLE-3's kind; with what the speculators format adds, which some files without that format have too.
+
+  Args:
+    spec: The content of `config.json`.
+    tensors: The head's tensors, of which only names and shapes are read.
+    sizes: The target's sizes.
+    dtype: The dtype to compute in; None for the one of the configuration.
+
+  Raises:
+    ValueError: Something is missing, unknown or does not fit the target.
+    KeyError: A size is missing.
+  """
+  names = tensors.names()
+  block = 'midlayer.' if any(name.startswith('midlayer.') for name in names) else 'layers.0.'
+  options = {**spec, **(spec.get('eagle_config') or {})}
+  num_embedded, embedding_dim = _embedding(tensors, 'embed_tokens.weight', sizes)
+  vocab_size = _num_rows(tensors, 'lm_head.weight') or _num_rows(tensors, 'd2t') or sizes.vocab_size
+  if 'fc.weight' not in names:
+    raise ValueError('the checkpoint lacks fc.weight')
+  config = HeadConfig(
+    _block(spec, tensors, block, vocab_size, dtype),
+    sizes.width,
+    embedding_dim,
+    _feature_layers(spec, tensors, sizes),
+    features_norm='each' if options.get('fc_norm') else 'joint' if options.get('norm_before_fc') else None,
+    is_residual_normed=bool(options.get('norm_before_residual', False)),
+    is_output_normed=bool(options.get('norm_output', False)),
+    num_embedded=num_embedded,
+    has_unembedding='lm_head.weight' in names,
+    is_reduced='d2t' in names,
+  )
+  return Layout(config, eagle3_modules(config, block))
+
+
+def _speculators(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  kind = spec['speculators_model_type']
+  if kind != 'eagle3':
+    raise ValueError(f'speculators of type {kind} are not read; known is eagle3')
+  return read_eagle3({**spec, **spec['transformer_layer_config']}, tensors, sizes, dtype)
+
+
+def _eagle(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  num_embedded, embedding_dim = _embedding(tensors, 'embed_tokens.weight', sizes)
+  has_unembedding = 'lm_head.weight' in tensors.names()
+  vocab_size = _num_rows(tensors, 'lm_head.weight') or sizes.vocab_size
+  config = HeadConfig(
+    _block(spec, tensors, 'layers.0.', vocab_size, dtype),
+    sizes.width,
+    embedding_dim,
+    (-1,),
+    join='linear',
+    has_features_kernel=False,
+    has_input_norms=False,
+    has_join_bias=bool(spec.get('bias', True)),
+    has_output_norm=False,
+    num_embedded=num_embedded,
+    has_unembedding=has_unembedding,
+    is_reduced=False,
+  )
+  return Layout(config, _modules('layers.0.', join='fc', embedding='embed_tokens', unembedding='lm_head'))
+
+
+def _mtp(
+  spec,
+  tensors: Tensors,
+  sizes: TargetSizes,
+  dtype,
+  prefix: str,
+  block: str,
+  others: dict[str, str],
+  **differences: Any,
+) -> Layout:
+  """A layer for multi-token prediction, which stands among the tensors of its target."""
+  names = {name.removeprefix(block) for name in tensors.names() if name.startswith(block)}
+  unknown = 'this MTP head has {}, which is not computed here; known are dense blocks of Llama and Qwen'
+  for marker, kind in (('mlp.experts.', 'a mixture of experts'), ('self_attn.kv_', 'latent attention')):
+    if any(name.startswith(marker) for name in names):
+      raise ValueError(unknown.format(kind))
+  modules = _modules(block, attention_norm=f'{block}input_layernorm', **others)
+  vocab_size = _num_rows(tensors, f'{modules["unembedding"]}.weight') or sizes.vocab_size
+  num_embedded, embedding_dim = _embedding(tensors, f'{modules["embedding"]}.weight', sizes)
+  config = _block(spec, tensors, block, vocab_size, dtype, **differences)
+  if _num_rows(tensors, f'{block}self_attn.q_proj.weight') == 2 * config.num_heads * config.head_dim:
+    raise ValueError(unknown.format('gated attention'))
+  config = HeadConfig(
+    config,
+    sizes.width,
+    embedding_dim,
+    (-1,),
+    join='linear',
+    has_features_kernel=False,
+    has_attention_norm=True,
+    is_output_normed=True,
+    num_embedded=num_embedded,
+    has_unembedding=f'{modules["unembedding"]}.weight' in tensors.names(),
+    is_reduced=False,
+  )
+  return Layout(config, modules, prefix)
+
+
+def _qwen_mtp(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  others = {
+    'join': 'fc', 'embedding_norm': 'pre_fc_norm_embedding', 'hidden_norm': 'pre_fc_norm_hidden', 'output_norm': 'norm',
+    'embedding': 'embed_tokens', 'unembedding': 'lm_head',
+  }  # fmt: skip
+  others = {ours: f'mtp.{theirs}' for ours, theirs in others.items()}
+  # The norms of this family hold the gain less 1.
+  return _mtp(spec, tensors, sizes, dtype, 'mtp.', 'mtp.layers.0.', others, gain_offset=1.0)
+
+
+def _deepseek_mtp(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  prefix = head_prefix(DEEPSEEK_MTP, tensors.names())
+  others = {
+    'join': 'eh_proj', 'embedding_norm': 'enorm', 'hidden_norm': 'hnorm', 'output_norm': 'shared_head.norm',
+    'embedding': 'embed_tokens', 'unembedding': 'shared_head.head',
+  }  # fmt: skip
+  others = {ours: f'{prefix}{theirs}' for ours, theirs in others.items()}
+  return _mtp(spec, tensors, sizes, dtype, prefix, prefix, others)
+
+
+# `(spec, tensors, sizes, dtype) -> Layout` by format.
+READERS: dict[str, Callable[..., Layout]] = {
+  'EAGLE': _eagle,
+  'EAGLE-3': read_eagle3,
+  'speculators': _speculators,
+  MTP: _qwen_mtp,
+  DEEPSEEK_MTP: _deepseek_mtp,
+}
+
+
+def find_format(spec: Mapping[str, Any], names: set[str]) -> str | None:
+  """The format of a folder's head, `MEDUSA` or a key of `READERS`; None if it holds none.
+
+  Args:
+    spec: The content of `config.json`.
+    names: The names of the tensors.
+  """
+  if 'speculators_model_type' in spec:
+    return 'speculators'
+  if {'midlayer.self_attn.q_proj.weight', 'layers.0.hidden_norm.weight'} & names:
+    return 'EAGLE-3'
+  if {'fc.weight', 'layers.0.self_attn.q_proj.weight'} <= names:
+    return 'EAGLE'
+  if {'0.0.linear.weight', 'medusa_head.0.0.linear.weight'} & names:
+    return MEDUSA
+  if 'mtp.fc.weight' in names:
+    return MTP
+  if any(re.fullmatch(_MTP_NAME, name) for name in names):
+    return DEEPSEEK_MTP
+  return None
+
+
+def _name_of(path: str, modules: Mapping[str, str]) -> str:
+  """The hub's name of a parameter."""
+  if path == 'target_ids':
+    return 'd2t'
+  if path in modules:
+    return f'{modules[path]}.weight'
+  module, leaf = path.rsplit('/', 1)
+  kind, _, number = module.partition('/')
+  stem = modules[module] if module in modules else f'{modules[kind]}.{number}'
+  return f'{stem}.{"bias" if leaf == "bias" else "weight"}'
+
+
+def head_prefix(found: str, names: set[str]) -> str:
+  """The beginning of the names that belong to a head.
+
+  Args:
+    found: Its format.
+    names: The names of all tensors.
+
+  Raises:
+    ValueError: There are several heads.
+  """
+  if found == DEEPSEEK_MTP:
+    layers = [match[1] for name in sorted(names) if (match := re.fullmatch(_MTP_NAME, name))]
+    if len(layers) > 1:
+      raise ValueError(f'the checkpoint has {len(layers)} MTP layers; one is read')
+    return f'model.layers.{layers[0]}.'
+  return 'mtp.' if found == MTP else ''
+
+
+def is_transposed(path: str) -> bool:
+  """Whether the parameter of a path is stored as its transpose."""
+  return path == 'unembedding' or path.endswith('/kernel')
+
+
+def names_and_shapes(layout: Layout) -> dict[str, tuple[str, jax.ShapeDtypeStruct]]:
+  """The hub's name and our shape of every parameter that a file holds, by our path.
+
+  Args:
+    layout: The head.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(head.param_shapes(layout.config))
+  paths = {jax.tree_util.keystr(keys, simple=True, separator='/'): leaf for keys, leaf in leaves}
+  if not layout.config.has_unembedding:
+    del paths['unembedding']
+  return {path: (_name_of(path, layout.modules), leaf) for path, leaf in paths.items()}
+
+
+def is_beside(prefix: str, name: str) -> bool:
+  """Whether a tensor may stand beside a head's own: it follows from others, or belongs to the target.
+
+  Args:
+    prefix: The beginning of the names that belong to the head.
+    name: The tensor's name.
+  """
+  return not name.startswith(prefix) or name.endswith(('rotary_emb.inv_freq', 't2d')) or 'verifier_' in name

@@ -1,0 +1,215 @@
+"""`load_drafter`: published heads as drafters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from spectr_jax.draft import Drafter, head_drafter, medusa_drafter
+from spectr_jax.draft.medusa_drafter import MedusaConfig
+from spectr_jax.io.heads.formats import (
+  MEDUSA,
+  READERS,
+  Layout,
+  find_format,
+  head_prefix,
+  is_beside,
+  is_transposed,
+  names_and_shapes,
+  target_sizes,
+)
+from spectr_jax.io.hub.load import read_json
+from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
+from spectr_jax.io.hub.torch_file import TorchFile
+from spectr_jax.io.load import hub_folder
+from spectr_jax.model import Model
+
+_DOWNLOADED = ('*.json', '*.safetensors')
+_TORCH_FILES = ('pytorch_model.bin', 'medusa_lm_head.pt')
+_MEDUSA_NAME = r'(?:medusa_head\.)?(\d+)\.(\d+)\.(.+)'
+_KNOWN = 'EAGLE-1, 2 and 3, the speculators format, Medusa-1 and MTP'
+
+
+def _rows_of(target: Model, ids: np.ndarray | None, dtype: str) -> jax.Array:
+  """Rows of the target's output head as a kernel, `[D, Vd]`, read off its logits of unit vectors.
+
+  Args:
+    target: The target.
+    ids: The Vd tokens, or None for all.
+    dtype: Type of the kernel.
+  """
+  unembed = target.unembed_fn
+  if unembed is None:
+    raise ValueError("this head takes rows of the target's output head, but the target has no unembed_fn")
+  width, size = target_sizes(target).width, 256  # rows at a time
+
+  @jax.jit
+  def rows(params, vectors):
+    logits = unembed(params, vectors)
+    return logits if ids is None else jnp.take(logits, ids, axis=-1)
+
+  with jax.default_matmul_precision('highest'):
+    units = [np.eye(min(size, width - i), width, i, dtype=np.float32) for i in range(0, width, size)]
+    kernel = np.concatenate([np.asarray(rows(target.params, each)) for each in units])
+    probe = np.random.default_rng(0).normal(size=(4, width)).astype(np.float32) * 1000
+    found, expected = np.asarray(rows(target.params, probe)), probe @ kernel
+  # Soft caps, biases and columns of -inf all show here.
+  if not np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max():
+    raise ValueError("this head takes rows of the target's output head, which is not linear")
+  return jnp.asarray(kernel.astype(dtype))
+
+
+def _read_whole(tensors: Tensors, name: str) -> np.ndarray:
+  return tensors.read(name, tuple(slice(0, size) for size in tensors.shape(name)))
+
+
+def _load_head(layout: Layout, tensors: Tensors, target: Model) -> Drafter:
+  config, sources = layout.config, names_and_shapes(layout)
+  wanted = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in sources.items()}
+  check_tensors(tensors, wanted, lambda name: is_beside(layout.prefix, name), integers=('d2t',))
+  target.with_features(config.feature_layers)  # refuses layers that the target does not have
+  params: dict[str, Any] = {}
+  ids = None
+  for path, (name, leaf) in sources.items():
+    found = _read_whole(tensors, name)
+    if path == 'target_ids':
+      ids = found = found + np.arange(len(found))  # stored as distances from the head's own ids
+      if not ((ids >= 0) & (ids < target.vocab_size)).all():
+        raise ValueError(f"d2t names tokens that are not among the target's {target.vocab_size}")
+    inner: Any = params
+    *modules, last = path.split('/')
+    for module in modules:
+      inner = inner.setdefault(module, {})
+    inner[last] = jnp.asarray((found.T if is_transposed(path) else found).astype(leaf.dtype))
+  if not config.has_unembedding:
+    params['unembedding'] = _rows_of(target, ids, config.block.dtype)
+  return head_drafter(params, config, target.vocab_size)
+
+
+def _load_medusa(spec: Mapping[str, Any], tensors: Tensors, target: Model, dtype: str | None) -> Drafter:
+  parts = {name: match.groups() for name in tensors.names() if (match := re.fullmatch(_MEDUSA_NAME, name))}
+  prefix = 'medusa_head.' if any(name.startswith('medusa_head.') for name in parts) else ''
+  num_heads = 1 + max(int(number) for number, _, _ in parts.values())
+  if any(int(layer) > 0 and rest.startswith('linear') for _, layer, rest in parts.values()):
+    raise ValueError('the Medusa heads have several residual layers; one is read')
+  sizes = target_sizes(target)
+  has_unembedding = f'{prefix}0.1.weight' in parts
+  found = spec.get('dtype') or spec.get('torch_dtype')
+  dtype = dtype or (found if found in ('float32', 'bfloat16') else 'float32')
+  config = MedusaConfig(num_heads, sizes.width, sizes.vocab_size, dtype, has_unembedding)
+  leaves = {'0.linear.weight': (sizes.width,) * 2, '0.linear.bias': (sizes.width,)}
+  leaves |= {'1.weight': (sizes.vocab_size, sizes.width)} if has_unembedding else {}
+  wanted = {f'{prefix}{i}.{leaf}': shape for i in range(num_heads) for leaf, shape in leaves.items()}
+  check_tensors(tensors, wanted, lambda name: False)
+
+  def stack(leaf):
+    each = [_read_whole(tensors, f'{prefix}{i}.{leaf}').T for i in range(num_heads)]
+    return jnp.asarray(np.stack(each).astype(dtype))
+
+  residual = {'kernel': stack('0.linear.weight'), 'bias': stack('0.linear.bias')}
+  unembedding = stack('1.weight') if has_unembedding else _rows_of(target, None, dtype)
+  return medusa_drafter({'residual': residual, 'unembedding': unembedding}, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadFiles:
+  """A published head on disk, of which little is read before it is asked for.
+
+  Attributes:
+    format: `EAGLE`, `EAGLE-3`, `speculators`, `Medusa`, `MTP`, or `MTP, DeepSeek`.
+    prefix: The beginning of the names that belong to it.
+    is_part: Whether it stands among the tensors of its target.
+    spec: The content of `config.json`.
+    tensors: Its tensors.
+  """
+
+  format: str
+  prefix: str
+  is_part: bool
+  spec: Mapping[str, Any]
+  tensors: Tensors
+
+  @property
+  def num_params(self) -> int:
+    """The number of parameters that the files hold for the head, ids not counted."""
+    own = [name for name in self.tensors.names() if not is_beside(self.prefix, name) and name != 'd2t']
+    return sum(math.prod(self.tensors.shape(name)) for name in own)
+
+  def load(self, target: Model, *, dtype: str | None = None) -> Drafter:
+    """Reads the head.
+
+    Args:
+      target, dtype: As for `load_drafter`.
+
+    Raises:
+      ValueError: As for `load_drafter`.
+    """
+    if self.format == MEDUSA:
+      return _load_medusa(self.spec, self.tensors, target, dtype)
+    try:
+      layout = READERS[self.format](self.spec, self.tensors, target_sizes(target), dtype)
+    except KeyError as error:
+      raise ValueError(f'the configuration of the head has no {error.args[0]}') from error
+    return _load_head(layout, self.tensors, target)
+
+
+def _open_tensors(path: epath.PathLike, folder: epath.Path) -> Tensors:
+  if not any(folder.glob('*.safetensors')):
+    folder = hub_folder(path, files=_TORCH_FILES)
+    for name in _TORCH_FILES:
+      if (folder / name).exists():
+        return TorchFile(folder / name)
+  alone = 'medusa_lm_head.safetensors'
+  return SafetensorsFolder(folder, alone if (folder / alone).exists() else 'model.safetensors')
+
+
+def open_head(path: epath.PathLike) -> HeadFiles | None:
+  """The files of a published head, or None if there is none at the path.
+
+  Args:
+    path: As for `load_drafter`.
+
+  Raises:
+    ValueError: A file is damaged.
+  """
+  folder = hub_folder(path, files=_DOWNLOADED)
+  if folder.suffix == '.gguf' or not (folder / 'config.json').exists() or (folder / 'model.json').exists():
+    return None
+  spec, tensors = read_json(folder), _open_tensors(path, folder)
+  names = tensors.names()
+  found = find_format(spec, names)
+  if found is None:
+    return None
+  has_model = any(name.endswith('model.norm.weight') for name in names)
+  return HeadFiles(found, head_prefix(found, names), has_model, spec, tensors)
+
+
+def load_drafter(path: epath.PathLike, target: Model, *, dtype: str | None = None) -> Drafter:
+  """Reads a published head as a drafter: EAGLE-1, 2 or 3, the speculators format, Medusa-1, MTP.
+
+  A head without an output head takes the target's rows, once. A head without an embedding reads the target's.
+
+  Args:
+    path: A folder with `config.json` and safetensors files or `pytorch_model.bin` (for Medusa `medusa_lm_head.pt` or
+      `.safetensors`), or its name `ORG/NAME` on the hub. Pickled files are read without executing anything. An MTP head
+      is read from the folder of its target.
+    target: The target that it was trained for.
+    dtype: The dtype to hold parameters and to compute in, `float32` or `bfloat16`; None for the one in `config.json`,
+      or for float32 where that is another one or missing.
+
+  Raises:
+    ValueError: There is no head of a known format, a file is missing or damaged, it does something that is not
+      computed here, or it does not fit the target.
+  """
+  files = open_head(path)
+  if files is None:
+    raise ValueError(f'no head at {path}: expected a folder with config.json and the weights of {_KNOWN}')
+  return files.load(target, dtype=dtype)

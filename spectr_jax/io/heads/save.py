@@ -1,0 +1,156 @@
+"""`save_drafter`: heads in the format of EAGLE-3."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from safetensors.numpy import save_file
+
+from spectr_jax.draft import Drafter
+from spectr_jax.draft.head_drafter import config_of
+from spectr_jax.io.heads.formats import (
+  Layout,
+  TargetSizes,
+  eagle3_modules,
+  is_transposed,
+  names_and_shapes,
+  read_eagle3,
+)
+from spectr_jax.models.causal_lm import Rope
+from spectr_jax.models.head import HeadConfig
+
+# A name of an activation as Transformers calls it, where it calls it differently.
+_ACTIVATION_NAMES = {'gelu_tanh': 'gelu_pytorch_tanh'}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrays:
+  """Tensors in memory."""
+
+  arrays: Mapping[str, np.ndarray]
+
+  def names(self) -> set[str]:
+    """The names of all tensors."""
+    return set(self.arrays)
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    """The shape of a tensor."""
+    return self.arrays[name].shape
+
+  def dtype(self, name: str) -> np.dtype:
+    """The type of a tensor."""
+    return self.arrays[name].dtype
+
+  def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of a tensor."""
+    return self.arrays[name][index]
+
+
+def _base_of(rope: Rope) -> float:
+  """The base of plain rotary positions."""
+  if len(rope.frequencies) == 1:
+    return 10000.0
+  return float(f'{rope.frequencies[1] ** -len(rope.frequencies):.9g}')
+
+
+def _spec_of(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
+  """The `config.json` of a head in EAGLE-3's format."""
+  block = config.block
+  assert block.rope is not None  # checked by HeadConfig
+  return {
+    'architectures': ['LlamaForCausalLMEagle3'],
+    'model_type': 'llama',
+    'num_hidden_layers': 1,
+    'hidden_size': block.embed_dim,
+    'intermediate_size': block.mlp_dim,
+    'num_attention_heads': block.num_heads,
+    'num_key_value_heads': block.num_kv_heads,
+    'head_dim': block.head_dim,
+    'hidden_act': _ACTIVATION_NAMES.get(block.activation, block.activation),
+    'attention_bias': block.has_qkv_bias,
+    'mlp_bias': block.has_mlp_bias,
+    'rms_norm_eps': block.norm_epsilon,
+    'rope_theta': _base_of(block.rope),
+    'partial_rotary_factor': 2 * len(block.rope.frequencies) / block.head_dim,
+    'max_position_embeddings': block.context_length,
+    'vocab_size': vocab_size,
+    'draft_vocab_size': block.vocab_size,
+    'target_hidden_size': config.target_dim,
+    'eagle_aux_hidden_state_layer_ids': list(config.feature_layers),
+    'norm_before_residual': config.is_residual_normed,
+    'norm_before_fc': config.features_norm == 'joint',
+    'fc_norm': config.features_norm == 'each',
+    'norm_output': config.is_output_normed,
+    'tie_word_embeddings': False,
+    'dtype': block.dtype,
+  }
+
+
+def _check_same(config: HeadConfig, read: HeadConfig) -> None:
+  """Refuses a head that reads otherwise than it was. Caches may be of any type: the platform chooses it."""
+  block = dataclasses.replace(read.block, cache_dtype=config.block.cache_dtype)
+  for one, other in ((config.block, block), (config, dataclasses.replace(read, block=config.block))):
+    for field in dataclasses.fields(one):
+      value = getattr(one, field.name)
+      if value != getattr(other, field.name):
+        raise ValueError(f'the format of EAGLE-3 cannot say that {field.name} is {value!r}')
+
+
+def save_drafter(
+  path: epath.PathLike,
+  drafter: Drafter,
+  *,
+  info: Mapping[str, Any] | None = None,
+  param_dtype: str = 'bfloat16',
+  overwrite: bool = False,
+) -> None:
+  """Writes a head in the format of EAGLE-3, which `load_drafter` reads.
+
+  Rows of the target are not written, so that a small head stays small.
+
+  Args:
+    path: The directory to create, local.
+    drafter: A drafter of `head_drafter` whose head is of EAGLE-3's kind.
+    info: JSON values to store in `config.json` as `info`.
+    param_dtype: The dtype to store parameters in, `float32` or `bfloat16`.
+    overwrite: Whether to replace an existing head.
+
+  Raises:
+    ValueError: The directory exists and `overwrite` is False, the drafter is no head, or the format cannot say what the
+      head does.
+  """
+  config, folder = config_of(drafter), epath.Path(path)
+  if folder.exists() and not overwrite:
+    raise ValueError(f'{folder} exists and is not overwritten')
+  if param_dtype not in ('float32', 'bfloat16'):
+    raise ValueError(f'param_dtype must be float32 or bfloat16, got {param_dtype!r}')
+  if config.join != 'wide':
+    raise ValueError(f"a head whose join is {config.join!r} is not of EAGLE-3's kind")
+  spec, arrays = _spec_of(config, drafter.vocab_size), {}
+  params = {
+    jax.tree_util.keystr(keys, simple=True, separator='/'): np.asarray(leaf)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(drafter.params)
+  }
+  layout = Layout(config, eagle3_modules(config, 'midlayer.'))
+  for own_path, (name, _) in names_and_shapes(layout).items():
+    found = params[own_path]
+    if own_path == 'target_ids':
+      arrays[name] = found.astype(np.int64) - np.arange(len(found))
+      arrays['t2d'] = np.isin(np.arange(drafter.vocab_size), found)
+    else:
+      stored = found.T if is_transposed(own_path) else found
+      arrays[name] = np.ascontiguousarray(stored.astype(jnp.dtype(param_dtype)))
+  sizes = TargetSizes(drafter.vocab_size, config.target_dim, config.embedding_dim, 0)
+  read = read_eagle3(spec, _Arrays(arrays), sizes, None).config
+  _check_same(config, read)
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / 'config.json').unlink(missing_ok=True)  # until the end there is no head here
+  save_file(arrays, folder / 'model.safetensors')
+  (folder / 'config.json').write_text(json.dumps(spec | {'info': dict(info or {})}, indent=2) + '\n')

@@ -1,0 +1,1 @@
+"""Checkpoints of real models: hub folders and GGUF files, with their tokenizers and chat templates."""

@@ -1,0 +1,246 @@
+"""The metadata of a GGUF file as the `config.json` that the same model has on the hub."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from spectr_jax.io.hub.gguf_header import GgufHeader
+
+# Architectures of llama.cpp, their names on the hub and their `model_type` there.
+_ARCHITECTURES = {
+  'llama': ('LlamaForCausalLM', 'llama'),
+  'qwen2': ('Qwen2ForCausalLM', 'qwen2'),
+  'qwen3': ('Qwen3ForCausalLM', 'qwen3'),
+  'gemma': ('GemmaForCausalLM', 'gemma'),
+  'gemma2': ('Gemma2ForCausalLM', 'gemma2'),
+  'gemma3': ('Gemma3ForCausalLM', 'gemma3_text'),
+  'gptneox': ('GPTNeoXForCausalLM', 'gpt_neox'),
+  'gpt2': ('GPT2LMHeadModel', 'gpt2'),
+}
+# Layers of the one size of a family that scales queries by the width per head and not by the head's.
+_SCALED_BY_WIDTH = {'gemma2': 46, 'gemma3': 62}
+# Every n-th layer attends to everything, unless the metadata says otherwise.
+_WINDOW_PATTERN = {'gemma2': 2, 'gemma3': 6}
+# Llama 3 scales RoPE like this in all sizes; the files have the factors that follow from it.
+_LLAMA3_ROPE = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192}
+_ROPE_FREQS = 'rope_freqs.weight'
+_PLAIN_TYPES = {0: 'float32', 1: 'float16', 30: 'bfloat16'}
+
+
+class _Metadata:
+  """The part of the metadata that belongs to the architecture."""
+
+  def __init__(self, header: GgufHeader):
+    self.header = header
+    self.architecture = architecture_of(header)
+
+  def get(self, key: str, default: Any = None) -> Any:
+    return self.header.metadata.get(f'{self.architecture}.{key}', default)
+
+  def required(self, key: str) -> Any:
+    return self.header.required(f'{self.architecture}.{key}')
+
+  def size(self, key: str, default: int | None = None) -> int:
+    """A number of things. It may be listed for every layer but must be the same in all."""
+    value = self.required(key) if default is None else self.get(key, default)
+    values = set(value) if isinstance(value, list) else {value}
+    if len(values) != 1:
+      raise ValueError(f'{self.header.path}: {self.architecture}.{key} differs between layers')
+    size = values.pop()
+    if not isinstance(size, int) or size < 1:
+      raise ValueError(f'{self.header.path}: {self.architecture}.{key} must be a positive number, got {size!r}')
+    return size
+
+
+def architecture_of(header: GgufHeader) -> str:
+  """The architecture of a model, as llama.cpp names it.
+
+  Raises:
+    ValueError: It is not one that is known here.
+  """
+  architecture = header.required('general.architecture')
+  if architecture not in _ARCHITECTURES:
+    raise ValueError(f'{header.path}: unknown architecture {architecture!r}; known are {", ".join(_ARCHITECTURES)}')
+  return architecture
+
+
+def hub_config(header: GgufHeader) -> dict[str, Any]:
+  """The configuration of a model with the names that the hub has for its fields.
+
+  Raises:
+    ValueError: The architecture or a kind of RoPE scaling is unknown, or something is missing.
+  """
+  metadata = _Metadata(header)
+  name, model_type = _ARCHITECTURES[metadata.architecture]
+  if metadata.get('expert_count', 0):
+    raise ValueError(f'{header.path}: a mixture of experts, which no known architecture is')
+  config = {'architectures': [name], 'model_type': model_type, **_common(header)}
+  if metadata.architecture == 'gpt2':
+    return config | _gpt2(metadata)
+  if metadata.architecture == 'gptneox':
+    return config | _gpt_neox(metadata)
+  config |= _rms_decoder(metadata)
+  if metadata.architecture.startswith('gemma'):
+    config |= _gemma(metadata, config)
+  elif metadata.architecture == 'llama' and metadata.get('attention.sliding_window'):
+    config |= {'architectures': ['MistralForCausalLM'], 'model_type': 'mistral'}
+    config['sliding_window'] = metadata.get('attention.sliding_window')
+  elif metadata.architecture.startswith('qwen'):
+    config['use_sliding_window'] = False
+  return config
+
+
+def stop_ids(header: GgufHeader) -> tuple[int, ...]:
+  """The tokens that end a text: the end of a document, of a turn, of a message; as far as the file names them."""
+  keys = (f'tokenizer.ggml.{name}_token_id' for name in ('eos', 'eot', 'eom'))
+  return tuple(dict.fromkeys(header.metadata[key] for key in keys if key in header.metadata))
+
+
+def _common(header: GgufHeader) -> dict[str, Any]:
+  embedding = header.tensors.get('token_embd.weight')
+  if embedding is None:
+    raise ValueError(f'{header.path}: no tensor token_embd.weight')
+  config = {'vocab_size': embedding.shape[0], 'tie_word_embeddings': 'output.weight' not in header.tensors}
+  if embedding.type_id in _PLAIN_TYPES:
+    config['torch_dtype'] = _PLAIN_TYPES[embedding.type_id]
+  for ours, theirs in (('bos_token_id', 'bos'), ('pad_token_id', 'padding')):
+    if f'tokenizer.ggml.{theirs}_token_id' in header.metadata:
+      config[ours] = header.metadata[f'tokenizer.ggml.{theirs}_token_id']
+  stops = stop_ids(header)
+  if stops:
+    config['eos_token_id'] = stops[0] if len(stops) == 1 else list(stops)
+  return config
+
+
+def _rms_decoder(metadata: _Metadata) -> dict[str, Any]:
+  """The fields of Llama, Qwen and Gemma."""
+  width = metadata.size('embedding_length')
+  num_heads = metadata.size('attention.head_count')
+  rotary_dim = metadata.get('rope.dimension_count')
+  head_dim = metadata.size('attention.key_length', rotary_dim or width // num_heads)
+  if metadata.get('attention.value_length', head_dim) != head_dim:
+    raise ValueError(f'{metadata.header.path}: keys and values of different widths')
+  if rotary_dim not in (None, head_dim):
+    raise ValueError(f'{metadata.header.path}: RoPE of {rotary_dim} of {head_dim} dimensions of a head')
+  base = metadata.get('rope.freq_base', 1e6 if metadata.architecture == 'gemma3' else 1e4)
+  return {
+    'hidden_size': width,
+    'intermediate_size': metadata.size('feed_forward_length'),
+    'num_hidden_layers': metadata.size('block_count'),
+    'num_attention_heads': num_heads,
+    'num_key_value_heads': metadata.size('attention.head_count_kv', num_heads),
+    'head_dim': head_dim,
+    'max_position_embeddings': metadata.size('context_length'),
+    'rms_norm_eps': metadata.required('attention.layer_norm_rms_epsilon'),
+    'rope_theta': base,
+    'rope_scaling': _rope_scaling(metadata, base, head_dim),
+    'hidden_act': 'silu',
+    'attention_bias': 'blk.0.attn_q.bias' in metadata.header.tensors,
+    'mlp_bias': 'blk.0.ffn_up.bias' in metadata.header.tensors,
+  }
+
+
+def _gemma(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+  architecture = metadata.architecture
+  fields: dict[str, Any] = {'hidden_act': 'gelu_pytorch_tanh', 'hidden_activation': 'gelu_pytorch_tanh'}
+  if architecture == 'gemma':
+    return fields
+  by_width = config['num_hidden_layers'] == _SCALED_BY_WIDTH[architecture]
+  fields['query_pre_attn_scalar'] = (
+    config['hidden_size'] // config['num_attention_heads'] if by_width else config['head_dim']
+  )
+  caps = (50.0, 30.0) if architecture == 'gemma2' else (None, None)
+  fields['attn_logit_softcapping'] = metadata.get('attn_logit_softcapping', caps[0])
+  fields['final_logit_softcapping'] = metadata.get('final_logit_softcapping', caps[1])
+  window = metadata.get('attention.sliding_window', 4096 if architecture == 'gemma2' else None)
+  fields['sliding_window'] = window
+  fields['layer_types'] = _layer_types(metadata, config['num_hidden_layers'], window)
+  if architecture == 'gemma3':
+    fields['rope_local_base_freq'] = metadata.get('rope.freq_base_swa', 1e4)
+  return fields
+
+
+def _layer_types(metadata: _Metadata, num_layers: int, window: int | None) -> list[str]:
+  pattern = metadata.get('attention.sliding_window_pattern', _WINDOW_PATTERN[metadata.architecture])
+  if window is None:
+    pattern = 1
+  slides = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+  return ['sliding_attention' if slide else 'full_attention' for slide in slides]
+
+
+def _gpt_neox(metadata: _Metadata) -> dict[str, Any]:
+  width, num_heads = metadata.size('embedding_length'), metadata.size('attention.head_count')
+  head_dim = width // num_heads
+  return {
+    'hidden_size': width,
+    'intermediate_size': metadata.size('feed_forward_length'),
+    'num_hidden_layers': metadata.size('block_count'),
+    'num_attention_heads': num_heads,
+    'max_position_embeddings': metadata.size('context_length'),
+    'layer_norm_eps': metadata.required('attention.layer_norm_epsilon'),
+    'rotary_pct': metadata.get('rope.dimension_count', head_dim) / head_dim,
+    'rotary_emb_base': metadata.get('rope.freq_base', 1e4),
+    'rope_scaling': _rope_scaling(metadata, metadata.get('rope.freq_base', 1e4), head_dim),
+    'use_parallel_residual': metadata.get('use_parallel_residual', True),
+    'hidden_act': 'gelu',
+    'attention_bias': True,
+  }
+
+
+def _gpt2(metadata: _Metadata) -> dict[str, Any]:
+  return {
+    'n_embd': metadata.size('embedding_length'),
+    'n_inner': metadata.size('feed_forward_length'),
+    'n_layer': metadata.size('block_count'),
+    'n_head': metadata.size('attention.head_count'),
+    'n_positions': metadata.size('context_length'),
+    'n_ctx': metadata.size('context_length'),
+    'layer_norm_epsilon': metadata.required('attention.layer_norm_epsilon'),
+    'activation_function': 'gelu_new',
+  }
+
+
+# RoPE.
+
+
+def _rope_scaling(metadata: _Metadata, base: float, head_dim: int) -> dict[str, Any] | None:
+  if _ROPE_FREQS in metadata.header.tensors:
+    return _llama3_scaling(metadata.header, base, head_dim)
+  factor = metadata.get('rope.scaling.factor') or metadata.get('rope.scale_linear') or 1.0
+  kind = metadata.get('rope.scaling.type', 'linear')
+  if kind not in ('none', 'linear', 'yarn'):
+    raise ValueError(f'{metadata.header.path}: unknown RoPE scaling {kind!r}; known are none, linear, yarn')
+  if kind == 'none' or factor == 1:
+    return None
+  scaling = {'rope_type': kind, 'factor': factor}
+  if kind == 'yarn':
+    scaling['original_max_position_embeddings'] = metadata.required('rope.scaling.original_context_length')
+    for ours, theirs in (('attention_factor', 'attn_factor'), ('beta_fast', 'beta_fast'), ('beta_slow', 'beta_slow')):
+      value = metadata.get(f'rope.scaling.yarn_{theirs}')
+      if value is not None:
+        scaling[ours] = value
+  return scaling
+
+
+def _llama3_scaling(header: GgufHeader, base: float, head_dim: int) -> dict[str, Any]:
+  """The scaling that leads to the factors which a file has for each frequency."""
+  stored = header.tensors[_ROPE_FREQS]
+  end = stored.offset + 4 * head_dim // 2
+  if stored.type_id != 0 or stored.shape != (head_dim // 2,) or end > len(header.data):
+    raise ValueError(f'{header.path}: {_ROPE_FREQS} must be {head_dim // 2} float32 numbers')
+  factors = header.data[stored.offset : end].view('<f4')
+  scaling = {'rope_type': 'llama3', 'factor': float(factors.max()), **_LLAMA3_ROPE}
+  if not np.allclose(factors, _llama3_factors(scaling, base, head_dim), rtol=1e-4):
+    raise ValueError(f"{header.path}: {_ROPE_FREQS} scales RoPE in another way than Llama 3's")
+  return scaling
+
+
+def _llama3_factors(scaling: dict[str, Any], base: float, head_dim: int) -> np.ndarray:
+  wavelengths = 2 * math.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
+  low, high = scaling['low_freq_factor'], scaling['high_freq_factor']
+  rotations = scaling['original_max_position_embeddings'] / wavelengths
+  unscaled = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+  return 1 / ((1 - unscaled) / scaling['factor'] + unscaled)

@@ -1,0 +1,292 @@
+"""The tensors of a GGUF file as the same model's safetensors file would have them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
+
+_DECODER = {
+  'attn_norm': 'input_layernorm',
+  'attn_q': 'self_attn.q_proj',
+  'attn_k': 'self_attn.k_proj',
+  'attn_v': 'self_attn.v_proj',
+  'attn_q_norm': 'self_attn.q_norm',
+  'attn_k_norm': 'self_attn.k_norm',
+  'attn_output': 'self_attn.o_proj',
+  'ffn_norm': 'post_attention_layernorm',
+  'ffn_gate': 'mlp.gate_proj',
+  'ffn_up': 'mlp.up_proj',
+  'ffn_down': 'mlp.down_proj',
+}
+_WITH_POST_NORMS = _DECODER | {
+  'post_attention_norm': 'post_attention_layernorm',
+  'ffn_norm': 'pre_feedforward_layernorm',
+  'post_ffw_norm': 'post_feedforward_layernorm',
+}
+_GPT_NEOX = {
+  'attn_norm': 'input_layernorm',
+  'attn_qkv': 'attention.query_key_value',
+  'attn_output': 'attention.dense',
+  'ffn_norm': 'post_attention_layernorm',
+  'ffn_up': 'mlp.dense_h_to_4h',
+  'ffn_down': 'mlp.dense_4h_to_h',
+}
+_GPT2 = {
+  'attn_norm': 'ln_1',
+  'attn_qkv': 'attn.c_attn',
+  'attn_output': 'attn.c_proj',
+  'ffn_norm': 'ln_2',
+  'ffn_up': 'mlp.c_fc',
+  'ffn_down': 'mlp.c_proj',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+  """The hub's names of a family: of what stands once, of a layer, and of what a layer holds."""
+
+  layer: str
+  in_layer: dict[str, str]
+  once: dict[str, str]
+
+
+def _llama_names(in_layer: dict[str, str]) -> _Names:
+  once = {'token_embd': 'model.embed_tokens', 'output_norm': 'model.norm', 'output': 'lm_head'}
+  return _Names('model.layers', in_layer, once)
+
+
+_NAMES = {
+  **dict.fromkeys(('llama', 'qwen2', 'qwen3', 'gemma'), _llama_names(_DECODER)),
+  **dict.fromkeys(('gemma2', 'gemma3'), _llama_names(_WITH_POST_NORMS)),
+  'gptneox': _Names(
+    'gpt_neox.layers',
+    _GPT_NEOX,
+    {'token_embd': 'gpt_neox.embed_in', 'output_norm': 'gpt_neox.final_layer_norm', 'output': 'embed_out'},
+  ),
+  'gpt2': _Names(
+    'transformer.h',
+    _GPT2,
+    {
+      'token_embd': 'transformer.wte',
+      'position_embd': 'transformer.wpe',
+      'output_norm': 'transformer.ln_f',
+      'output': 'lm_head',
+    },
+  ),
+}
+# Frequencies of RoPE, which follow from the configuration.
+_COMPUTED = re.compile(r'rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?')
+_MOST_AT_ONCE = 2**22  # numbers dequantised together
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+  """Where a tensor comes from.
+
+  Attributes:
+    stored: `[rows, blocks, bytes of a block]` or `[rows]` or `[rows, columns]`, the data as it is in the file.
+    shape: Its shape once dequantised.
+    quantisation: The type of its blocks, or None.
+    row_order: int64 `[rows]`, the stored row for each row, or None for the stored order.
+    is_transposed: Whether the hub has columns first.
+    offset: A number to add.
+  """
+
+  stored: np.ndarray
+  shape: tuple[int, ...]
+  quantisation: Any
+  row_order: np.ndarray | None
+  is_transposed: bool
+  offset: float
+
+
+class GgufTensors:
+  """The tensors of a GGUF file, by the hub's names and in its layout. Reading a part reads no more of the file."""
+
+  def __init__(self, header: GgufHeader, config: dict[str, Any], architecture: str):
+    """Finds all tensors and reads none.
+
+    Args:
+      header: The header of the file.
+      config: The model's configuration, as `hub_config` gives it.
+      architecture: The architecture of the model, as llama.cpp names it.
+
+    Raises:
+      ValueError: A tensor is unknown, quantised in an unknown way, or beyond the end of the file.
+    """
+    self._path = header.path
+    self._sources: dict[str, _Source] = {}
+    for name, stored in header.tensors.items():
+      if _COMPUTED.fullmatch(name):
+        continue
+      try:
+        self._sources[_hub_name(name, _NAMES[architecture])] = _source(name, stored, header, config, architecture)
+      except ValueError as error:
+        raise ValueError(f'{header.path}: tensor {name}: {error}') from error
+
+  def names(self) -> set[str]:
+    """The names of all tensors."""
+    return set(self._sources)
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    """The shape of a tensor."""
+    source = self._source(name)
+    return source.shape[::-1] if source.is_transposed else source.shape
+
+  def dtype(self, name: str) -> np.dtype:
+    """The dtype that `read` gives: the stored one, or float32 for what is quantised or computed."""
+    source = self._source(name)
+    return np.dtype(np.float32) if source.quantisation is not None or source.offset else source.stored.dtype
+
+  def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Reads a part of a tensor.
+
+    Args:
+      name: The tensor.
+      index: A slice of step 1 per axis.
+
+    Returns:
+      The part, of `dtype(name)`.
+
+    Raises:
+      ValueError: There is no such tensor, or the index does not fit its shape.
+    """
+    source = self._source(name)
+    if len(index) != len(source.shape) or any(part.step not in (None, 1) for part in index):
+      raise ValueError(f'{name} has {len(source.shape)} axes: expected a slice of step 1 for each, got {index}')
+    if source.is_transposed:
+      return _read(source, index[::-1]).T
+    return _read(source, index)
+
+  def _source(self, name: str) -> _Source:
+    if name not in self._sources:
+      raise ValueError(f'{self._path} has no tensor {name}')
+    return self._sources[name]
+
+
+def _hub_name(name: str, names: _Names) -> str:
+  found = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name)
+  layer, part, kind = found.groups() if found else (None, '', '')
+  known = names.once if layer is None else names.in_layer
+  if part not in known:
+    raise ValueError('unknown for this architecture')
+  return f'{known[part]}.{kind}' if layer is None else f'{names.layer}.{layer}.{known[part]}.{kind}'
+
+
+def _source(name: str, tensor: StoredTensor, header: GgufHeader, config: dict[str, Any], architecture: str) -> _Source:
+  stored, quantisation = _stored(tensor, header)
+  part = name.split('.')[-2]
+  row_order = None
+  if architecture == 'llama' and part in ('attn_q', 'attn_k'):
+    num_heads = config['num_attention_heads' if part == 'attn_q' else 'num_key_value_heads']
+    # llama.cpp rotates neighbours, the hub the two halves of a head: the first axis of a pair moves to the front.
+    row_order = _row_order(tensor.shape[0], (num_heads, config['head_dim'] // 2, 2), (1, 2))
+  elif architecture == 'gptneox' and part == 'attn_qkv':
+    # By query, key and value first; the hub has them by head first.
+    num_heads = config['num_attention_heads']
+    row_order = _row_order(tensor.shape[0], (3, num_heads, config['hidden_size'] // num_heads), (0, 1))
+  return _Source(
+    stored,
+    tensor.shape,
+    quantisation,
+    row_order,
+    is_transposed=architecture == 'gpt2' and part in _GPT2 and len(tensor.shape) == 2,
+    # llama.cpp stores the gain of Gemma's norms, the hub what is added to 1.
+    offset=-1.0 if architecture.startswith('gemma') and part.endswith('norm') else 0.0,
+  )
+
+
+def _row_order(num_rows: int, shape: tuple[int, ...], swapped: tuple[int, int]) -> np.ndarray:
+  if num_rows != np.prod(shape):
+    raise ValueError(f'{num_rows} rows, expected {" x ".join(map(str, shape))}')
+  return np.arange(num_rows).reshape(shape).swapaxes(*swapped).reshape(-1)
+
+
+def _stored(tensor: StoredTensor, header: GgufHeader) -> tuple[np.ndarray, Any]:
+  """The data of a tensor as it is in the file, and the type of its blocks if it has any."""
+  if len(tensor.shape) not in (1, 2):
+    raise ValueError(f'{len(tensor.shape)} axes, expected 1 or 2')
+  kind, dtype = _known_type(tensor.type_id)
+  block_size, block_bytes = _block(kind)
+  *rows, columns = tensor.shape
+  if columns % block_size or (dtype is None and not rows):
+    raise ValueError(f'shape {tensor.shape} does not divide into rows of whole {kind.name} blocks of {block_size}')
+  num_blocks = columns // block_size
+  end = tensor.offset + int(np.prod(rows, dtype=np.int64)) * num_blocks * block_bytes
+  if end > len(header.data):
+    raise ValueError(f'ends at byte {end}, the file at {len(header.data)}: the file is truncated')
+  data = header.data[tensor.offset : end]
+  if dtype is not None:
+    return data.view(dtype).reshape(tensor.shape), None
+  return data.reshape(*rows, num_blocks, block_bytes), kind
+
+
+def _block(kind: Any) -> tuple[int, int]:
+  """Numbers and bytes of a block of a type."""
+  import gguf
+
+  return gguf.GGML_QUANT_SIZES[kind]
+
+
+def _known_type(type_id: int) -> tuple[Any, np.dtype | None]:
+  """A type by its number, and its dtype if it is not quantised.
+
+  Raises:
+    ValueError: It is not known here.
+  """
+  import gguf
+
+  types = gguf.GGMLQuantizationType
+  plain = {types.F32: np.float32, types.F16: np.float16, types.BF16: ml_dtypes.bfloat16}
+  kind = types(type_id) if type_id in {int(known) for known in types} else None
+  if kind is not None and (kind in plain or _is_dequantisable(kind)):
+    return kind, np.dtype(plain[kind]) if kind in plain else None
+  name = f'number {type_id}' if kind is None else kind.name
+  known = ', '.join(known.name for known in types if known in plain or _is_dequantisable(known))
+  raise ValueError(f'unknown type {name}; known are {known}')
+
+
+@functools.cache
+def _is_dequantisable(kind: Any) -> bool:
+  import gguf
+
+  try:
+    gguf.quants.dequantize(np.zeros((1, _block(kind)[1]), np.uint8), kind)
+  except NotImplementedError:
+    return False
+  return True
+
+
+def _read(source: _Source, index: tuple[slice, ...]) -> np.ndarray:
+  """Reads a part, in the file's orientation."""
+  rows = index[0] if source.row_order is None else source.row_order[index[0]]
+  if source.quantisation is None:
+    values = source.stored[rows][(slice(None), *index[1:])]
+  else:
+    values = _dequantised(source, rows, index[1])
+  return values.astype(np.float32) + np.float32(source.offset) if source.offset else values
+
+
+def _dequantised(source: _Source, rows: slice | np.ndarray, columns: slice) -> np.ndarray:
+  """Some rows and columns of a quantised tensor, float32; dequantises the blocks they stand in."""
+  import gguf
+
+  first, end, _ = columns.indices(source.shape[1])
+  size = _block(source.quantisation)[0]
+  blocks = source.stored[rows, first // size : -(-end // size)]
+  values = np.empty((len(blocks), max(end - first, 0)), np.float32)
+  if not values.size:
+    return values
+  step = max(1, _MOST_AT_ONCE // (blocks.shape[1] * size))
+  for start in range(0, len(blocks), step):
+    some = np.ascontiguousarray(blocks[start : start + step])
+    found = gguf.quants.dequantize(some.reshape(len(some), -1), source.quantisation)
+    values[start : start + step] = found[:, first % size :][:, : values.shape[1]]
+  return values

@@ -1,0 +1,278 @@
+"""Loading of hub checkpoints: every parameter pulls its part of a tensor, device by device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from etils import epath
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from spectr_jax.io.hub.families import Family, read_spec
+from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
+from spectr_jax.model import Model
+from spectr_jax.models.causal_lm import CausalLMConfig, causal_lm, param_shapes
+from spectr_jax.models.int8 import Int8Kernel, is_int8, quantise
+from spectr_jax.models.layers import accumulation_dtype
+from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL, only_over, shardings
+
+_LEAVES = {'kernel': 'weight', 'gain': 'weight', 'bias': 'bias'}
+_MOST_AT_ONCE = 2**22  # numbers quantised together
+
+# Gives the part of a parameter at an index, a slice per dimension.
+_ReadPart: TypeAlias = Callable[[Any], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+  """The tensor, or the part of one, that a parameter is read from.
+
+  Attributes:
+    name: The tensor's name.
+    shape: Its shape.
+    is_transposed: Whether the parameter is its transpose.
+    part: 0, 1, 2 for queries, keys and values, whose heads may lie anywhere along the outputs; None for all others.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  is_transposed: bool
+  part: int | None
+
+
+def _source(path: str, shape: tuple[int, ...], family: Family, config: CausalLMConfig, names: set[str]) -> _Source:
+  """The source of the parameter at a path, of a shape."""
+  if path == 'unembedding':
+    found = [name for name in family.head_names if f'{name}.weight' in names]
+    return _Source(f'{[*found, *family.head_names][0]}.weight', shape[::-1], True, None)
+  *modules, leaf = path.split('/')
+  prefix = family.prefix if any(name.startswith(family.prefix) for name in names) else ''
+  if not modules:
+    return _Source(f'{prefix}{family.modules[leaf]}.weight', shape, False, None)
+  if modules[0].startswith('layer_'):
+    prefix = f'{prefix}{family.blocks}.{modules.pop(0).removeprefix("layer_")}.'
+  module = '/'.join(modules)
+  part = 'qkv'.index(module[-1]) if module in ('attention/q', 'attention/k', 'attention/v') else None
+  if part is not None:
+    num_heads = config.num_heads if part == 0 else config.num_kv_heads
+    is_fused = len({family.modules[f'attention/{name}'] for name in 'qkv'}) == 1
+    shape = *shape[:-1], (3 if is_fused else 1) * num_heads * config.head_dim
+  is_transposed = family.is_transposed and leaf == 'kernel'
+  name = f'{prefix}{family.modules[module]}.{_LEAVES[leaf]}'
+  return _Source(name, shape[::-1] if is_transposed else shape, is_transposed, part)
+
+
+def _ranges(outputs: slice, source: _Source, family: Family, config: CausalLMConfig) -> Iterator[slice]:
+  """Ranges of the tensor's outputs that, joined, are a range of the parameter's; neighbours are one."""
+  if source.part is None:
+    yield outputs
+    return
+  at, width = outputs.start, config.head_dim
+  begin = end = None
+  while at < outputs.stop:
+    head, offset = divmod(at, width)
+    num = min(width - offset, outputs.stop - at)
+    start = family.head_start(source.part, head, config) + offset
+    if start != end:
+      if end is not None:
+        yield slice(begin, end)
+      begin = start
+    end = start + num
+    at += num
+  yield slice(begin, end)
+
+
+def _read(index, *, shape, tensors: Tensors, source: _Source, family: Family, config: CausalLMConfig) -> np.ndarray:
+  """The part `index` of a parameter of a shape."""
+  *inputs, outputs = (slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+  parts = []
+  for found in _ranges(outputs, source, family, config):
+    where = (found, *inputs) if source.is_transposed else (*inputs, found)
+    part = tensors.read(source.name, where).astype(config.dtype, copy=False)
+    parts.append(part.T if source.is_transposed else part)
+  return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+
+def _quantised_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _ReadPart]:
+  """Functions that give the part `index` of a kernel's values and of its scales.
+
+  A scale belongs to a whole channel, so whole channels are read, some at a time, also for a device that holds only some
+  of their inputs. They stay here in int8 until the functions go, so that all devices and both functions share a read.
+
+  Args:
+    read: Gives a part of the kernel in float32 or wider.
+    kernel: The kernel's shapes.
+  """
+  axis = kernel.channel_axis
+  num_channels, num_inputs = kernel.shape[axis], kernel.shape[1 - axis]
+  step = max(1, _MOST_AT_ONCE // num_inputs)
+
+  def whole(channels):
+    return (slice(None), channels) if axis else (channels, slice(None))
+
+  @functools.cache
+  def quantised(start, stop):
+    num = stop - start
+    values = np.empty((num_inputs, num) if axis else (num, num_inputs), np.int8)
+    scale = np.empty(num, kernel.scale.dtype)
+    for begin in range(0, num, step):
+      part = slice(begin, min(begin + step, num))
+      numbers = read(whole(slice(start + part.start, start + part.stop)))
+      values[whole(part)], scale[part] = quantise(numbers, axis)
+    return values, scale
+
+  def values(index):
+    found, _ = quantised(*index[axis].indices(num_channels)[:2])
+    return found[index[0]] if axis else found[:, index[1]]
+
+  def scale(index):
+    return quantised(*index[0].indices(num_channels)[:2])[1]
+
+  return values, scale
+
+
+def _check_names(sources: Mapping[str, _Source], tensors: Tensors, family: Family) -> None:
+  tied = [f'{name}.weight' for name in family.head_names]  # stored beside the embedding although it is the same
+  check_tensors(
+    tensors,
+    {source.name: source.shape for source in sources.values()},
+    lambda name: name in tied or name.endswith(family.buffers),
+  )
+
+
+def for_platform(config: CausalLMConfig, mesh: Mesh | None) -> CausalLMConfig:
+  """The configuration with the caches that the devices write fastest.
+
+  Args:
+    config: The configuration.
+    mesh: The devices; None for the default device.
+  """
+  platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+  is_copied = platform == 'cpu' and config.dtype == 'bfloat16'
+  return dataclasses.replace(config, cache_dtype='float32') if is_copied else config
+
+
+def make_model(
+  spec: Mapping[str, Any],
+  tensors: Tensors,
+  *,
+  dtype: str | None = None,
+  weights: str | None = None,
+  mesh: Mesh | None = None,
+) -> Model:
+  """A model of a checkpoint's configuration and tensors.
+
+  Every device reads only its own part of each tensor. For weights in int8 it reads the whole of every output channel
+  that it holds a part of, and quantises some channels at a time. On CPUs the caches of a bfloat16 model are float32,
+  which are written in place.
+
+  Args:
+    spec: The content of `config.json`.
+    tensors: The tensors, by the hub's names.
+    dtype: The dtype to hold parameters and to compute in, `float32` or `bfloat16`; None for the checkpoint's, or for
+      float32 where that is float16.
+    weights: As for `load_model`.
+    mesh: The devices whose axis `model` the parameters are sharded over; None for the default device.
+
+  Raises:
+    ValueError: The configuration or the type of weights is unknown, or a tensor or the mesh does not fit.
+  """
+  family, config = read_spec(spec)
+  config = _with_types(config, dtype, weights)
+  config = for_platform(config if mesh is None else config.for_mesh(mesh), mesh)
+  wide = dataclasses.replace(config, dtype=accumulation_dtype(config.dtype).name)
+  shapes, names = param_shapes(config), tensors.names()
+
+  def path_of(keys):
+    return jax.tree_util.keystr(keys, simple=True, separator='/')
+
+  sources = {
+    path_of(keys): _source(path_of(keys), leaf.shape, family, config, names)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_int8)
+  }
+  _check_names(sources, tensors, family)
+  if mesh is None:
+    places = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), shapes)
+  else:
+    places = shardings(mesh, shapes, only_over(MODEL, CAUSAL_LM_RULES))
+
+  def make(keys, leaf, place):
+    source = sources[path_of(keys)]
+    part = functools.partial(_read, shape=leaf.shape, tensors=tensors, source=source, family=family)
+    if not is_int8(leaf):
+      return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, config=config))
+    reads = _quantised_reads(functools.partial(part, config=wide), leaf)
+    try:
+      values, scale = (
+        jax.make_array_from_callback(shape.shape, sharding, read)
+        for shape, sharding, read in zip((leaf.values, leaf.scale), (place.values, place.scale), reads)
+      )
+    except ValueError as error:
+      raise ValueError(f'tensor {source.name}: {error}') from error
+    return Int8Kernel(values, scale, leaf.channel_axis)
+
+  return causal_lm(jax.tree_util.tree_map_with_path(make, shapes, places, is_leaf=is_int8), config)
+
+
+def _with_types(config: CausalLMConfig, dtype: str | None, weights: str | None) -> CausalLMConfig:
+  return dataclasses.replace(config, dtype=config.dtype if dtype is None else dtype, weights=weights)
+
+
+def read_json(folder: epath.PathLike) -> dict[str, Any]:
+  """The content of a folder's `config.json`.
+
+  Args:
+    folder: The folder.
+
+  Raises:
+    ValueError: The file is missing or damaged.
+  """
+  path = epath.Path(folder) / 'config.json'
+  if not path.exists():
+    raise ValueError(f'no model at {folder}: expected a folder with config.json')
+  try:
+    content = json.loads(path.read_text())
+  except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    raise ValueError(f'{path} is damaged: {error}') from error
+  if not isinstance(content, dict):
+    raise ValueError(f'{path} must hold an object')
+  return content
+
+
+def read_hub_config(folder: epath.PathLike, *, dtype: str | None = None, weights: str | None = None) -> CausalLMConfig:
+  """The configuration of a hub folder, by its `config.json` alone.
+
+  With `causal_lm.param_shapes` it is enough to compile for a model whose weights are not there.
+
+  Args:
+    folder: The folder.
+    dtype: The dtype to compute in; None for the checkpoint's.
+    weights: As for `load_model`.
+
+  Raises:
+    ValueError: The file is missing, damaged or of an unknown architecture, or the type of weights is unknown.
+  """
+  _, config = read_spec(read_json(folder))
+  return _with_types(config, dtype, weights)
+
+
+def load_hub_model(
+  folder: epath.PathLike, *, dtype: str | None = None, weights: str | None = None, mesh: Mesh | None = None
+) -> Model:
+  """The model of a folder as the hub serves it, without its tokenizer.
+
+  Args:
+    folder: A folder with `config.json` and safetensors files.
+    dtype: As for `make_model`.
+    weights: As for `load_model`.
+    mesh: As for `make_model`.
+
+  Raises:
+    ValueError: As for `make_model`; or a file is missing or damaged.
+  """
+  return make_model(read_json(folder), SafetensorsFolder(folder), dtype=dtype, weights=weights, mesh=mesh)

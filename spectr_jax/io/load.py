@@ -1,0 +1,202 @@
+"""`load_model`: models of every format that is read."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from etils import epath
+from jax.sharding import Mesh
+
+from spectr_jax.io import model_files
+from spectr_jax.io.hub.families import read_spec
+from spectr_jax.io.hub.gguf_file import GgufFile
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
+from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config
+from spectr_jax.io.tokenizer import Tokenizer, TokenizerBase
+from spectr_jax.model import Model
+from spectr_jax.models.int8 import check_weights
+from spectr_jax.sharding import MODEL, only_over, put, shardings
+
+# What is downloaded: files at the top of a repository only, since others are the same weights for other programs.
+_DOWNLOADED = ('*.json', '*.safetensors', '*.jinja', 'tokenizer*', 'merges.txt', 'vocab.txt')
+
+
+def load_model(
+  path: epath.PathLike, *, dtype: str | None = None, weights: str | None = None, mesh: Mesh | None = None
+) -> tuple[Model, TokenizerBase]:
+  """Reads a model and its tokenizer.
+
+  Args:
+    path: A directory that `save_model` wrote, also remote (`gs://...`); a folder as the Hugging Face hub serves it,
+      with `config.json`, safetensors files and `tokenizer.json`; a `.gguf` file; or the name `ORG/NAME` of a model on
+      the hub, which is downloaded to the hub's cache (needs the extra `hub`).
+    dtype: The dtype to compute in, `float32` or `bfloat16`; None for the one that the model was saved with, or for
+      float32 where that is another one.
+    weights: `int8` to hold kernels, embedding and output head as 8-bit integers with a scale per output channel, which
+      takes a quarter of float32's memory. The model is another one then: decoding without loss gives the distribution
+      of the quantised target. Numbers are rounded while they are read. Products are computed in `dtype`, and norms and
+      biases stay in it. None for the weights of the file.
+    mesh: The devices whose axis `model` the parameters are sharded over, as `DecodeSharding` shards a target; None for
+      the default device.
+
+  Returns:
+    The model and its tokenizer.
+
+  Raises:
+    ValueError: There is no such model, it is of an unknown kind, a file is missing or damaged, or the type of weights
+      is unknown.
+  """
+  check_weights(weights)
+  files = open_model(path)
+  return files.load(dtype=dtype, weights=weights, mesh=mesh), files.tokenizer()
+
+
+class ModelFiles(abc.ABC):
+  """A model on disk, of which little is read before it is asked for."""
+
+  @property
+  @abc.abstractmethod
+  def context_length(self) -> int:
+    """The longest context that the model is made for, in tokens.
+
+    Raises:
+      ValueError: The configuration is damaged or of an unknown kind.
+    """
+
+  @abc.abstractmethod
+  def tokenizer(self) -> TokenizerBase:
+    """Reads the tokenizer.
+
+    Raises:
+      ValueError: It is missing or damaged.
+    """
+
+  @abc.abstractmethod
+  def load(self, *, dtype: str | None, weights: str | None, mesh: Mesh | None) -> Model:
+    """Reads the model.
+
+    Args:
+      dtype, weights, mesh: As for `load_model`.
+
+    Raises:
+      ValueError: A file is missing or damaged, or of an unknown kind.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class _OwnFolder(ModelFiles):
+  """A directory that `save_model` wrote."""
+
+  path: epath.Path
+
+  @property
+  def context_length(self) -> int:
+    return model_files.read_config(self.path).max_length
+
+  def tokenizer(self) -> TokenizerBase:
+    return Tokenizer.load(self.path / 'tokenizer.json')
+
+  def load(self, *, dtype, weights, mesh) -> Model:
+    model, _ = model_files.load_transformer(self.path, dtype=dtype, weights=weights)
+    if mesh is None or model.sharding_rules is None:
+      return model
+    places = shardings(mesh, model.params, only_over(MODEL, model.sharding_rules))
+    return dataclasses.replace(model, params=put(model.params, places))
+
+
+@dataclasses.dataclass(frozen=True)
+class _HubFolder(ModelFiles):
+  """A folder as the hub serves it."""
+
+  path: epath.Path
+
+  @property
+  def context_length(self) -> int:
+    return read_hub_config(self.path).context_length
+
+  def tokenizer(self) -> TokenizerBase:
+    return load_hub_tokenizer(self.path)
+
+  def load(self, *, dtype, weights, mesh) -> Model:
+    return load_hub_model(self.path, dtype=dtype, weights=weights, mesh=mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gguf(ModelFiles):
+  """A GGUF file, with its header read."""
+
+  file: GgufFile
+
+  @property
+  def context_length(self) -> int:
+    return read_spec(self.file.config)[1].context_length
+
+  def tokenizer(self) -> TokenizerBase:
+    file = self.file
+    return HubTokenizer.from_parts(
+      file.tokenizer(),
+      bos_id=file.bos_id,
+      eos_ids=file.eos_ids,
+      add_bos=file.add_bos,
+      chat_template=file.chat_template,
+      pad_id=file.pad_id,
+    )
+
+  def load(self, *, dtype, weights, mesh) -> Model:
+    return make_model(self.file.config, self.file.tensors, dtype=dtype, weights=weights, mesh=mesh)
+
+
+def open_model(path: epath.PathLike) -> ModelFiles:
+  """The files of a model of any format that `load_model` reads; one on the hub is downloaded if it is not there.
+
+  Raises:
+    ValueError: There is no such model, or a GGUF file is damaged.
+  """
+  path = epath.Path(path)
+  if path.suffix == '.gguf':
+    return _Gguf(GgufFile(path))
+  path = hub_folder(path)
+  if (path / 'model.json').exists():
+    return _OwnFolder(path)
+  if (path / 'config.json').exists():
+    return _HubFolder(path)
+  raise ValueError(
+    f'no model at {path}: expected a directory with model.json or config.json, a .gguf file, or the name ORG/NAME of'
+    ' a model on the hub'
+  )
+
+
+def hub_folder(path: epath.PathLike, *, files: Sequence[str] = _DOWNLOADED) -> epath.Path:
+  """The folder of a model: the path itself, or the one in the hub's cache if the path is a name `ORG/NAME`.
+
+  Args:
+    path: A folder or a name.
+    files: Patterns of the files that are downloaded if they are not in the cache.
+
+  Raises:
+    ValueError: There is no folder, and the name is not on the hub.
+  """
+  path = epath.Path(path)
+  if path.exists() or not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)):
+    return path
+  return _download(str(path), files)
+
+
+def _download(name: str, files: Sequence[str]) -> epath.Path:
+  """The folder of a model on the hub, with some files downloaded to the hub's cache if they are not there."""
+  try:
+    import huggingface_hub
+  except ImportError as error:
+    raise ValueError(
+      f'no model at {name}; models on the hub need huggingface_hub, which the extra hub installs'
+    ) from error
+  try:
+    return epath.Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=['*/*']))
+  except (OSError, ValueError) as error:  # what the client's errors are, of names, of the network and of the server
+    reason = str(error).strip().splitlines()
+    raise ValueError(
+      f'no model at {name}, neither a folder nor on the hub: {reason[0] if reason else type(error).__name__}'
+    ) from error

@@ -1,0 +1,84 @@
+"""Text of tokens that arrive one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from spectr_jax.engine.stop import StopStrings
+from spectr_jax.io.tokenizer import TokenizerBase
+
+_INCOMPLETE = '\ufffd'
+_MOST_WAITING = 3  # tokens: a character has up to four bytes
+
+
+class TextStream:
+  """Decodes tokens as they come, and holds back what is not certain yet.
+
+  That are bytes that make no character, and text that may be the beginning of a stop text.
+
+  Attributes:
+    tokens: All tokens so far.
+    is_stopped: Whether the text has ended at a stop text; nothing comes after it.
+  """
+
+  def __init__(self, tokenizer: TokenizerBase, stop: StopStrings | None = None):
+    """Starts with no tokens.
+
+    Args:
+      tokenizer: The tokenizer.
+      stop: Texts that end the text, which is cut before them; or None.
+    """
+    self.tokens: list[int] = []
+    self.is_stopped = False
+    self._tokenizer = tokenizer
+    self._stop_texts = () if stop is None else tuple(stop.texts)
+    self._num_decoded = 0
+    self._held = ''  # may be the beginning of a stop text
+
+  def add(self, tokens: Iterable[int]) -> str:
+    """Adds tokens.
+
+    Args:
+      tokens: Ids.
+
+    Returns:
+      The text that is new.
+    """
+    self.tokens += (int(token) for token in tokens)
+    for num_waiting in range(_MOST_WAITING + 1):
+      end = len(self.tokens) - num_waiting
+      text = self._tokenizer.decode(self.tokens[self._num_decoded : end])
+      if not text.endswith(_INCOMPLETE):
+        self._num_decoded = max(end, self._num_decoded)
+        return self._release(text)
+    return self._release(self._rest())  # more bytes than any character has
+
+  def finish(self) -> str:
+    """The text that was held back, with U+FFFD for bytes that make no character."""
+    text = self._release(self._rest()) + self._held
+    self._held = ''
+    return text
+
+  def _rest(self) -> str:
+    text = self._tokenizer.decode(self.tokens[self._num_decoded :])
+    self._num_decoded = len(self.tokens)
+    return text
+
+  def _release(self, text: str) -> str:
+    """The text that is certain, of what was held and `text`."""
+    if self.is_stopped:
+      return ''
+    text = self._held + text
+    # The stop text that ends first; of those that end together, the longest.
+    places = [(begin + len(stop), begin) for stop in self._stop_texts if (begin := text.find(stop)) >= 0]
+    if places:
+      self.is_stopped, self._held = True, ''
+      return text[: min(places)[1]]
+    num_held = max((_num_common(text, stop) for stop in self._stop_texts), default=0)
+    self._held = text[len(text) - num_held :]
+    return text[: len(text) - num_held]
+
+
+def _num_common(text: str, stop: str) -> int:
+  """The length of the longest end of `text` that is a beginning of `stop`, and shorter than it."""
+  return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

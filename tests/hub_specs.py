@@ -1,0 +1,28 @@
+"""The `config.json` of a tiny model of every family, with what distinguishes the family turned on."""
+
+_SIZES = {
+  'vocab_size': 32, 'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': 2, 'num_attention_heads': 4,
+  'num_key_value_heads': 2, 'max_position_embeddings': 32,
+}  # fmt: skip
+_GEMMA = {'head_dim': 6, 'query_pre_attn_scalar': 5, 'sliding_window': 4}
+
+
+def _spec(architecture, **fields):
+  return {**_SIZES, 'architectures': [architecture], **fields}
+
+
+SPECS = {
+  'llama': _spec('LlamaForCausalLM', rope_theta=5e5, torch_dtype='float32'),
+  'mistral': _spec('MistralForCausalLM', sliding_window=4),
+  'qwen2': _spec('Qwen2ForCausalLM', tie_word_embeddings=True),
+  'qwen3': _spec('Qwen3ForCausalLM', head_dim=6),
+  'gemma': _spec('GemmaForCausalLM', head_dim=6, hidden_act='gelu'),
+  'gemma2': _spec('Gemma2ForCausalLM', **_GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=5.0),
+  'gemma3': _spec('Gemma3ForCausalLM', **_GEMMA, sliding_window_pattern=2, rope_local_base_freq=100.0,
+    attn_logit_softcapping=3.0, final_logit_softcapping=5.0,
+  ),
+  'gpt_neox': _spec('GPTNeoXForCausalLM', num_key_value_heads=None, rotary_pct=0.5),
+  'gpt2': {
+    'architectures': ['GPT2LMHeadModel'], 'vocab_size': 32, 'n_embd': 16, 'n_layer': 2, 'n_head': 4, 'n_positions': 32,
+  },
+}  # fmt: skip

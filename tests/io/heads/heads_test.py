@@ -1,0 +1,230 @@
+"""Published heads: what is recognised, where every tensor comes to, what does not fit, and what is written."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from published_heads import HEADS_BY_NAME, IDS, LAYERS, TARGET, VD, D, V, arrays_of, tiny_target, write_head
+from safetensors import safe_open
+
+import spectr_jax
+from spectr_jax import TokenTree, load_drafter, save_drafter
+from spectr_jax.draft import head_drafter
+from spectr_jax.draft.head_drafter import config_of
+from spectr_jax.draft.medusa_drafter import config_of as medusa_config_of
+from spectr_jax.engine.loop import noise_keys, propose
+from spectr_jax.io.heads.load import open_head
+from spectr_jax.models import causal_lm
+
+_FORMATS = {
+  'eagle': 'EAGLE', 'eagle3': 'EAGLE-3', 'speculators': 'speculators', 'speculators joint': 'speculators',
+  'medusa': 'Medusa', 'mtp': 'MTP', 'deepseek mtp': 'MTP, DeepSeek',
+}  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def target():
+  return tiny_target()
+
+
+@pytest.mark.parametrize('name', HEADS_BY_NAME)
+def test_every_format_is_recognised(tmp_path, target, name):
+  found = open_head(write_head(tmp_path, name))
+  assert (found.format, found.is_part) == (_FORMATS[name], name == 'deepseek mtp')
+  assert found.load(target).vocab_size == V
+
+
+@pytest.mark.parametrize(
+  'name', [name if name == 'eagle3' else pytest.param(name, marks=pytest.mark.slow) for name in HEADS_BY_NAME]
+)
+def test_greedy_tokens_are_the_targets(tmp_path, target, name):
+  drafter = load_drafter(write_head(tmp_path, name), target)
+  prompts, lengths = jax.random.randint(jax.random.key(5), (2, 5), 0, V), jnp.array([5, 1])
+  options = {'max_new_tokens': 6, 'temperature': 0.0}
+  plain = spectr_jax.generate(jax.random.key(0), target, None, prompts, lengths, method='autoregressive', **options)
+  tree = TokenTree.chains(2, 2)
+  found = spectr_jax.generate(
+    jax.random.key(0), target, drafter, prompts, lengths, method='spectr', tree=tree, **options
+  )
+  np.testing.assert_array_equal(found.tokens, plain.tokens)
+
+
+def test_the_tensors_of_eagle3_come_to_their_places(tmp_path, target):
+  arrays = arrays_of('eagle3')
+  drafter = load_drafter(write_head(tmp_path, 'eagle3'), target)
+  params, config = drafter.params, config_of(drafter)
+  assert config.feature_layers == drafter.feature_layers == (2, LAYERS // 2, LAYERS - 3)
+  np.testing.assert_array_equal(params['target_ids'], IDS)
+  np.testing.assert_array_equal(params['features']['kernel'], arrays['fc.weight'].T)
+  np.testing.assert_array_equal(params['unembedding'], arrays['lm_head.weight'].T)
+  for ours, theirs in (('embedding_norm', 'input_layernorm'), ('hidden_norm', 'hidden_norm')):
+    np.testing.assert_array_equal(params[ours]['gain'], arrays[f'midlayer.{theirs}.weight'])
+  np.testing.assert_array_equal(params['mlp']['down']['kernel'], arrays['midlayer.mlp.down_proj.weight'].T)
+  assert config.block.rope.frequencies == (1.0, 0.01)  # of base 10000, whatever the target's
+  assert open_head(tmp_path).num_params == sum(
+    array.size for name, array in arrays.items() if name not in ('d2t', 't2d')
+  )
+
+
+def test_configurations_name_layers_in_two_ways(tmp_path, target):
+  for spec in (
+    {'eagle_aux_hidden_state_layer_ids': [1, 4]},
+    {'eagle_config': {'eagle_aux_hidden_state_layer_ids': [0, 3]}},
+  ):
+    fc = {'fc.weight': np.ones((D, 2 * D), np.float32)}
+    drafter = load_drafter(write_head(tmp_path, 'eagle3', fc, spec), target)
+    assert drafter.feature_layers == (1, 4)
+
+
+def test_speculators_say_what_is_normed(tmp_path, target):
+  one = config_of(load_drafter(write_head(tmp_path / 'a', 'speculators'), target))
+  assert (one.features_norm, one.is_residual_normed, one.is_output_normed) == ('each', True, True)
+  assert (one.block.has_qk_norm, one.num_embedded, one.feature_layers) == (True, V, (1, 3, 4))
+  assert one.block.rope.frequencies == (1.0, 500**-0.5)
+  joint = config_of(load_drafter(write_head(tmp_path / 'b', 'speculators joint'), target))
+  assert (joint.features_norm, joint.is_output_normed) == ('joint', False)
+
+
+def test_a_head_without_output_head_takes_rows_of_the_target(tmp_path, target):
+  drafter = load_drafter(write_head(tmp_path / 'eagle', 'eagle'), target)
+  np.testing.assert_allclose(drafter.params['unembedding'], target.params['embedding'].T, rtol=1e-6)
+  reduced = load_drafter(write_head(tmp_path / 'eagle3', 'eagle3', {'lm_head.weight': None}), target)
+  np.testing.assert_allclose(reduced.params['unembedding'], target.params['embedding'].T[:, IDS], rtol=1e-6)
+  medusa = load_drafter(write_head(tmp_path / 'medusa', 'medusa', {f'{i}.1.weight': None for i in range(5)}), target)
+  assert medusa.params['unembedding'].shape == (D, V)
+  capped = causal_lm.causal_lm(target.params, dataclasses.replace(TARGET, logit_soft_cap=30.0))
+  with pytest.raises(ValueError, match='output head, which is not linear'):
+    load_drafter(tmp_path / 'eagle', capped)
+
+
+def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
+  """Whatever the branch, the distribution below depth i is that of head i, at the token before the root."""
+  arrays, drafter = arrays_of('medusa'), load_drafter(write_head(tmp_path, 'medusa'), target)
+  assert medusa_config_of(drafter).num_heads == 5  # configurations of published heads say less
+  tree = TokenTree.from_parents((0, 0, 1, 2, 3))
+  decoder = spectr_jax.Decoder.make(target, drafter, method='traversal', tree=tree, max_new_tokens=4, cache_size=12)
+  prompts = jax.random.randint(jax.random.key(1), (2, 6), 0, V)
+  state = spectr_jax.init_decode(decoder, jax.random.key(0), prompts, jnp.array([6, 3]))
+  proposal = jax.jit(propose)(decoder, state, jax.jit(noise_keys)(decoder, state)[0])
+  model, apply = target.with_features((-1,)), jax.jit(spectr_jax.Model.apply)
+  for row, length in enumerate((6, 3)):
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    features = apply(
+      model, prompts[row : row + 1, :length], jnp.arange(length)[None], causal, model.init_cache_fn(1, length)
+    ).features
+    x = np.asarray(features[0, length - 2, 0])
+    for node in np.flatnonzero(tree.num_children):
+      i = tree.depths[node]
+      product = arrays[f'{i}.0.linear.weight'] @ x + arrays[f'{i}.0.linear.bias']
+      logits = arrays[f'{i}.1.weight'] @ (x + product / (1 + np.exp(-product)))
+      wanted = np.exp(logits - logits.max())
+      found = proposal.probs[row, tree.law_index[node]]
+      np.testing.assert_allclose(found, wanted / wanted.sum(), rtol=1e-4, atol=1e-6)
+  with pytest.raises(ValueError, match='5 Medusa heads guess as many tokens ahead, and the tree is 6 deep'):
+    spectr_jax.generate(
+      jax.random.key(0), target, drafter, prompts, jnp.array([6, 3]), method='speculative',
+      tree=TokenTree.chains(1, 6), max_new_tokens=4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ('name', 'changes', 'spec', 'message'),
+  [
+    ('eagle3', {'norm.weight': None}, {}, 'lacks 1 tensors, the first of them norm.weight'),
+    ('eagle3', {'fc.weight': None}, {}, 'lacks fc.weight'),
+    ('eagle3', {'fc.bias': np.ones(D, np.float32)}, {}, '1 tensors too many, the first of them fc.bias'),
+    ('eagle3', {'norm.weight': np.ones(3, np.float32)}, {}, r'norm.weight must have shape \(16,\), got \(3,\)'),
+    ('eagle3', {'d2t': np.zeros(VD, np.float32)}, {}, 'd2t must hold integers, got float32'),
+    ('eagle3', {'d2t': np.full(VD, V)}, {}, "d2t names tokens that are not among the target's 23"),
+    ('eagle3', {'fc.weight': np.ones((D, 47), np.float32)}, {}, 'reads 47 numbers of the target, whose .* have 16'),
+    ('eagle3', {'fc.weight': np.ones((D, 2 * D), np.float32)}, {}, 'reads 2 hidden states .* names 3 layers: 2, 2, 2'),
+    ('eagle3', {}, {'eagle_aux_hidden_state_layer_ids': [1, 2, 9]}, 'feature layers must be from 0 to 6'),
+    ('eagle3', {}, {'hidden_size': None}, 'the configuration of the head has no hidden_size'),
+    ('eagle3', {'d2t': None, 't2d': None}, {}, 'the head guesses 11 tokens, but the target has 23'),
+    ('eagle', {}, {'bias': False}, '1 tensors too many, the first of them fc.bias'),
+    ('eagle', {'embed_tokens.weight': np.ones((9, D), np.float32)}, {}, r'has shape \(9, 16\), and the target has 23'),
+    ('speculators', {}, {'speculators_model_type': 'dflash'}, 'speculators of type dflash are not read'),
+    ('medusa', {'0.1.linear.weight': np.ones((D, D), np.float32)}, {}, 'several residual layers'),
+    ('medusa', {'3.1.weight': None}, {}, 'lacks 1 tensors, the first of them 3.1.weight'),
+    ('mtp', {'mtp.layers.0.mlp.experts.0.up_proj.weight': np.ones(1)}, {}, 'has a mixture of experts, which is not'),
+    ('mtp', {'mtp.layers.0.self_attn.q_proj.weight': np.ones((2 * D, D))}, {}, 'has gated attention, which is not'),
+    (
+      'deepseek mtp', {f'model.layers.{LAYERS}.self_attn.kv_b_proj.weight': np.ones(1)}, {},
+      'has latent attention, which is not',
+    ),
+    ('deepseek mtp', {'model.layers.7.eh_proj.weight': np.ones(1)}, {}, 'has 2 MTP layers; one is read'),
+  ],
+)  # fmt: skip
+def test_heads_that_do_not_fit(tmp_path, target, name, changes, spec, message):
+  with pytest.raises(ValueError, match=message) as error:
+    load_drafter(write_head(tmp_path, name, changes, spec), target)
+  assert '\n' not in str(error.value)
+
+
+def test_folders_without_a_head(tmp_path, target):
+  with pytest.raises(ValueError, match='^no head at .*: expected a folder with config.json'):
+    load_drafter(tmp_path, target)
+  folder = write_head(tmp_path / 'x', 'eagle3')
+  file = folder / 'model.safetensors'
+  file.write_bytes(file.read_bytes()[:-10])
+  with pytest.raises(ValueError, match='model.safetensors is damaged'):
+    load_drafter(folder, target)
+  file.unlink()
+  with pytest.raises(ValueError, match='no weights in'):
+    load_drafter(folder, target)
+  narrow = tiny_target(config=dataclasses.replace(TARGET, embed_dim=12, num_heads=3, num_kv_heads=1))
+  for name, message in (
+    ('eagle', 'reads one hidden state of its own width; got 1 of width 12, and width 16'),
+    ('medusa', r'0.0.linear.weight must have shape \(12, 12\), got \(16, 16\)'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      load_drafter(write_head(tmp_path / name, name), narrow)
+
+
+@pytest.mark.parametrize('name', ['eagle3', 'speculators', 'speculators joint'])
+@pytest.mark.parametrize('param_dtype', ['float32', 'bfloat16'])
+def test_a_head_that_is_written_reads_the_same(tmp_path, target, name, param_dtype):
+  changes = {'lm_head.weight': None} if name == 'eagle3' else {}
+  drafter = load_drafter(write_head(tmp_path / 'a', name, changes), target)
+  save_drafter(tmp_path / 'b', drafter, param_dtype=param_dtype, info={'data': 'none'})
+  again = load_drafter(tmp_path / 'b', target)
+  assert dataclasses.replace(again, params=None) == dataclasses.replace(drafter, params=None)
+
+  def rounded(path, x):
+    is_shared = name == 'eagle3' and path[0].key == 'unembedding'
+    return x if is_shared or x.dtype == np.int32 else x.astype(param_dtype).astype(x.dtype)
+
+  jax.tree.map(np.testing.assert_array_equal, again.params, jax.tree_util.tree_map_with_path(rounded, drafter.params))
+  assert json.loads((tmp_path / 'b' / 'config.json').read_text())['info'] == {'data': 'none'}
+  with safe_open(tmp_path / 'b' / 'model.safetensors', framework='numpy') as file:
+    assert set(file.keys()) >= {'fc.weight', 'midlayer.self_attn.q_proj.weight', 'd2t', 't2d'}
+    assert ('lm_head.weight' in set(file.keys())) == (name != 'eagle3')
+    assert file.get_tensor('fc.weight').dtype == (ml_dtypes.bfloat16 if param_dtype == 'bfloat16' else np.float32)
+  with pytest.raises(ValueError, match='b exists and is not overwritten'):
+    save_drafter(tmp_path / 'b', drafter)
+  save_drafter(tmp_path / 'b', drafter, overwrite=True)
+
+
+def test_heads_that_the_format_cannot_say(tmp_path, target):
+  with pytest.raises(ValueError, match="join is 'linear'"):
+    save_drafter(tmp_path / 'b', load_drafter(write_head(tmp_path / 'a', 'eagle'), target))
+  with pytest.raises(ValueError, match='not a drafter made by head_drafter'):
+    save_drafter(tmp_path / 'b', load_drafter(write_head(tmp_path / 'm', 'medusa'), target))
+  drafter = load_drafter(write_head(tmp_path / 'e', 'eagle3'), target)
+  config = config_of(drafter)
+  for field, value in (('gain_offset', 1.0), ('rope', causal_lm.Rope((1.0, 0.1), 2.0))):
+    other = dataclasses.replace(config, block=dataclasses.replace(config.block, **{field: value}))
+    with pytest.raises(ValueError, match=f'the format of EAGLE-3 cannot say that {field} is'):
+      save_drafter(tmp_path / 'b', head_drafter(drafter.params, other, V))
+  assert not (tmp_path / 'b').exists()
+
+
+def test_dtypes(tmp_path, target):
+  folder = write_head(tmp_path, 'eagle3', {}, {'torch_dtype': 'bfloat16'})
+  assert load_drafter(folder, target).params['features']['kernel'].dtype == jnp.bfloat16
+  assert load_drafter(folder, target, dtype='float32').params['features']['kernel'].dtype == jnp.float32
+  assert load_drafter(write_head(tmp_path, 'eagle3'), target).params['unembedding'].dtype == jnp.float32

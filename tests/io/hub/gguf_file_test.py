@@ -1,0 +1,671 @@
+"""GGUF files: what llama.cpp's conversion does to a model is undone, and damaged or unknown files are refused."""
+
+import json
+import math
+import random
+import re
+import struct
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+import tokenizers
+from gguf import GGMLQuantizationType as Type
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from spectr_jax.io.hub.gguf_file import GgufFile
+from spectr_jax.io.hub.gguf_header import read_header
+
+WIDTH, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, VOCAB, CONTEXT = 64, 4, 2, 16, 96, 2, 40, 128
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+
+# Models as the hub has them.
+
+
+def _decoder_shapes(architecture):
+  layer = {
+    'self_attn.q_proj.weight': (HEADS * HEAD_DIM, WIDTH),
+    'self_attn.k_proj.weight': (KV_HEADS * HEAD_DIM, WIDTH),
+    'self_attn.v_proj.weight': (KV_HEADS * HEAD_DIM, WIDTH),
+    'self_attn.o_proj.weight': (WIDTH, HEADS * HEAD_DIM),
+    'mlp.gate_proj.weight': (MLP, WIDTH),
+    'mlp.up_proj.weight': (MLP, WIDTH),
+    'mlp.down_proj.weight': (WIDTH, MLP),
+    'input_layernorm.weight': (WIDTH,),
+    'post_attention_layernorm.weight': (WIDTH,),
+  }
+  if architecture in ('gemma2', 'gemma3'):
+    layer |= {'pre_feedforward_layernorm.weight': (WIDTH,), 'post_feedforward_layernorm.weight': (WIDTH,)}
+  if architecture in ('qwen3', 'gemma3'):
+    layer |= {'self_attn.q_norm.weight': (HEAD_DIM,), 'self_attn.k_norm.weight': (HEAD_DIM,)}
+  if architecture in ('llama', 'qwen2'):
+    layer |= {f'self_attn.{x}_proj.bias': (heads * HEAD_DIM,) for x, heads in (('q', HEADS), ('k', KV_HEADS))}
+  once = {'model.embed_tokens.weight': (VOCAB, WIDTH), 'model.norm.weight': (WIDTH,)}
+  if architecture == 'llama':
+    once['lm_head.weight'] = (VOCAB, WIDTH)
+  return once, 'model.layers', layer
+
+
+def _gpt_neox_shapes():
+  layer = {
+    'input_layernorm.weight': (WIDTH,),
+    'input_layernorm.bias': (WIDTH,),
+    'attention.query_key_value.weight': (3 * WIDTH, WIDTH),
+    'attention.query_key_value.bias': (3 * WIDTH,),
+    'attention.dense.weight': (WIDTH, WIDTH),
+    'post_attention_layernorm.weight': (WIDTH,),
+    'mlp.dense_h_to_4h.weight': (MLP, WIDTH),
+    'mlp.dense_4h_to_h.weight': (WIDTH, MLP),
+  }
+  once = {
+    'gpt_neox.embed_in.weight': (VOCAB, WIDTH),
+    'gpt_neox.final_layer_norm.weight': (WIDTH,),
+    'embed_out.weight': (VOCAB, WIDTH),
+  }
+  return once, 'gpt_neox.layers', layer
+
+
+def _gpt2_shapes():
+  layer = {
+    'ln_1.weight': (WIDTH,),
+    'attn.c_attn.weight': (WIDTH, 3 * WIDTH),
+    'attn.c_attn.bias': (3 * WIDTH,),
+    'attn.c_proj.weight': (WIDTH, WIDTH),
+    'ln_2.weight': (WIDTH,),
+    'mlp.c_fc.weight': (WIDTH, MLP),
+    'mlp.c_proj.weight': (MLP, WIDTH),
+  }
+  once = {
+    'transformer.wte.weight': (VOCAB, WIDTH),
+    'transformer.wpe.weight': (CONTEXT, WIDTH),
+    'transformer.ln_f.weight': (WIDTH,),
+  }
+  return once, 'transformer.h', layer
+
+
+def _hub_tensors(architecture):
+  """Random parameters of a tiny model, by the hub's names."""
+  shapes = {'gptneox': _gpt_neox_shapes, 'gpt2': _gpt2_shapes}
+  once, layers, layer = shapes.get(architecture, lambda: _decoder_shapes(architecture))()
+  shapes = once | {f'{layers}.{i}.{name}': shape for i in range(LAYERS) for name, shape in layer.items()}
+  generator = np.random.default_rng(0)
+  return {name: generator.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+# llama.cpp's conversion.
+
+
+def _converted(architecture, name, tensor):
+  """A tensor as llama.cpp stores it."""
+  if architecture == 'llama' and ('q_proj' in name or 'k_proj' in name):
+    heads = HEADS if 'q_proj' in name else KV_HEADS
+    return tensor.reshape(heads, 2, HEAD_DIM // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+  if architecture == 'gptneox' and 'query_key_value' in name:
+    heads = tensor.reshape(HEADS, 3, HEAD_DIM, *tensor.shape[1:])
+    return np.concatenate([heads[:, part].reshape(WIDTH, *tensor.shape[1:]) for part in range(3)])
+  if architecture == 'gpt2' and '.h.' in name and tensor.ndim == 2:
+    return tensor.T
+  if architecture.startswith('gemma') and name.endswith('norm.weight'):
+    return tensor + 1
+  return tensor
+
+
+def _stored_names(architecture):
+  """llama.cpp's name of a tensor by the hub's, from the package that converts."""
+  kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+  names = gguf.get_tensor_name_map(kinds[architecture], LAYERS)
+  return lambda name: f'{names.get_name(name.rpartition(".")[0])}.{name.rpartition(".")[2]}'
+
+
+_METADATA = {
+  'block_count': LAYERS,
+  'context_length': CONTEXT,
+  'embedding_length': WIDTH,
+  'feed_forward_length': MLP,
+  'attention.head_count': HEADS,
+  'attention.layer_norm_rms_epsilon': 1e-5,
+}
+_OF_ARCHITECTURE = {
+  'llama': {'attention.head_count_kv': KV_HEADS, 'rope.dimension_count': HEAD_DIM, 'rope.freq_base': 5e5},
+  'qwen2': {'attention.head_count_kv': KV_HEADS},
+  'qwen3': {'attention.head_count_kv': KV_HEADS, 'attention.key_length': HEAD_DIM, 'attention.value_length': HEAD_DIM},
+  'gemma': {'attention.head_count_kv': KV_HEADS, 'attention.key_length': HEAD_DIM},
+  'gemma2': {
+    'attention.head_count_kv': KV_HEADS,
+    'attention.key_length': HEAD_DIM,
+    'attention.sliding_window': 24,
+    'attn_logit_softcapping': 40.0,
+  },
+  'gemma3': {'attention.head_count_kv': KV_HEADS, 'attention.key_length': HEAD_DIM, 'attention.sliding_window': 24},
+  'gptneox': {'attention.layer_norm_epsilon': 1e-5, 'rope.dimension_count': 4, 'use_parallel_residual': False},
+  'gpt2': {'attention.layer_norm_epsilon': 1e-5},
+}
+_TOKENIZER = {
+  'tokenizer.ggml.model': 'gpt2',
+  'tokenizer.ggml.pre': 'gpt-2',
+  'tokenizer.ggml.tokens': ['a', 'b', 'ab'],
+  'tokenizer.ggml.merges': ['a b'],
+}
+
+
+def _add(writer, key, value):
+  adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+  adders.get(type(value), writer.add_array)(key, value)
+
+
+def _write(path, architecture='llama', kind=Type.F32, metadata=None, tensors=None, extra=()):
+  """Writes a tiny model; `metadata` and `tokenizer.*` keys replace the defaults, and None removes them."""
+  own = _METADATA | _OF_ARCHITECTURE.get(architecture, {})
+  values = {f'{architecture}.{key}': value for key, value in own.items()} | _TOKENIZER | (metadata or {})
+  writer = gguf.GGUFWriter(path, architecture)
+  for key, value in values.items():
+    if value is not None:
+      _add(writer, key, value)
+  stored_name = _stored_names(architecture) if architecture in _OF_ARCHITECTURE else None
+  for name, tensor in (_hub_tensors(architecture) if tensors is None else tensors).items():
+    tensor = np.ascontiguousarray(_converted(architecture, name, tensor))
+    as_kind = kind if tensor.ndim == 2 else Type.F32
+    writer.add_tensor(stored_name(name), gguf.quants.quantize(tensor, as_kind), raw_dtype=as_kind)
+  for name, tensor, raw_dtype in extra:
+    writer.add_tensor(name, tensor, raw_dtype=raw_dtype)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
+
+
+def _whole(tensors, name):
+  return tensors.read(name, (slice(None),) * len(tensors.shape(name)))
+
+
+# Tensors.
+
+
+@pytest.mark.parametrize('architecture', _OF_ARCHITECTURE)
+def test_tensors_are_those_of_the_hub(architecture, tmp_path):
+  found = GgufFile(_write(tmp_path / 'model.gguf', architecture)).tensors
+  expected = _hub_tensors(architecture)
+  assert found.names() == set(expected)
+  for name, tensor in expected.items():
+    assert found.shape(name) == tensor.shape
+    assert found.dtype(name) == np.float32
+    np.testing.assert_allclose(_whole(found, name), tensor, rtol=0, atol=3e-7 if 'norm' in name else 0)
+    part = tuple(slice(size // 3, size - 1) for size in tensor.shape)
+    np.testing.assert_array_equal(found.read(name, part), _whole(found, name)[part])
+
+
+@pytest.mark.parametrize('architecture', ['llama', 'gpt2'])
+@pytest.mark.parametrize(
+  'kind', [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_1], ids=lambda x: x.name
+)
+def test_stored_types(architecture, kind, tmp_path):
+  file = GgufFile(_write(tmp_path / 'model.gguf', architecture, kind))
+  found = file.tensors
+  dtype = {Type.F16: np.float16, Type.BF16: ml_dtypes.bfloat16}.get(kind, np.float32)
+  assert file.config.get('torch_dtype', 'float32') == np.dtype(dtype).name
+  for name, tensor in _hub_tensors(architecture).items():
+    if tensor.ndim != 2:
+      assert found.dtype(name) == np.float32
+      continue
+    # A block is a part of a row that is stored, so that converting permutes blocks and leaves them as they are.
+    is_transposed = architecture == 'gpt2' and '.h.' in name
+    stored = tensor.T if is_transposed else tensor
+    expected = gguf.quants.dequantize(gguf.quants.quantize(stored, kind), kind)
+    values = _whole(found, name)
+    assert values.dtype == found.dtype(name) == dtype
+    np.testing.assert_array_equal(values.astype(np.float32), expected.T if is_transposed else expected)
+    part = (slice(3, 38), slice(5, 39))
+    np.testing.assert_array_equal(found.read(name, part), values[part])
+
+
+def test_k_quants_are_read_by_rows_and_blocks(tmp_path):
+  """A wide row of several blocks of 256."""
+  generator = np.random.default_rng(1)
+  blocks = generator.integers(0, 256, (6, 3, gguf.GGML_QUANT_SIZES[Type.Q6_K][1]), dtype=np.uint8)
+  blocks[..., -2:] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+  extra = [('output.weight', blocks.reshape(6, -1), Type.Q6_K)]
+  tensors = _hub_tensors('llama')
+  del tensors['lm_head.weight']
+  found = GgufFile(_write(tmp_path / 'model.gguf', tensors=tensors, extra=extra)).tensors
+  expected = gguf.quants.dequantize(blocks.reshape(6, -1), Type.Q6_K)
+  assert found.shape('lm_head.weight') == expected.shape == (6, 768)
+  for part in (
+    (slice(None), slice(None)),
+    (slice(2, 5), slice(250, 520)),
+    (slice(0, 0), slice(None)),
+    (slice(1), slice(7, 7)),
+  ):
+    np.testing.assert_array_equal(found.read('lm_head.weight', part), expected[part])
+
+
+def test_only_the_blocks_of_a_part_are_dequantised(tmp_path, monkeypatch):
+  found = GgufFile(_write(tmp_path / 'model.gguf', kind=Type.Q8_0)).tensors
+  sizes = []
+  dequantize = gguf.quants.dequantize
+  monkeypatch.setattr(gguf.quants, 'dequantize', lambda x, kind: (sizes.append(x.size), dequantize(x, kind))[1])
+  found.read('model.layers.1.mlp.down_proj.weight', (slice(3, 5), slice(40, 70)))
+  found.read('model.layers.1.self_attn.q_proj.weight', (slice(16, 20), slice(None)))
+  bytes_of_block = 34  # of 32 numbers
+  assert sizes == [2 * 2 * bytes_of_block, 4 * 2 * bytes_of_block]
+
+
+@pytest.mark.parametrize('index', [(slice(None),), (slice(None), slice(0, 4, 2)), (slice(None),) * 3])
+def test_an_index_that_does_not_fit_is_refused(index, tmp_path):
+  found = GgufFile(_write(tmp_path / 'model.gguf')).tensors
+  with pytest.raises(ValueError, match=r'lm_head\.weight has 2 axes: expected a slice of step 1 for each'):
+    found.read('lm_head.weight', index)
+  with pytest.raises(ValueError, match='has no tensor lm_heat'):
+    found.read('lm_heat', index)
+
+
+# Configuration.
+
+_DECODER_CONFIG = {
+  'vocab_size': VOCAB,
+  'hidden_size': WIDTH,
+  'intermediate_size': MLP,
+  'num_hidden_layers': LAYERS,
+  'num_attention_heads': HEADS,
+  'num_key_value_heads': KV_HEADS,
+  'head_dim': HEAD_DIM,
+  'max_position_embeddings': CONTEXT,
+  'rms_norm_eps': 1e-5,
+  'rope_scaling': None,
+}
+_GEMMA = {'hidden_activation': 'gelu_pytorch_tanh', 'tie_word_embeddings': True, 'rope_theta': 1e4}
+_WINDOWED = {'query_pre_attn_scalar': HEAD_DIM, 'sliding_window': 24}
+_CONFIGS = {
+  'llama': {
+    'architectures': ['LlamaForCausalLM'],
+    'rope_theta': 5e5,
+    'hidden_act': 'silu',
+    'attention_bias': True,
+    'tie_word_embeddings': False,
+  },
+  'qwen2': {'architectures': ['Qwen2ForCausalLM'], 'use_sliding_window': False, 'tie_word_embeddings': True},
+  'qwen3': {'architectures': ['Qwen3ForCausalLM'], 'attention_bias': False},
+  'gemma': {'architectures': ['GemmaForCausalLM'], **_GEMMA},
+  'gemma2': {
+    'architectures': ['Gemma2ForCausalLM'],
+    **_GEMMA,
+    **_WINDOWED,
+    'attn_logit_softcapping': 40.0,
+    'final_logit_softcapping': 30.0,
+    'layer_types': ['sliding_attention', 'full_attention'],
+  },
+  'gemma3': {
+    'architectures': ['Gemma3ForCausalLM'],
+    **_GEMMA,
+    **_WINDOWED,
+    'rope_theta': 1e6,
+    'rope_local_base_freq': 1e4,
+    'attn_logit_softcapping': None,
+    'layer_types': ['sliding_attention'] * 2,
+  },
+}
+
+
+@pytest.mark.parametrize('architecture', _CONFIGS)
+def test_the_configuration_is_the_hubs(architecture, tmp_path):
+  config = GgufFile(_write(tmp_path / 'model.gguf', architecture, tensors=_hub_tensors(architecture))).config
+  expected = _DECODER_CONFIG | _CONFIGS[architecture]
+  assert {name: config[name] for name in expected} == expected
+
+
+def test_the_configurations_of_gpt_neox_and_gpt2_are_the_hubs(tmp_path):
+  config = GgufFile(_write(tmp_path / 'neox.gguf', 'gptneox')).config
+  expected = {
+    'architectures': ['GPTNeoXForCausalLM'],
+    'hidden_size': WIDTH,
+    'rotary_pct': 0.25,
+    'rotary_emb_base': 1e4,
+    'layer_norm_eps': 1e-5,
+    'use_parallel_residual': False,
+    'hidden_act': 'gelu',
+    'tie_word_embeddings': False,
+  }
+  assert {name: config[name] for name in expected} == expected
+  config = GgufFile(_write(tmp_path / 'gpt2.gguf', 'gpt2')).config
+  expected = {
+    'architectures': ['GPT2LMHeadModel'],
+    'n_embd': WIDTH,
+    'n_inner': MLP,
+    'n_layer': LAYERS,
+    'n_head': HEADS,
+    'n_positions': CONTEXT,
+    'layer_norm_epsilon': 1e-5,
+    'activation_function': 'gelu_new',
+    'tie_word_embeddings': True,
+  }
+  assert {name: config[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+  ('metadata', 'expected'),
+  [
+    ({'rope.scaling.type': 'none', 'rope.scaling.factor': 2.0}, None),
+    ({'rope.scaling.factor': 1.0}, None),
+    ({'rope.scaling.type': 'linear', 'rope.scaling.factor': 4.0}, {'rope_type': 'linear', 'factor': 4.0}),
+    ({'rope.scale_linear': 4.0}, {'rope_type': 'linear', 'factor': 4.0}),
+    (
+      {'rope.scaling.type': 'yarn', 'rope.scaling.factor': 4.0, 'rope.scaling.original_context_length': 32,
+       'rope.scaling.yarn_beta_fast': 16.0},
+      {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32, 'beta_fast': 16.0},
+    ),
+  ],
+)  # fmt: skip
+def test_rope_scaling(metadata, expected, tmp_path):
+  path = _write(tmp_path / 'model.gguf', metadata={f'llama.{key}': value for key, value in metadata.items()})
+  assert GgufFile(path).config['rope_scaling'] == expected
+
+
+def test_the_rope_scaling_of_llama_3_is_recovered_from_its_factors(tmp_path):
+  base, head_dim, factor = 5e5, 64, 32.0
+  factors = []
+  for i in range(0, head_dim, 2):
+    wavelength = 2 * math.pi * base ** (i / head_dim)
+    smooth = (8192 / wavelength - 1) / 3
+    between = 1 / ((1 - smooth) / factor + smooth)
+    factors.append(1.0 if wavelength < 8192 / 4 else factor if wavelength > 8192 else between)
+  assert 1.0 < factors[15] < factor
+  metadata = {'llama.attention.head_count': 1, 'llama.attention.head_count_kv': 1, 'llama.rope.dimension_count': 64}
+  tensors = {'model.embed_tokens.weight': np.zeros((VOCAB, WIDTH), np.float32)}
+
+  def write(values):
+    extra = [('rope_freqs.weight', np.array(values, np.float32), Type.F32)]
+    return GgufFile(_write(tmp_path / 'model.gguf', metadata=metadata, tensors=tensors, extra=extra))
+
+  found = write(factors)
+  assert found.tensors.names() == set(tensors)
+  assert found.config['rope_scaling'] == {
+    'rope_type': 'llama3',
+    'factor': factor,
+    'low_freq_factor': 1.0,
+    'high_freq_factor': 4.0,
+    'original_max_position_embeddings': 8192,
+  }
+  with pytest.raises(ValueError, match="scales RoPE in another way than Llama 3's"):
+    write([1.0] * 31 + [factor])
+  with pytest.raises(ValueError, match=r'rope_freqs\.weight must be 32 float32 numbers'):
+    write(factors[:-1])
+
+
+def test_mistrals_window_and_per_layer_lists(tmp_path):
+  metadata = {'llama.attention.sliding_window': 24, 'llama.attention.head_count_kv': [KV_HEADS] * LAYERS}
+  config = GgufFile(_write(tmp_path / 'model.gguf', metadata=metadata)).config
+  assert (config['architectures'], config['sliding_window']) == (['MistralForCausalLM'], 24)
+  assert config['num_key_value_heads'] == KV_HEADS
+  with pytest.raises(ValueError, match=r'llama\.attention\.head_count_kv differs between layers'):
+    GgufFile(_write(tmp_path / 'model.gguf', metadata={'llama.attention.head_count_kv': [1, 2]}))
+
+
+def test_a_pattern_of_windows_in_the_file_is_used(tmp_path):
+  metadata = {'gemma3.attention.sliding_window_pattern': [False, True]}
+  config = GgufFile(_write(tmp_path / 'model.gguf', 'gemma3', metadata=metadata)).config
+  assert config['layer_types'] == ['full_attention', 'sliding_attention']
+
+
+# Tokenizers.
+
+
+def _byte_level(pre_tokenizer, specials):
+  """A small tokenizer trained on texts with a given pre-tokenizer."""
+  backend = tokenizers.Tokenizer(models.BPE())
+  backend.pre_tokenizer = pre_tokenizer
+  backend.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=400,
+    special_tokens=specials,
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  backend.train_from_iterator(TEXTS, trainer)
+  return backend
+
+
+def _split(pattern):
+  byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  return pre_tokenizers.Sequence([pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated'), byte_level])
+
+
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+_LLAMA3 = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+  r'|\s+(?!\S)|\s+'
+)
+# As in the files of the models on the hub.
+_PRE_TOKENIZERS = {
+  'gpt-2': _GPT2,
+  'smollm': pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2]),
+  'llama-bpe': _split(_LLAMA3),
+  'qwen2': _split(_LLAMA3.replace('{1,3}', '')),
+}
+TEXTS = [
+  "It's 1234567 o'clock,  isn't IT'S?\n\n\tdef f(x):\r\n    return x ** 2  # 99%",
+  'Größe über Straße; 数字は12345個 — Привет, мир! \u00a0\u3000 café ½ Ⅷ 👩\u200d👩\u200d👧',
+  '   leading,   trailing   ',
+  'Say <|end|> and <|tool|>twice<|end|><|tool|>',
+  '',
+]
+
+
+def _merges(backend):
+  return [' '.join(pair) for pair in json.loads(backend.to_str())['model']['merges']]
+
+
+@pytest.mark.parametrize('kind', _PRE_TOKENIZERS)
+def test_byte_level_tokenizers(kind, tmp_path):
+  backend = _byte_level(_PRE_TOKENIZERS[kind], specials=['<|end|>'])
+  backend.add_tokens([tokenizers.AddedToken('<|tool|>', normalized=False)])
+  size = backend.get_vocab_size()
+  metadata = {
+    'tokenizer.ggml.pre': kind,
+    'tokenizer.ggml.tokens': [backend.id_to_token(i) for i in range(size)] + ['[PAD401]', '[PAD402]'],
+    'tokenizer.ggml.token_type': [CONTROL] + [NORMAL] * (size - 2) + [USER_DEFINED, UNUSED, UNUSED],
+    'tokenizer.ggml.merges': _merges(backend),
+    'tokenizer.ggml.bos_token_id': 0,
+    'tokenizer.ggml.eos_token_id': 0,
+    'tokenizer.ggml.eot_token_id': 7,
+    'tokenizer.chat_template': '{{ messages }}',
+  }
+  file = GgufFile(_write(tmp_path / 'model.gguf', metadata=metadata))
+  found = file.tokenizer()
+  assert found.get_vocab() == backend.get_vocab()
+  for text in TEXTS:
+    ids = found.encode(text).ids
+    assert ids == backend.encode(text).ids
+    assert found.decode(ids, skip_special_tokens=False) == text
+    assert found.decode(ids) == text.replace('<|end|>', '')
+  assert (file.bos_id, file.eos_ids, file.pad_id, file.unk_id, file.special_ids) == (0, (0, 7), None, None, (0,))
+  assert file.config['eos_token_id'] == [0, 7]
+  assert file.chat_template == '{{ messages }}'
+  assert file.add_bos == (kind == 'llama-bpe')
+  stated = GgufFile(_write(tmp_path / 'model.gguf', metadata=metadata | {'tokenizer.ggml.add_bos_token': True}))
+  assert stated.add_bos
+
+
+def test_default_words_and_whole_words(tmp_path):
+  """Punctuation and threes of digits are words by default; only Llama 3 takes a word that is a token unmerged."""
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  metadata = {
+    'tokenizer.ggml.tokens': [*alphabet, '12', '123', '45', ', ', 'xyz'],
+    'tokenizer.ggml.merges': ['1 2', '12 3', '4 5'],
+  }
+
+  def tokens(kind, text):
+    path = _write(tmp_path / 'model.gguf', metadata=metadata | {'tokenizer.ggml.pre': kind})
+    return GgufFile(path).tokenizer().encode(text).tokens
+
+  assert tokens('default', 'xyz 12345.') == ['x', 'y', 'z', 'Ġ', '123', '45', '.']
+  assert tokens(None, '412345.') == ['4', '12', '3', '45', '.']
+  assert tokens('llama-bpe', 'xyz 12345.') == ['xyz', 'Ġ', '123', '45', '.']
+  assert tokens('deepseek-coder', 'xyz 123') == ['x', 'y', 'z', 'Ġ', '1', '2', '3']
+
+
+def _sentence_piece(with_prefix):
+  """A vocabulary of pieces with scores, as SentencePiece trains it, and its file's metadata."""
+  backend = tokenizers.Tokenizer(models.BPE())
+  backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme='always' if with_prefix else 'never')
+  backend.train_from_iterator(TEXTS[:3] * 3, trainers.BpeTrainer(vocab_size=200, show_progress=False))
+  learned = [backend.id_to_token(i) for i in range(backend.get_vocab_size())]
+  learned = [token for token in learned if not set(token) & set('½Ⅷ')]  # written as bytes
+  letters = [token for token in learned if len(token) == 1]
+  tokens = ['<unk>', '<s>', '</s>', *(f'<0x{byte:02X}>' for byte in range(256)), '  ']
+  types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [USER_DEFINED]
+  pieces = [token for token in learned if len(token) > 1] + letters
+  scores = [0.0] * 259 + [-1000.0] + [-float(i) for i in range(len(pieces))]
+  return {
+    'tokenizer.ggml.model': 'llama',
+    'tokenizer.ggml.pre': 'default',
+    'tokenizer.ggml.tokens': tokens + pieces,
+    'tokenizer.ggml.token_type': types + [NORMAL] * len(pieces),
+    'tokenizer.ggml.scores': scores,
+    'tokenizer.ggml.merges': None,
+    'tokenizer.ggml.bos_token_id': 1,
+    'tokenizer.ggml.add_space_prefix': with_prefix,
+  }
+
+
+def _reference_pieces(metadata, text):
+  """SentencePiece: joins the neighbours whose join has the highest score until no two join to a piece."""
+  types = metadata['tokenizer.ggml.token_type']
+  pieces = {
+    token: (score, i)
+    for i, (token, score) in enumerate(zip(metadata['tokenizer.ggml.tokens'], metadata['tokenizer.ggml.scores']))
+    if types[i] == NORMAL
+  }
+  symbols = list(text.replace(' ', '▁'))
+  while True:
+    joins = [(pieces[a + b][0], -i) for i, (a, b) in enumerate(zip(symbols, symbols[1:])) if a + b in pieces]
+    if not joins:
+      break
+    at = -max(joins)[1]
+    symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+  ids = []
+  for symbol in symbols:
+    ids += [pieces[symbol][1]] if symbol in pieces else [3 + byte for byte in symbol.encode()]
+  return ids
+
+
+@pytest.mark.parametrize('with_prefix', [True, False])
+def test_sentence_piece_tokenizers(with_prefix, tmp_path):
+  metadata = _sentence_piece(with_prefix)
+  file = GgufFile(_write(tmp_path / 'model.gguf', metadata=metadata))
+  assert file.add_bos
+  found = file.tokenizer()
+  generator = random.Random(0)
+  letters = [x for x in set(''.join(TEXTS[:3])) if x != ' '] + ['Ж', '漢', '🙂']
+  random_texts = [''.join(generator.choices(letters, k=generator.randrange(1, 30))) for _ in range(200)]
+  for text in [*TEXTS[:3], *random_texts]:
+    text = re.sub(' +', ' ', text)  # without the user-defined token, which is looked at below
+    ids = found.encode(text).ids
+    assert ids == _reference_pieces(metadata, ' ' + text if with_prefix else text), text
+    assert found.decode(ids) == text
+  first = found.encode('a<s>a  a</s>').ids
+  parts = [_reference_pieces(metadata, ' a' if with_prefix else 'a')] * 3
+  assert first == [*parts[0], 1, *parts[1], 259, *parts[2], 2]
+
+
+# Files that are refused.
+
+
+def _refusal(path):
+  with pytest.raises(ValueError) as error:  # noqa: PT011, the callers match
+    GgufFile(path).tokenizer()
+  assert '\n' not in str(error.value)
+  assert str(path) in str(error.value)
+  return str(error.value)
+
+
+@pytest.mark.parametrize(
+  ('content', 'problem'),
+  [
+    (None, 'no file at'),
+    (b'', 'is not a GGUF file'),
+    (b'PK\x03\x04' + bytes(100), 'is not a GGUF file'),
+    (b'GGUF', 'is truncated: its header is longer than the 4 bytes of the file'),
+    (b'GGUF' + struct.pack('<IQQ', 1, 0, 0), 'version 1; versions 2 and 3'),
+    (b'GGUF' + struct.pack('>IQQ', 3, 0, 0), 'big-endian numbers; versions 2 and 3'),
+    (b'GGUF' + struct.pack('<IQQQ', 3, 0, 1, 2**60), 'is truncated'),
+    (b'GGUF' + struct.pack('<IQQQ1sI', 3, 0, 1, 1, b'a', 99), 'unknown type 99 of a value'),
+    (b'GGUF' + struct.pack('<IQQQ1s', 3, 0, 1, 1, b'\xff'), 'is not a readable GGUF file'),
+    (b'GGUF' + struct.pack('<IQQ', 3, 0, 0), 'the metadata has no general.architecture'),
+  ],
+)
+def test_files_that_are_no_gguf_are_refused(content, problem, tmp_path):
+  path = tmp_path / 'model.gguf'
+  if content is not None:
+    path.write_bytes(content)
+  assert problem in _refusal(path)
+
+
+def test_truncated_files_are_refused(tmp_path):
+  path = _write(tmp_path / 'model.gguf')
+  whole = path.read_bytes()
+  start = min(tensor.offset for tensor in read_header(path).tensors.values())
+  generator = random.Random(0)
+  for length in [
+    5,
+    start // 2,
+    start - 40,
+    start,
+    len(whole) - 1,
+    *(generator.randrange(4, len(whole)) for _ in range(10)),
+  ]:
+    path.write_bytes(whole[:length])
+    assert 'truncated' in _refusal(path), length
+
+
+@pytest.mark.parametrize(
+  ('changes', 'problem'),
+  [
+    ({'architecture': 'mamba', 'tensors': {}}, "unknown architecture 'mamba'; known are llama, qwen2, qwen3, gemma,"),
+    ({'metadata': {'llama.expert_count': 8}}, 'a mixture of experts'),
+    ({'metadata': {'llama.block_count': None}}, 'the metadata has no llama.block_count'),
+    ({'metadata': {'llama.rope.scaling.type': 'longrope'}}, "unknown RoPE scaling 'longrope'; known are none, linear"),
+    ({'metadata': {'llama.rope.dimension_count': 8, 'llama.attention.key_length': 16}}, 'RoPE of 8 of 16 dimensions'),
+    ({'metadata': {'llama.attention.value_length': 8}}, 'keys and values of different widths'),
+    ({'metadata': {'llama.attention.head_count': 0}}, 'llama.attention.head_count must be a positive number, got 0'),
+    ({'metadata': {'llama.block_count': 'two'}}, "llama.block_count must be a positive number, got 'two'"),
+    ({'metadata': {'general.alignment': 0}}, 'general.alignment must be a positive number, got 0'),
+    ({'metadata': {'split.count': 2}}, 'is one of 2 files'),
+    ({'tensors': {}}, 'no tensor token_embd.weight'),
+    ({'metadata': {'llama.attention.head_count_kv': 1}}, 'tensor blk.0.attn_k.weight: 32 rows, expected 1 x 8 x 2'),
+    (
+      {'extra': [('blk.0.ffn_up_exps.weight', np.zeros((2, 2), np.float32), Type.F32)]},
+      'tensor blk.0.ffn_up_exps.weight: unknown for this architecture',
+    ),
+    (
+      {'extra': [('blk.5.ffn_up.weight', np.zeros((2, 40), np.uint8), Type.Q8_1)]},
+      'tensor blk.5.ffn_up.weight: unknown type Q8_1; known are F32, F16, Q4_0,',
+    ),
+    ({'metadata': {'tokenizer.ggml.model': 't5'}}, "unknown tokenizer 't5'; known are 'gpt2' and 'llama'"),
+    ({'metadata': {'tokenizer.ggml.pre': 'viking'}}, "unknown pre-tokenizer 'viking'; known are default, gpt-2,"),
+    ({'metadata': {'tokenizer.ggml.merges': None}}, 'the metadata has no tokenizer.ggml.merges'),
+    ({'metadata': {'tokenizer.ggml.merges': ['a c']}}, 'the tokenizer is contradictory'),
+    ({'metadata': {'tokenizer.ggml.merges': ['ab']}}, 'the tokenizer is contradictory'),
+    ({'metadata': {'tokenizer.ggml.token_type': [1, 1]}}, '3 tokens, but types of 2'),
+    (
+      {'metadata': {'tokenizer.ggml.model': 'llama', 'tokenizer.ggml.scores': [0.0, 0.0]}},
+      '3 tokens, but 2 scores',
+    ),
+  ],
+)
+def test_unknown_models_are_refused(changes, problem, tmp_path):
+  if 'metadata' in changes:
+    # With a beginning of a document, opening a file asks for the kind of its tokenizer.
+    changes = {**changes, 'metadata': changes['metadata'] | {'tokenizer.ggml.bos_token_id': 0}}
+  assert problem in _refusal(_write(tmp_path / 'model.gguf', **changes))
+
+
+def test_an_unknown_type_by_number_is_refused(tmp_path):
+  path = _write(tmp_path / 'model.gguf')
+  content = path.read_bytes()
+  entry = content.index(b'blk.0.ffn_up.weight')
+  at = entry + len('blk.0.ffn_up.weight') + 4 + 2 * 8
+  assert content[at : at + 4] == bytes(4)
+  path.write_bytes(content[:at] + struct.pack('<I', 77) + content[at + 4 :])
+  assert 'tensor blk.0.ffn_up.weight: unknown type number 77; known are' in _refusal(path)

@@ -1,0 +1,432 @@
+"""Hub folders: every tensor comes to its place, each device reads its part, and what does not fit is refused."""
+
+import hashlib
+import http.server
+import json
+import pathlib
+import threading
+
+import commands
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tokenizers
+from hub_specs import SPECS
+from safetensors.numpy import save_file
+from tiny_hub import random_array, tensors_of
+
+from spectr_jax.io.hub import load
+from spectr_jax.io.hub.families import read_spec
+from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config
+from spectr_jax.io.hub.rope import read_rope
+from spectr_jax.io.load import hub_folder, load_model
+from spectr_jax.models.causal_lm import config_of, param_shapes
+from spectr_jax.models.int8 import quantised
+from spectr_jax.sharding import make_mesh
+
+_HERE = pathlib.Path(__file__).parent
+_COMMIT = '0123456789abcdef0123456789abcdef01234567'
+
+
+def _llama_tensors(num_layers=2):
+  tensors = {'model.embed_tokens.weight': random_array(32, 16), 'model.norm.weight': random_array(16)}
+  tensors['lm_head.weight'] = random_array(32, 16) + 1
+  for layer in range(num_layers):
+    modules = {
+      'self_attn.q_proj': (16, 16), 'self_attn.k_proj': (8, 16), 'self_attn.v_proj': (8, 16),
+      'self_attn.o_proj': (16, 16), 'mlp.gate_proj': (24, 16), 'mlp.up_proj': (24, 16), 'mlp.down_proj': (16, 24),
+      'input_layernorm': (16,), 'post_attention_layernorm': (16,),
+    }  # fmt: skip
+    for seed, (module, shape) in enumerate(modules.items()):
+      tensors[f'model.layers.{layer}.{module}.weight'] = random_array(*shape) + layer + seed / 16
+  return tensors
+
+
+def _save(folder, tensors, spec=None, num_files=1):
+  folder.mkdir(exist_ok=True)
+  (folder / 'config.json').write_text(json.dumps(SPECS['llama'] if spec is None else spec))
+  if num_files == 1:
+    save_file(tensors, folder / 'model.safetensors')
+    return folder
+  weight_map = {name: f'model-{i % num_files}.safetensors' for i, name in enumerate(tensors)}
+  for file in set(weight_map.values()):
+    save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+  (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weight_map}))
+  return folder
+
+
+class _Recorded:
+  """Tensors in memory that record the size of everything that is read."""
+
+  def __init__(self, tensors):
+    self.tensors, self.reads = tensors, []
+
+  def names(self):
+    return set(self.tensors)
+
+  def shape(self, name):
+    return self.tensors[name].shape
+
+  def dtype(self, name):
+    return self.tensors[name].dtype
+
+  def read(self, name, index):
+    part = self.tensors[name][index].copy()
+    self.reads.append((name, part.size))
+    return part
+
+
+@pytest.mark.parametrize('num_files', [1, 3])
+def test_tensors_come_to_their_places(tmp_path, num_files):
+  tensors = _llama_tensors()
+  params = load_hub_model(_save(tmp_path, tensors, num_files=num_files)).params
+  np.testing.assert_array_equal(params['embedding'], tensors['model.embed_tokens.weight'])
+  np.testing.assert_array_equal(params['unembedding'], tensors['lm_head.weight'].T)
+  block = params['layer_1']
+  for ours, theirs in (('attention_norm', 'input_layernorm'), ('mlp_norm', 'post_attention_layernorm')):
+    np.testing.assert_array_equal(block[ours]['gain'], tensors[f'model.layers.1.{theirs}.weight'])
+  for ours, theirs in (('q', 'q_proj'), ('k', 'k_proj'), ('v', 'v_proj'), ('out', 'o_proj')):
+    np.testing.assert_array_equal(
+      block['attention'][ours]['kernel'], tensors[f'model.layers.1.self_attn.{theirs}.weight'].T
+    )
+  for ours in ('gate', 'up', 'down'):
+    np.testing.assert_array_equal(block['mlp'][ours]['kernel'], tensors[f'model.layers.1.mlp.{ours}_proj.weight'].T)
+
+
+def test_fused_heads_by_head():
+  tensors = tensors_of(SPECS['gpt_neox'])
+  attention = make_model(SPECS['gpt_neox'], _Recorded(tensors)).params['layer_0']['attention']
+  weight = tensors['gpt_neox.layers.0.attention.query_key_value.weight'].reshape(4, 3, 4, 16)
+  bias = tensors['gpt_neox.layers.0.attention.query_key_value.bias'].reshape(4, 3, 4)
+  for part, name in enumerate('qkv'):
+    np.testing.assert_array_equal(attention[name]['kernel'], weight[:, part].reshape(16, 16).T)
+    np.testing.assert_array_equal(attention[name]['bias'], bias[:, part].reshape(16))
+
+
+@pytest.mark.parametrize('prefix', ['transformer.', ''])
+def test_fused_heads_by_part(prefix):
+  """Files of the body alone have names without its prefix."""
+  tensors = {name.replace('transformer.', prefix): x for name, x in tensors_of(SPECS['gpt2']).items()}
+  buffers = {f'{prefix}h.0.attn.bias': np.ones((1, 1, 32, 32), np.float32)}
+  attention = make_model(SPECS['gpt2'], _Recorded(tensors | buffers)).params['layer_0']['attention']
+  weight, bias = (tensors[f'{prefix}h.0.attn.c_attn.{leaf}'] for leaf in ('weight', 'bias'))
+  for part, name in enumerate('qkv'):
+    np.testing.assert_array_equal(attention[name]['kernel'], weight[:, 16 * part : 16 * part + 16])
+    np.testing.assert_array_equal(attention[name]['bias'], bias[16 * part : 16 * part + 16])
+
+
+@pytest.mark.parametrize('name', ['llama', 'gpt_neox', 'gpt2'])
+def test_parts_of_parameters_are_read_alone(name):
+  """Any range of a parameter's outputs is read without the rest, copies of heads included."""
+  family, config = read_spec(SPECS[name])
+  if name == 'llama':
+    config = config.for_mesh(jax.sharding.AbstractMesh((1, 4), ('data', 'model')))
+    assert config.kv_copies == 2
+  tensors = _Recorded(tensors_of(SPECS[name]))
+  shapes = param_shapes(config)['layer_0']['attention']
+  for leaf in 'qkv':
+    shape = shapes[leaf]['kernel'].shape
+    source = load._source(f'layer_0/attention/{leaf}/kernel', shape, family, config, tensors.names())
+
+    def read(*index, shape=shape, source=source):
+      return load._read(index, shape=shape, tensors=tensors, source=source, family=family, config=config)
+
+    whole = read(slice(None), slice(None))
+    assert whole.shape == shape
+    if name == 'llama' and leaf != 'q':
+      heads = whole.reshape(16, 4, 4)
+      np.testing.assert_array_equal(heads[:, 0], heads[:, 1])
+      assert (heads[:, 1] != heads[:, 2]).any()
+    for begin, end in ((0, 4), (4, 12), (3, 9), (12, 16)):
+      tensors.reads.clear()
+      np.testing.assert_array_equal(read(slice(2, 7), slice(begin, end)), whole[2:7, begin:end])
+      assert sum(size for _, size in tensors.reads) == 5 * (end - begin)
+
+
+def test_dtypes(tmp_path):
+  tensors = {name: x.astype(ml_dtypes.bfloat16) for name, x in _llama_tensors().items()}
+  folder = _save(tmp_path, tensors, {**SPECS['llama'], 'torch_dtype': 'bfloat16'})
+  model = load_hub_model(folder)
+  assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype('bfloat16')}
+  wide = load_hub_model(folder, dtype='float32', mesh=make_mesh({}, jax.devices()[:1]))
+  assert config_of(wide).dtype == 'float32'
+  np.testing.assert_array_equal(wide.params['embedding'], tensors['model.embed_tokens.weight'].astype(np.float32))
+  # float16 is not computed in; float32 holds its numbers.
+  assert read_spec({**SPECS['llama'], 'torch_dtype': 'float16'})[1].dtype == 'float32'
+  assert read_hub_config(folder, dtype='float32').dtype == 'float32'
+
+
+def test_a_tied_head_is_not_read():
+  spec = {**SPECS['llama'], 'tie_word_embeddings': True}
+  buffer = {'model.layers.0.self_attn.rotary_emb.inv_freq': random_array(2)}
+  assert 'unembedding' not in make_model(spec, _Recorded(_llama_tensors() | buffer)).params
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'model.norm.weight': None}, 'lacks 1 tensors, the first of them model.norm.weight'),
+    ({'model.layers.2.mlp.up_proj.weight': random_array(24, 16)}, '1 tensors too many, .* model.layers.2.mlp.up_proj'),
+    ({'model.norm.weight': random_array(15)}, r'model.norm.weight must have shape \(16,\), got \(15,\)'),
+    ({'model.norm.weight': np.ones(16, np.int8)}, 'model.norm.weight must hold floating point numbers, got int8'),
+  ],
+)
+def test_tensors_that_do_not_fit(change, message):
+  tensors = {name: x for name, x in (_llama_tensors() | change).items() if x is not None}
+  with pytest.raises(ValueError, match=message):
+    make_model(SPECS['llama'], _Recorded(tensors))
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'architectures': ['BloomForCausalLM']}, 'architecture BloomForCausalLM is unknown; known are LlamaForCausalLM, '),
+    ({'architectures': None}, 'architecture none is unknown'),
+    ({'hidden_act': 'mish'}, "activation 'mish' is unknown; known are silu, "),
+    ({'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}, "RoPE scaling 'dynamic' is unknown; known are default, "),
+    ({'rope_scaling': {'type': 'linear'}}, 'the configuration of LlamaForCausalLM has no factor'),
+    ({'quantization_config': {'quant_method': 'gptq'}}, 'quantized by gptq are not read; known are unquantized'),
+    ({'hidden_size': None}, 'the configuration of LlamaForCausalLM has no hidden_size'),
+    ({'num_key_value_heads': 3}, 'num_heads 4 must be a multiple of the 3 heads'),
+  ],
+)
+def test_configurations_that_are_not_known(change, message):
+  spec = {key: value for key, value in (SPECS['llama'] | change).items() if key != 'hidden_size' or value}
+  with pytest.raises(ValueError, match=message):
+    read_spec(spec)
+
+
+def test_gpt2_variants_are_refused():
+  with pytest.raises(ValueError, match='scale_attn_by_inverse_layer_idx True is not supported'):
+    read_spec({**SPECS['gpt2'], 'scale_attn_by_inverse_layer_idx': True})
+
+
+def test_old_and_new_files_say_the_same():
+  old = {'rope_theta': 1e6, 'rope_scaling': {'type': 'linear', 'factor': 4.0}, 'torch_dtype': 'bfloat16'}
+  new = {'rope_parameters': {'rope_type': 'linear', 'rope_theta': 1e6, 'factor': 4.0}, 'dtype': 'bfloat16'}
+  spec = {key: value for key, value in SPECS['llama'].items() if key not in (*old, *new)}
+  assert read_spec(spec | old) == read_spec(spec | new)
+  assert read_rope({'rope_theta': 16.0}, 4).frequencies == (1.0, 0.25)
+
+
+@pytest.mark.parametrize(
+  ('name', 'old', 'new'),
+  [
+    (
+      'gemma3',
+      {
+        'rope_theta': 1e6, 'rope_local_base_freq': 100.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 8.0},
+        'sliding_window_pattern': 2,
+      },
+      {
+        'rope_parameters': {
+          'full_attention': {'rope_type': 'linear', 'rope_theta': 1e6, 'factor': 8.0},
+          'sliding_attention': {'rope_type': 'default', 'rope_theta': 100.0},
+        },
+        'layer_types': ['sliding_attention', 'full_attention'],
+      },
+    ),
+    (
+      'gpt_neox',
+      {'rotary_pct': 1.0, 'rotary_emb_base': 1e5},
+      {'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e5, 'partial_rotary_factor': 1.0}},
+    ),
+    (
+      'qwen2',
+      {'use_sliding_window': True, 'sliding_window': 4, 'max_window_layers': 1},
+      {'use_sliding_window': True, 'sliding_window': 4, 'layer_types': ['full_attention', 'sliding_attention']},
+    ),
+  ],
+)  # fmt: skip
+def test_old_and_new_files_of_a_family_say_the_same(name, old, new):
+  spec = {key: value for key, value in SPECS[name].items() if key not in (*old, *new)}
+  assert read_spec(spec | old) == read_spec(spec | new)
+  assert read_spec(spec | old) != read_spec(spec)
+
+
+def test_damaged_files(tmp_path):
+  tensors = _llama_tensors()
+  with pytest.raises(ValueError, match='no model at .*: expected a folder with config.json'):
+    read_hub_config(tmp_path)
+  folder = _save(tmp_path / 'whole', tensors)
+  file = folder / 'model.safetensors'
+  file.write_bytes(file.read_bytes()[:-100])
+  with pytest.raises(ValueError, match='model.safetensors is damaged'):
+    load_hub_model(folder)
+  file.unlink()
+  with pytest.raises(ValueError, match='no weights in .*: expected model.safetensors or model.safetensors.index.json'):
+    load_hub_model(folder)
+  (folder / 'config.json').write_text('{')
+  with pytest.raises(ValueError, match='config.json is damaged'):
+    load_hub_model(folder)
+  folder = _save(tmp_path / 'shards', tensors, num_files=2)
+  index = folder / 'model.safetensors.index.json'
+  weight_map = json.loads(index.read_text())['weight_map']
+  index.write_text(json.dumps({'weight_map': {**weight_map, 'model.extra': 'model-1.safetensors'}}))
+  with pytest.raises(ValueError, match='model-1.safetensors has no tensor model.extra, which model.safetensors.index'):
+    load_hub_model(folder)
+  (folder / 'model-1.safetensors').unlink()
+  with pytest.raises(ValueError, match='model-1.safetensors is missing'):
+    load_hub_model(folder)
+  index.write_text('[]')
+  with pytest.raises(ValueError, match='index.json is damaged or not an index'):
+    load_hub_model(folder)
+
+
+def test_meshes_that_do_not_fit():
+  config = read_spec(SPECS['llama'])[1]
+  with pytest.raises(ValueError, match='4 heads with 2 heads of keys and values cannot be sharded over model:8'):
+    config.for_mesh(jax.sharding.AbstractMesh((1, 8), ('data', 'model')))
+
+
+class _Hub(http.server.BaseHTTPRequestHandler):
+  """The hub's addresses for one repository, whose files stand in `server.folder`; counts what is sent."""
+
+  def log_message(self, *arguments):
+    pass
+
+  def do_HEAD(self):
+    self._answer(has_body=False)
+
+  def do_GET(self):
+    self._answer(has_body=True)
+
+  def _answer(self, has_body):
+    path = self.path.split('?')[0]
+    names = [file.relative_to(self.server.folder).as_posix() for file in self.server.folder.rglob('*.*')]
+    name = path.removeprefix(f'/org/tiny/resolve/{_COMMIT}/')
+    if path.startswith('/api/models/org/tiny/tree/'):
+      content = json.dumps([{'type': 'file', 'path': name, 'size': 1, 'oid': name} for name in names]).encode()
+    elif path.startswith('/api/models/org/tiny'):
+      found = {'id': 'org/tiny', 'sha': _COMMIT, 'siblings': [{'rfilename': name} for name in names]}
+      content = json.dumps(found).encode()
+    elif name in names:
+      content = (self.server.folder / name).read_bytes()
+      self.server.sent.add(name)
+    else:
+      self.send_response(404)
+      self.send_header('X-Error-Code', 'RepoNotFound')
+      self.send_header('Content-Length', '0')
+      self.end_headers()
+      return
+    self.send_response(200)
+    self.send_header('Content-Length', str(len(content)))
+    self.send_header('ETag', f'"{hashlib.sha1(content).hexdigest()}"')
+    self.send_header('X-Repo-Commit', _COMMIT)
+    self.end_headers()
+    if has_body:
+      self.wfile.write(content)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+  """A server in place of the hub, with an empty cache."""
+  server = http.server.ThreadingHTTPServer(('localhost', 0), _Hub)
+  server.folder, server.sent = tmp_path / 'served', set()
+  thread = threading.Thread(target=server.serve_forever, daemon=True)
+  thread.start()
+  address = f'http://localhost:{server.server_address[1]}'
+  monkeypatch.setattr('huggingface_hub.constants.ENDPOINT', address)
+  template = address + '/{repo_id}/resolve/{revision}/{filename}'
+  monkeypatch.setattr('huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE', template)
+  # Before version 1 the module that downloads had a copy of it, made when it was imported: by the first of these tests.
+  monkeypatch.setattr('huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE', template, raising=False)
+  monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path / 'cache'))
+  monkeypatch.chdir(tmp_path)
+  yield server
+  server.shutdown()
+  server.server_close()
+
+
+def test_models_on_the_hub(hub, monkeypatch):
+  folder = _save(hub.folder, _llama_tensors())
+  vocab = {f't{index}': index for index in range(32)}
+  tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token='t0')).save(str(folder / 'tokenizer.json'))
+  (folder / 'pytorch_model.bin').write_bytes(b'not wanted')
+  (folder / 'other').mkdir()
+  (folder / 'other' / 'model.safetensors').write_bytes(b'not wanted')
+  model, tokenizer = load_model('org/tiny')
+  np.testing.assert_array_equal(model.params['final_norm']['gain'], _llama_tensors()['model.norm.weight'])
+  assert tokenizer.vocab_size == 32
+  assert hub.sent == {'config.json', 'model.safetensors', 'tokenizer.json'}
+  with pytest.raises(ValueError, match='^no model at org/none, neither a folder nor on the hub: .*404') as error:
+    load_model('org/none')
+  assert '\n' not in str(error.value)
+  hub.shutdown()
+  hub.server_close()
+  # Without the network the cache is enough.
+  assert load_model('org/tiny')[0].vocab_size == 32
+  with pytest.raises(ValueError, match='^no model at org/other, neither a folder nor on the hub: .*[Cc]onn') as error:
+    load_model('org/other')
+  assert '\n' not in str(error.value)
+
+
+def test_a_configuration_on_the_hub_is_downloaded_alone(hub):
+  _save(hub.folder, _llama_tensors())
+  assert read_hub_config(hub_folder('org/tiny', files=('config.json',))) == read_spec(SPECS['llama'])[1]
+  assert hub.sent == {'config.json'}
+
+
+@pytest.mark.slow
+def test_every_device_reads_its_shard(tmp_path):
+  """On eight devices: the tokens of one, and no read is larger than the shard of a device."""
+  spec = {**SPECS['llama'], 'hidden_size': 32, 'num_attention_heads': 8, 'head_dim': 4}
+  folder = _save(tmp_path, tensors_of(spec), spec)
+  ran = commands.finish(
+    commands.start(
+      'shard_by_shard', folder, json.dumps(spec), cwd=_HERE, num_devices=8, JAX_DEFAULT_MATMUL_PRECISION='highest'
+    )
+  )
+  found = json.loads(ran)
+  for num_shards in (8, 4):
+    sharded = found[f'model:{num_shards}']
+    assert sharded['tokens'] == found['plain']
+    assert not sharded['is_moved']
+    assert (sharded['k_shape'], sharded['k_shard']) == ([32, 4 * num_shards], [32, 4])  # each head is there often
+    for name, size in sharded['whole'].items():
+      # Two heads of keys and values cannot be read in more than two parts.
+      shards = 1 if 'norm' in name else 2 if 'k_proj' in name or 'v_proj' in name else num_shards
+      assert sharded['largest'][name] == size // shards, name
+    assert sharded['int8']['tokens'] == found['plain_int8']
+    assert sharded['int8']['is_equal']
+    # Inputs of `out` are sharded, and scales are those of whole channels.
+    assert sharded['int8']['out_shard'] == [32 // num_shards, 32]
+
+
+@pytest.mark.parametrize('name', ['llama', 'gpt_neox', 'gpt2'])
+def test_weights_are_quantised_in_pieces_while_they_are_read(monkeypatch, name):
+  """Every number is read once, few together, and the result is that of the whole kernel."""
+  monkeypatch.setattr(load, '_MOST_AT_ONCE', 100)
+  tensors = _Recorded(tensors_of(SPECS[name]))
+  plain = make_model(SPECS[name], _Recorded(tensors.tensors))
+  model = make_model(SPECS[name], tensors, weights='int8')
+  assert config_of(model).weights == 'int8'
+  jax.tree.map(np.testing.assert_array_equal, model.params, quantised(plain.params))
+  assert sum(size for _, size in tensors.reads) == config_of(plain).num_params
+  assert max(size for tensor, size in tensors.reads if tensors.shape(tensor)[1:] and 'wpe' not in tensor) <= 100
+
+
+def test_quantised_weights_of_bfloat16(tmp_path):
+  """Numbers are rounded once, and scales stay in float32."""
+  tensors = _llama_tensors()
+  folder = _save(tmp_path, tensors)
+  model = load_hub_model(folder, dtype='bfloat16', weights='int8')
+  expected = make_model(SPECS['llama'], _Recorded(tensors), weights='int8').params
+  found = model.params['layer_1']['attention']['out']['kernel']
+  jax.tree.map(np.testing.assert_array_equal, found, expected['layer_1']['attention']['out']['kernel'])
+  assert model.params['final_norm']['gain'].dtype == jnp.bfloat16
+  assert read_hub_config(folder, weights='int8').weights == 'int8'
+
+
+def test_weights_that_cannot_be_quantised_are_named():
+  tensors = _llama_tensors()
+  tensors['model.layers.1.mlp.up_proj.weight'][2, 3] = np.nan
+  with pytest.raises(ValueError, match='^tensor model.layers.1.mlp.up_proj.weight: weights that are not finite'):
+    make_model(SPECS['llama'], _Recorded(tensors), weights='int8')
+
+
+def test_unknown_weights(tmp_path):
+  with pytest.raises(ValueError, match="^weights must be int8, or None for floating point numbers; got 'int4'$"):
+    load_model(tmp_path, weights='int4')

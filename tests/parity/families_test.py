@@ -1,0 +1,179 @@
+"""Every family beside its implementation in `transformers`: tiny random models, saved by it and loaded here.
+
+pip install -e '.[test,parity]' && python -m pytest -m parity tests/parity
+"""
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax import TokenTree, generate
+from spectr_jax.io.hub.load import load_hub_model
+from spectr_jax.model import Model
+
+torch = pytest.importorskip('torch', reason='needs the extra parity')
+transformers = pytest.importorskip('transformers', reason='needs the extra parity')
+pytestmark = [pytest.mark.parity, pytest.mark.usefixtures('highest')]
+
+SIZES = {
+  'vocab_size': 61, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 3, 'num_attention_heads': 4,
+  'num_key_value_heads': 2, 'max_position_embeddings': 64, 'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2,
+}  # fmt: skip
+_LLAMA3 = {
+  'rope_type': 'llama3', 'rope_theta': 10000.0, 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+  'original_max_position_embeddings': 32,
+}  # fmt: skip
+_GEMMA = {'head_dim': 12, 'query_pre_attn_scalar': 10, 'sliding_window': 5}
+_TWO_ROPES = {
+  'full_attention': {'rope_type': 'linear', 'rope_theta': 1e4, 'factor': 8.0},
+  'sliding_attention': {'rope_type': 'default', 'rope_theta': 1e2},
+}
+_GPT_NEOX = {'num_key_value_heads': None}
+_GPT2 = {
+  'vocab_size': 61, 'n_embd': 32, 'n_layer': 3, 'n_head': 4, 'n_positions': 64, 'bos_token_id': 1, 'eos_token_id': 2,
+}  # fmt: skip
+# Name -> class of the configuration, class of the model, what differs from SIZES.
+CASES = {
+  'llama': ('LlamaConfig', 'LlamaForCausalLM', {}),
+  'llama_tied_biased': (
+    'LlamaConfig',
+    'LlamaForCausalLM',
+    {'tie_word_embeddings': True, 'attention_bias': True, 'mlp_bias': True, 'head_dim': 12},
+  ),
+  'llama_llama3': ('LlamaConfig', 'LlamaForCausalLM', {'rope_parameters': _LLAMA3}),
+  'llama_linear': (
+    'LlamaConfig',
+    'LlamaForCausalLM',
+    {'rope_parameters': {'rope_type': 'linear', 'rope_theta': 1e5, 'factor': 4.0}},
+  ),
+  'llama_yarn': (
+    'LlamaConfig',
+    'LlamaForCausalLM',
+    {
+      'rope_parameters': {
+        'rope_type': 'yarn',
+        'rope_theta': 1e4,
+        'factor': 4.0,
+        'original_max_position_embeddings': 16,
+      }  # fmt: skip
+    },
+  ),
+  'mistral': ('MistralConfig', 'MistralForCausalLM', {'sliding_window': 5}),
+  'qwen2': ('Qwen2Config', 'Qwen2ForCausalLM', {'tie_word_embeddings': True}),
+  'qwen2_windows': (
+    'Qwen2Config',
+    'Qwen2ForCausalLM',
+    {'use_sliding_window': True, 'sliding_window': 4, 'max_window_layers': 1},
+  ),
+  'qwen3': ('Qwen3Config', 'Qwen3ForCausalLM', {'head_dim': 12}),
+  'gemma': ('GemmaConfig', 'GemmaForCausalLM', {'head_dim': 12}),
+  'gemma2': (
+    'Gemma2Config',
+    'Gemma2ForCausalLM',
+    {**_GEMMA, 'attn_logit_softcapping': 2.0, 'final_logit_softcapping': 3.0},
+  ),
+  'gemma3': (
+    'Gemma3TextConfig',
+    'Gemma3ForCausalLM',
+    {**_GEMMA, 'rope_parameters': _TWO_ROPES, 'sliding_window_pattern': 3},
+  ),
+  'gpt_neox': ('GPTNeoXConfig', 'GPTNeoXForCausalLM', _GPT_NEOX),
+  'gpt_neox_sequential': ('GPTNeoXConfig', 'GPTNeoXForCausalLM', {**_GPT_NEOX, 'use_parallel_residual': False}),
+  'gpt2': ('GPT2Config', 'GPT2LMHeadModel', None),
+}
+TREE = TokenTree((0, 0, 1, 1, 2, 4))  # depths 0, 1, 1, 2, 2, 2, 3
+LENGTHS = np.array([11, 7, 1])
+# Relative to the largest logit. float32: two orders of summation. bfloat16: 8 bits, amplified through three layers.
+TOLERANCE = {'float32': 1e-4, 'bfloat16': 0.05}
+
+
+@pytest.fixture(scope='module', params=CASES)
+def case(request, tmp_path_factory):
+  """The reference, and the folder that it was saved to."""
+  config_class, model_class, differences = CASES[request.param]
+  sizes = _GPT2 if differences is None else {**SIZES, **differences}
+  config = getattr(transformers, config_class)(**{k: v for k, v in sizes.items() if v is not None})
+  torch.manual_seed(0)
+  reference = getattr(transformers, model_class)._from_config(config, attn_implementation='eager').eval()
+  with torch.no_grad():
+    for name, parameter in reference.named_parameters():
+      if name.endswith(('bias', 'norm.weight')) or parameter.ndim == 1:
+        parameter += 0.3 * torch.randn_like(parameter)  # they begin as constants, which hide mistakes
+      else:
+        parameter *= 4  # so that the context counts
+  folder = tmp_path_factory.mktemp(request.param)
+  reference.save_pretrained(folder)
+  return reference, folder
+
+
+def _texts():
+  """Prompts `[B, P]`, the tokens of a tree after them `[B, N + 1]`, and the text of every row and node."""
+  rng = np.random.default_rng(0)
+  prompts, tokens = rng.integers(3, 61, (3, LENGTHS.max())), rng.integers(3, 61, (3, 7))
+  texts = [
+    [*prompt[:length], *(row[node] for node in (0, *path) if node >= 0)]
+    for prompt, length, row in zip(prompts.tolist(), LENGTHS, tokens.tolist())
+    for path in TREE.paths.tolist()
+  ]
+  return prompts, tokens, texts
+
+
+def _reference_logits(reference, texts):
+  with torch.no_grad():
+    return np.stack([reference(torch.tensor([text])).logits[0, -1].float().numpy() for text in texts])
+
+
+def _assert_near(found, expected, dtype):
+  error = np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
+  assert error < TOLERANCE[dtype], error
+
+
+@jax.jit
+def _prefill(model, prompts, lengths):
+  return model.prefill(prompts, lengths, model.init_cache_fn(prompts.shape[0], 24))[0]
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_prompts_trees_and_steps_have_the_references_logits(case, dtype):
+  reference, folder = case
+  model = load_hub_model(folder, dtype=dtype)
+  assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(dtype)}
+  reference = copy.deepcopy(reference).to(getattr(torch, dtype))
+  prompts, tokens, texts = _texts()
+  causal = jnp.tril(jnp.ones((prompts.shape[1],) * 2, bool))
+  apply = jax.jit(Model.apply)
+  # Whole prompts, ragged: what stands behind a row's end does not count.
+  positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+  logits = apply(model, prompts, positions, causal, model.init_cache_fn(3, 24)).logits
+  expected = _reference_logits(reference, [row[:n] for row, n in zip(prompts.tolist(), LENGTHS)])
+  _assert_near(logits[np.arange(3), LENGTHS - 1], expected, dtype)
+  # A tree after them.
+  expected = _reference_logits(reference, texts).reshape(3, 7, -1)
+  cache = _prefill(model, prompts, LENGTHS)
+  output = apply(model, tokens, LENGTHS[:, None] + TREE.depths, jnp.asarray(TREE.ancestors), cache)
+  _assert_near(output.logits, expected, dtype)
+  # One path of it, token by token.
+  nodes = [0, 1, 4, 6]
+  for depth, node in enumerate(nodes):
+    output = apply(model, tokens[:, node : node + 1], LENGTHS[:, None] + depth, jnp.ones((1, 1), bool), cache)
+    _assert_near(output.logits[:, 0], expected[:, node], dtype)
+    cache = output.cache.commit(jnp.zeros((3, 1), jnp.int32), jnp.ones(3, jnp.int32))
+
+
+def test_greedy_texts_are_the_references(case):
+  reference, folder = case
+  model = load_hub_model(folder).for_decoding()
+  prompts, _, _ = _texts()
+  settings = {'method': 'race_traversal', 'tree': TokenTree.chains(2, 3), 'max_new_tokens': 12, 'temperature': 0}
+  near = jax.tree.map(lambda x: x + 0.02 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), model.params)
+  draft = dataclasses.replace(model, params=near)
+  new = generate(jax.random.key(0), model, draft, prompts, LENGTHS, **settings)
+  texts = [row[:n] for row, n in zip(prompts.tolist(), LENGTHS)]
+  for _ in range(12):
+    logits = _reference_logits(reference, texts)
+    texts = [[*text, int(row.argmax())] for text, row in zip(texts, logits)]
+  np.testing.assert_array_equal(new.tokens, [text[-12:] for text in texts])

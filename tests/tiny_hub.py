@@ -1,0 +1,83 @@
+"""Tiny tokenizers as public models have them, byte-level BPE with special tokens at odd ids; and tiny weights."""
+
+import json
+
+import jax
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from spectr_jax.io.hub import load
+from spectr_jax.io.hub.families import read_spec
+from spectr_jax.models.causal_lm import param_shapes
+
+# One of them stands alone behind a gap in the ids.
+SPECIAL = {'<s>': 7, '<|im_start|>': 40, '<|im_end|>': 41, '<|stop|>': 200, '<pad>': 300}
+CHAT = (
+  '{% for message in messages %}'
+  "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' + '\n' }}"
+  '{% endfor %}'
+  "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_MERGES = (('h', 'e'), ('Ġ', 't'), ('Ġt', 'he'), ('o', 'w'), ('ow', 'l'), ('Ġ', 'owl'))
+
+
+def _added(*tokens):
+  return [tokenizers.AddedToken(token, normalized=False) for token in tokens]
+
+
+def backend(special=SPECIAL, merges=_MERGES, add_bos=False):
+  """A byte-level tokenizer of `tokenizers`, whose rules may put `<s>` in front."""
+  alphabet = pre_tokenizers.ByteLevel.alphabet()
+  vocab, free = dict(special), (index for index in range(1000) if index not in special.values())
+  for token in (*sorted(alphabet), *map(''.join, merges)):
+    vocab[token] = next(free)
+  found = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
+  found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  found.decoder = decoders.ByteLevel()
+  found.add_special_tokens(_added(*special))
+  if add_bos:
+    found.post_processor = processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', special['<s>'])])
+  return found
+
+
+def spaced_backend():
+  """A tokenizer that writes spaces as ▁, puts one in front of a text, and has bytes for unknown characters."""
+  tokens = ['<unk>', '<s>', '</s>', *(f'<0x{byte:02X}>' for byte in range(256)), *'▁abcdehlotw<>/s', '▁a', '▁b', 'he']
+  vocab = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
+  merges = [('▁', 'a'), ('▁', 'b'), ('h', 'e')]
+  found = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token='<unk>', byte_fallback=True))
+  found.normalizer = normalizers.Sequence([normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')])
+  found.decoder = decoders.Sequence(
+    [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)]
+  )
+  found.add_special_tokens(_added('<unk>', '<s>', '</s>'))
+  return found
+
+
+def write(folder, found=None, **files):
+  """Writes a folder: `tokenizer.json`, and each file that is named, as JSON or as text."""
+  folder.mkdir(exist_ok=True)
+  (backend() if found is None else found).save(str(folder / 'tokenizer.json'))
+  for name, content in files.items():
+    if name == 'chat_template':
+      (folder / f'{name}.jinja').write_text(content)
+    else:
+      (folder / f'{name}.json').write_text(json.dumps(content))
+  return folder
+
+
+def random_array(*shape):
+  """Normal numbers that depend on the shape alone."""
+  return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
+
+
+def tensors_of(spec):
+  """Random tensors of the shapes that a checkpoint needs, by the names that loading asks for."""
+  family, config = read_spec(spec)
+  tensors = {}
+  for keys, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(config)):
+    path = jax.tree_util.keystr(keys, simple=True, separator='/')
+    source = load._source(path, leaf.shape, family, config, {family.prefix})
+    tensors[source.name] = random_array(*source.shape)
+  return tensors
