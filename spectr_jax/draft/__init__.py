@@ -1,6 +1,28 @@
 """Drafters: the sources of guesses."""
 
+from spectr_jax.draft.corpus import LookupCorpus, lookup_corpus
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
+from spectr_jax.draft.growth import Confident, Growth, Likeliest, growing
+from spectr_jax.draft.head_drafter import head_drafter
+from spectr_jax.draft.lookup import lookup_beside, lookup_drafter
+from spectr_jax.draft.medusa_drafter import medusa_drafter
 from spectr_jax.draft.model_drafter import as_drafter, model_drafter
 
-__all__ = ['Commitment', 'DraftContext', 'DraftRequest', 'Drafter', 'as_drafter', 'model_drafter']
+__all__ = [
+  'Commitment',
+  'Confident',
+  'DraftContext',
+  'DraftRequest',
+  'Drafter',
+  'Growth',
+  'Likeliest',
+  'LookupCorpus',
+  'as_drafter',
+  'growing',
+  'head_drafter',
+  'lookup_beside',
+  'lookup_corpus',
+  'lookup_drafter',
+  'medusa_drafter',
+  'model_drafter',
+]

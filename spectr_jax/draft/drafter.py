@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -12,6 +12,9 @@ from spectr_jax.model import Model, static_field
 from spectr_jax.proposal import Proposal, ProposalRule
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.tree import TokenTree
+
+if TYPE_CHECKING:
+  from spectr_jax.draft.growth import Growth
 
 
 @jax.tree_util.register_dataclass
@@ -44,12 +47,14 @@ class DraftRequest:
     sampling: The rows' sampling parameters, the same as the target's.
     tree: The tree, static, with at least one node; the bounds of every row's tree if the drafter grows trees.
     rule: The rule that draws children, static.
+    growth: The rule by which rows grow their trees, `Drafter.growth`.
   """
 
   keys: jax.Array
   sampling: SamplingParams
   tree: TokenTree = static_field()
   rule: ProposalRule = static_field()
+  growth: Growth | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -87,11 +92,19 @@ class Drafter:
     commit_fn: `(params, state, context, commitment) -> state` after a round. It is given the round's `Proposal.state`,
       and a context that already holds the committed tokens.
     vocab_size: V, equal to the target's.
+    reprompt_fn: `(params, state, context, num_kept, num_new) -> state` after other prompts, which `context.tokens`
+      `[B, S]` always holds. The first `num_kept[b]` tokens are those of the text that `state` belongs to, and at most
+      `num_new` (static) come after them. None for a drafter that begins anew, by `init_fn`.
     context_length: The longest prompt plus continuation that it was made for, in tokens, or None for no limit.
     reads_tokens: Whether it reads the committed text.
     feature_layers: The target's layers whose hidden states it reads, numbered as in `Model.features_fn`.
     gives: Whether candidates may be given in place of drawn (`Proposal.is_given`).
+    mixes: Whether given candidates stand beside drawn ones at a position; a drafter that mixes also gives.
+    may_pass: Whether rounds in which it has no guess for any row run the target on the last tokens alone. All
+      candidates must be given.
     grows: Whether rows have trees of their own (`Proposal.parents`).
+    growth: The rule by which `draw_tree` grows its trees, see `growing`. None if it draws one tree for all rows, or has
+      a rule of its own.
     param_shardings_fn: `(sharding, params) -> shardings` for a `DecodeSharding`; None keeps the parameters whole on
       every device.
     state_shardings_fn: `(sharding, params, state) -> shardings`; None shards the rows of all arrays over `data`.
@@ -102,11 +115,15 @@ class Drafter:
   propose_fn: Callable[[Any, Any, DraftContext, DraftRequest], Proposal] = static_field()
   commit_fn: Callable[[Any, Any, DraftContext, Commitment], Any] = static_field()
   vocab_size: int = static_field()
+  reprompt_fn: Callable[[Any, Any, DraftContext, jax.Array, int], Any] | None = static_field(None)
   context_length: int | None = static_field(None)
   reads_tokens: bool = static_field(False)
   feature_layers: tuple[int, ...] = static_field(())
   gives: bool = static_field(False)
+  mixes: bool = static_field(False)
+  may_pass: bool = static_field(False)
   grows: bool = static_field(False)
+  growth: Growth | None = None
   param_shardings_fn: Callable[[Any, Any], Any] | None = static_field(None)
   state_shardings_fn: Callable[[Any, Any, Any], Any] | None = static_field(None)
 
@@ -118,6 +135,20 @@ class Drafter:
       cache_size: The committed tokens that a row must be able to hold.
     """
     return self.init_fn(self.params, context, cache_size)
+
+  def reprompt(self, state: Any, context: DraftContext, num_kept: jax.Array, num_new: int, cache_size: int) -> Any:
+    """The state after other prompts that begin like the texts of a state.
+
+    Args:
+      state: Between two rounds.
+      context: The prompts, int32 `[B, S]`, and their lengths.
+      num_kept: int32 `[B]`, the number of tokens that prompt and text share at their beginning; more may be equal.
+      num_new: The most tokens of a prompt after these.
+      cache_size: The committed tokens that a row must be able to hold.
+    """
+    if self.reprompt_fn is None:
+      return self.init(context, cache_size)
+    return self.reprompt_fn(self.params, state, context, num_kept, num_new)
 
   def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
     """A round's guesses.

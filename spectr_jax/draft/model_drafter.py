@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import jax
@@ -11,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
+from spectr_jax.draft.drawing import ScoredNodes, draw_tree
 from spectr_jax.model import Model
 from spectr_jax.proposal import Proposal
-from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree
 
 
@@ -38,42 +37,40 @@ class ModelDrafterState:
   tokens: jax.Array | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Level:
-  """The parent nodes of one depth, as ranges of `tree.parent_nodes` relative to the first of the depth.
-
-  In `TokenTree.from_parents((0, 0, 0, 1, 1, 2, 3, 3))` depth 1 has three parents, with 2, 1 and 2 children: the groups
-  are (0, 1, 2), (1, 1, 1) and (2, 1, 2).
-
-  Attributes:
-    width: The number of parents.
-    groups: (start, width, number of children) of runs of neighbours with equally many children.
-  """
-
-  width: int
-  groups: tuple[tuple[int, int, int], ...]
-
-
-def _levels(tree: TokenTree) -> list[_Level]:
-  levels = []
-  for _, nodes in itertools.groupby(tree.parent_nodes.tolist(), key=lambda node: tree.depths[node]):
-    groups, start = [], 0
-    for num_children, group in itertools.groupby(nodes, key=lambda node: int(tree.num_children[node])):
-      width = len(list(group))
-      groups.append((start, width, num_children))
-      start += width
-    levels.append(_Level(start, tuple(groups)))
-  return levels
-
-
 def _init(model: Model, context: DraftContext, cache_size: int) -> ModelDrafterState:
   prompts, lengths = context.tokens, context.lengths
   if prompts is None:
     raise ValueError('a model drafter starts from the prompts: its first context must hold tokens')
   cache = model.init_cache_fn(prompts.shape[0], cache_size)
   cache, _ = model.prefill(prompts, jnp.maximum(lengths - 2, 0), cache)
+  return _after_prompts(cache, prompts, lengths)
+
+
+def _after_prompts(cache: Any, prompts: jax.Array, lengths: jax.Array) -> ModelDrafterState:
+  """The state after prompts `[B, P]` of which all tokens but the last two are in the cache."""
   places = jnp.maximum(lengths[:, None] - jnp.array([2, 1]), 0)
   return ModelDrafterState(cache, tail=jnp.take_along_axis(prompts, places, axis=1), has_previous=lengths > 1)
+
+
+def reprompt_model(
+  model: Model, state: ModelDrafterState, context: DraftContext, num_kept: jax.Array, num_new: int
+) -> ModelDrafterState:
+  """`Drafter.reprompt_fn` of a model.
+
+  Args:
+    model: The model.
+    state: Between two rounds.
+    context: The prompts and their lengths.
+    num_kept: int32 `[B]`, the number of tokens that prompt and text share at their beginning.
+    num_new: The most tokens of a prompt after these.
+  """
+  prompts, lengths = context.tokens, context.lengths
+  if prompts is None:
+    raise ValueError('a model drafter needs the prompts: the context must hold tokens')
+  # The cache lacks two tokens of its text, one more than the target's.
+  kept = jnp.maximum(num_kept - 1, 0)
+  cache, _ = model.prefill_rest(prompts, jnp.maximum(lengths - 2, 0), state.cache, kept, num_new)
+  return _after_prompts(cache, prompts, lengths)
 
 
 def _slot_of(tree: TokenTree) -> np.ndarray:
@@ -81,68 +78,46 @@ def _slot_of(tree: TokenTree) -> np.ndarray:
   return tree.law_index + 1
 
 
-def _masks(state: ModelDrafterState, tree: TokenTree) -> tuple[jax.Array, jax.Array]:
-  """The pending slots seen by the token before the root, `[B, 1, R + 1]`, and by the parent nodes, `[B, R, R + 1]`."""
-  among_parents = tree.ancestors[np.ix_(tree.parent_nodes, tree.parent_nodes)]
-  exists = jnp.pad(state.has_previous[:, None], ((0, 0), (0, len(tree.parent_nodes))), constant_values=True)
-  mask = jnp.pad(jnp.asarray(among_parents), ((0, 0), (1, 0)), constant_values=True) & exists[:, None]
-  # If there is no previous token, its slot attends to itself alone and no other slot attends to it.
-  return jnp.zeros_like(mask[:, :1]).at[:, :, 0].set(True), mask
+def _with_previous(state: ModelDrafterState, seen: jax.Array) -> jax.Array:
+  """The pending slots that nodes see, `[B, W, R + 1]`: the token before the root, if there is one, and `seen`."""
+  previous = jnp.broadcast_to(state.has_previous[:, None, None], (*seen.shape[:2], 1))
+  return jnp.concatenate([previous, seen], axis=2)
 
 
 def _propose(model: Model, state: ModelDrafterState, context: DraftContext, request: DraftRequest) -> Proposal:
-  tree, sampling, keys = request.tree, request.sampling, request.keys
-  batch_size = state.tail.shape[0]
+  return propose_beside(model, state, context, request, None)
+
+
+def propose_beside(
+  model: Model, state: ModelDrafterState, context: DraftContext, request: DraftRequest, given: jax.Array | None
+) -> Proposal:
+  """A round's guesses of a model, beside candidates that are given.
+
+  The model runs on given nodes too, so that its cache holds them if they are kept.
+
+  Args:
+    model: The model.
+    state: Between two rounds.
+    context: The lengths of the texts.
+    request: The round's keys, sampling parameters, tree and rule.
+    given: int32 `[B, N]`, tokens fixed before anything is drawn; -1 for nodes that are drawn. None if all are drawn.
+  """
+  tree = request.tree
   root_position = context.lengths[:, None] - 1
-  parent_nodes, first_child, depths = map(jnp.asarray, (tree.parent_nodes, tree.first_child, tree.depths))
-  previous_mask, mask = _masks(state, tree)
 
-  def score(carry, first, width):
-    """Computes the distributions of `width` parent nodes from number `first` on, whose tokens are known."""
-    cache, tokens, probs = carry
-    nodes = jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)
-    rows = jax.lax.dynamic_slice_in_dim(mask, first, width, axis=1)
-    # A node that does not exist has the token -1; nothing below it is ever accepted, so any valid id will do.
-    output = model.apply(jnp.maximum(tokens[:, nodes - 1], 0), root_position + depths[nodes], rows, cache)
-    laws = logits_to_probs(output.logits, sampling)
-    return output.cache, tokens, jax.lax.dynamic_update_slice_in_dim(probs, laws, first, axis=1)
-
-  def draw(carry, first, width, num_children):
-    """Draws `num_children` children for each of `width` parent nodes from number `first` on."""
-    cache, tokens, probs = carry
-    parents = jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)
-    children = first_child[parents]
-    laws = jax.lax.dynamic_slice_in_dim(probs, first, width, axis=1)
-    draw_row = jax.vmap(lambda row_key, law, child: request.rule(row_key, law, child, num_children), (None, 0, 0))
-    drawn = jax.vmap(draw_row, (0, 0, None))(keys[:, depths[parents[0]]], laws, children).reshape(batch_size, -1)
-    return cache, jax.lax.dynamic_update_slice_in_dim(tokens, drawn, children[0] - 1, axis=1), probs
-
-  def descend(carry, first, level):
-    for start, width, num_children in level.groups:
-      carry = draw(carry, first + start, width, num_children)
-    return carry
+  def score(cache, nodes: ScoredNodes):
+    positions = jnp.broadcast_to(root_position + nodes.depth, nodes.tokens.shape)
+    output = model.apply(nodes.tokens, positions, _with_previous(state, nodes.seen), cache)
+    return output.cache, output.logits
 
   positions = jnp.maximum(root_position + jnp.array([-1, 0]), 0)
-  output = model.apply(state.tail, positions, jnp.concatenate([previous_mask, mask[:, :1]], axis=1), state.cache)
-  laws = logits_to_probs(output.logits[:, 1:], sampling)
-  tokens = jnp.zeros((batch_size, tree.num_nodes), jnp.int32)
-  probs = jnp.zeros((batch_size, len(tree.parent_nodes), model.vocab_size), laws.dtype).at[:, :1].set(laws)
-  root, *levels = _levels(tree)
-  carry = descend((output.cache, tokens, probs), 0, root)
-  first = 1
-  for level, run in itertools.groupby(levels):
-    # Neighbouring depths of one shape, as in long chains, are one loop, so the program does not grow with the depth.
-    count = len(list(run))
-
-    def one_depth(i, carry, level=level, first=first):
-      at = first + i * level.width
-      return descend(score(carry, at, level.width), at, level)
-
-    with jax.named_scope('depths'):
-      carry = jax.lax.fori_loop(0, count, one_depth, carry)
-    first += count * level.width
-  cache, tokens, probs = carry
-  return Proposal(tokens, probs, dataclasses.replace(state, cache=cache, tokens=tokens))
+  places = jnp.arange(len(tree.parent_nodes) + 1)
+  # If there is no previous token, its slot attends to itself alone and no other slot attends to it.
+  mask = (places == 0) & jnp.ones((len(root_position), 1, 1), bool)
+  mask = jnp.concatenate([mask, (places == 1) | (places == 0) & state.has_previous[:, None, None]], axis=1)
+  output = model.apply(state.tail, positions, mask, state.cache)
+  proposal, cache = draw_tree(request, output.logits[:, 1], output.cache, score, given)
+  return dataclasses.replace(proposal, state=dataclasses.replace(state, cache=cache, tokens=proposal.tokens))
 
 
 def _commit(model: Model, state: ModelDrafterState, context: DraftContext, commitment: Commitment) -> ModelDrafterState:
@@ -192,6 +167,7 @@ def model_drafter(model: Model) -> Drafter:
     propose_fn=_propose,
     commit_fn=_commit,
     vocab_size=model.vocab_size,
+    reprompt_fn=reprompt_model,
     context_length=model.context_length,
     param_shardings_fn=_param_shardings,
     state_shardings_fn=_state_shardings,

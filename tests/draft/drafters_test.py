@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from feature_drafter import distributions, feature_drafter
 from growing_drafter import grow, growing_drafter
-from lookup_drafter import guess, lookup_drafter
 
 import spectr_jax
-from spectr_jax import METHODS, Decoder, TokenTree
+from spectr_jax import METHODS, Decoder, TokenTree, lookup_drafter
 from spectr_jax.draft import DraftContext
+from spectr_jax.draft.lookup import Lookup
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import (
   ContextTables,
@@ -59,6 +59,11 @@ def _logits(seed, vocab_size=5):
 # Guesses that are given.
 
 
+def guess(text, length, tree):
+  """What followed the row's last token before, one chain of guesses for each next token; int32 `[N]`."""
+  return Lookup(longest=1, shortest=1).guesses(DraftContext(jnp.asarray(length)[None], None, text[None]), tree)[0]
+
+
 @pytest.mark.parametrize('tree', [TokenTree.chains(1, 2), TokenTree.chains(2, 2)], ids=['chain', 'chains'])
 @pytest.mark.parametrize('method', _slow_but('spectr', among=('spectr', 'specinfer', 'race')))
 def test_lookup_is_exact(method, tree):
@@ -89,7 +94,7 @@ def test_lookup_in_the_loop(method):
 def test_what_is_given_needs_a_method_that_takes_it():
   target, tree = tiny_transformers()[0], TokenTree.chains(2, 2)
   with pytest.raises(ValueError, match='takes drawn candidates only'):
-    Decoder.make(target, lookup_drafter(5), method='race_traversal', tree=tree, max_new_tokens=4, cache_size=8)
+    Decoder.make(target, lookup_drafter(5), method='traversal', tree=tree, max_new_tokens=4, cache_size=8)
 
 
 # Rows with trees of their own.
@@ -122,7 +127,7 @@ def test_allocating_after_drawing_is_caught(method, monkeypatch):
 
 @pytest.mark.parametrize(
   'method',
-  ['race_traversal', *(pytest.param(name, marks=pytest.mark.slow) for name in _GROWN if name != 'race_traversal')],
+  _slow_but('specinfer', among=_GROWN),
 )
 def test_grown_trees_in_the_loop(method):
   _assert_engine_is_exact(growing_drafter(_logits(3)), method, _SLOTS, num_samples=2_500)
@@ -162,17 +167,21 @@ def test_drafts_from_features_are_exact(method):
   """By enumeration of the drafter's own distributions after a text, beside the target's."""
   target, _ = tiny_transformers(vocab_size=3)
   target = target.with_features((-1,))
+  # Whole functions and one shape: a program for each operation would take longer to compile than all else.
+  prefill = jax.jit(lambda model, *text: model.prefill(*text, model.init_cache_fn(1, 8))[1])
+  along_chains = jax.jit(distributions)
+  chains = np.array([*itertools.product(range(3), repeat=3)], np.int32)
   for text in ([1], [2, 0, 1]):
     tokens = jnp.zeros((1, 8), jnp.int32).at[0, : len(text)].set(jnp.array(text))
-    _, features = target.prefill(tokens, jnp.array([len(text) - 1]), target.init_cache_fn(1, 8))
-    context = DraftContext(jnp.array([len(text)]), target, tokens, features)
+    features = prefill(target, tokens, jnp.array([len(text) - 1]))
+    rows = [jnp.repeat(array, len(chains), axis=0) for array in (jnp.array([len(text)]), tokens, features)]
+    context = DraftContext(rows[0], target, *rows[1:])
+    probs = along_chains(context, SamplingParams.make(len(chains)), chains)
     draft_probs, target_probs = [], []
     for size in range(4):
-      paths = np.array([*itertools.product(range(3), repeat=size)], np.int32).reshape(3**size, size)
-      rows = [jnp.repeat(array, 3**size, axis=0) for array in (context.lengths, tokens, features)]
-      contexts = DraftContext(rows[0], target, *rows[1:])
-      draft_probs += list(distributions(contexts, SamplingParams.make(3**size), paths)[:, -1])
-      target_probs += [ordinary_law(target, [*text, *path], 1) for path in paths.tolist()]
+      draft_probs += list(probs[:: 3 ** (3 - size), size])  # the first of the chains that begin with a path
+      paths = itertools.product(range(3), repeat=size)
+      target_probs += [ordinary_law(target, [*text, *path], 1) for path in paths]
     laws = (np.asarray(each, np.float64) for each in (draft_probs, target_probs))
     tables = ContextTables(*(law / law.sum(-1, keepdims=True) for law in laws), 3)
     assert enumeration_error(METHODS[method], TokenTree.chains(1, 2), tables, 2) < 1e-10

@@ -1,0 +1,239 @@
+"""The guesses of a tree, depth by depth: what drafters share that score one depth before they draw the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.draft.drafter import DraftRequest
+from spectr_jax.draft.growth import Growth
+from spectr_jax.proposal import Proposal
+from spectr_jax.sampling import logits_to_probs
+from spectr_jax.tree import TokenTree
+
+Carry = TypeVar('Carry')
+
+
+class ScoredNodes(NamedTuple):
+  """W nodes of one depth that a drafter scores together: neighbours among the R of `tree.parent_nodes`.
+
+  Attributes:
+    tokens: int32 `[B, W]`.
+    first: int32 scalar, the place of the first among `tree.parent_nodes`.
+    depth: int32 scalar.
+    above: int32 `[B, W]`, the place of each node's parent among `tree.parent_nodes`.
+    seen: bool `[B, W, R]`, the nodes of `tree.parent_nodes` that each attends to: those on its path, itself included.
+  """
+
+  tokens: jax.Array
+  first: jax.Array
+  depth: jax.Array
+  above: jax.Array
+  seen: jax.Array
+
+
+# `(carry, nodes) -> (carry, logits[B, W, V])`.
+ScoreFn = Callable[[Carry, ScoredNodes], tuple[Carry, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Level:
+  """The parent nodes of one depth, as ranges of `tree.parent_nodes` relative to the first of the depth.
+
+  In `TokenTree.from_parents((0, 0, 0, 1, 1, 2, 3, 3))` depth 1 has three parents, with 2, 1 and 2 children: the groups
+  are (0, 1, 2), (1, 1, 1) and (2, 1, 2).
+
+  Attributes:
+    width: The number of parents.
+    groups: (start, width, number of children) of runs of neighbours with equally many children.
+  """
+
+  width: int
+  groups: tuple[tuple[int, int, int], ...]
+
+
+def _levels(tree: TokenTree) -> list[_Level]:
+  levels = []
+  for _, nodes in itertools.groupby(tree.parent_nodes.tolist(), key=lambda node: tree.depths[node]):
+    groups, start = [], 0
+    for num_children, group in itertools.groupby(nodes, key=lambda node: int(tree.num_children[node])):
+      width = len(list(group))
+      groups.append((start, width, num_children))
+      start += width
+    levels.append(_Level(start, tuple(groups)))
+  return levels
+
+
+def draw_tree(
+  request: DraftRequest, root_logits: jax.Array, carry: Carry, score_fn: ScoreFn, given: jax.Array | None = None
+) -> tuple[Proposal, Carry]:
+  """Draws a tree, scoring every node that has children; with `request.growth`, a tree of its own for every row.
+
+  Args:
+    request: The round's keys, sampling parameters, tree and rule.
+    root_logits: `[B, V]`, the logits after the root.
+    carry: What `score_fn` carries from depth to depth, any pytree of arrays.
+    score_fn: Scores nodes, see `ScoreFn`.
+    given: int32 `[B, N]`, tokens fixed before anything is drawn; -1 for nodes that are drawn. None if all are drawn,
+      and where trees grow.
+
+  Returns:
+    The proposal, whose state is `()`, and the last carry.
+  """
+  if request.growth is not None:
+    return _grow_tree(request, request.growth, root_logits, carry, score_fn)
+  tree, sampling, keys = request.tree, request.sampling, request.keys
+  batch_size, vocab_size = root_logits.shape
+  parent_nodes, first_child, depths = map(jnp.asarray, (tree.parent_nodes, tree.first_child, tree.depths))
+  above = jnp.asarray(tree.law_index[tree.parent_of[tree.parent_nodes]])
+  seen = jnp.asarray(tree.ancestors[np.ix_(tree.parent_nodes, tree.parent_nodes)])
+
+  def score(state, first, width):
+    """Computes the distributions of `width` parent nodes from number `first` on."""
+    carry, tokens, probs = state
+    nodes = jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)
+    # A node that does not exist has the token -1; nothing below it is ever accepted, so any valid id will do.
+    own = jnp.maximum(tokens[:, nodes - 1], 0)
+    above_own, seen_own = (
+      jnp.broadcast_to(rows, (batch_size, *rows.shape))
+      for rows in (jax.lax.dynamic_slice_in_dim(array, first, width) for array in (above, seen))
+    )
+    carry, logits = score_fn(carry, ScoredNodes(own, first, depths[nodes[0]], above_own, seen_own))
+    laws = logits_to_probs(logits, sampling)
+    return carry, tokens, jax.lax.dynamic_update_slice_in_dim(probs, laws, first, axis=1)
+
+  def draw(state, first, width, num_children):
+    """Draws `num_children` children for each of `width` parent nodes from number `first` on."""
+    carry, tokens, probs = state
+    parents = jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)
+    children = first_child[parents]
+    laws = jax.lax.dynamic_slice_in_dim(probs, first, width, axis=1)
+    draw_row = jax.vmap(lambda row_key, law, child: request.rule(row_key, law, child, num_children), (None, 0, 0))
+    drawn = jax.vmap(draw_row, (0, 0, None))(keys[:, depths[parents[0]]], laws, children).reshape(batch_size, -1)
+    if given is not None:
+      own = jax.lax.dynamic_slice_in_dim(given, children[0] - 1, width * num_children, axis=1)
+      drawn = jnp.where(own >= 0, own, drawn)
+    return carry, jax.lax.dynamic_update_slice_in_dim(tokens, drawn, children[0] - 1, axis=1), probs
+
+  def descend(state, first, level):
+    for start, width, num_children in level.groups:
+      state = draw(state, first + start, width, num_children)
+    return state
+
+  laws = logits_to_probs(root_logits[:, None], sampling)
+  tokens = jnp.zeros((batch_size, tree.num_nodes), jnp.int32)
+  probs = jnp.zeros((batch_size, len(tree.parent_nodes), vocab_size), laws.dtype).at[:, :1].set(laws)
+  root, *levels = _levels(tree)
+  state = descend((carry, tokens, probs), 0, root)
+  first = 1
+  for level, run in itertools.groupby(levels):
+    # Neighbouring depths of one shape, as in long chains, are one loop, so the program does not grow with the depth.
+    count = len(list(run))
+
+    def one_depth(i, state, level=level, first=first):
+      at = first + i * level.width
+      return descend(score(state, at, level.width), at, level)
+
+    with jax.named_scope('depths'):
+      state = jax.lax.fori_loop(0, count, one_depth, state)
+    first += count * level.width
+  last, tokens, probs = state
+  proposal = Proposal(tokens, probs, (), is_given=None if given is None else given >= 0)
+  return proposal, cast(Carry, last)
+
+
+class _Growing(NamedTuple):
+  """Trees while they grow; what the slots below the depth in progress hold is not used yet.
+
+  Attributes:
+    carry: The carry of the score function.
+    tokens, parents: int32 `[B, N]`, as in `Proposal`.
+    chances: `[B, N + 1]`, the logarithm of each node's estimated chance to be accepted; -inf for unused slots.
+    probs: `[B, R, V]`, as in `Proposal`.
+    seen: bool `[B, R, R]`, see `ScoredNodes`.
+  """
+
+  carry: Any
+  tokens: jax.Array
+  parents: jax.Array
+  chances: jax.Array
+  probs: jax.Array
+  seen: jax.Array
+
+
+def _grow_tree(
+  request: DraftRequest, growth: Growth, root_logits: jax.Array, carry: Carry, score_fn: ScoreFn
+) -> tuple[Proposal, Carry]:
+  """`draw_tree` by a rule that chooses parents and tokens of one depth after the other, until no row goes on.
+
+  Every node above the last depth may have children, so a node's place among `tree.parent_nodes` is its number.
+  """
+  tree, keys = request.tree, request.keys
+  sampling = growth.sampling(request.sampling)
+  batch_size, vocab_size = root_logits.shape
+  num_parents = len(tree.parent_nodes)
+  widths = np.bincount(tree.depths).tolist()
+
+  def score(state: _Growing, first, width, depth):
+    """Computes the distributions after the nodes of a depth."""
+    nodes = first + jnp.arange(width)
+    # An unused slot runs on token 0 below the root; nothing below it is ever used.
+    tokens, above = (jnp.maximum(rows[:, nodes - 1], 0) for rows in (state.tokens, state.parents))
+    carry, logits = score_fn(state.carry, ScoredNodes(tokens, first, depth, above, state.seen[:, nodes]))
+    laws = logits_to_probs(logits, sampling)
+    return state._replace(carry=carry, probs=jax.lax.dynamic_update_slice_in_dim(state.probs, laws, first, axis=1))
+
+  def expand(state: _Growing, first, width, num_slots, depth):
+    """Fills the slots of the next depth."""
+    slots = first + width + jnp.arange(num_slots)
+    laws, chances = (jax.lax.dynamic_slice_in_dim(rows, first, width, axis=1) for rows in (state.probs, state.chances))
+    above, tokens, found = jax.vmap(lambda key, laws, chances: growth.expand(key, request.rule, laws, chances, slots))(
+      keys[:, depth], laws, chances
+    )
+    parents = jnp.where(above < 0, -1, first + above).astype(jnp.int32)
+    seen = jax.vmap(lambda seen, parents: seen[parents])(state.seen, jnp.maximum(parents, 0))
+    return state._replace(
+      tokens=state.tokens.at[:, slots - 1].set(tokens),
+      parents=state.parents.at[:, slots - 1].set(parents),
+      chances=state.chances.at[:, slots].set(found),
+      # The slots of the last depth are not scored, and have no place here.
+      seen=state.seen.at[:, slots].set(seen | (slots[:, None] == jnp.arange(num_parents)), mode='drop'),
+    )
+
+  laws = logits_to_probs(root_logits[:, None], sampling)
+  unused = jnp.full((batch_size, tree.num_nodes), -1, jnp.int32)
+  state = _Growing(
+    carry=carry,
+    tokens=unused,
+    parents=unused,
+    chances=jnp.full((batch_size, tree.num_nodes + 1), -jnp.inf, laws.dtype).at[:, 0].set(0),
+    probs=jnp.zeros((batch_size, num_parents, vocab_size), laws.dtype).at[:, :1].set(laws),
+    seen=jnp.zeros((batch_size, num_parents, num_parents), bool).at[:, 0, 0].set(True),
+  )
+  state = expand(state, 0, 1, widths[1], 0)
+  first, depth = 1, 1
+  for (width, num_slots), run in itertools.groupby(zip(widths[1:], widths[2:])):
+    # Neighbouring depths of one width are one loop, which ends early where no row has a node to go on from.
+    end = depth + len(list(run))
+
+    def goes_on(loop, width=width, first=first, start=depth, end=end):
+      state, depth = loop
+      at = first + (depth - start) * width
+      return (depth < end) & jnp.any(jax.lax.dynamic_slice_in_dim(state.chances, at, width, axis=1) > -jnp.inf)
+
+    def one_depth(loop, width=width, num_slots=num_slots, first=first, start=depth):
+      state, depth = loop
+      at = first + (depth - start) * width
+      return expand(score(state, at, width, depth), at, width, num_slots, depth), depth + 1
+
+    with jax.named_scope('depths'):
+      state, _ = jax.lax.while_loop(goes_on, one_depth, (state, jnp.int32(depth)))
+    first, depth = first + (end - depth) * width, end
+  is_given = state.parents >= 0 if growth.gives else None
+  return Proposal(state.tokens, state.probs, (), state.parents, is_given), state.carry

@@ -1,0 +1,174 @@
+"""Trees that grow while they are drafted, wider and deeper where the draft is confident."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.draft.drafter import Drafter
+from spectr_jax.proposal import ProposalRule
+from spectr_jax.sampling import SamplingParams
+
+
+class Growth(Protocol):
+  """Fills the slots of one depth after the other, for each row by itself. A pytree whose leaves are its parameters."""
+
+  @property
+  def gives(self) -> bool:
+    """True if its guesses are given (`Proposal.is_given`), False if they are drawn."""
+    ...
+
+  def sampling(self, sampling: SamplingParams) -> SamplingParams:
+    """The parameters of the distributions that `expand` reads.
+
+    Args:
+      sampling: The rows' own.
+    """
+    ...
+
+  def expand(
+    self, key: jax.Array, rule: ProposalRule, laws: jax.Array, chances: jax.Array, slots: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Guesses for the slots of the next depth.
+
+    Which node a slot stands below must be decided before any of these guesses is drawn.
+
+    Args:
+      key: The row's key for drafting at this depth.
+      rule: The rule that draws children.
+      laws: `[W, V]`, the draft's distributions after the nodes of this depth.
+      chances: `[W]`, the logarithm of each node's estimated chance to be accepted; -inf for slots that are not used.
+      slots: int32 `[S]`, the nodes of the next depth.
+
+    Returns:
+      int32 `[S]`, the place of each slot's parent among the W nodes, or -1 for a slot that is not used; int32 `[S]`,
+      the tokens, -1 likewise; `[S]`, the logarithms of their chances.
+    """
+    ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Likeliest:
+  """The likeliest guesses, given and not drawn: for greedy decoding, in which all samples of a draft are equal.
+
+  Of all children of a depth's nodes, those with the most probable paths under the draft fill the next depth, the most
+  probable first: the beam of EAGLE-2 (Li et al. 2024, section 4.1). The distribution that a greedy row's tokens come
+  from is a point mass and tells nothing of the second likeliest, so its paths have their probabilities at another
+  temperature. Those at temperature 1 are too flat: a token of probability .3 that is the draft's first choice is the
+  target's first choice far more often. Rows that sample have those of their own sampling parameters.
+
+  Nothing is drawn, so any choice is lossless, at any temperature: a position's guesses S are accepted with the target's
+  probability of S.
+
+  Attributes:
+    temperature: The temperature for greedy rows. At .25 the pretrained draft predicts its target's greedy tokens best:
+      their mean log probability is -.62, and -2.04 at 1.
+    threshold: A slot is used if the probability of its path is at least this. A row whose paths are all less probable
+      is drafted no further.
+  """
+
+  temperature: jax.Array | float = 0.25
+  threshold: jax.Array | float = 0.0
+  gives = True
+
+  def sampling(self, sampling: SamplingParams) -> SamplingParams:
+    """The rows' own parameters; for greedy rows the temperature alone, without filters."""
+    is_greedy = sampling.temperature == 0
+    plain = SamplingParams.make(len(is_greedy), temperature=self.temperature)
+    return jax.tree.map(lambda own, other: jnp.where(is_greedy, other, own), sampling, plain)
+
+  def expand(self, key, rule, laws, chances, slots):
+    """The likeliest children, see `Growth.expand`; nothing is drawn."""
+    del key, rule
+    num_slots, vocab_size = len(slots), laws.shape[1]
+    # No more than `num_slots` children of one node can be among the likeliest.
+    probs, tokens = jax.lax.top_k(laws, min(num_slots, vocab_size))
+    paths = (chances[:, None] + jnp.log(probs)).reshape(-1)
+    paths = jnp.pad(paths, (0, max(num_slots - len(paths), 0)), constant_values=-jnp.inf)
+    found, places = jax.lax.top_k(paths, num_slots)
+    is_used = jnp.isfinite(found) & (found >= jnp.log(self.threshold))
+    above = jnp.where(is_used, places // tokens.shape[1], -1).astype(jnp.int32)
+    tokens = jnp.where(is_used, tokens.reshape(-1)[jnp.minimum(places, tokens.size - 1)], -1).astype(jnp.int32)
+    return above, tokens, jnp.where(is_used, found, -jnp.inf)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Confident:
+  """Samples where the draft is confident, allocated before they are drawn: for rows that sample.
+
+  A guess after a node with the draft's distribution p is taken to be accepted with probability a = b + (1 - b) sum p^2,
+  so with b where the draft knows nothing, and surely where it is sure. With c the node's own worth, 1 for the root, its
+  j-th child is worth c a (1 - a)^(j - 1), the chance that it is the first accepted one. The children worth most fill
+  the next depth, the worthiest first. So a sure node gets one child, an unsure one several, and an unlikely one none.
+  All this is fixed before the depth is drawn, which keeps every method with `takes_grown` lossless.
+
+  Source: this library.
+
+  Attributes:
+    acceptance: b, from 0 to 1; .75 fits the pretrained pair at temperature 1.
+    threshold: A slot is used if its child is worth at least this. A row in which none is, is drafted no further.
+  """
+
+  acceptance: jax.Array | float = 0.75
+  threshold: jax.Array | float = 0.0
+  gives = False
+
+  def sampling(self, sampling: SamplingParams) -> SamplingParams:
+    """The rows' own parameters: those that guesses are drawn with."""
+    return sampling
+
+  def allocate(self, laws: jax.Array, chances: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
+    """The parents of the next depth's slots, before anything is drawn.
+
+    Args:
+      laws: `[W, V]`, as for `Growth.expand`.
+      chances: `[W]`, likewise; the logarithm of what each node is worth.
+      num_slots: S.
+
+    Returns:
+      int32 `[S]` and `[S]`, the first and the last result of `Growth.expand`.
+    """
+    # A sure draft has a = 1, and a second child is worth next to nothing.
+    sureness = jnp.sum(laws**2, axis=1)
+    accepted = jnp.minimum(self.acceptance + (1 - self.acceptance) * sureness, 1 - 1e-6)
+    worth = (chances + jnp.log(accepted))[:, None] + jnp.arange(num_slots) * jnp.log1p(-accepted)[:, None]
+    found, places = jax.lax.top_k(worth.reshape(-1), num_slots)
+    is_used = jnp.isfinite(found) & (found >= jnp.log(self.threshold))
+    return jnp.where(is_used, places // num_slots, -1).astype(jnp.int32), jnp.where(is_used, found, -jnp.inf)
+
+  def expand(self, key, rule, laws, chances, slots):
+    """Allocated and drawn children, see `Growth.expand`."""
+    num_slots = len(slots)
+    above, found = self.allocate(laws, chances, num_slots)
+    own = jnp.maximum(above, 0)
+    if rule.are_exchangeable:
+      drawn = jax.vmap(lambda law, slot: rule(key, law, slot, 1)[0])(laws[own], slots)
+    else:
+      # Siblings are drawn together, as many as there may be of each node; a node uses the first ones.
+      first = jnp.arange(len(laws)) * num_slots
+      siblings = jax.vmap(lambda law, first: rule(key, law, first, num_slots))(laws, first)
+      is_earlier = (above[:, None] == above) & jnp.tri(num_slots, k=-1, dtype=bool)
+      drawn = siblings[own, jnp.sum(is_earlier, axis=1)]
+    tokens = jnp.where(above < 0, -1, drawn).astype(jnp.int32)
+    return above, tokens, jnp.where(tokens < 0, -jnp.inf, found)
+
+
+def growing(drafter: Drafter, growth: Growth) -> Drafter:
+  """A drafter whose rows grow trees of their own.
+
+  Args:
+    drafter: A drafter that scores one depth after the other, such as `model_drafter` or `head_drafter` makes.
+    growth: The rule.
+
+  Raises:
+    ValueError: The drafter gives guesses of its own or grows trees already.
+  """
+  if drafter.gives or drafter.grows:
+    raise ValueError('only a drafter that draws all guesses of one tree can be made to grow trees')
+  growth = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), growth)
+  return dataclasses.replace(drafter, growth=growth, gives=growth.gives, grows=True)

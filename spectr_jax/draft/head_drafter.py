@@ -1,0 +1,215 @@
+"""A drafter that is a head on the target's hidden states (EAGLE, MTP): it runs on each token once per round."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
+from spectr_jax.draft.drawing import ScoredNodes, draw_tree
+from spectr_jax.model import PREFILL_CHUNK, KVCache
+from spectr_jax.models import head, layers
+from spectr_jax.models.head import HeadConfig
+from spectr_jax.proposal import Proposal
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadState:
+  """A head after the committed text.
+
+  The head runs on pairs: a token, and the target's hidden states of the token before it. Pair i belongs to token i + 1.
+
+  Attributes:
+    cache: The head's keys and values of all pairs of the committed text.
+    hidden: `[B, embed_dim]`, its output at the last pair, 0 for a text of one token.
+    output: `[B, embed_dim]`, likewise the input of its output head.
+  """
+
+  cache: KVCache
+  hidden: jax.Array
+  output: jax.Array
+
+
+def _embed(params: Mapping[str, Any], context: DraftContext, tokens: jax.Array) -> jax.Array:
+  if 'embedding' in params:
+    return jnp.take(params['embedding'], tokens, axis=0)
+  target = context.target
+  if target.embed_fn is None:
+    raise ValueError('this head reads embeddings of the target, but the target has no embed_fn')
+  return target.embed_fn(target.params, tokens)
+
+
+def _extend(
+  params: Mapping[str, Any],
+  state: HeadState,
+  context: DraftContext,
+  num_new: int,
+  *,
+  config: HeadConfig,
+) -> HeadState:
+  """The state with all pairs of the text, given that of a shorter text.
+
+  Args:
+    params: The head's parameters.
+    state: After the first tokens of each row's text.
+    context: The texts and features.
+    num_new: The most pairs that a row lacks, static.
+    config: The head.
+  """
+  if context.tokens is None or context.features is None:
+    raise ValueError("a head reads the text and the target's hidden states: the context must hold tokens and features")
+  text, features = context.tokens, context.features
+  size = min(num_new, PREFILL_CHUNK)
+  offsets, causal = jnp.arange(size), jnp.tril(jnp.ones((size, size), bool))
+  missing = context.lengths - 1 - state.cache.lengths
+
+  def add(first, state):
+    start = state.cache.lengths[:, None]
+    pairs = jnp.minimum(start + offsets, text.shape[1] - 2)
+    tokens = jnp.take_along_axis(text, pairs + 1, axis=1)
+    # Behind the text both may be anything. Nothing that is kept attends to them, but it must not be NaN.
+    is_new = offsets < (missing - first)[:, None]
+    read = jax.vmap(lambda row, places: row[places])(features, pairs)
+    read = jnp.where(is_new[..., None, None], read, 0)
+    embedded = _embed(params, context, jnp.where(is_new, tokens, 0))
+    hidden = head.hidden_of_features(params, config, read)
+    hidden, output, cache = head.apply(params, config, embedded, hidden, start + offsets, causal, state.cache)
+    num_kept = jnp.clip(missing - first, 0, size)
+    last = jnp.maximum(num_kept - 1, 0)[:, None, None]
+
+    def latest(new, old):
+      return jnp.where(num_kept[:, None] > 0, jnp.take_along_axis(new, last, axis=1)[:, 0], old)
+
+    cache = cache.commit(jnp.broadcast_to(offsets, tokens.shape), num_kept)
+    return HeadState(cache, latest(hidden, state.hidden), latest(output, state.output))
+
+  if size == num_new:
+    return add(0, state)
+  return jax.lax.fori_loop(0, -(-num_new // size), lambda i, state: add(i * size, state), state)
+
+
+def _init(params, context: DraftContext, cache_size: int, *, config: HeadConfig) -> HeadState:
+  batch_size, width = len(context.lengths), config.block.embed_dim
+  nothing = jnp.zeros((batch_size, width), config.block.dtype)
+  # Without the barrier XLA folds attention over the cache of zeros, which takes longer than the rest of compilation.
+  cache = jax.lax.optimization_barrier(head.init_cache(config, batch_size, cache_size))
+  state = HeadState(cache, nothing, nothing)
+  num_pairs = 0 if context.tokens is None else context.tokens.shape[1] - 1
+  return state if num_pairs == 0 else _extend(params, state, context, num_pairs, config=config)
+
+
+def _reprompt(
+  params, state: HeadState, context: DraftContext, num_kept: jax.Array, num_new: int, *, config: HeadConfig
+) -> HeadState:
+  # The last pair runs anew, since the state needs its output.
+  kept = jnp.maximum(num_kept - 2, 0)
+  state = dataclasses.replace(state, cache=state.cache.truncate(jnp.minimum(kept, state.cache.lengths)))
+  state = dataclasses.replace(state, hidden=jnp.zeros_like(state.hidden), output=jnp.zeros_like(state.output))
+  return _extend(params, state, context, num_new + 1, config=config)
+
+
+def target_logits(params: Mapping[str, Any], config: HeadConfig, output: jax.Array, vocab_size: int) -> jax.Array:
+  """Logits over the target's vocabulary, `[..., V]`; -inf for tokens that the head cannot guess.
+
+  Args:
+    params: The head's parameters.
+    config: The head.
+    output: `[..., embed_dim]`, from `head.advance`.
+    vocab_size: V.
+  """
+  logits = head.unembed(params, output)
+  if not config.is_reduced:
+    return logits
+  num_ids = config.block.vocab_size
+  own = jnp.full(vocab_size, num_ids, jnp.int32).at[params['target_ids']].set(jnp.arange(num_ids, dtype=jnp.int32))
+  padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, 1)], constant_values=-jnp.inf)
+  return jnp.take(padded, own, axis=-1)
+
+
+def _propose(params, state: HeadState, context: DraftContext, request: DraftRequest, *, config: HeadConfig) -> Proposal:
+  tree, vocab_size = request.tree, context.target.vocab_size
+  # The root's pair is committed. The pending ones are those of the other nodes with children.
+  num_parents = len(tree.parent_nodes)
+
+  def score(carry, nodes: ScoredNodes):
+    cache, outputs = carry
+    positions = jnp.broadcast_to(context.lengths[:, None] - 2 + nodes.depth, nodes.tokens.shape)
+    embedded = _embed(params, context, nodes.tokens)
+    hidden = jnp.take_along_axis(outputs, nodes.above[..., None], axis=1)
+    hidden, output, cache = head.apply(params, config, embedded, hidden, positions, nodes.seen[:, :, 1:], cache)
+    outputs = jax.lax.dynamic_update_slice_in_dim(outputs, hidden, nodes.first, axis=1)
+    return (cache, outputs), target_logits(params, config, output, vocab_size)
+
+  outputs = jnp.zeros((len(context.lengths), num_parents, config.block.embed_dim), state.hidden.dtype)
+  carry = state.cache.with_pending_slots(num_parents - 1), outputs.at[:, 0].set(state.hidden)
+  root_logits = target_logits(params, config, state.output, vocab_size)
+  proposal, _ = draw_tree(request, root_logits, carry, score)
+  # What the head makes of its own guesses is dropped: kept ones are read again with the target's hidden states.
+  return dataclasses.replace(proposal, state=state)
+
+
+def _commit(
+  params, state: HeadState, context: DraftContext, commitment: Commitment, *, config: HeadConfig
+) -> HeadState:
+  return _extend(params, state, context, commitment.path.shape[1], config=config)
+
+
+@functools.lru_cache
+def _functions(config: HeadConfig):
+  """The functions of a `Drafter`, by field; one object per configuration, so that equal heads share programs."""
+  return {
+    'init_fn': functools.partial(_init, config=config),
+    'propose_fn': functools.partial(_propose, config=config),
+    'commit_fn': functools.partial(_commit, config=config),
+    'reprompt_fn': functools.partial(_reprompt, config=config),
+  }
+
+
+def head_drafter(params: Mapping[str, Any], config: HeadConfig, vocab_size: int) -> Drafter:
+  """A drafter that draws from a head, depth by depth.
+
+  A round runs the head on the tokens that the round before has committed, with the target's hidden states, and on every
+  guess that has children, with its own. Its state per row is the keys and values of one layer, and two vectors.
+
+  Args:
+    params: The head's parameters, see `head.param_shapes`.
+    config: The head.
+    vocab_size: V, the target's.
+
+  Raises:
+    ValueError: A parameter is missing, surplus, or of another shape, or an id is not in the vocabulary.
+  """
+  layers.check_params(params, head.param_shapes(config))
+  if config.is_reduced:
+    ids = params['target_ids']
+    if not isinstance(ids, jax.ShapeDtypeStruct) and not ((ids >= 0) & (ids < vocab_size)).all():
+      raise ValueError(f'target_ids must be from 0 to {vocab_size - 1}')
+  elif config.block.vocab_size != vocab_size:
+    raise ValueError(f'the head guesses {config.block.vocab_size} tokens, but the target has {vocab_size}')
+  return Drafter(
+    params=params,
+    vocab_size=vocab_size,
+    reads_tokens=True,
+    feature_layers=config.feature_layers,
+    **_functions(config),
+  )
+
+
+def config_of(drafter: Drafter) -> HeadConfig:
+  """The configuration that a drafter was made with.
+
+  Args:
+    drafter: The drafter.
+
+  Raises:
+    ValueError: It was not made by `head_drafter`.
+  """
+  if not isinstance(drafter.init_fn, functools.partial) or drafter.init_fn.func is not _init:
+    raise ValueError('not a drafter made by head_drafter')
+  return drafter.init_fn.keywords['config']

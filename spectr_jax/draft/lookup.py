@@ -1,0 +1,293 @@
+"""Prompt lookup: guesses are what followed occurrences of the text's last tokens, in the text itself or in a corpus."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.draft.corpus import LookupCorpus, corpus_continuations, most_frequent
+from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
+from spectr_jax.draft.model_drafter import model_drafter, propose_beside, reprompt_model
+from spectr_jax.model import Model
+from spectr_jax.proposal import Proposal
+from spectr_jax.sharding import replicated
+from spectr_jax.tree import TokenTree
+
+LOOKUP_MAX, LOOKUP_MIN = 8, 2
+
+
+def match_lengths(text: jax.Array, length: jax.Array, longest: int) -> jax.Array:
+  """The number of tokens, up to `longest`, that agree at the text's end and at each earlier place.
+
+  Args:
+    text: int32 `[S]`; entries from `length` on are arbitrary.
+    length: int32 scalar, the committed tokens.
+    longest: The most tokens to compare.
+
+  Returns:
+    int32 `[S]`, at `[j]` the largest m so that the m tokens down to place j are the last m ones of the text; 0 from the
+    last token on. In the text 3 1 2 3 1 it is 0 2 0 0 0: the tokens 3 1 end at place 1, too.
+  """
+  padded = jnp.pad(text, (longest - 1, 0), constant_values=-1)
+  is_match = jnp.arange(len(text)) < length - 1
+  matches = jnp.zeros(text.shape, jnp.int32)
+  for back in range(longest):
+    token = text[jnp.maximum(length - 1 - back, 0)]
+    is_match &= (padded[longest - 1 - back :][: len(text)] == token) & (back < length)
+    matches += is_match
+  return matches
+
+
+def continuations(
+  text: jax.Array,
+  length: jax.Array,
+  num_chains: int,
+  num_tokens: int,
+  longest: int,
+  shortest: int,
+  corpus: LookupCorpus | None = None,
+) -> jax.Array:
+  """What followed the occurrences of the longest suffix of a text that occurred before, or occurs in a corpus.
+
+  Of the places where as many tokens as possible agree with the text's end, the latest is taken, then the latest with
+  another next token, and so on; where there are no more of them, places where fewer tokens agree follow. A continuation
+  that reaches the text's end goes on with its own beginning, as a text of that period would.
+
+  The corpus adds its occurrences. Those of as many tokens come after the text's own, and before those of fewer tokens.
+  Of the tokens that follow in it the most frequent one is taken, and so on down the chain, among the occurrences that
+  `corpus_continuations` looks at; then the most frequent other one.
+
+  Args:
+    text: int32 `[S]`; entries from `length` on are arbitrary.
+    length: int32 scalar, the committed tokens.
+    num_chains: K, continuations to find.
+    num_tokens: L, tokens of each.
+    longest: The most tokens of a suffix that are compared.
+    shortest: The fewest tokens of a suffix that count as an occurrence.
+    corpus: The corpus, or None to look in the text alone.
+
+  Returns:
+    int32 `[K, L]`; their first tokens differ. Rows of -1 stand for continuations that were not found, entries of -1 for
+    tokens behind the end of a document of the corpus.
+  """
+  places = jnp.arange(len(text))
+  matches = match_lengths(text, length, longest)
+  ranks = jnp.where(matches >= shortest, matches * len(text) + places, -1)
+  followers = jnp.roll(text, -1)
+  others = None if corpus is None else corpus_continuations(corpus, text, length, num_tokens, longest, shortest)
+
+  def find(carry, _):
+    ranks, is_open = carry
+    place = jnp.argmax(ranks)
+    is_found = ranks[place] >= 0
+    period = jnp.maximum(length - 1 - place, 1)
+    source = place + 1 + jnp.arange(num_tokens) % period
+    found = jnp.where(is_found, text[jnp.minimum(source, len(text) - 1)], -1)
+    if others is not None:
+      occurs = jnp.any(is_open, axis=1)
+      row = jnp.argmax(occurs)
+      is_longer = occurs[row] & (longest - row > jnp.where(is_found, matches[place], 0))
+      found = jnp.where(is_longer, most_frequent(others[row], is_open[row]), found)
+      is_open &= others[..., 0] != found[0]
+    return (jnp.where(followers == found[0], -1, ranks), is_open), found
+
+  is_open = jnp.zeros((), bool) if others is None else others[..., 0] >= 0
+  return jax.lax.scan(find, (ranks, is_open), length=num_chains)[1].astype(jnp.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def _chain_places(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
+  """The chain and the place in it of every node, int32 `[N]` each.
+
+  Raises:
+    ValueError: The tree branches below the root, or rows have trees of their own.
+  """
+  if tree.is_grown or (tree.num_children[1:] > 1).any():
+    raise ValueError(
+      'prompt lookup guesses chains: give it a tree that branches at the root alone, such as chains(2, 8)'
+    )
+  return tree.paths[1:, 0] - 1, tree.depths[1:] - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+  """Prompt lookup as a function of the committed text; hashable, so that equal ones share compiled programs.
+
+  It keeps nothing between rounds. Its memory and time grow linearly with the text, and its time with the logarithm of
+  the corpus.
+
+  Attributes:
+    longest: The most tokens of a suffix that are compared.
+    shortest: The fewest tokens of a suffix that count as an occurrence.
+    num_chains: The chains of the tree that hold guesses, from the first one on; None for all.
+
+  Raises:
+    ValueError: A bound is below 1, `longest` is below `shortest`, or `num_chains` is below 1.
+  """
+
+  longest: int = LOOKUP_MAX
+  shortest: int = LOOKUP_MIN
+  num_chains: int | None = None
+
+  def __post_init__(self):
+    if not 1 <= self.shortest <= self.longest:
+      raise ValueError(
+        f'lookup_min and lookup_max must be at least 1, lookup_min at most lookup_max; got {self.shortest} and'
+        f' {self.longest}'
+      )
+    if self.num_chains is not None and self.num_chains < 1:
+      raise ValueError(f'num_given must be at least 1, got {self.num_chains}')
+
+  def guesses(self, context: DraftContext, tree: TokenTree, corpus: LookupCorpus | None = None) -> jax.Array:
+    """The guesses for every node, int32 `[B, N]`; -1 for nodes without one.
+
+    Args:
+      context: The committed texts and their lengths.
+      tree: A tree that branches at the root alone.
+      corpus: Texts to look in besides the row's own, or None.
+
+    Raises:
+      ValueError: The tree is no such tree, or the context has no text.
+    """
+    if context.tokens is None:
+      raise ValueError('prompt lookup reads the committed text: the context must hold tokens')
+    chain, place = _chain_places(tree)
+    num_chains = int(tree.num_children[0])
+    num_found = num_chains if self.num_chains is None else min(self.num_chains, num_chains)
+
+    def of_row(text, length):
+      found = continuations(text, length, num_found, tree.max_depth, self.longest, self.shortest, corpus)
+      return jnp.pad(found, ((0, num_chains - num_found), (0, 0)), constant_values=-1)[chain, place]
+
+    return jax.vmap(of_row)(context.tokens, context.lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Propose:
+  """`Drafter.propose_fn` of prompt lookup alone; the parameters are the corpus, or None."""
+
+  lookup: Lookup
+
+  def __call__(self, corpus, state, context: DraftContext, request: DraftRequest) -> Proposal:
+    tokens = self.lookup.guesses(context, request.tree, corpus)
+    # Nothing is drawn, so the distributions are not read.
+    probs = jnp.zeros((len(tokens), len(request.tree.parent_nodes), context.target.vocab_size))
+    return Proposal(tokens, probs, state, is_given=tokens >= 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Beside:
+  """The parameters of prompt lookup beside a model, or their shardings."""
+
+  model: Model
+  corpus: LookupCorpus | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _ProposeBeside:
+  """`Drafter.propose_fn` of prompt lookup beside a model's samples."""
+
+  lookup: Lookup
+
+  def __call__(self, params: _Beside, state, context: DraftContext, request: DraftRequest) -> Proposal:
+    given = self.lookup.guesses(context, request.tree, params.corpus)
+    return propose_beside(params.model, state, context, request, given)
+
+
+def _init_beside(params: _Beside, context: DraftContext, cache_size: int):
+  return model_drafter(params.model).init(context, cache_size)
+
+
+def _commit_beside(params: _Beside, state, context: DraftContext, commitment: Commitment):
+  return model_drafter(params.model).commit(state, context, commitment)
+
+
+def _reprompt_beside(params: _Beside, state, context: DraftContext, num_kept: jax.Array, num_new: int):
+  return reprompt_model(params.model, state, context, num_kept, num_new)
+
+
+def _param_shardings(sharding, params: _Beside) -> _Beside:
+  corpus = jax.tree.map(lambda _: replicated(sharding.mesh), params.corpus)
+  return _Beside(sharding.of_drafter(model_drafter(params.model)).params, corpus)
+
+
+def _state_shardings(sharding, params: _Beside, state):
+  return sharding.of_draft_state(state, model_drafter(params.model))
+
+
+def _no_state(*_):
+  return ()
+
+
+def _check_corpus(corpus: LookupCorpus | None, vocab_size: int) -> None:
+  if corpus is not None and (largest := int(corpus.tokens.max())) >= vocab_size:
+    raise ValueError(f'the lookup corpus holds ids up to {largest}, the vocabulary is 0 to {vocab_size - 1}')
+
+
+def lookup_drafter(
+  vocab_size: int, *, lookup_max: int = LOOKUP_MAX, lookup_min: int = LOOKUP_MIN, corpus: LookupCorpus | None = None
+) -> Drafter:
+  """A drafter without a model: it guesses that the text goes on as it did after earlier occurrences of its last tokens.
+
+  The chains of the tree hold different continuations. Where the last tokens have not occurred before there are no
+  guesses, and if no row has any, the target's call is that of an autoregressive step. For methods with `takes_given`.
+
+  With a corpus, occurrences in other texts count as well ("REST: Retrieval-Based Speculative Decoding", He et al.
+  2024), if more tokens agree there than in the text itself; see `continuations`.
+
+  Args:
+    vocab_size: V, the target's.
+    lookup_max: The most tokens of a suffix that are compared.
+    lookup_min: The fewest tokens of a suffix that count as an occurrence.
+    corpus: Texts to look in besides the row's own, from `lookup_corpus`, or None.
+
+  Raises:
+    ValueError: A bound is below 1, `lookup_max` is below `lookup_min`, or the corpus holds ids from V on.
+  """
+  _check_corpus(corpus, vocab_size)
+  propose = _Propose(Lookup(lookup_max, lookup_min))
+  return Drafter(corpus, _no_state, propose, _no_state, vocab_size, reads_tokens=True, gives=True, may_pass=True)
+
+
+def lookup_beside(
+  model: Model,
+  *,
+  num_given: int = 1,
+  lookup_max: int = LOOKUP_MAX,
+  lookup_min: int = LOOKUP_MIN,
+  corpus: LookupCorpus | None = None,
+) -> Drafter:
+  """A drafter that guesses by prompt lookup on some chains of the tree and draws the others from a model.
+
+  A node for which lookup finds nothing is drawn as well, so no node is wasted. This is decided before anything is
+  drawn. For methods with `takes_mixed`.
+
+  Args:
+    model: A model with the target's vocabulary.
+    num_given: The most chains that lookup fills.
+    lookup_max: The most tokens of a suffix that are compared.
+    lookup_min: The fewest tokens of a suffix that count as an occurrence.
+    corpus: Texts to look in besides the row's own, as for `lookup_drafter`, or None.
+
+  Raises:
+    ValueError: A bound is below 1, `lookup_max` is below `lookup_min`, or the corpus holds ids that the model has not.
+  """
+  _check_corpus(corpus, model.vocab_size)
+  return dataclasses.replace(
+    model_drafter(model),
+    params=_Beside(model, corpus),
+    init_fn=_init_beside,
+    propose_fn=_ProposeBeside(Lookup(lookup_max, lookup_min, num_given)),
+    commit_fn=_commit_beside,
+    reprompt_fn=_reprompt_beside,
+    param_shardings_fn=_param_shardings,
+    state_shardings_fn=_state_shardings,
+    reads_tokens=True,
+    gives=True,
+    mixes=True,
+  )

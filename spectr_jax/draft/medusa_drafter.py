@@ -1,0 +1,135 @@
+"""Medusa heads as a drafter: each guesses one token further ahead, all from the same hidden state of the target.
+
+Source: Medusa (Cai et al. 2024), section 2.1. Head i computes x + SiLU(x W_i + b_i) of the target's last hidden state
+x, and a linear output head. The state is that of the last token that the target has seen, the one before the root. The
+target's own head has spoken about the root, so head 0 speaks about the token after the root, head i about depth i + 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.draft.drafter import DraftContext, Drafter, DraftRequest
+from spectr_jax.draft.drawing import ScoredNodes, draw_tree
+from spectr_jax.models import layers
+from spectr_jax.proposal import Proposal
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaConfig:
+  """The sizes of Medusa heads.
+
+  Attributes:
+    num_heads: H, the tokens that are guessed ahead.
+    embed_dim: D, width of the target's hidden states.
+    vocab_size: V.
+    dtype: Type of parameters and activations.
+    has_unembedding: Whether each head has an output head of its own; else all take the target's rows.
+  """
+
+  num_heads: int
+  embed_dim: int
+  vocab_size: int
+  dtype: str = 'float32'
+  has_unembedding: bool = True
+
+
+def param_shapes(config: MedusaConfig) -> dict[str, Any]:
+  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`.
+
+  Args:
+    config: The heads.
+  """
+  num_heads, width = config.num_heads, config.embed_dim
+  each = (num_heads,) if config.has_unembedding else ()
+
+  def array(*shape):
+    return jax.ShapeDtypeStruct(shape, config.dtype)
+
+  return {
+    'residual': {'kernel': array(num_heads, width, width), 'bias': array(num_heads, width)},
+    'unembedding': array(*each, width, config.vocab_size),
+  }
+
+
+def head_logits(params: Mapping[str, Any], hidden: jax.Array, num_heads: int) -> jax.Array:
+  """Logits of the first heads, `[num_heads, B, V]`, in float32 or wider.
+
+  Args:
+    params: The parameters.
+    hidden: `[B, D]`, the target's hidden states.
+    num_heads: The number of heads, at most H.
+  """
+  residual, unembedding = params['residual'], params['unembedding']
+
+  def logits(i):
+    product = layers.matmul(hidden, residual['kernel'][i]) + residual['bias'][i]
+    ahead = hidden + jax.nn.silu(product).astype(hidden.dtype)
+    return layers.matmul(ahead, unembedding[i] if unembedding.ndim == 3 else unembedding)
+
+  return jnp.stack([logits(i) for i in range(num_heads)])
+
+
+def _no_state(*_):
+  return ()
+
+
+def _propose(params, state, context: DraftContext, request: DraftRequest, *, config: MedusaConfig) -> Proposal:
+  del state
+  tree = request.tree
+  num_depths = int(tree.depths[tree.parent_nodes].max()) + 1
+  if num_depths > config.num_heads:
+    raise ValueError(f'{config.num_heads} Medusa heads guess as many tokens ahead, and the tree is {num_depths} deep')
+  if context.features is None:
+    raise ValueError("Medusa heads read the target's hidden states: the context must hold features")
+  last = jnp.maximum(context.lengths - 2, 0)
+  hidden = jax.vmap(lambda row, place: row[place, 0])(context.features, last)
+  # A text of one token has no hidden state yet. What stands there may be anything, so it must not be NaN.
+  hidden = jnp.where((context.lengths > 1)[:, None], hidden, 0).astype(config.dtype)
+  logits = head_logits(params, hidden, num_depths)
+
+  def score(carry, nodes: ScoredNodes):
+    own = jax.lax.dynamic_index_in_dim(logits, nodes.depth, keepdims=False)
+    return carry, jnp.broadcast_to(own[:, None], (*nodes.tokens.shape, own.shape[-1]))
+
+  return draw_tree(request, logits[0], (), score)[0]
+
+
+@functools.lru_cache
+def _propose_fn(config: MedusaConfig):
+  """One object per configuration, so that equal heads share programs."""
+  return functools.partial(_propose, config=config)
+
+
+def medusa_drafter(params: Mapping[str, Any], config: MedusaConfig) -> Drafter:
+  """A drafter that draws from Medusa heads. They run once per round, since their guesses depend on the depth alone.
+
+  Args:
+    params: The parameters, see `param_shapes`.
+    config: The heads. Trees are at most `num_heads` deep.
+
+  Raises:
+    ValueError: A parameter is missing, surplus, or of another shape.
+  """
+  layers.check_params(params, param_shapes(config))
+  return Drafter(params, _no_state, _propose_fn(config), _no_state, config.vocab_size, feature_layers=(-1,))
+
+
+def config_of(drafter: Drafter) -> MedusaConfig:
+  """The configuration that a drafter was made with.
+
+  Args:
+    drafter: The drafter.
+
+  Raises:
+    ValueError: It was not made by `medusa_drafter`.
+  """
+  if not isinstance(drafter.propose_fn, functools.partial) or drafter.propose_fn.func is not _propose:
+    raise ValueError('not a drafter made by medusa_drafter')
+  return drafter.propose_fn.keywords['config']

@@ -1,0 +1,234 @@
+"""Trees that grow by confidence: the rules beside a plain search, exact proofs, and the loop."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from growing_drafter import growing_drafter
+
+import spectr_jax
+from spectr_jax import METHODS, Decoder, TokenTree, lookup_drafter, model_drafter
+from spectr_jax.draft import Confident, DraftRequest, Likeliest, growing
+from spectr_jax.draft.drawing import draw_tree
+from spectr_jax.engine.loop import noise_keys, propose, run_rounds
+from spectr_jax.proposal import Independent
+from spectr_jax.sampling import SamplingParams
+from spectr_jax.testing import (
+  chi_square,
+  engine_counts,
+  enumeration,
+  enumeration_error,
+  ordinary_law,
+  random_tables,
+  tiny_transformers,
+)
+
+pytestmark = pytest.mark.usefixtures('highest')
+
+_PROMPTS = np.array([[1, 2, 3, 4, 0], [2, 0, 0, 0, 0], [3, 3, 1, 0, 0], [4, 1, 0, 2, 0]])
+_LENGTHS = np.array([5, 1, 3, 4])
+_SLOTS = TokenTree.slots((3, 3, 2))
+
+
+def _slow_but(*names, among):
+  return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in among]
+
+
+def _draw(table, prefix, length, tree, growth, *, temperature=1.0, seed=0):
+  """`draw_tree` after a prefix, with a table of the distributions after each context; see `ContextTables`."""
+  vocab_size = table.shape[1]
+
+  def laws_after(texts, length):
+    return table[(vocab_size**length - 1) // (vocab_size - 1) + texts]
+
+  def score(texts, nodes):
+    own = jnp.take_along_axis(texts, nodes.above, axis=1) * vocab_size + nodes.tokens
+    texts = jax.lax.dynamic_update_slice_in_dim(texts, own, nodes.first, axis=1)
+    return texts, jnp.log(laws_after(own, length + nodes.depth))
+
+  texts = jnp.zeros((1, len(tree.parent_nodes)), jnp.int32).at[0, 0].set(prefix)
+  keys = jax.random.split(jax.random.key(seed), (1, tree.max_depth + 1))
+  request = DraftRequest(keys, SamplingParams.make(1, temperature=temperature), tree, Independent(), growth)
+  return draw_tree(request, jnp.log(laws_after(texts[:, 0], length)), texts, score)[0]
+
+
+@pytest.mark.parametrize('threshold', [0.0, 0.1])
+def test_the_likeliest_paths_stand_in_every_depth(threshold):
+  table = random_tables(3, 4, 4).draft_probs
+  tree = TokenTree.slots((2, 5, 3))
+  found = _draw(jnp.asarray(table), 2, 1, tree, Likeliest(threshold=threshold))
+  tokens, parents = np.asarray(found.tokens[0]), np.asarray(found.parents[0])
+  paths, first = {(): 1.0}, 1
+  for depth, width in enumerate((2, 5, 3)):
+    children = {}
+    for path, chance in paths.items():
+      place = functools.reduce(lambda number, token: 4 * number + token, (2, *path), 0)
+      law = table[(4 ** (depth + 1) - 1) // 3 + place]
+      children |= {(*path, token): chance * law[token] for token in range(4)}
+    ranked = sorted(children.items(), key=lambda item: -item[1])
+    paths = {path: chance for path, chance in ranked[:width] if chance > 0 and chance >= threshold}
+
+    def spelled(node):
+      return () if node == 0 else (*spelled(parents[node - 1]), tokens[node - 1])
+
+    nodes = [node for node in range(first, first + width) if parents[node - 1] >= 0]
+    assert [spelled(node) for node in nodes] == list(paths)
+    first += width
+  assert ((tokens < 0) == (parents < 0)).all()
+  np.testing.assert_array_equal(found.is_given[0], parents >= 0)
+  assert (threshold == 0) == (parents >= 0).all()
+
+
+@pytest.mark.parametrize('method', _slow_but('specinfer', among=('specinfer', 'spectr', 'race', 'race_traversal')))
+def test_likeliest_guesses_are_exact(method):
+  tree = TokenTree.slots((2, 2))
+  for seed, threshold in enumerate((0.0, 0.15)):
+    tables = random_tables(seed, 3, 5)
+
+    def guess(text, length, tables=tables, threshold=threshold):
+      prefix = jax.lax.fori_loop(0, length, lambda i, number: 3 * number + text[i], jnp.zeros((), text.dtype))
+      found = _draw(jnp.asarray(tables.draft_probs), prefix, length, tree, Likeliest(threshold=threshold))
+      return found.tokens[0], found.parents[0]
+
+    assert enumeration_error(METHODS[method], tree, tables, 3, guess_fn=guess) < 1e-10
+
+
+def _grow(tokens, parents, probs, depth, tree, growth):
+  """`Confident.allocate` depth by depth, as `enumeration.GrowFn`."""
+  chances = jnp.zeros(1, probs.dtype)
+  for level in range(depth + 1):
+    nodes, slots = (nodes[nodes >= 0] for nodes in tree.levels[level : level + 2])
+    above, chances = growth.allocate(probs[nodes], chances, len(slots))
+  return jnp.full(tree.num_nodes, -1, jnp.int32).at[slots - 1].set(jnp.where(above < 0, -1, nodes[0] + above))
+
+
+_DRAWN = 'spectr', 'specinfer', 'batch', 'race', 'race_block', 'traversal', 'race_traversal'
+
+
+@pytest.mark.parametrize('method', _slow_but('race_traversal', among=_DRAWN))
+def test_confident_samples_are_exact(method):
+  tree = TokenTree.slots((2, 3))
+  for seed, growth in enumerate((Confident(0.1), Confident(0.5, threshold=0.2))):
+    grow_fn = functools.partial(_grow, tree=tree, growth=growth)
+    tables = random_tables(seed, 2, 5)
+    assert enumeration_error(METHODS[method], tree, tables, 3, grow_fn=grow_fn) < 1e-10
+
+
+def test_confident_allocation():
+  """By hand: a sure node gets one child, an unsure one as many as there are left; unlikely children are left out."""
+  laws = jnp.array([[0.9, 0.1, 0.0], [0.4, 0.3, 0.3]])
+  chances = jnp.log(jnp.array([0.5, 0.5]))
+  a, b = 0.82, 0.34
+  worth = {(0, 0): a, (0, 1): a * (1 - a), (1, 0): b, (1, 1): b * (1 - b), (1, 2): b * (1 - b) ** 2}
+  wanted = sorted(worth, key=lambda place: -worth[place])
+  above, found = Confident(0.0).allocate(laws, chances, 5)
+  np.testing.assert_array_equal(above[:4], [node for node, _ in wanted[:4]])
+  np.testing.assert_allclose(jnp.exp(found[:4]), [0.5 * worth[place] for place in wanted[:4]], rtol=1e-5)
+  above, found = Confident(0.0, threshold=0.1).allocate(laws, chances, 5)
+  np.testing.assert_array_equal(above, [0, 1, 1, -1, -1])
+  assert not np.isfinite(found[3:]).any()
+  # The more a draft is trusted, the fewer siblings.
+  above, _ = Confident(0.95).allocate(laws, jnp.log(jnp.array([0.9, 0.1])), 2)
+  np.testing.assert_array_equal(above, [0, 1])
+
+
+@pytest.mark.parametrize('method', _slow_but('race_traversal', among=(*_DRAWN, 'gsd')))
+def test_confident_samples_in_the_loop(method):
+  target, draft = tiny_transformers()
+  prompts, sampling = ([1, 2, 1], [3]), {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
+  drafter = growing(model_drafter(draft), Confident(0.3, threshold=0.1))
+  counts = engine_counts(
+    jax.random.key(5), target, drafter, prompts, method=METHODS[method], tree=TokenTree.slots((2, 3)), num_tokens=3,
+    num_samples=5000, batch_size=2500, **sampling,
+  )  # fmt: skip
+  for prompt, found in zip(prompts, counts):
+    assert chi_square(found, ordinary_law(target, prompt, 3, **sampling)).p_value > 1e-3
+
+
+@pytest.mark.parametrize('method', _slow_but('specinfer', among=('spectr', 'specinfer', 'race_traversal', 'traversal')))
+def test_samples_dropped_by_their_own_probability_are_caught(method):
+  """Two samples, of which the likelier one is kept: what EAGLE-2's ranking does to samples."""
+  tree = TokenTree.chains(2, 1)
+  with pytest.MonkeyPatch.context() as patch:
+    proposal = enumeration.Proposal
+
+    def ranked(tokens, probs, *others):
+      is_worse = jnp.argmin(probs[0, tokens]) == jnp.arange(2)
+      return proposal(jnp.where(is_worse, -1, tokens), probs, *others)
+
+    patch.setattr(enumeration, 'Proposal', ranked)
+    error = max(enumeration_error(METHODS[method], tree, random_tables(seed, 3, 4), 2) for seed in range(2))
+  assert error > 1e-2
+
+
+def _generate(drafter, target, method, tree=_SLOTS, **options):
+  options = {'max_new_tokens': 10, 'temperature': 0.0} | options
+  return spectr_jax.generate(
+    jax.random.key(0), target, drafter, _PROMPTS, _LENGTHS, method=method, tree=tree, **options
+  )
+
+
+@pytest.mark.parametrize(
+  'method', _slow_but('specinfer', among=('specinfer', 'spectr', 'race', 'race_block', 'race_traversal', 'ersd'))
+)
+def test_greedy_tokens_are_the_target_s(method):
+  target, draft = tiny_transformers()
+  wanted = _generate(None, target, 'autoregressive', None)
+  found = _generate(growing(model_drafter(draft), Likeliest()), target, method)
+  np.testing.assert_array_equal(found.tokens, wanted.tokens)
+  calls = int(found.num_target_calls.sum())
+  assert calls < int(wanted.num_target_calls.sum())
+  chain = _generate(draft, target, 'speculative', TokenTree.chains(1, 3))
+  assert calls < int(chain.num_target_calls.sum())
+
+
+@pytest.mark.parametrize('method', _slow_but('specinfer', among=('specinfer', 'race_traversal')))
+def test_likeliest_guesses_in_the_loop(method):
+  """They are lossless for rows that sample, too."""
+  target, draft = tiny_transformers()
+  prompts, sampling = ([1, 2, 1], [3]), {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
+  counts = engine_counts(
+    jax.random.key(5), target, growing(model_drafter(draft), Likeliest()), prompts, method=METHODS[method],
+    tree=TokenTree.slots((2, 2)), num_tokens=3, num_samples=5000, batch_size=2500, **sampling,
+  )  # fmt: skip
+  for prompt, found in zip(prompts, counts):
+    assert chi_square(found, ordinary_law(target, prompt, 3, **sampling)).p_value > 1e-3
+
+
+def test_thresholds_are_data_and_save_the_drafts_steps():
+  target, draft = tiny_transformers()
+  sizes = {'tree': TokenTree.slots((2, 2, 2, 2)), 'max_new_tokens': 6, 'cache_size': 11}
+  run = jax.jit(propose)
+  num_run, sizes_before = [], None
+  for threshold in (0.0, 0.8, 2.0):
+    drafter = growing(model_drafter(draft), Likeliest(temperature=1.0, threshold=threshold))
+    decoder = Decoder.make(target, drafter, method='specinfer', **sizes)
+    state = spectr_jax.init_decode(decoder, jax.random.key(0), _PROMPTS, _LENGTHS, temperature=0.0)
+    proposal = run(decoder, state, noise_keys(decoder, state)[0])
+    num_run.append(int(proposal.state.cache.num_pending))
+    is_used = np.asarray(proposal.parents >= 0)
+    assert is_used.all() if threshold == 0 else not is_used.all()
+    spectr_jax.decode_rounds(decoder, state)
+    programs = run._cache_size(), run_rounds._cache_size()
+    assert sizes_before in (None, programs)
+    sizes_before = programs
+  # The last two committed tokens, then two nodes for each of three depths.
+  assert num_run[0] == 8
+  assert num_run[0] > num_run[1] >= num_run[2] == 2
+
+
+def test_what_cannot_grow_is_refused():
+  with pytest.raises(ValueError, match='only a drafter that draws'):
+    growing(lookup_drafter(5), Likeliest())
+  with pytest.raises(ValueError, match='only a drafter that draws'):
+    growing(growing_drafter(jnp.zeros((5, 5))), Likeliest())
+  target, draft = tiny_transformers()
+  drafter = growing(model_drafter(draft), Likeliest())
+  for method, tree, message in (
+    ('traversal', _SLOTS, 'takes drawn candidates only'),
+    ('specinfer', TokenTree.chains(2, 2), 'grows trees of its own'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      Decoder.make(target, drafter, method=method, tree=tree, max_new_tokens=4, cache_size=9)

@@ -1,0 +1,175 @@
+"""Heads as drafters: their guesses beside a plain computation, and decoding with them."""
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spectr_jax
+from spectr_jax import TokenTree
+from spectr_jax.draft import Likeliest, growing
+from spectr_jax.draft.head_drafter import head_drafter
+from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.loop import noise_keys, propose, run_round
+from spectr_jax.engine.state import init_decode
+from spectr_jax.models import causal_lm, head
+
+V, VD, D = 23, 11, 8
+_TARGET = causal_lm.CausalLMConfig(V, D, 3, 2, 1, 4, 12, 64, rope=causal_lm.Rope((1.0, 0.1)), is_tied=True)
+_BLOCK = dataclasses.replace(_TARGET, num_layers=1, vocab_size=VD)
+_WIDE = head.HeadConfig(_BLOCK, D, D, (0, 1, 3))
+_CONFIGS = {
+  'eagle3': _WIDE,
+  'eagle3 normed': dataclasses.replace(
+    _WIDE, features_norm='each', is_residual_normed=True, is_output_normed=True, num_embedded=V
+  ),
+  'eagle3 normed jointly': dataclasses.replace(_WIDE, features_norm='joint'),
+  'eagle': head.HeadConfig(
+    dataclasses.replace(_BLOCK, vocab_size=V), D, D, (-1,), join='linear', has_features_kernel=False,
+    has_input_norms=False, has_join_bias=True, has_output_norm=False, is_reduced=False,
+  ),
+  'mtp': head.HeadConfig(
+    dataclasses.replace(_BLOCK, vocab_size=V), D, D, (-1,), join='linear', has_features_kernel=False,
+    has_attention_norm=True, is_output_normed=True, is_reduced=False,
+  ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def target():
+  params = jax.tree.map(lambda x: 2 * x, causal_lm.init_params(jax.random.key(0), _TARGET))
+  return causal_lm.causal_lm(params, _TARGET)
+
+
+def _drafter(config, seed=1):
+  params = head.init_params(jax.random.key(seed), config)
+  if config.is_reduced:
+    params['target_ids'] = jnp.arange(0, 2 * VD, 2)
+  return head_drafter(params, config, V)
+
+
+def _features(target, config, tokens):
+  """`[S, F, D]`, of a whole text at once."""
+  model, size = target.with_features(config.feature_layers), len(tokens)
+  output = model.apply(
+    jnp.array([tokens]), jnp.arange(size)[None], jnp.tril(jnp.ones((size, size), bool)), model.init_cache_fn(1, size)
+  )
+  return output.features[0]
+
+
+def _reference(target, drafter, config, text, guesses):
+  """Logits `[V]` after the text and each guess of a chain, pair by pair without any cache."""
+  features = _features(target, config, text)
+  hidden = [head.hidden_of_features(drafter.params, config, features[i]) for i in range(len(text) - 1)]
+  tokens, found = list(text[1:]), []
+  own = drafter.params['embedding'] if config.num_embedded else target.params['embedding']
+  for guess in [*guesses, None]:
+    size = len(tokens)
+    embedded = own[jnp.array(tokens)][None]
+    cache = head.init_cache(config, 1, 1)
+    after, output, _ = head.apply(
+      drafter.params, config, embedded, jnp.stack(hidden)[None], jnp.arange(size)[None],
+      jnp.tril(jnp.ones((size, size), bool)), cache,
+    )  # fmt: skip
+    logits = head.unembed(drafter.params, output[0, -1])
+    full = np.full(V, -np.inf)
+    full[np.asarray(drafter.params['target_ids']) if config.is_reduced else np.arange(V)] = logits
+    found.append(full)
+    hidden.append(after[0, -1])
+    tokens.append(guess)
+  return np.array(found[: len(guesses) + 1])
+
+
+@pytest.mark.parametrize('name', _CONFIGS)
+def test_guesses_of_three_rounds_are_those_of_a_plain_computation(target, name):
+  config = _CONFIGS[name]
+  drafter = _drafter(config)
+  tree = TokenTree.from_parents((0, 0, 1, 1, 2, 3, 6))
+  decoder = Decoder.make(target, drafter, method='traversal', tree=tree, max_new_tokens=20, cache_size=40)
+  prompts = jax.random.randint(jax.random.key(3), (3, 7), 0, V)
+  lengths = jnp.array([7, 2, 4])
+  state = init_decode(decoder, jax.random.key(2), prompts, lengths)
+  total = 0
+  for _ in range(3):
+    proposal = jax.jit(propose)(decoder, state, noise_keys(decoder, state)[0])
+    for row in range(3):
+      length = int(state.root_position[row]) + 1
+      text = np.asarray(state.text[row, :length]).tolist()
+      for node in np.flatnonzero(tree.num_children):
+        path = [n for n in range(1, node + 1) if tree.ancestors[node, n]]
+        guesses = np.asarray(proposal.tokens[row])[np.array(path, int) - 1].tolist()
+        if -1 in guesses:
+          continue
+        wanted = jax.nn.softmax(_reference(target, drafter, config, text, guesses)[-1])
+        np.testing.assert_allclose(proposal.probs[row, tree.law_index[node]], wanted, rtol=1e-4, atol=1e-6)
+        total += 1
+    state, _ = jax.jit(run_round)(decoder, state)
+  assert total > 20
+  assert int(state.result.lengths.max()) > 3  # some guesses were kept, so caches moved by more than one token
+
+
+@pytest.mark.parametrize('method', ['speculative', 'race_traversal', 'ersd'])
+def test_greedy_tokens_are_the_target_s(target, method):
+  prompts, lengths = jax.random.randint(jax.random.key(5), (3, 5), 0, V), jnp.array([5, 1, 3])
+  options = {'max_new_tokens': 12, 'temperature': 0.0}
+  plain = spectr_jax.generate(jax.random.key(0), target, None, prompts, lengths, method='autoregressive', **options)
+  num_drafts = 1 if method == 'speculative' else 2
+  found = spectr_jax.generate(
+    jax.random.key(0), target, _drafter(_WIDE), prompts, lengths, method=method,
+    tree=TokenTree.chains(num_drafts, 3),
+    **options,
+  )  # fmt: skip
+  np.testing.assert_array_equal(found.tokens, plain.tokens)
+
+
+@pytest.mark.parametrize('name', ['eagle3', pytest.param('mtp', marks=pytest.mark.slow)])
+def test_a_head_grows_trees(target, name):
+  """Its laws are those of a plain computation, and greedy tokens the target's."""
+  config = _CONFIGS[name]
+  drafter, tree = growing(_drafter(config), Likeliest()), TokenTree.slots((3, 4, 2))
+  prompts, lengths = jax.random.randint(jax.random.key(5), (3, 5), 0, V), jnp.array([5, 1, 3])
+  sizes = {'method': 'specinfer', 'tree': tree, 'max_new_tokens': 12}
+  decoder = Decoder.make(target, drafter, cache_size=17, **sizes)
+  state = init_decode(decoder, jax.random.key(2), prompts, lengths, temperature=0.8)
+  proposal = jax.jit(propose)(decoder, state, noise_keys(decoder, state)[0])
+  for row in (0, 2):
+    text = np.asarray(prompts[row, : lengths[row]]).tolist()
+    for node in range(1, 8):  # those of the first two depths
+      parents, tokens = np.asarray(proposal.parents[row]), np.asarray(proposal.tokens[row])
+      guesses, at = [], node
+      while at > 0:
+        guesses, at = [int(tokens[at - 1]), *guesses], parents[at - 1]
+      wanted = jax.nn.softmax(_reference(target, drafter, config, text, guesses)[-1] / 0.8)
+      np.testing.assert_allclose(proposal.probs[row, node], wanted, rtol=1e-4, atol=1e-6)
+  found = spectr_jax.generate(jax.random.key(0), target, drafter, prompts, lengths, temperature=0.0, **sizes)
+  sizes |= {'method': 'autoregressive', 'tree': None}
+  plain = spectr_jax.generate(jax.random.key(0), target, None, prompts, lengths, temperature=0.0, **sizes)
+  np.testing.assert_array_equal(found.tokens, plain.tokens)
+
+
+def test_a_long_prompt_is_read_in_chunks(target, monkeypatch):
+  config, drafter = _WIDE, _drafter(_WIDE)
+  prompts, lengths = jax.random.randint(jax.random.key(5), (2, 30), 0, V), jnp.array([30, 11])
+  features = jnp.stack([_features(target, config, row.tolist()) for row in prompts])
+  context = spectr_jax.draft.DraftContext(lengths, target, prompts, features)
+  whole = drafter.init(context, 40)
+  monkeypatch.setattr(sys.modules[head_drafter.__module__], 'PREFILL_CHUNK', 8)
+  parts = drafter.init(context, 40)
+  np.testing.assert_array_equal(parts.cache.lengths, lengths - 1)
+  np.testing.assert_allclose(parts.hidden, whole.hidden, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(parts.output, whole.output, rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused():
+  params = head.init_params(jax.random.key(0), _WIDE)
+  with pytest.raises(ValueError, match='features/kernel must be .* got nothing'):
+    head_drafter({k: v for k, v in params.items() if k != 'features'}, _WIDE, V)
+  with pytest.raises(ValueError, match='target_ids must be from 0 to 9'):
+    head_drafter(params, _WIDE, 10)
+  with pytest.raises(ValueError, match='the head guesses 23 tokens, but the target has 24'):
+    head_drafter(head.init_params(jax.random.key(0), _CONFIGS['eagle']), _CONFIGS['eagle'], 24)
+  with pytest.raises(ValueError, match='one layer'):
+    dataclasses.replace(_WIDE, block=_TARGET)
