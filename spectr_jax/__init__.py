@@ -4,14 +4,27 @@ import importlib
 from typing import TYPE_CHECKING
 
 from spectr_jax import models
-from spectr_jax.draft import DraftContext, Drafter, model_drafter
+from spectr_jax.draft import (
+  Confident,
+  DraftContext,
+  Drafter,
+  Likeliest,
+  LookupCorpus,
+  growing,
+  lookup_beside,
+  lookup_corpus,
+  lookup_drafter,
+  model_drafter,
+)
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.generate import generate
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.refill import Continuation, Request, generate_many, refill
 from spectr_jax.engine.result import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Generation, NotFiniteError
-from spectr_jax.engine.state import DecodeState, init_decode
+from spectr_jax.engine.session import Session
+from spectr_jax.engine.state import DecodeState, finish, init_decode, sample_keys
 from spectr_jax.engine.statistics import Statistics
+from spectr_jax.engine.stop import Stop, StopStrings, finish_reason
 from spectr_jax.methods import METHODS, Method, get_method, register, with_children, with_epsilon, with_gumbel
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import table
@@ -23,7 +36,11 @@ from spectr_jax.verify import Verdict, Verifier
 
 if TYPE_CHECKING:
   from spectr_jax import testing, theory
-  from spectr_jax.io.model_files import load_model, save_model
+  from spectr_jax.io.heads.load import load_drafter
+  from spectr_jax.io.heads.save import save_drafter
+  from spectr_jax.io.load import load_model
+  from spectr_jax.io.model_files import save_model
+  from spectr_jax.io.text_stream import TextStream
   from spectr_jax.io.tokenizer import Tokenizer
   from spectr_jax.models import transformer
 
@@ -34,6 +51,7 @@ __all__ = [
   'ORIGIN_BONUS',
   'ORIGIN_CORRECTION',
   'ORIGIN_DRAFT',
+  'Confident',
   'DecodeState',
   'Continuation',
   'Decoder',
@@ -41,6 +59,8 @@ __all__ = [
   'Drafter',
   'Generation',
   'KVCache',
+  'Likeliest',
+  'LookupCorpus',
   'Method',
   'Model',
   'ModelOutput',
@@ -48,22 +68,35 @@ __all__ = [
   'Proposal',
   'Request',
   'SamplingParams',
+  'Session',
   'Statistics',
+  'Stop',
+  'StopStrings',
+  'TextStream',
   'TokenTree',
   'Tokenizer',
   'Verdict',
   'Verifier',
   'decode_rounds',
+  'finish',
+  'finish_reason',
   'generate',
   'generate_many',
   'get_method',
+  'growing',
   'init_decode',
+  'load_drafter',
   'load_model',
+  'lookup_beside',
+  'lookup_corpus',
+  'lookup_drafter',
   'model_drafter',
   'models',
   'optimal_factors',
   'refill',
   'register',
+  'sample_keys',
+  'save_drafter',
   'save_model',
   'table',
   'testing',
@@ -79,8 +112,11 @@ __all__ = [
 # Flax, Orbax or tokenizers, which take longer to import than the rest of the library together. The imports under
 # TYPE_CHECKING tell type checkers and editors the same.
 _LAZY: dict[str, tuple[str, str | None]] = {
+  'TextStream': ('spectr_jax.io.text_stream', 'TextStream'),
   'Tokenizer': ('spectr_jax.io.tokenizer', 'Tokenizer'),
-  'load_model': ('spectr_jax.io.model_files', 'load_model'),
+  'load_drafter': ('spectr_jax.io.heads.load', 'load_drafter'),
+  'load_model': ('spectr_jax.io.load', 'load_model'),
+  'save_drafter': ('spectr_jax.io.heads.save', 'save_drafter'),
   'save_model': ('spectr_jax.io.model_files', 'save_model'),
   'testing': ('spectr_jax.testing', None),
   'theory': ('spectr_jax.theory', None),

@@ -50,13 +50,18 @@ class Method:
     if not isinstance(self.proposal_rule, allowed):
       # `name` is a property of the protocol; the rules are dataclasses, whose classes hold the default.
       names = ' or '.join(getattr(rule, 'name', rule.__name__) for rule in allowed)
-      promise = "has the target's law" if self.is_lossless else 'is defined'
+      promise = "has the target's distribution" if self.is_lossless else 'is defined'
       raise ValueError(f'{self.name} {promise} only if children are drawn {names}, not {self.proposal_rule.name}')
 
   @property
   def takes_given(self) -> bool:
     """True if candidates may be given (`Proposal.is_given`)."""
     return self.verifier.takes_given
+
+  @property
+  def takes_mixed(self) -> bool:
+    """True if given candidates may stand beside drawn ones at a position."""
+    return self.verifier.takes_mixed
 
   @property
   def takes_grown(self) -> bool:
@@ -230,7 +235,7 @@ _METHODS = (
     is_lossless=False,
     source=f'{_THEORETICAL}, section 4.2',
     max_drafts=1,
-    bias="it accepts more than it may, on purpose, and redraws from the target's whole law",
+    bias="it accepts more than it may, on purpose, and redraws from the target's whole distribution",
   ),
 )
 

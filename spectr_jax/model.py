@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from spectr_jax.ops.cache_writes import write_slots
 from spectr_jax.sharding import DATA, MODEL, Rules
 
 
@@ -87,6 +88,18 @@ class KVCache:
     }
     return dataclasses.replace(self, lengths=PartitionSpec(DATA), num_pending=PartitionSpec(), **arrays)
 
+  def with_pending_slots(self, num_slots: int) -> KVCache:
+    """The cache with room for a round's pending tokens, so that `append` keeps its shapes.
+
+    Args:
+      num_slots: M, the number of pending slots.
+    """
+
+    def room(arrays, axis):
+      return tuple(jnp.zeros((*x.shape[:axis], num_slots, *x.shape[axis + 1 :]), x.dtype) for x in arrays)
+
+    return dataclasses.replace(self, pending_keys=room(self.keys, 3), pending_values=room(self.values, 2))
+
   def append(
     self, layer: int, new_keys: jax.Array, new_values: jax.Array, *, num_pending_slots: int
   ) -> tuple[jax.Array, jax.Array]:
@@ -94,7 +107,7 @@ class KVCache:
 
     Args:
       layer: The layer's index.
-      new_keys: `[B, H, head_dim, N]`, of the call's N tokens.
+      new_keys: `[B, H, head_dim, N]`, of the call's N tokens; converted to the cache's dtype, as the values are.
       new_values: `[B, H, N, head_dim]`.
       num_pending_slots: M, the number of pending slots that the whole round needs.
 
@@ -102,6 +115,7 @@ class KVCache:
       The layer's pending `[B, H, head_dim, M]` keys and `[B, H, M, head_dim]` values.
     """
     num_new = new_keys.shape[-1]
+    new_keys, new_values = new_keys.astype(self.keys[layer].dtype), new_values.astype(self.values[layer].dtype)
     if not self.pending_keys:
       if num_new == num_pending_slots:
         return new_keys, new_values
@@ -131,7 +145,7 @@ class KVCache:
     slots = jnp.where(offsets < num_committed[:, None], self.lengths[:, None] + offsets, size)
 
     def keep(arrays, pending, axis):
-      return tuple(_write(*layer, path, slots, axis) for layer in zip(arrays, pending, strict=True))
+      return tuple(write_slots(*layer, path, slots, axis) for layer in zip(arrays, pending, strict=True))
 
     return KVCache(
       keys=keep(self.keys, self.pending_keys, 3),
@@ -142,56 +156,13 @@ class KVCache:
       num_pending=jnp.zeros((), jnp.int32),
     )
 
+  def truncate(self, lengths: jax.Array) -> KVCache:
+    """The cache with the first `lengths[b]` committed tokens of each row; it must hold that many, and none is pending.
 
-_MOST_SELECTED = 128  # entries; a prefill may write more, once
-
-
-def _write(array: jax.Array, pending: jax.Array, path: jax.Array, slots: jax.Array, axis: int) -> jax.Array:
-  """Writes pending entries `path` `[B, D]` to `slots` `[B, D]` along an axis; slots beyond its end are dropped."""
-  by_platform = {}
-  if path.shape[1] <= _MOST_SELECTED:
-    by_platform['tpu'] = functools.partial(_select, axis=axis)
-  if array.dtype == jnp.bfloat16:
-    by_platform['cpu'] = functools.partial(_scatter_integers, axis=axis)
-  return jax.lax.platform_dependent(
-    array, pending, path, slots, **by_platform, default=functools.partial(_scatter, axis=axis)
-  )
-
-
-def _scatter(array, pending, path, slots, *, axis: int):
-  # Row by row and not by indices of rows, so that the compiler sees that no row of another device is needed.
-  def keep(row, pending, path, slots):
-    before = (slice(None),) * (axis - 1)
-    return row.at[*before, slots].set(pending[*before, path], mode='drop')
-
-  return jax.vmap(keep)(array, pending, path, slots)
-
-
-def _scatter_integers(array, pending, *where, axis: int):
-  """Scatters bfloat16 as integers, because XLA on CPUs would convert the whole array to float32 and back."""
-  bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, pending))
-  return jax.lax.bitcast_convert_type(_scatter(*bits, *where, axis=axis), array.dtype)
-
-
-def _select(array, pending, path, slots, *, axis: int):
-  """Writes by a product with one term per entry for every slot of the cache.
-
-  For a scatter, XLA on TPUs keeps the cache with slots in front and pads the rest to multiples of 8 heads and 128
-  numbers. That takes several times the memory, and a conversion for attention in every round.
-  """
-  size = array.shape[axis]
-  wide = tuple(i for i in range(1, 4) if i != axis)
-  new = jnp.take_along_axis(pending, jnp.expand_dims(path, wide), axis=axis)
-  new = jnp.where(jnp.expand_dims(slots < size, wide), new, 0)
-  is_here = slots[:, :, None] == jnp.arange(size)
-  # A product with zeros and a single one is exact.
-  spread = jnp.einsum(
-    {2: 'bhid,bis->bhsd', 3: 'bhdi,bis->bhds'}[axis],
-    new,
-    is_here.astype(new.dtype),
-    precision=jax.lax.Precision.HIGHEST,
-  )
-  return jnp.where(jnp.expand_dims(is_here.any(axis=1), wide), spread, array)
+    Args:
+      lengths: int32 `[B]`.
+    """
+    return dataclasses.replace(self, lengths=lengths)
 
 
 def commit_cache(cache: Any, path: jax.Array, num_committed: jax.Array) -> Any:
@@ -203,6 +174,16 @@ def commit_cache(cache: Any, path: jax.Array, num_committed: jax.Array) -> Any:
     num_committed: int32 `[B]`, the number of path tokens that are kept.
   """
   return cache.commit(path, num_committed)
+
+
+def truncate_cache(cache: Any, lengths: jax.Array) -> Any:
+  """`cache.truncate(lengths)`, the default `Model.truncate_fn`.
+
+  Args:
+    cache: A cache with a method `truncate`, such as `KVCache.truncate`.
+    lengths: int32 `[B]`, the committed tokens of each row that are kept.
+  """
+  return cache.truncate(lengths)
 
 
 def cache_partition_specs(cache: Any) -> Any:
@@ -234,6 +215,7 @@ class Model:
     init_cache_fn: `(batch_size, cache_size) -> cache`, for up to `cache_size` committed tokens per row.
     vocab_size: V.
     commit_fn: `(cache, path[B, D], num_committed[B]) -> cache`, as `KVCache.commit`.
+    truncate_fn: `(cache, lengths[B]) -> cache`, as `KVCache.truncate`.
     context_length: The longest prompt plus continuation that the model was made for, or None if any will do.
     sharding_rules: Rules that shard the parameters over the axes of a mesh, see `spectr_jax.sharding.shardings`; None
       for a model that every device holds whole.
@@ -242,6 +224,7 @@ class Model:
       None for a model without features. Layer i is the input of block i, layer -1 the input of the output head.
     embed_fn: `(params, tokens[...]) -> [..., D]`, the input of block 0, or None. Drafters may share it.
     unembed_fn: `(params, features[..., D]) -> logits[..., V]`, the output head, or None. Drafters may share it.
+    for_decoding_fn: `params -> params` in the form that the default backend decodes fastest, or None.
   """
 
   params: Any
@@ -249,12 +232,14 @@ class Model:
   init_cache_fn: Callable[[int, int], Any] = static_field()
   vocab_size: int = static_field()
   commit_fn: Callable[..., Any] = static_field(commit_cache)
+  truncate_fn: Callable[[Any, jax.Array], Any] = static_field(truncate_cache)
   context_length: int | None = static_field(None)
   sharding_rules: Rules | None = static_field(None)
   cache_specs_fn: Callable[[Any], Any] = static_field(cache_partition_specs)
   features_fn: Callable[[tuple[int, ...]], Callable[..., ModelOutput]] | None = static_field(None)
   embed_fn: Callable[..., jax.Array] | None = static_field(None)
   unembed_fn: Callable[..., jax.Array] | None = static_field(None)
+  for_decoding_fn: Callable[[Any], Any] | None = static_field(None)
 
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: jax.Array, cache: Any) -> ModelOutput:
     """Scores tokens after the committed prefix.
@@ -284,15 +269,55 @@ class Model:
       )
     return dataclasses.replace(self, apply_fn=self.features_fn(layers))
 
+  def for_decoding(self) -> Model:
+    """The same model in the form that the default backend decodes fastest.
+
+    Its parameters may hold copies of others. They take memory and do not follow changes, so such models are not for
+    training or saving.
+    """
+    params = self.params if self.for_decoding_fn is None else self.for_decoding_fn(self.params)
+    return self if params is self.params else dataclasses.replace(self, params=params)
+
+  def with_vocab_size(self, vocab_size: int) -> Model:
+    """The model with logits for `vocab_size` tokens: the model itself if it has as many.
+
+    Models that share a tokenizer may be padded to different sizes, and a target and its draft must have one. Ids that
+    are added have logits of -inf, so that the model never draws them; where it reads one, it reads id 0 instead. Ids
+    that are cut are those from `vocab_size` on.
+
+    Args:
+      vocab_size: The new V.
+
+    Raises:
+      ValueError: It is not a positive int.
+    """
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+      raise ValueError(f'vocab_size must be a positive int, got {vocab_size!r}')
+    if vocab_size == self.vocab_size:
+      return self
+    sizes = self.vocab_size, vocab_size
+    functions = {
+      name: None if (function := getattr(self, name)) is None else resized(function, sizes)
+      for name, resized in _RESIZED.items()
+    }
+    return dataclasses.replace(self, vocab_size=vocab_size, **functions)
+
   def prefill(
-    self, tokens: jax.Array, lengths: jax.Array, cache: Any, *, chunk_size: int = PREFILL_CHUNK
+    self,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Any,
+    *,
+    start: jax.Array | None = None,
+    chunk_size: int = PREFILL_CHUNK,
   ) -> tuple[Any, jax.Array | None]:
-    """Commits prompts to an empty cache, some tokens at a time, so that memory grows linearly with their length.
+    """Commits prompts to a cache, some tokens at a time, so that memory grows linearly with their length.
 
     Args:
       tokens: Integers `[B, P]`, right-padded; tokens behind `lengths` are not read.
       lengths: int32 `[B]`, the number of tokens of each row that are committed, from 0 to P.
-      cache: An empty cache of at least P tokens per row.
+      cache: A cache with room for these tokens.
+      start: int32 `[B]`, the committed tokens that the cache holds of each row; None for an empty cache.
       chunk_size: Tokens per call.
 
     Returns:
@@ -304,13 +329,14 @@ class Model:
     size = min(chunk_size, num_tokens)
     offsets = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch_size, size))
     causal = jnp.tril(jnp.ones((size, size), bool))
+    before = 0 if start is None else start[:, None]
 
     def add(cache, chunk):
       first, tokens = chunk
       # Padding may be any number. An invalid id would embed as NaN, which an attention weight of 0 does not silence, so
       # a valid one replaces it; nothing that is kept attends to it.
       tokens = jnp.where(first + offsets < lengths[:, None], tokens, 0)
-      output = self.apply(tokens, first + offsets, causal, cache)
+      output = self.apply(tokens, before + first + offsets, causal, cache)
       return self.commit_fn(output.cache, offsets, jnp.clip(lengths - first, 0, size)), output.features
 
     if size == num_tokens:
@@ -324,3 +350,69 @@ class Model:
       features = jnp.swapaxes(features, 0, 1)
       features = features.reshape(batch_size, num_chunks * size, *features.shape[3:])[:, :num_tokens]
     return cache, features
+
+  def prefill_rest(
+    self, tokens: jax.Array, lengths: jax.Array, cache: Any, num_kept: jax.Array, num_new: int
+  ) -> tuple[Any, jax.Array | None]:
+    """Commits prompts to a cache that holds their beginnings, and drops what the cache holds beyond these.
+
+    Args:
+      tokens: Integers `[B, P]`, right-padded.
+      lengths: int32 `[B]`, the number of tokens of each row that are committed in the end, at least `num_kept`.
+      cache: A cache whose first `num_kept[b]` tokens are those of the prompts; none is pending.
+      num_kept: int32 `[B]`.
+      num_new: The most tokens that a row gets, static.
+
+    Returns:
+      The cache, and the features `[B, num_new, F, D]` of the tokens from `num_kept` on, or None.
+    """
+    places = jnp.minimum(num_kept[:, None] + jnp.arange(num_new), tokens.shape[1] - 1)
+    new = jnp.take_along_axis(tokens, places, axis=1)
+    return self.prefill(new, lengths - num_kept, self.truncate_fn(cache, num_kept), start=num_kept)
+
+
+# The functions of `Model.with_vocab_size`, one object per function and sizes, so that equal models share compiled
+# programs. Sizes are those before and after.
+
+
+def _readable(tokens: jax.Array, sizes: tuple[int, int]) -> jax.Array:
+  return jnp.where(tokens < sizes[0], tokens, 0)
+
+
+def _resize_logits(logits: jax.Array, sizes: tuple[int, int]) -> jax.Array:
+  num_added = sizes[1] - sizes[0]
+  if num_added <= 0:
+    return logits[..., : sizes[1]]
+  return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, num_added)], constant_values=-jnp.inf)
+
+
+@functools.lru_cache
+def _resized_apply_fn(apply_fn, sizes):
+  def apply(params, tokens, positions, mask, cache):
+    output = apply_fn(params, _readable(tokens, sizes), positions, mask, cache)
+    return dataclasses.replace(output, logits=_resize_logits(output.logits, sizes))
+
+  return apply
+
+
+@functools.lru_cache
+def _resized_features_fn(features_fn, sizes):
+  return lambda layers: _resized_apply_fn(features_fn(layers), sizes)
+
+
+@functools.lru_cache
+def _resized_embed_fn(embed_fn, sizes):
+  return lambda params, tokens: embed_fn(params, _readable(tokens, sizes))
+
+
+@functools.lru_cache
+def _resized_unembed_fn(unembed_fn, sizes):
+  return lambda params, features: _resize_logits(unembed_fn(params, features), sizes)
+
+
+_RESIZED = {
+  'apply_fn': _resized_apply_fn,
+  'features_fn': _resized_features_fn,
+  'embed_fn': _resized_embed_fn,
+  'unembed_fn': _resized_unembed_fn,
+}

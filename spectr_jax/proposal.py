@@ -26,8 +26,9 @@ class Proposal:
   the output.
 
   A candidate may also be *given*: chosen by a rule and not sampled, as a matched n-gram or the draft's likeliest tokens
-  are. Its distribution is a point mass. All candidates of a position are given, or all are drawn; which ones must not
-  depend on the verification's randomness.
+  are. Its distribution is a point mass. All candidates of a position are given, or all are drawn, unless the
+  method takes both beside each other (`Method.takes_mixed`). Given candidates must not depend on the draws of their
+  position or of deeper ones, nor on the verification's randomness.
 
   Attributes:
     tokens: int32 `[B, N]`, the tokens of nodes 1..N; -1 for a node that does not exist, because its distribution had

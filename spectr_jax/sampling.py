@@ -1,19 +1,26 @@
 """Probabilities from logits, and draws from them.
 
-Temperature, top-k and top-p turn logits into the distribution that a token is drawn from. Draft and target use the same
-function. Bisection over the bits of a float finds the thresholds. So nothing is sorted, all ties are kept, and the
-result does not depend on the order of the vocabulary. Draws invert a two-level cumulative sum, which needs one uniform
-and no noise of the size of the vocabulary.
+Temperature, top-k, top-p and min-p turn logits into the distribution that a token is drawn from. Draft and target use
+the same function. Bisection over the bits of a float finds the thresholds. So nothing is sorted, all ties are kept, and
+the result does not depend on the order of the vocabulary. Draws invert a two-level cumulative sum, which needs one
+uniform and no noise of the size of the vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
+
+from spectr_jax.ops.thresholds import largest_threshold
+
+_BLOCK = 128  # tokens whose sum or minimum is taken at a time
+_MOST_SHARDS = 64  # along the mesh's axis `model`
 
 
 @jax.tree_util.register_dataclass
@@ -25,11 +32,14 @@ class SamplingParams:
     temperature: float `[B]`; 0 is the point mass at the first largest logit.
     top_k: int32 `[B]`; keeps the k most probable tokens, 0 keeps all.
     top_p: float `[B]` in (0, 1]; keeps the fewest most probable tokens that have at least this mass, after top-k.
+    min_p: float `[B]` in [0, 1]; keeps the tokens at least this many times as probable as the most probable one, after
+      top-p; 0 keeps all.
   """
 
   temperature: jax.Array
   top_k: jax.Array
   top_p: jax.Array
+  min_p: jax.Array
 
   @classmethod
   def make(
@@ -39,6 +49,7 @@ class SamplingParams:
     temperature: ArrayLike = 1.0,
     top_k: ArrayLike = 0,
     top_p: ArrayLike = 1.0,
+    min_p: ArrayLike = 0.0,
   ) -> SamplingParams:
     """Broadcasts scalars or `[B]` arrays to `[B]`.
 
@@ -47,6 +58,7 @@ class SamplingParams:
       temperature: Scalar or `[B]`, finite and at least 0.
       top_k: Scalar or `[B]`, at least 0.
       top_p: Scalar or `[B]`, above 0 and at most 1.
+      min_p: Scalar or `[B]`, from 0 to 1.
 
     Returns:
       The parameters of B rows.
@@ -59,6 +71,7 @@ class SamplingParams:
       ('temperature', temperature, jnp.float32, lambda x: jnp.isfinite(x) & (x >= 0), 'finite and at least 0'),
       ('top_k', top_k, jnp.int32, lambda x: x >= 0, 'at least 0 (0 keeps all)'),
       ('top_p', top_p, jnp.float32, lambda x: (x > 0) & (x <= 1), 'above 0 and at most 1'),
+      ('min_p', min_p, jnp.float32, lambda x: (x >= 0) & (x <= 1), 'from 0 to 1 (0 keeps all)'),
     ):
       array = jnp.asarray(value, dtype)
       if array.shape not in ((), (batch_size,)):
@@ -69,70 +82,15 @@ class SamplingParams:
     return cls(**values)
 
 
-# From this many rows on, the CPU path filters row by row.
-_MANY_ROWS = 64
-
-
-def _largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | None) -> jax.Array:
-  """Finds the largest t such that the tokens with probability at least t have a total weight of `goal` or more.
-
-  Args:
-    probs: `[..., V]`, not negative.
-    goal: `[...]`, or broadcastable to it.
-    weights: `[..., V]`, the tokens' weights; None gives every token the weight 1.
-
-  Returns:
-    `[..., 1]`, t; the tokens to keep are those with probability at least t. 0 where all tokens together weigh less.
-  """
-  # Floats that are not negative order like their bits. The search bisects over bits and compares them as floats.
-  bits_dtype = {4: jnp.int32, 8: jnp.int64}[probs.dtype.itemsize]
-  goal = jnp.broadcast_to(goal, probs.shape[:-1])
-
-  def search(probs, goal, weights):
-    goal = goal[..., None]
-
-    def measure(threshold):
-      kept = probs >= jax.lax.bitcast_convert_type(threshold, probs.dtype)
-      count = jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32)
-      mass = count if weights is None else jnp.sum(jnp.where(kept, weights, 0), axis=-1, keepdims=True)
-      return mass >= goal, count
-
-    def unsettled(carry):
-      low, high, low_count, high_count = carry
-      # Settled: the next float, or at most one token between the two.
-      return jnp.any((high - low > 1) & (low_count - high_count > 1))
-
-    def halve(carry):
-      low, high, low_count, high_count = carry
-      middle = low + (high - low) // 2
-      is_enough, count = measure(middle)
-      return (
-        jnp.where(is_enough, middle, low),
-        jnp.where(is_enough, high, middle),
-        jnp.where(is_enough, count, low_count),
-        jnp.where(is_enough, high_count, count),
-      )
-
-    high = jax.lax.bitcast_convert_type(jnp.max(probs, axis=-1, keepdims=True), bits_dtype) + 1
-    low = jnp.zeros_like(high)
-    everything = jnp.full(low.shape, probs.shape[-1], jnp.int32)
-    low, *_ = jax.lax.while_loop(unsettled, halve, (low, high, everything, jnp.zeros_like(everything)))
-    return jax.lax.bitcast_convert_type(low, probs.dtype)
-
-  def row_by_row():
-    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[goal.ndim :]), (probs, goal, weights))
-    return jax.lax.map(lambda row: search(*row), rows).reshape(*goal.shape, 1)
-
-  if goal.size < _MANY_ROWS:
-    return search(probs, goal, weights)
-  # Many rows together do not fit into a CPU's cache. And row by row, no row waits for the slowest.
-  return jax.lax.platform_dependent(cpu=row_by_row, default=lambda: search(probs, goal, weights))
+SAMPLING_NAMES = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
 def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   """Computes the distributions that tokens are drawn from, for draft and target alike.
 
-  Temperature comes first, then top-k, then top-p of the remaining tokens. A filter that no row uses costs nothing.
+  Temperature comes first, then top-k, then top-p of the remaining tokens, then min-p, as in Hugging Face Transformers.
+  Only the order of top-p and its neighbours matters: top-k and min-p keep the same tokens in either order. A filter
+  that no row uses costs nothing.
 
   Args:
     logits: `[B, N, V]`, float32 or wider; -inf for tokens that must not occur.
@@ -141,7 +99,7 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   Returns:
     Probabilities `[B, N, V]` in the logits' dtype; NaN throughout where the largest logit is not finite.
   """
-  temperature, top_k, top_p = (x[:, None] for x in (sampling.temperature, sampling.top_k, sampling.top_p))
+  temperature, top_k, top_p, min_p = (getattr(sampling, name)[:, None] for name in SAMPLING_NAMES)
   is_greedy = temperature == 0
   scale = jnp.where(is_greedy, 1, jnp.maximum(temperature, 1e-30)).astype(logits.dtype)  # 1/scale must be finite
   # The maximum is subtracted before the division. After it, logits at a small temperature could overflow; and a fused
@@ -149,9 +107,12 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / scale[..., None])
   probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
 
-  def keep(probs, goal, weights):
-    kept = jnp.where(probs >= _largest_threshold(probs, goal, weights), probs, 0)
+  def keep_from(probs, threshold):
+    kept = jnp.where(probs >= threshold, probs, 0)
     return kept / jnp.sum(kept, axis=-1, keepdims=True)
+
+  def keep(probs, goal, weights):
+    return keep_from(probs, largest_threshold(probs, goal, weights))
 
   def keep_top_k(probs):
     return jnp.where(top_k[..., None] > 0, keep(probs, jnp.where(top_k > 0, top_k, 1), None), probs)
@@ -159,15 +120,20 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   def keep_top_p(probs):
     return jnp.where(top_p[..., None] < 1, keep(probs, top_p, probs), probs)
 
+  def keep_min_p(probs):
+    share = min_p[..., None].astype(probs.dtype)
+    return jnp.where(share > 0, keep_from(probs, share * jnp.max(probs, axis=-1, keepdims=True)), probs)
+
   def restrict(probs):
     probs = jax.lax.cond(jnp.any(top_k > 0), keep_top_k, lambda x: x, probs)
     probs = jax.lax.cond(jnp.any(top_p < 1), keep_top_p, lambda x: x, probs)
+    probs = jax.lax.cond(jnp.any(min_p > 0), keep_min_p, lambda x: x, probs)
     largest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), probs.shape[-1], dtype=probs.dtype)
     largest = jnp.where(jnp.isnan(probs[..., :1]), jnp.nan, largest)
     return jnp.where(is_greedy[..., None], largest, probs)
 
   # One branch around all filters, since each branch holds a copy of the distributions.
-  is_restricted = jnp.any((top_k > 0) | (top_p < 1) | is_greedy)
+  is_restricted = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0) | is_greedy)
   return jax.lax.cond(is_restricted, restrict, lambda x: x, probs)
 
 
@@ -183,6 +149,38 @@ def _first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.A
   return index, cumulative[index] - weights[index]
 
 
+def _in_blocks(values: jax.Array, fill: float, num_shards: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+  """`values` `[V]` in order in blocks `[R, _BLOCK]`, and a function from the index of a block to its first token.
+
+  Args:
+    values: `[V]`.
+    fill: Value of the padding at the end of each shard.
+    num_shards: Equal parts of the vocabulary that share no block.
+  """
+  width = values.shape[0] // num_shards
+  padded = jnp.pad(values.reshape(num_shards, width), ((0, 0), (0, -width % _BLOCK)), constant_values=fill)
+  num_blocks = padded.shape[1] // _BLOCK
+  return padded.reshape(-1, _BLOCK), lambda row: row // num_blocks * width + row % num_blocks * _BLOCK
+
+
+def _by_shards(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+  """`function` of arrays, the last of them `[V]`, by shards of the vocabulary.
+
+  A distribution that is sharded over up to `_MOST_SHARDS` devices stays so, since no block crosses the border of a
+  shard. Blocks across borders would make every device gather the distribution. CPUs have a single shard, because
+  there the padding of each is a copy that takes longer than the rest.
+
+  Args:
+    function: A function of the arrays and of `num_shards`, as of `_in_blocks`.
+    *arrays: The arrays.
+  """
+  vocab_size, num_shards = arrays[-1].shape[0], 1
+  while num_shards < _MOST_SHARDS and vocab_size % (2 * num_shards) == 0 and vocab_size // num_shards >= 16 * _BLOCK:
+    num_shards *= 2
+  plain, sharded = (functools.partial(function, num_shards=num) for num in (1, num_shards))
+  return jax.lax.platform_dependent(*arrays, cpu=plain, default=sharded)
+
+
 def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
   """Draws a token with probability proportional to its weight, by inversion of the cumulative sum.
 
@@ -193,17 +191,19 @@ def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
   Returns:
     The token, int32 scalar; never one of weight 0.
   """
-  vocab_size = weights.shape[0]
-  block = 128
-  if vocab_size <= 4 * block:
+  if weights.shape[0] <= 4 * _BLOCK:
     index, _ = _first_above(weights, uniform * jnp.sum(weights))
     return index.astype(jnp.int32)
-  blocks = jnp.pad(weights, (0, -vocab_size % block)).reshape(-1, block)
+  return _by_shards(_draw, uniform, weights)
+
+
+def _draw(uniform, weights, *, num_shards):
+  blocks, first_of = _in_blocks(weights, 0, num_shards)
   sums = jnp.sum(blocks, axis=-1)
   level = uniform * jnp.sum(sums)
   row, before = _first_above(sums, level)
   column, _ = _first_above(blocks[row], level - before)
-  return (row * block + column).astype(jnp.int32)
+  return (first_of(row) + column).astype(jnp.int32)
 
 
 def _exponentials(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
@@ -241,11 +241,13 @@ def first_arrival(times: jax.Array) -> jax.Array:
   It takes the minimum of every block, then the index within the first block that has the smallest. An argmin over the
   whole vocabulary is not vectorised on CPU.
   """
-  vocab_size = times.shape[0]
-  block = 128
-  blocks = jnp.pad(times, (0, -vocab_size % block), constant_values=jnp.inf).reshape(-1, block)
+  return _by_shards(_first_arrival, times)
+
+
+def _first_arrival(times, *, num_shards):
+  blocks, first_of = _in_blocks(times, jnp.inf, num_shards)
   row = jnp.argmin(jnp.min(blocks, axis=-1))
-  return (row * block + jnp.argmin(blocks[row])).astype(jnp.int32)
+  return (first_of(row) + jnp.argmin(blocks[row])).astype(jnp.int32)
 
 
 def positive_part(weights: jax.Array) -> jax.Array:

@@ -23,15 +23,32 @@ DATA, MODEL = 'data', 'model'
 
 Rules = Sequence[tuple[str, tuple[str | None, ...]]]
 
+# A kernel in int8 is two arrays: its values are sharded as the kernel would be, its scales as its output channels.
+_VALUES = '(/values)?'
+
 # The end of a parameter's path, and the mesh axis that each of its dimensions is sharded over. Tensor parallelism over
 # `model`: attention by heads, the MLP by hidden units, the embedding by tokens. The other dimension is sharded over
 # `data`, so that every parameter and its optimizer state is stored once.
 TRANSFORMER_RULES = (
-  (r'embedding', (MODEL, DATA)),
-  (r'unembedding', (DATA, MODEL)),
-  (r'(qkv|mlp_in)/kernel', (DATA, MODEL)),
-  (r'(attention_out|mlp_out)/kernel', (MODEL, DATA)),
-  (r'gain', ()),
+  (rf'embedding{_VALUES}', (MODEL, DATA)),
+  (rf'unembedding{_VALUES}', (DATA, MODEL)),
+  (r'(un)?embedding/scale', (MODEL,)),
+  (rf'(qkv|mlp_in)/kernel{_VALUES}', (DATA, MODEL)),
+  (r'(qkv|mlp_in)/kernel/scale', (MODEL,)),
+  (rf'(attention_out|mlp_out)/kernel{_VALUES}', (MODEL, DATA)),
+  (r'(gain|kernel/scale)', ()),
+)
+
+# The same placement for the parameters of `spectr_jax.models.causal_lm`.
+CAUSAL_LM_RULES = (
+  (rf'embedding{_VALUES}', (MODEL, DATA)),
+  (rf'unembedding{_VALUES}', (DATA, MODEL)),
+  (r'(un)?embedding/scale', (MODEL,)),
+  (r'position_embedding', (None, DATA)),
+  (rf'(attention/[qkv]|mlp/(gate|up))/kernel{_VALUES}', (DATA, MODEL)),
+  (r'(attention/[qkv]|mlp/(gate|up))/(bias|kernel/scale)', (MODEL,)),
+  (rf'(attention/out|mlp/down)/kernel{_VALUES}', (MODEL, DATA)),
+  (r'(gain|bias|kernel/scale)', ()),
 )
 
 
@@ -113,10 +130,10 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = TRANSFORMER_RULES) -> Any:
       return replicated(mesh)
     axes = next((axes for pattern, axes in rules if re.search(f'(^|/){pattern}$', path)), None)
     if axes is None:
-      raise ValueError(f'no rule says how {path} {array.shape} is divided')
+      raise ValueError(f'no rule says how {path} {array.shape} is sharded')
     is_whole = [axis is None or size % mesh.shape[axis] for size, axis in zip(array.shape, axes)]
     if any(axis == MODEL and whole for axis, whole in zip(axes, is_whole)):
-      raise ValueError(f'{path} {array.shape} cannot be divided over {MODEL}:{mesh.shape[MODEL]}')
+      raise ValueError(f'{path} {array.shape} cannot be sharded over {MODEL}:{mesh.shape[MODEL]}')
     return NamedSharding(mesh, PartitionSpec(*(None if whole else axis for axis, whole in zip(axes, is_whole))))
 
   return jax.tree_util.tree_map_with_path(place, tree)

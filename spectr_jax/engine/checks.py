@@ -36,14 +36,18 @@ def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
   return rng_key
 
 
-def check_max_new_tokens(max_new_tokens: int) -> None:
-  """Checks a limit of new tokens.
+def check_count(name: str, value: int) -> None:
+  """Checks a number of tokens or rows.
+
+  Args:
+    name: Its name.
+    value: The number.
 
   Raises:
     ValueError: It is not a positive int.
   """
-  if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-    raise ValueError(f'max_new_tokens must be a positive int, got {max_new_tokens!r}')
+  if not isinstance(value, int) or value < 1:
+    raise ValueError(f'{name} must be a positive int, got {value!r}')
 
 
 def check_shapes(prompts: jax.Array, prompt_lengths: jax.Array) -> None:

@@ -32,6 +32,7 @@ class Decoder:
     cache_size: Committed tokens that a row can hold, those of the prompt included.
     eos_ids: Ids that end a row.
     has_statistics: Whether `Statistics` are counted.
+    has_logprobs: Whether the log probabilities of new tokens are kept.
     sharding: The sharding over devices, or None for one device.
   """
 
@@ -43,6 +44,7 @@ class Decoder:
   cache_size: int = static_field()
   eos_ids: tuple[int, ...] = static_field(())
   has_statistics: bool = static_field(False)
+  has_logprobs: bool = static_field(False)
   sharding: DecodeSharding | None = static_field(None)
 
   @classmethod
@@ -58,6 +60,7 @@ class Decoder:
     eos_id: int | Sequence[int] | None = None,
     statistics: bool = False,
     sharding: DecodeSharding | None = None,
+    logprobs: bool = False,
   ) -> Decoder:
     """Puts a decoder together, with its models on their devices.
 
@@ -71,6 +74,7 @@ class Decoder:
       eos_id: Id or ids that end a row, or None.
       statistics: Whether to count `Statistics`.
       sharding: The sharding of rows, models and caches over the devices of a mesh, or None for one device.
+      logprobs: Whether to keep the log probabilities of new tokens, see `Generation`.
 
     Raises:
       ValueError: The parts do not fit each other; the message names what would fit.
@@ -79,7 +83,7 @@ class Decoder:
     drafter = None if method.max_drafts == 0 else as_drafter(draft)
     tree = method.tree_for(tree)
     _check_drafter(target, drafter, method, tree)
-    checks.check_max_new_tokens(max_new_tokens)
+    checks.check_count('max_new_tokens', max_new_tokens)
     eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int | np.integer) else tuple(eos_id)
     if drafter is not None:
       target = target.with_features(drafter.feature_layers)
@@ -94,6 +98,7 @@ class Decoder:
       cache_size=cache_size,
       eos_ids=tuple(int(i) for i in eos_ids),
       has_statistics=statistics and tree.num_nodes > 0,
+      has_logprobs=logprobs,
       sharding=sharding,
     )
 
@@ -113,6 +118,12 @@ def _check_drafter(target: Model, drafter: Drafter | None, method: Method, tree:
     raise ValueError(f'draft and target must share a vocabulary: {drafter.vocab_size} and {target.vocab_size} tokens')
   if drafter.gives and not method.takes_given:
     raise ValueError(f'{method.name} takes drawn candidates only, and this drafter gives some that are not drawn')
+  if drafter.mixes and not method.takes_mixed:
+    raise ValueError(
+      f'{method.name} takes positions with given candidates or with drawn ones, and this drafter mixes them'
+    )
+  if drafter.may_pass and (drafter.mixes or not drafter.gives):
+    raise ValueError('a drafter with may_pass must give all its candidates: it declares gives and not mixes')
   if drafter.grows != tree.is_grown:
     wanted = (
       'grows trees of its own: give it bounds, TokenTree.slots' if drafter.grows else 'drafts one tree for all rows'

@@ -14,6 +14,7 @@ from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.result import Generation
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import init_decode
+from spectr_jax.engine.stop import StopStrings, decode_until_stopped
 from spectr_jax.methods import Method
 from spectr_jax.model import Model
 from spectr_jax.tree import TokenTree
@@ -35,6 +36,11 @@ def generate(
   eos_id: int | tuple[int, ...] | None = None,
   statistics: bool = False,
   sharding: DecodeSharding | None = None,
+  min_p: ArrayLike = 0.0,
+  logprobs: bool = False,
+  num_samples: int = 1,
+  stop: StopStrings | None = None,
+  rounds_at_a_time: int = 4,
 ) -> Generation:
   """Continues prompts with the target's distribution, guessing ahead with a draft.
 
@@ -58,9 +64,18 @@ def generate(
     statistics: Whether to count `Statistics`; this sorts the distributions of the positions visited and takes time.
     sharding: The sharding of rows, models and caches over the devices of a mesh, or None for one device. Models that
       `DecodeSharding.put_models` has sharded already are not moved. Tokens are the same up to rounding.
+    min_p: Scalar or `[B]`, in [0, 1]; keeps the tokens at least this many times as probable as the most probable one,
+      after top-p. 0 keeps all.
+    logprobs: Whether to return the target's log probabilities of the new tokens, from calls that are made anyway.
+    num_samples: Continuations of each prompt, with the keys of `sample_keys`. Row `b * num_samples + i` of the result
+      is sample i of prompt b, and sample 0 is what a single one would be. A prompt is prefilled once, and its row
+      of the caches is copied: decoding takes the memory of `B * num_samples` rows.
+    stop: Texts that end a row, or None. They are looked for on the host every `rounds_at_a_time` rounds, and the result
+      consists of NumPy arrays; the token that completes a stop text is the last of its row.
+    rounds_at_a_time: Rounds between two searches for `stop`; tokens and counts do not depend on it.
 
   Returns:
-    The new tokens and how they came about.
+    The new tokens and how they came about, of `B * num_samples` rows.
 
   Raises:
     ValueError: A shape, range, vocabulary, method or tree does not fit; the message names what would fit.
@@ -68,7 +83,10 @@ def generate(
   """
   prompts, prompt_lengths = jnp.asarray(prompts), jnp.asarray(prompt_lengths)
   checks.check_shapes(prompts, prompt_lengths)
-  checks.check_max_new_tokens(max_new_tokens)
+  checks.check_count('max_new_tokens', max_new_tokens)
+  checks.check_count('rounds_at_a_time', rounds_at_a_time)
+  if stop is not None and (statistics or isinstance(prompts, Tracer)):
+    raise ValueError('stop is for calls outside of a trace and without statistics, which are of whole rounds')
   decoder = Decoder.make(
     target,
     draft,
@@ -79,10 +97,14 @@ def generate(
     eos_id=eos_id,
     statistics=statistics,
     sharding=sharding,
+    logprobs=logprobs,
   )
-  sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
-  state = init_decode(decoder, rng_key, prompts, prompt_lengths, **sampling)
-  result = decode_rounds(decoder, state).result
+  sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'min_p': min_p}
+  state = init_decode(decoder, rng_key, prompts, prompt_lengths, num_samples=num_samples, **sampling)
+  if stop is None:
+    result = decode_rounds(decoder, state).result
+  else:
+    result = decode_until_stopped(decoder, state, stop, rounds_at_a_time=rounds_at_a_time)
   if not isinstance(result.failures, Tracer):
     result.check()
   return result

@@ -77,7 +77,8 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
   if decoder.drafter is None:
     batch_size, vocab_size = state.keys.shape[0], decoder.target.vocab_size
     return Proposal(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros((batch_size, 0, vocab_size)))
-  drafter, request = decoder.drafter, DraftRequest(keys, state.sampling, decoder.tree, decoder.method.proposal_rule)
+  drafter, rule = decoder.drafter, decoder.method.proposal_rule
+  request = DraftRequest(keys, state.sampling, decoder.tree, rule, drafter.growth)
   proposal = drafter.propose(state.draft_state, state.draft_context(decoder), request)
   # The method was checked against the drafter's declarations, so proposals must agree with them.
   for field, declared, is_declared in (('is_given', 'gives', drafter.gives), ('parents', 'grows', drafter.grows)):
@@ -159,6 +160,13 @@ def _emitted(proposal: Proposal, verdict: Verdict) -> jax.Array:
   return jnp.where(is_accepted, guesses, verdict.next_token[:, None])
 
 
+def _log_probs(output: ModelOutput, path: jax.Array, tokens: jax.Array) -> jax.Array:
+  """The target's log probability `[B, L + 1]` of each of a round's tokens, after the nodes `path` of equal shape."""
+  logits = jax.vmap(lambda row, nodes: row[nodes])(output.logits, path)
+  own = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+  return (own - jax.nn.logsumexp(logits, axis=-1)).astype(jnp.float32)
+
+
 def _is_path_end(tree: TokenTree, proposal: Proposal, path: jax.Array, num_accepted: jax.Array) -> jax.Array:
   """bool `[B, 1]`: whether the deepest accepted node has no children."""
   deepest = jnp.take_along_axis(path, num_accepted, axis=1)
@@ -168,7 +176,13 @@ def _is_path_end(tree: TokenTree, proposal: Proposal, path: jax.Array, num_accep
 
 
 def _record(
-  decoder: Decoder, state: DecodeState, proposal: Proposal, verdict: Verdict, tokens: jax.Array, failures: jax.Array
+  decoder: Decoder,
+  state: DecodeState,
+  proposal: Proposal,
+  output: ModelOutput,
+  verdict: Verdict,
+  tokens: jax.Array,
+  failures: jax.Array,
 ) -> tuple[Generation, jax.Array]:
   """The result with a round's tokens, up to EOS or the limit, and bool `[B]`, which rows are done."""
   result, tree = state.result, decoder.tree
@@ -200,6 +214,8 @@ def _record(
     origins=_put(result.origins, slots, origins),
     failures=failures,
   )
+  if result.logprobs is not None:
+    result = dataclasses.replace(result, logprobs=_put(result.logprobs, slots, _log_probs(output, path, tokens)))
   return result, is_done
 
 
@@ -218,13 +234,14 @@ def commit(
     state: Before the round.
     proposal: The round's guesses.
     output: The result of the target's call.
-    target_probs: `[B, N + 1, V]`, the target's distributions.
+    target_probs: `[B, N + 1, V]`, the target's distributions; `[B, 1, V]` after a call on the roots alone.
     verdict: The method's decision.
   """
   tokens = _emitted(proposal, verdict)
   failures = _failures(state, proposal, target_probs)
-  result, is_done = _record(decoder, state, proposal, verdict, tokens, failures)
-  if result.statistics is not None:
+  result, is_done = _record(decoder, state, proposal, output, verdict, tokens, failures)
+  # The target's call on the roots alone, where no row has a guess, visits no position.
+  if result.statistics is not None and output.logits.shape[1] > 1:
     tree = decoder.tree
     visited = jax.vmap(lambda row, target, kept: round_statistics(tree.of_row(row.parents), row, target, kept))(
       dataclasses.replace(proposal, state=None), target_probs, verdict
@@ -240,7 +257,7 @@ def commit(
     last_token=jnp.where(state.is_done, state.last_token, verdict.next_token),
     root_position=state.root_position + num_committed,
     is_done=is_done,
-    target_cache=decoder.target.commit_fn(output.cache, path, num_committed),
+    target_cache=decoder.target.commit_fn(output.cache, path[:, : output.logits.shape[1]], num_committed),
     verifier_state=verdict.state,
     result=result,
   )
@@ -304,6 +321,24 @@ def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = Fals
   return state, Round(verify_keys, rows, target_probs, verdict, record)
 
 
+def _pass_round(decoder: Decoder, state: DecodeState) -> DecodeState:
+  """A round in which no row has a guess: the target's call is that of an autoregressive step.
+
+  The tokens are those of `run_round`, up to rounding, so a row's do not depend on the guesses of other rows.
+  """
+  draft_keys, verify_keys = noise_keys(decoder, state)
+  proposal = propose(decoder, state, draft_keys)
+  output = decoder.target.apply(
+    state.last_token[:, None], state.root_position[:, None], jnp.ones((1, 1), bool), state.target_cache
+  )
+  target_probs = logits_to_probs(output.logits, state.sampling)
+  verifier, tree = decoder.method.verifier, decoder.tree
+  verdict = jax.vmap(lambda keys, law, own: verifier.without_candidates(keys, tree, law, own))(
+    verify_keys, target_probs[:, 0], state.verifier_state
+  )
+  return commit(decoder, state, proposal, output, target_probs, verdict)
+
+
 @functools.partial(jax.jit, donate_argnames='state')
 def run_rounds(decoder: Decoder, state: DecodeState, num_rounds: jax.Array) -> DecodeState:
   """`decode_rounds` as one program.
@@ -320,11 +355,27 @@ def run_rounds(decoder: Decoder, state: DecodeState, num_rounds: jax.Array) -> D
 
   def advance(loop):
     state, done_rounds = loop
-    state, _ = run_round(decoder, state)
-    return constrain(decoder, state), done_rounds + 1
+    return constrain(decoder, run_round(decoder, state)[0]), done_rounds + 1
 
+  def advance_alone(loop):
+    state, done_rounds = loop
+    return constrain(decoder, _pass_round(decoder, state)), done_rounds + 1
+
+  def has_guess(loop):
+    state, _ = loop
+    # The keys draw nothing, since all candidates are given.
+    tokens = propose(decoder, state, noise_keys(decoder, state)[0]).tokens
+    return jnp.any((tokens >= 0) & ~state.is_done[:, None])
+
+  def advance_either(loop):
+    # Two loops, and not two branches, which would copy the caches.
+    loop = jax.lax.while_loop(lambda loop: is_running(loop) & ~has_guess(loop), advance_alone, loop)
+    return jax.lax.while_loop(lambda loop: is_running(loop) & has_guess(loop), advance, loop)
+
+  may_pass = decoder.drafter is not None and decoder.drafter.may_pass
   with jax.named_scope(ROUNDS):
-    state, _ = jax.lax.while_loop(is_running, advance, (state, jnp.zeros((), jnp.int32)))
+    start = state, jnp.zeros((), jnp.int32)
+    state, _ = jax.lax.while_loop(is_running, advance_either if may_pass else advance, start)
   return state
 
 

@@ -17,9 +17,11 @@ from spectr_jax.draft import Drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.result import Generation, NotFiniteError
-from spectr_jax.engine.state import DecodeState, constrain, init_decode
+from spectr_jax.engine.state import DecodeState, constrain, finish, init_decode
+from spectr_jax.engine.stop import StopSearch, StopStrings, finish_reason
 from spectr_jax.methods import Method
 from spectr_jax.model import Model
+from spectr_jax.sampling import SAMPLING_NAMES
 from spectr_jax.sharding import fetch
 from spectr_jax.tree import TokenTree
 
@@ -42,6 +44,7 @@ def refill(
   temperature: ArrayLike = 1.0,
   top_k: ArrayLike = 0,
   top_p: ArrayLike = 1.0,
+  min_p: ArrayLike = 0.0,
 ) -> DecodeState:
   """Gives rows, done or not, to other prompts; their old contents are lost. Each pair of R and P is a program.
 
@@ -54,7 +57,7 @@ def refill(
     rng_key: One typed key or a key array `[R]`, as for `generate`.
     prompts: Integers `[R, P]`, right-padded.
     prompt_lengths: Integers `[R]`, from 1 to P.
-    temperature, top_k, top_p: Scalars or `[R]`, as for `generate`.
+    temperature, top_k, top_p, min_p: Scalars or `[R]`, as for `generate`.
 
   Raises:
     ValueError: As for `generate`, or a row is negative or occurs twice.
@@ -64,7 +67,7 @@ def refill(
   kept = rows[rows < batch_size]
   if rows.shape != np.shape(prompts)[:1] or (kept < 0).any() or len(set(kept.tolist())) < len(kept):
     raise ValueError(f'rows must be one different row of {batch_size} for each prompt, got {rows.tolist()}')
-  sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p}
+  sampling: dict[str, Any] = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'min_p': min_p}
   fresh = init_decode(decoder, rng_key, prompts, prompt_lengths, **sampling)
   return _replace_rows(decoder, state, fresh, rows.astype(np.int32))
 
@@ -93,12 +96,16 @@ class Continuation:
     tokens: int32 `[length]`, new tokens; an EOS is part of them.
     origins: int32 `[length]`, as in `Generation`.
     num_target_calls: The number of rounds that it took.
+    finish_reason: The reason why it ended, as of `finish_reason`.
+    logprobs: float32 `[length]`, as in `Generation`; None if they were not asked for.
   """
 
   name: Hashable
   tokens: np.ndarray
   origins: np.ndarray
   num_target_calls: int
+  finish_reason: str
+  logprobs: np.ndarray | None = None
 
 
 def padded_lengths(longest: int, shortest: int = 16) -> list[int]:
@@ -132,6 +139,7 @@ def generate_many(
   method: str | Method,
   tree: TokenTree | None = None,
   rounds_at_a_time: int = 4,
+  stop: StopStrings | None = None,
   **options: Any,
 ) -> Iterator[Continuation]:
   """Continues any number of prompts, as many at a time as there are rows, and yields each as soon as it is done.
@@ -152,7 +160,9 @@ def generate_many(
     tree: The guesses of a round.
     rounds_at_a_time: Rounds between two checks for rows that are done. More rounds leave rows idle for longer, fewer
       wait for the device more often.
-    **options: `temperature`, `top_k`, `top_p`, `eos_id` and `sharding` of `generate`, for all prompts.
+    stop: Texts that end a continuation, or None; looked for every `rounds_at_a_time` rounds.
+    **options: `temperature`, `top_k`, `top_p`, `min_p`, `eos_id`, `sharding` and `logprobs` of `generate`,
+      for all prompts.
 
   Yields:
     One continuation per request, in the order in which they are done.
@@ -174,7 +184,7 @@ def generate_many(
   batch_size = divisible(len(first))
   # Refilling an eighth of the rows at a time takes few programs, and not too much work for a single row.
   rows_at_a_time = divisible(max(1, batch_size // 8))
-  sampling = {name: options.pop(name) for name in ('temperature', 'top_k', 'top_p') if name in options}
+  sampling = {name: options.pop(name) for name in SAMPLING_NAMES if name in options}
   decoder = Decoder.make(
     target,
     draft,
@@ -186,18 +196,26 @@ def generate_many(
   )
   state = init_decode(decoder, *_arrange(first, batch_size, longest_prompt), **sampling)
   owners = dict(enumerate(first))  # the requests in progress, by row
+  search = None if stop is None else StopSearch(stop)
   while owners:
     state = decode_rounds(decoder, state, rounds_at_a_time)
     try:
       state.result.check()
     except NotFiniteError as error:
       raise ValueError(f'prompt {owners[error.row].name}: {error}') from error
+    ended = [] if search is None else search.look(state.result, owners)
+    if ended:
+      state = finish(decoder, state, ended)
     is_done = fetch(state.is_done)
     done = [row for row in range(batch_size) if row in owners and is_done[row]]
     if done:
       result = fetch(dataclasses.replace(state.result, statistics=None))
+      if search is not None:
+        result = result.cut({row: search.found[row] for row in done if row in search.found})
       for row in done:
-        yield _continuation(owners.pop(row).name, result, row)
+        if search is not None:
+          search.forget(row)
+        yield _continuation(owners.pop(row).name, result, row, decoder.eos_ids, stop)
     free = [row for row in range(batch_size) if row not in owners]
     # Refilling one row costs as much as refilling `rows_at_a_time` of them.
     if len(free) >= rows_at_a_time or not owners:
@@ -239,11 +257,16 @@ def _give(
   return state
 
 
-def _continuation(name: Hashable, result: Generation, row: int) -> Continuation:
+def _continuation(
+  name: Hashable, result: Generation, row: int, eos_ids: Sequence[int], stop: StopStrings | None
+) -> Continuation:
   length = int(result.lengths[row])
+  tokens = np.array(result.tokens[row, :length])
   return Continuation(
     name,
-    tokens=np.array(result.tokens[row, :length]),
+    tokens=tokens,
     origins=np.array(result.origins[row, :length]),
     num_target_calls=int(result.num_target_calls[row]),
+    finish_reason=finish_reason(tokens, eos_ids, stop),
+    logprobs=None if result.logprobs is None else np.array(result.logprobs[row, :length]),
   )

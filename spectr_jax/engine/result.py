@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,6 +47,8 @@ class Generation:
       everywhere unless the run was stopped for that. Such a row keeps nothing of its last round.
     statistics: Counts over the positions visited, or None if they were not asked for. They include tokens that EOS or
       the limit cut off.
+    logprobs: float32 `[B, max_new_tokens]`, the log probability of each token under the target's own distribution, the
+      softmax of its logits before temperature and filters; NaN after a row's end. None if it was not asked for.
   """
 
   tokens: jax.Array
@@ -54,6 +58,34 @@ class Generation:
   origins: jax.Array
   failures: jax.Array
   statistics: Statistics | None = None
+  logprobs: jax.Array | None = None
+
+  def cut(self, lengths: Mapping[int, int]) -> Generation:
+    """The result as if some rows had ended earlier, as a limit of tokens ends them.
+
+    The arrays must be NumPy arrays, as `jax.device_get` returns them. Every round but a row's last one ends with a
+    token that is no guess, so the counts follow from the origins.
+
+    Args:
+      lengths: The number of tokens to keep, at least 1, by row; other rows stay as they are.
+
+    Raises:
+      ValueError: A row has fewer tokens, or there are statistics, which cannot be cut.
+    """
+    if self.statistics is not None:
+      raise ValueError('statistics are of whole rounds: a result that has them cannot be cut')
+    copy: Any = jax.tree.map(np.array, self)
+    for row, length in lengths.items():
+      if not 1 <= length <= copy.lengths[row]:
+        raise ValueError(f'row {row} has {copy.lengths[row]} tokens, and cannot be cut to {length}')
+      is_draft = copy.origins[row, :length] == ORIGIN_DRAFT
+      copy.lengths[row] = length
+      copy.num_target_calls[row] = 1 + np.sum(~is_draft[:-1])
+      copy.accepted_by_depth[row] = _accepted_by_depth(is_draft, copy.accepted_by_depth.shape[1])
+      copy.tokens[row, length:] = copy.origins[row, length:] = -1
+      if copy.logprobs is not None:
+        copy.logprobs[row, length:] = np.nan
+    return copy
 
   def check(self) -> None:
     """Waits for the result and checks that no model failed; every process has to call it.
@@ -65,3 +97,13 @@ class Generation:
     if failures.any():
       row = int(np.argmax(failures != 0))
       raise NotFiniteError(row, int(num_rounds[row]), int(failures[row]))
+
+
+def _accepted_by_depth(is_draft: np.ndarray, max_depth: int) -> np.ndarray:
+  """The runs of guesses of at least d tokens, at index d - 1, of a row whose tokens are guesses where `is_draft`."""
+  counts, depth = np.zeros(max_depth, np.int32), 0
+  for is_guess in is_draft:
+    if is_guess:
+      counts[depth] += 1
+    depth = depth + 1 if is_guess else 0
+  return counts

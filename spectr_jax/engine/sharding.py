@@ -42,7 +42,7 @@ class DecodeSharding:
       ValueError: Their number is no multiple of the axis.
     """
     if batch_size % self.mesh.shape[DATA]:
-      raise ValueError(f'{batch_size} rows cannot be divided over {DATA}:{self.mesh.shape[DATA]}')
+      raise ValueError(f'{batch_size} rows cannot be sharded over {DATA}:{self.mesh.shape[DATA]}')
 
   def of_model(self, model: Model, *, is_divided: bool = True) -> Model:
     """A model's shardings in place of its arrays.
@@ -61,9 +61,10 @@ class DecodeSharding:
 
   def of_drafter(self, drafter: Drafter | None) -> Drafter | None:
     """A drafter's shardings in place of its arrays."""
+    places = jax.tree.map(lambda _: replicated(self.mesh), drafter)
     if drafter is None or drafter.param_shardings_fn is None:
-      return jax.tree.map(lambda _: replicated(self.mesh), drafter)
-    return dataclasses.replace(drafter, params=drafter.param_shardings_fn(self, drafter.params))
+      return places
+    return dataclasses.replace(places, params=drafter.param_shardings_fn(self, drafter.params))
 
   def of_decoder(self, decoder: Any) -> Any:
     """A decoder's shardings in place of its arrays."""
@@ -92,7 +93,7 @@ class DecodeSharding:
     def place(array, spec):
       for size, axis in zip(array.shape, spec):
         if axis == MODEL and size % num_model:
-          raise ValueError(f"the {role}'s {size} heads cannot be divided over {MODEL}:{num_model}")
+          raise ValueError(f"the {role}'s {size} heads cannot be sharded over {MODEL}:{num_model}")
       return NamedSharding(self.mesh, spec)
 
     return jax.tree.map(place, cache, model.cache_specs_fn(cache))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from spectr_jax.draft import DraftContext, Drafter
@@ -59,6 +61,28 @@ class DecodeState:
     return DraftContext(self.root_position + 1, decoder.target, self.text, self.features)
 
 
+def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
+  """The keys of several samples of each row, `[B * num_samples]`, those of a row one after another.
+
+  Sample 0 has the row's own key. The others have `fold_in(fold_in(key, 0), i)`. A round never folds 0 into a row's key
+  first, so no sample shares a key with a round of another one.
+
+  Args:
+    keys: Typed keys `[B]`.
+    num_samples: Samples of each row.
+
+  Raises:
+    ValueError: `num_samples` is not a positive int.
+  """
+  checks.check_count('num_samples', num_samples)
+
+  def of_row(key):
+    others = jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, 0), i))(jnp.arange(num_samples))
+    return others.at[0].set(key)
+
+  return jax.vmap(of_row)(keys).reshape(-1)
+
+
 def init_decode(
   decoder: Decoder,
   rng_key: jax.Array,
@@ -68,6 +92,8 @@ def init_decode(
   temperature: ArrayLike = 1.0,
   top_k: ArrayLike = 0,
   top_p: ArrayLike = 1.0,
+  min_p: ArrayLike = 0.0,
+  num_samples: int = 1,
 ) -> DecodeState:
   """The state before the first round, with prompts checked and prefilled.
 
@@ -79,31 +105,61 @@ def init_decode(
     temperature: Scalar or `[B]`; 0 decodes greedily.
     top_k: Scalar or `[B]`; 0 keeps all.
     top_p: Scalar or `[B]`, in (0, 1].
+    min_p: Scalar or `[B]`, in [0, 1]; 0 keeps all.
+    num_samples: Rows of each prompt, as for `generate`; it is prefilled once and its row of the state is repeated.
 
   Raises:
     ValueError: As for `generate`; or prompts and new tokens do not fit the caches.
+  """
+  checks.check_count('num_samples', num_samples)
+  sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'min_p': min_p}
+  rows = checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling)
+  tokens, lengths = rows[2:]
+  sizes = {'cache_size': decoder.cache_size, 'sharding': decoder.sharding}
+  target_cache, features = _prefill_target(decoder.target, tokens, lengths, **sizes)
+  draft_state = None
+  if decoder.drafter is not None:
+    context = DraftContext(lengths, decoder.target, tokens, features)
+    draft_state = _prefill_draft(decoder.drafter, context, **sizes)
+  state = first_state(decoder, *rows, target_cache, features, draft_state)
+  if num_samples == 1:
+    return state
+  keys = sample_keys(rows[0], num_samples)
+  keys = keys if decoder.sharding is None else decoder.sharding.put_rows(keys)
+  return _repeat_rows(decoder, state, keys, num_samples)
+
+
+def checked_rows(
+  decoder: Decoder, rng_key: jax.Array, prompts: ArrayLike, prompt_lengths: ArrayLike, sampling: Mapping[str, ArrayLike]
+) -> tuple[jax.Array, SamplingParams, jax.Array, jax.Array]:
+  """Prompts and their keys and sampling parameters, checked and on their devices.
+
+  Args:
+    decoder: The decoder.
+    rng_key: One typed key, or a key array `[B]`.
+    prompts: Integers `[B, P]`, right-padded.
+    prompt_lengths: Integers `[B]`, from 1 to P.
+    sampling: Arguments of `SamplingParams.make`.
+
+  Returns:
+    Keys `[B]`, sampling parameters, int32 prompts `[B, P]` and int32 lengths `[B]`.
+
+  Raises:
+    ValueError: As for `init_decode`.
   """
   prompts, prompt_lengths = jnp.asarray(prompts), jnp.asarray(prompt_lengths)
   checks.check_prompts(decoder, prompts, prompt_lengths)
   batch_size = prompts.shape[0]
   rows = (
     checks.row_keys(rng_key, batch_size),
-    SamplingParams.make(batch_size, temperature=temperature, top_k=top_k, top_p=top_p),
+    SamplingParams.make(batch_size, **sampling),
     prompts.astype(jnp.int32),
     prompt_lengths.astype(jnp.int32),
   )
-  sharding = decoder.sharding
-  if sharding is not None:
-    sharding.check_rows(batch_size)
-    rows = sharding.put_rows(rows)
-  tokens, lengths = rows[2:]
-  sizes = {'cache_size': decoder.cache_size, 'sharding': sharding}
-  target_cache, features = _prefill_target(decoder.target, tokens, lengths, **sizes)
-  draft_state = None
-  if decoder.drafter is not None:
-    context = DraftContext(lengths, decoder.target, tokens, features)
-    draft_state = _prefill_draft(decoder.drafter, context, **sizes)
-  return _first_state(decoder, *rows, target_cache, features, draft_state)
+  if decoder.sharding is None:
+    return rows
+  decoder.sharding.check_rows(batch_size)
+  return decoder.sharding.put_rows(rows)
 
 
 # Each prefill is a program of its own, which all methods and trees share.
@@ -126,9 +182,18 @@ def _prefill_draft(drafter: Drafter, context: DraftContext, *, cache_size: int, 
 
 
 @functools.partial(jax.jit, donate_argnames=('target_cache', 'draft_state'))
-def _first_state(
+def first_state(
   decoder: Decoder, keys, sampling, prompts, prompt_lengths, target_cache, features, draft_state
 ) -> DecodeState:
+  """The state before the first round.
+
+  Args:
+    decoder: The decoder.
+    keys, sampling, prompts, prompt_lengths: As of `checked_rows`.
+    target_cache: The target's cache, with all tokens of the prompts but the last.
+    features: `[B, P, F, D]`, the prompts' features, or None.
+    draft_state: The drafter's state after the prompts, or None.
+  """
   batch_size, tree = prompts.shape[0], decoder.tree
   verifier_state = jax.tree.map(
     lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x))), decoder.method.verifier.init_state(tree)
@@ -159,9 +224,43 @@ def _first_state(
       origins=nothing,
       failures=zeros,
       statistics=Statistics.zeros(batch_size, tree) if decoder.has_statistics else None,
+      logprobs=jnp.full(nothing.shape, jnp.nan, jnp.float32) if decoder.has_logprobs else None,
     ),
   )
   return constrain_rows(decoder, state)
+
+
+@functools.partial(jax.jit, static_argnames='num_samples')
+def _repeat_rows(decoder: Decoder, state: DecodeState, keys: jax.Array, num_samples: int) -> DecodeState:
+  """`state` with every row repeated, and other keys `[B * num_samples]`."""
+  rows = dataclasses.replace(state, keys=None)
+  rows = jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0) if x.ndim else x, rows)
+  return constrain(decoder, dataclasses.replace(rows, keys=keys))
+
+
+@jax.jit
+def _end_rows(decoder: Decoder, is_done: jax.Array, is_ended: jax.Array) -> jax.Array:
+  is_done = is_done | is_ended
+  return is_done if decoder.sharding is None else _constrain(is_done, decoder.sharding.of_rows(is_done))
+
+
+def finish(decoder: Decoder, state: DecodeState, rows: Sequence[int] | np.ndarray) -> DecodeState:
+  """Ends rows from the host, between rounds: they emit nothing any more, and `refill` may give them to other prompts.
+
+  Args:
+    decoder: The decoder that `state` was made with.
+    state: Between rounds; it stays usable.
+    rows: Integers `[R]`, rows of the batch; those that are done stay so.
+
+  Raises:
+    ValueError: There is no such row.
+  """
+  batch_size = len(state.keys)
+  if not all(0 <= row < batch_size for row in rows):
+    raise ValueError(f'rows must be from 0 to {batch_size - 1}, got {list(rows)}')
+  is_ended = np.zeros(batch_size, bool)
+  is_ended[np.asarray(rows, np.int64)] = True
+  return dataclasses.replace(state, is_done=_end_rows(decoder, state.is_done, is_ended))
 
 
 def constrain_rows(decoder: Decoder, state: DecodeState) -> DecodeState:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from spectr_jax.proposal import Proposal
 from spectr_jax.row_tree import RowTree
-from spectr_jax.theory import optimal_acceptance
+from spectr_jax.theory import given_optimum, optimal_acceptance
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify import Verdict
+from spectr_jax.verify.position import has_drawn_children
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +28,7 @@ class Statistics:
     accepted_child: int32 `[B, L, C]`, at `[d, i]` the accepted candidates at depth d + 1 that were their parent's child
       i, in the order drawn.
     optimum: float32 `[B]`, the sum over the positions of the largest acceptance probability that any token-level
-      verification reaches with n i.i.d. candidates, or with the given ones. Block methods can accept more, because they
+      verification reaches with the i.i.d. and the given candidates. Block methods can accept more, because they
       accept a token in view of those after it.
   """
 
@@ -86,11 +87,18 @@ def round_statistics(
 
   law_index = jnp.asarray(tree.law_index)
   has_law = is_active & (law_index >= 0)
-  nodes = jnp.argmax(has_law & (depths == places[:, None]), axis=-1)
-  optima = optimal_acceptance(proposal.probs[law_index[nodes]], target_probs[nodes], num_candidates)
+  # Of the nodes that spell the same, those with drawn children have the draft's distribution.
+  rank = has_law
   if proposal.is_given is not None:
-    is_given = jnp.zeros(tree.max_depth, bool).at[depths[1:] - 1].max(is_candidate[1:] & proposal.is_given)
-    optima = jnp.where(is_given, _given_mass(tree, proposal, is_candidate, target_probs[nodes]), optima)
+    rank = has_law * (1 + has_drawn_children(tree, proposal.tokens, proposal.is_given))
+  nodes = jnp.argmax(rank * (depths == places[:, None]), axis=-1)
+  laws = proposal.probs[law_index[nodes]], target_probs[nodes]
+  if proposal.is_given is None:
+    optima = optimal_acceptance(*laws, num_candidates)
+  else:
+    is_drawn = is_candidate & ~jnp.pad(proposal.is_given, (1, 0))
+    num_drawn = jnp.zeros(tree.max_depth, jnp.int32).at[depths - 1].add(is_drawn)
+    optima = given_optimum(*laws, num_drawn, _is_given_token(tree, proposal, is_candidate & ~is_drawn))
   return Statistics(
     visits=(by_count & is_visited[:, None]).astype(jnp.int32),
     accepts=(by_count & (is_visited & is_accepted)[:, None]).astype(jnp.int32),
@@ -99,9 +107,8 @@ def round_statistics(
   )
 
 
-def _given_mass(tree: TokenTree | RowTree, proposal: Proposal, is_candidate: jax.Array, laws: jax.Array) -> jax.Array:
-  """The acceptance probability q(D) of given candidates at each depth, `[L]`; `laws` `[L, V]` are the target's."""
-  nodes = jnp.asarray(tree.levels[1:-1])
-  at = jnp.where((nodes >= 0) & is_candidate[nodes], proposal.tokens[nodes - 1], laws.shape[-1])
-  is_token = jax.vmap(lambda at: jnp.zeros(laws.shape[-1], bool).at[at].set(True, mode='drop'))(at)
-  return jnp.sum(jnp.where(is_token, laws, 0), axis=-1)
+def _is_given_token(tree: TokenTree | RowTree, proposal: Proposal, is_given: jax.Array) -> jax.Array:
+  """bool `[L, V]`: the tokens of the given candidates of each depth; `is_given` is bool `[N + 1]`, by node."""
+  nodes, vocab_size = jnp.asarray(tree.levels[1:-1]), proposal.probs.shape[-1]
+  at = jnp.where((nodes >= 0) & is_given[nodes], proposal.tokens[nodes - 1], vocab_size)
+  return jax.vmap(lambda at: jnp.zeros(vocab_size, bool).at[at].set(True, mode='drop'))(at)

@@ -18,6 +18,7 @@ from spectr_jax.engine.state import DecodeState, init_decode
 from spectr_jax.methods import Method, get_method, with_children
 from spectr_jax.model import Model
 from spectr_jax.proposal import Proposal
+from spectr_jax.sampling import SAMPLING_NAMES
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify import Record, Verdict
 
@@ -41,7 +42,7 @@ class Judge:
 
     Args:
       whole: The tree of the round, with N nodes.
-      proposal: `tokens` `[N]` and `probs` `[R, V]`.
+      proposal: `tokens` `[N]`, `probs` `[R, V]`, and `is_given` `[N]` or None.
       target_probs: `[N + 1, V]`.
 
     Returns:
@@ -49,7 +50,8 @@ class Judge:
     """
     tokens = proposal.tokens[self.nodes[1:] - 1]
     laws = whole.law_index[self.nodes[self.tree.parent_nodes]]
-    return Proposal(tokens, proposal.probs[laws]), target_probs[self.nodes]
+    is_given = None if proposal.is_given is None else proposal.is_given[self.nodes[1:] - 1]
+    return Proposal(tokens, proposal.probs[laws], is_given=is_given), target_probs[self.nodes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,8 @@ class TracedRound:
   Attributes:
     root: The last token before the round.
     tokens: int32 `[N]`, the guesses; -1 for a node that does not exist.
-    draft_probs: `[R, V]`, the draft's distributions after `tree.parent_nodes`.
+    is_given: bool `[N]`, which of them are given and not drawn.
+    draft_probs: `[R, V]`, the draft's distributions after `tree.parent_nodes`; 0 for a drafter without any.
     target_probs: `[N + 1, V]`, the target's distributions after all nodes.
     judgements: One per judge, that of the run first.
     emitted: int32 `[number of tokens]`, the tokens that the round added to the text, up to EOS or the limit.
@@ -81,6 +84,7 @@ class TracedRound:
 
   root: int
   tokens: np.ndarray
+  is_given: np.ndarray
   draft_probs: np.ndarray
   target_probs: np.ndarray
   judgements: tuple[Judgement, ...]
@@ -105,7 +109,9 @@ class Trace:
   generation: Generation
 
 
-def make_judge(method: Method, run_method: Method, tree: TokenTree) -> Judge:
+def make_judge(
+  method: Method, run_method: Method, tree: TokenTree, *, gives: bool = False, mixes: bool = False
+) -> Judge:
   """The judge for a method on the drafts of another method's run.
 
   It judges the whole tree, or the first path of it if the method takes a single draft.
@@ -114,10 +120,11 @@ def make_judge(method: Method, run_method: Method, tree: TokenTree) -> Judge:
     method: The method that judges.
     run_method: The method of the run.
     tree: The run's tree.
+    gives, mixes: Whether candidates may be given, and stand beside drawn ones at a position, as in `Drafter`.
 
   Raises:
-    ValueError: The drafts were not drawn as the method needs them, the method does not cover the tree, or it keeps a
-      state between rounds, which would be that of another text.
+    ValueError: The drafts were not drawn as the method needs them, it does not take given ones, it does not cover the
+      tree, or it keeps a state between rounds, which would be that of another text.
   """
   rule = run_method.proposal_rule
   if method.proposal_rule != rule:
@@ -130,6 +137,10 @@ def make_judge(method: Method, run_method: Method, tree: TokenTree) -> Judge:
     nodes, tree = np.array(first, np.int32), TokenTree.chains(1, len(first) - 1)
   if method.tree_for(tree) != tree:
     raise ValueError(f'{method.name} drafts nothing: there is nothing to judge')
+  if gives and not method.takes_given:
+    raise ValueError(f'{method.name} takes drawn candidates only, and some of these are given')
+  if mixes and not tree.is_chain and not method.takes_mixed:
+    raise ValueError(f'{method.name} does not take given candidates beside drawn ones')
   if method != run_method and jax.tree.leaves(method.verifier.init_state(tree)):
     raise ValueError(f'{method.name} keeps a state between rounds, which would be that of another text')
   return Judge(method, tree, nodes)
@@ -191,8 +202,9 @@ def trace_decode(
   if tree.is_grown:
     raise ValueError('a trace shows one tree for all rounds; this one grows with every round')
   prompt_tokens = np.asarray(prompt, np.int32)
-  judges = tuple(make_judge(get_method(each), method, tree) for each in (method, *others))
-  sampling = {name: request.pop(name) for name in ('temperature', 'top_k', 'top_p') if name in request}
+  kinds = {'gives': draft.gives, 'mixes': draft.mixes} if isinstance(draft, Drafter) else {}
+  judges = tuple(make_judge(get_method(each), method, tree, **kinds) for each in (method, *others))
+  sampling = {name: request.pop(name) for name in SAMPLING_NAMES if name in request}
   sizes = {'max_new_tokens': max_new_tokens, 'cache_size': len(prompt_tokens) + max_new_tokens}
   decoder = Decoder.make(target, draft, method=method, tree=tree, **sizes, **request)
   state = init_decode(decoder, rng_key, prompt_tokens[None], np.array([len(prompt_tokens)]), **sampling)
@@ -205,12 +217,14 @@ def trace_decode(
     judgements = [Judgement(*jax.device_get((played.verdict, played.record)))]
     judgements += [_judgement(judge, tree, played) for judge in judges[1:]]
     old, new = int(before.result.lengths[0]), int(state.result.lengths[0])
-    tokens, laws, target_laws = jax.device_get((played.proposal.tokens, played.proposal.probs, played.target_probs))
+    proposal, target_laws = jax.device_get((played.proposal, played.target_probs))
+    is_given = np.zeros(len(proposal.tokens), bool) if proposal.is_given is None else proposal.is_given
     rounds.append(
       TracedRound(
         root=int(before.last_token[0]),
-        tokens=tokens,
-        draft_probs=laws,
+        tokens=proposal.tokens,
+        is_given=is_given,
+        draft_probs=proposal.probs,
         target_probs=target_laws,
         judgements=tuple(judgements),
         emitted=np.asarray(state.result.tokens[0, old:new]),

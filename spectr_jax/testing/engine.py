@@ -64,7 +64,7 @@ def ordinary_law(model: Model, prompt: Sequence[int], num_tokens: int, **samplin
     model: The model.
     prompt: int `[P]`.
     num_tokens: T. All `V^(T - 1)` texts are evaluated.
-    **sampling: `temperature`, `top_k`, `top_p`.
+    **sampling: `temperature`, `top_k`, `top_p`, `min_p`.
 
   Returns:
     float64 `[V] * num_tokens`.
@@ -104,7 +104,7 @@ def engine_counts(
     num_tokens: T.
     num_samples: Rows to decode per prompt, rounded up to whole batches.
     batch_size: Rows per prompt in a batch. Batches that do not fit into a CPU's cache take longer per row.
-    **sampling: `temperature`, `top_k`, `top_p`.
+    **sampling: `temperature`, `top_k`, `top_p`, `min_p`.
 
   Returns:
     int64 `[len(prompts)] + [V] * num_tokens`.

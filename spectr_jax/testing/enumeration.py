@@ -25,8 +25,9 @@ from spectr_jax.tree import TokenTree
 # deeper tokens and parents are -1, and the distributions of deeper nodes are 0.
 GrowFn = Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
 
-# The rule that gives tokens: `(text [T], length) -> tokens [N]`, -1 for nodes that do not exist.
-GuessFn = Callable[[jax.Array, jax.Array], jax.Array]
+# The rule that gives tokens: `(text [T], length) -> tokens [N]`, -1 for nodes that do not exist. Its tokens at nodes
+# that are drawn are not used. For the bounds of grown trees it returns `(tokens [N], parents [N])`.
+GuessFn = Callable[[jax.Array, jax.Array], jax.Array | tuple[jax.Array, jax.Array]]
 
 _LONGEST_TEXT = 8  # tokens that a `GuessFn` sees
 
@@ -59,9 +60,19 @@ def _text(prefix, length, vocab_size: int):
   return (prefix // vocab_size**places) % vocab_size
 
 
-@functools.partial(jax.jit, static_argnames=('method', 'tree', 'grow_fn', 'guess_fn'))
+@functools.partial(jax.jit, static_argnames=('method', 'tree', 'grow_fn', 'guess_fn', 'drawn_nodes'))
 def _all_rounds(
-  draft_table, target_table, prefix, length, state, *, method: Method, tree: TokenTree, grow_fn=None, guess_fn=None
+  draft_table,
+  target_table,
+  prefix,
+  length,
+  state,
+  *,
+  method: Method,
+  tree: TokenTree,
+  grow_fn=None,
+  guess_fn=None,
+  drawn_nodes=(),
 ):
   """All outcomes of one round after a committed prefix, for each of the G ways to fill the tree.
 
@@ -75,6 +86,7 @@ def _all_rounds(
     tree: The tree, static.
     grow_fn: The rule by which rows shape their trees, static, or None.
     guess_fn: The rule that gives tokens, static, or None for drawn candidates.
+    drawn_nodes: Nodes whose tokens are drawn where a rule gives the others, static.
 
   Returns:
     `[G, N + 1]`, the tokens down to each node as a number in base V; `[G, N + 1, V]`, the joint probability of these
@@ -83,10 +95,12 @@ def _all_rounds(
   """
   vocab_size = draft_table.shape[1]
   lowest = -1 if method.proposal_rule.may_run_out or tree.is_grown else 0
-  if guess_fn is None:
-    guesses = jnp.asarray(list(itertools.product(range(lowest, vocab_size), repeat=tree.num_nodes)), jnp.int32)
-  else:
-    guesses = guess_fn(_text(prefix, length, vocab_size), length)[None]
+  drawn_places = np.arange(tree.num_nodes) if guess_fn is None else np.asarray(drawn_nodes, np.int32) - 1
+  drawn = np.array(list(itertools.product(range(lowest, vocab_size), repeat=len(drawn_places))), np.int32)
+  is_drawn = np.isin(np.arange(tree.num_nodes), drawn_places)
+  given = 0 if guess_fn is None else guess_fn(_text(prefix, length, vocab_size), length)
+  given, given_parents = given if isinstance(given, tuple) else (given, None)
+  guesses = jnp.broadcast_to(jnp.asarray(given, jnp.int32), (len(drawn), tree.num_nodes)).at[:, drawn_places].set(drawn)
 
   def contexts_of(tokens, parents):
     """The tokens down to each node as a number, and the number of the node's context; `[N + 1]` each."""
@@ -101,8 +115,9 @@ def _all_rounds(
   def chance(tokens, parents, draft_probs):
     """The probability that these tokens are drafted."""
     drafted = jnp.ones((), draft_table.dtype)
-    if guess_fn is not None:
-      return drafted
+    if guess_fn is not None:  # only independent children are drawn beside given ones
+      own = draft_probs[jnp.asarray(tree.law_index)[parents], tokens]
+      return jnp.prod(jnp.where(is_drawn, own, 1))
     if grow_fn is not None:  # children are drawn independently; an unused slot holds -1
       own = draft_probs[jnp.asarray(tree.law_index)[parents], tokens]
       return jnp.prod(jnp.where(parents < 0, tokens < 0, jnp.where(tokens < 0, 0, own)))
@@ -115,14 +130,14 @@ def _all_rounds(
     def probs_at(parents):
       return draft_table[contexts_of(tokens, parents)[1][tree.parent_nodes]]
 
-    parents = None if grow_fn is None else grown_parents(tree, grow_fn, tokens, probs_at)
-    is_given = None if guess_fn is None else tokens >= 0
-    row_tree = tree.of_row(parents)
+    parents = given_parents if grow_fn is None else grown_parents(tree, grow_fn, tokens, probs_at)
+    is_given = None if guess_fn is None else (tokens >= 0) & ~is_drawn
+    row_tree, own_parents = tree.of_row(parents), parents
     parents = jnp.asarray(tree.parents, jnp.int32) if parents is None else parents
     spelled, contexts = contexts_of(tokens, row_tree.parent_of[1:])
     draft_probs, target_probs = draft_table[contexts[tree.parent_nodes]], target_table[contexts]
     drafted = chance(tokens, parents, draft_probs)
-    proposal = Proposal(tokens, draft_probs, None, None if grow_fn is None else parents, is_given)
+    proposal = Proposal(tokens, draft_probs, None, own_parents, is_given)
     law = method.verifier.law(row_tree, proposal, target_probs, state)
 
     def advance(node, token):
@@ -141,7 +156,7 @@ def _all_rounds(
   return spelled, weights, after, jnp.max(flaws)
 
 
-@functools.partial(jax.jit, static_argnames=('method', 'tree', 'grow_fn', 'guess_fn'))
+@functools.partial(jax.jit, static_argnames=('method', 'tree', 'grow_fn', 'guess_fn', 'drawn_nodes'))
 def _round_law(draft_table, target_table, prefix, length, state, *, tree: TokenTree, **static):
   """The distribution of a round's output: per depth d `[V^d, V]`, of d accepted tokens and the next; and its flaw."""
   vocab_size = draft_table.shape[1]
@@ -197,6 +212,7 @@ def joint_law(
   *,
   grow_fn: GrowFn | None = None,
   guess_fn: GuessFn | None = None,
+  drawn_nodes: tuple[int, ...] = (),
 ) -> np.ndarray:
   """The exact joint distribution of the first tokens that a method emits, over as many rounds as they take.
 
@@ -207,6 +223,7 @@ def joint_law(
     num_tokens: T.
     grow_fn: The rule by which a row shapes its own tree, if the tree is grown.
     guess_fn: The rule that gives tokens, for texts of up to 8 tokens; None for drawn tokens.
+    drawn_nodes: Nodes whose tokens are drawn, independently, where `guess_fn` gives the others.
 
   Returns:
     float64 `[V] * num_tokens`.
@@ -214,7 +231,8 @@ def joint_law(
   Raises:
     ValueError: The tables are too small.
   """
-  return _joint_law(method, tree, tables, num_tokens, grow_fn=grow_fn, guess_fn=guess_fn)[0]
+  shape = {'grow_fn': grow_fn, 'guess_fn': guess_fn, 'drawn_nodes': drawn_nodes}
+  return _joint_law(method, tree, tables, num_tokens, **shape)[0]
 
 
 def _joint_law(
@@ -266,6 +284,7 @@ def enumeration_error(
   *,
   grow_fn: GrowFn | None = None,
   guess_fn: GuessFn | None = None,
+  drawn_nodes: tuple[int, ...] = (),
 ) -> float:
   """The largest difference between a method's joint distribution of the first tokens and the target's.
 
@@ -274,9 +293,10 @@ def enumeration_error(
   probability above 1 in the average over the guesses.
 
   Args:
-    method, tree, tables, num_tokens, grow_fn, guess_fn: As in `joint_law`.
+    method, tree, tables, num_tokens, grow_fn, guess_fn, drawn_nodes: As in `joint_law`.
   """
-  law, flaw = _joint_law(method, tree, tables, num_tokens, grow_fn=grow_fn, guess_fn=guess_fn)
+  shape = {'grow_fn': grow_fn, 'guess_fn': guess_fn, 'drawn_nodes': drawn_nodes}
+  law, flaw = _joint_law(method, tree, tables, num_tokens, **shape)
   return float(np.maximum(np.abs(law - tables.joint_target_law(num_tokens)).max(), flaw))
 
 

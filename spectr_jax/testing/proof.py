@@ -127,17 +127,19 @@ class Proof:
     if not method.is_lossless:
       return f'{method.name} FAILED ({parts}), as registered: not lossless, {method.bias or "for no reason given"}'
     if all(check.measure == 'error' and check.value < 1e-5 for check in failed):
-      return f'{method.name} FAILED ({parts}) by so little that something in its law may be rounded to float32'
+      return f'{method.name} FAILED ({parts}) by so little that something in its distribution may be rounded to float32'
     return f'{method.name} FAILED ({parts}): not lossless, though registered as lossless'
 
 
 LEGEND = f"""\
-exact     the joint law of the first tokens over several rounds, every draft and every decision enumerated,
-          in float64, for {_NUM_TABLES} pairs of random tables; with keys by position the tokens themselves,
-          which are those of Gumbel-max sampling
-sampling  the joint law of the first tokens of the compiled loop on a Markov chain; a chi-square test
+exact     the joint distribution of the first tokens over several rounds, every draft and every decision
+          enumerated, in float64, for {_NUM_TABLES} pairs of random tables; with keys by position the tokens
+          themselves, which are those of Gumbel-max sampling
+sampling  the joint distribution of the first tokens of the compiled loop on a Markov chain; a chi-square
+          test
 engine    the same on transformers with cache, tree attention, rollback, {len(_PROMPTS)} ragged prompts,
-          temperature, top-k and top-p, against laws without a cache; the smallest p-value of the prompts
+          temperature, top-k and top-p, against distributions without a cache; the smallest p-value of the
+          prompts
 rows      those drawn: if num_samples is not given a million, or as many as fit into two minutes
 detects   the smallest bias, in total variation, that fails with probability {POWER:g}, whatever it looks like
 limit     one seed in {1 / LEVEL:,.0f} gives a lossless method a p-value below it; to tell chance from a bias,

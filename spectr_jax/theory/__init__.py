@@ -9,7 +9,7 @@ from spectr_jax.theory.blocks import (
 )
 from spectr_jax.theory.chains import MarkovChains, random_chains
 from spectr_jax.theory.laws import total_variation
-from spectr_jax.theory.optimal import optimal_acceptance
+from spectr_jax.theory.optimal import given_optimum, optimal_acceptance
 from spectr_jax.theory.over_acceptance import (
   best_rejection_law,
   emitted_law,
@@ -49,6 +49,7 @@ __all__ = [
   'expected_target_calls',
   'expected_tokens',
   'few_children_bound',
+  'given_optimum',
   'independent_block_acceptance',
   'kseq_acceptance',
   'kseq_gamma',

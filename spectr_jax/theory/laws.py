@@ -44,7 +44,7 @@ def as_pair(draft_probs, target_probs) -> tuple[np.ndarray, np.ndarray]:
   """
   draft, target = as_laws(draft_probs, 'draft_probs'), as_laws(target_probs, 'target_probs')
   if draft.shape[-1] != target.shape[-1]:
-    raise ValueError(f'laws must have the same length, got {draft.shape[-1]} and {target.shape[-1]}')
+    raise ValueError(f'distributions must have the same length, got {draft.shape[-1]} and {target.shape[-1]}')
   draft, target = np.broadcast_arrays(draft, target)  # the error names both shapes
   return draft, target
 

@@ -214,7 +214,7 @@ def stateless_optimum(tree: TokenTree, draft_law, target_law) -> float:
 
   draft, target = as_joint_laws(draft_law, target_law)
   if draft.ndim != tree.max_depth:
-    raise ValueError(f'laws must be of {tree.max_depth} tokens, as deep as the tree; got {draft.ndim}')
+    raise ValueError(f'distributions must be of {tree.max_depth} tokens, as deep as the tree; got {draft.ndim}')
   vocab_size, num_nodes = draft.shape[0], tree.num_nodes
   check_size(num_nodes * vocab_size**num_nodes)
   p_given = _tree_of_texts(draft)[1]

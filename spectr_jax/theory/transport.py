@@ -71,8 +71,8 @@ class TransportCoupling:
     laws = draft_probs.shape, target_probs.shape
     if laws != (shape[-1:],) * 2 or candidates.shape != (self.transport.num_drafts,):
       raise ValueError(
-        f'the plan is for {self.transport.num_drafts} candidates and laws [{shape[-1]}], got candidates'
-        f' {list(candidates.shape)} and laws {list(laws[0])} and {list(laws[1])}'
+        f'the plan is for {self.transport.num_drafts} candidates and distributions [{shape[-1]}], got'
+        f' candidates {list(candidates.shape)} and distributions {list(laws[0])} and {list(laws[1])}'
       )
     emitted = jnp.asarray(self.transport.conditional, target_probs.dtype)[tuple(candidates)]
     is_planned = jnp.all(is_valid) & jnp.any(emitted > 0)
@@ -93,7 +93,7 @@ def _as_law(probs, name: str) -> np.ndarray:
 def _check(draft_probs, target_probs, num_drafts: int) -> tuple[np.ndarray, np.ndarray]:
   draft_probs, target_probs = _as_law(draft_probs, 'draft_probs'), _as_law(target_probs, 'target_probs')
   if draft_probs.shape != target_probs.shape:
-    raise ValueError(f'laws must have the same length, got {len(draft_probs)} and {len(target_probs)}')
+    raise ValueError(f'distributions must have the same length, got {len(draft_probs)} and {len(target_probs)}')
   if num_drafts < 1:
     raise ValueError(f'num_drafts must be at least 1, got {num_drafts}')
   return draft_probs, target_probs

@@ -6,7 +6,7 @@ from spectr_jax.verify.race_traversal import RaceTraversal
 from spectr_jax.verify.record import Decisions, Record
 from spectr_jax.verify.seed_exact import SeedExact
 from spectr_jax.verify.traversal import Traversal
-from spectr_jax.verify.verifier import Tree, Verdict, Verifier
+from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, Verifier
 from spectr_jax.verify.walk import Walk
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
   'GreedyBlock',
   'RaceTraversal',
   'Record',
+  'RecordedVerifier',
   'SeedExact',
   'Traversal',
   'Tree',

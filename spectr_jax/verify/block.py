@@ -14,7 +14,7 @@ from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
 from spectr_jax.verify.position import Position, next_position
 from spectr_jax.verify.record import Decisions, Record, run_steps
-from spectr_jax.verify.verifier import Tree, Verdict, Verifier, with_arrays
+from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +36,7 @@ class _Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block(Verifier):
+class Block(RecordedVerifier):
   """Picks a path by `selection`, then verifies it as a block, in which a later token can make up for an earlier one.
 
   From the root on, one candidate of each position is picked, and the nodes that spell the same stay active, until no
@@ -54,6 +54,8 @@ class Block(Verifier):
   that agree with it act as one token of an extended alphabet, whose second part has the same conditional distribution
   under draft and target.
 
+  A record has the decisions depth by depth: `pick` is the path; of `keep`, the last one that is kept wins.
+
   Attributes:
     selection: Picks one candidate per position.
   """
@@ -61,6 +63,16 @@ class Block(Verifier):
   selection: Selection
   proposal_rules = (Independent,)
   takes_grown = True
+
+  @property
+  def takes_mixed(self) -> bool:
+    """True if the selection takes given candidates beside drawn ones."""
+    return getattr(self.selection, 'takes_mixed', False)
+
+  @property
+  def takes_given(self) -> bool:
+    """True if the selection takes given candidates."""
+    return self.takes_mixed
 
   @property
   def explanation(self) -> Explanation:
@@ -77,7 +89,8 @@ class Block(Verifier):
   def _step(self, tree: Tree, proposal: Proposal, target_probs, node, log_kept) -> _Step:
     """The step at `node`, where log P is `log_kept`; in logarithms, since products of many ratios underflow."""
     position = next_position(tree, proposal, target_probs, node)
-    pick = self.selection(position.draft_probs, position.target_probs, position.tokens, position.is_valid)
+    given = () if position.is_given is None else (position.is_given,)
+    pick = self.selection(position.draft_probs, position.target_probs, position.tokens, position.is_valid, *given)
     kept = jnp.exp(log_kept)
     residual = positive_part(kept * position.target_probs - pick.probs)
     mass = jnp.sum(residual)
@@ -154,14 +167,18 @@ class Block(Verifier):
     )
     return picks, keeps
 
-  def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool):
-    """The verdict, and its record if it is explained."""
+  def without_candidates(self, keys, tree: Tree, target_probs, state) -> Verdict:
+    return Verdict.at(
+      tree, jnp.zeros((), jnp.int32), draw(self._uniforms(keys, target_probs.dtype)[0, 2], target_probs), state
+    )
+
+  def decide(
+    self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool
+  ) -> tuple[Verdict, Record]:
     dtype = target_probs.dtype
     uniforms = self._uniforms(keys, dtype)
     if tree.num_nodes == 0:
-      node = jnp.zeros((), jnp.int32)
-      verdict = Verdict.at(tree, node, draw(uniforms[0, 2], target_probs[0]), state)
-      return verdict, Record({}, node, target_probs[0], uniforms[0, 2])
+      return stop_at(tree, 0, target_probs[0], uniforms[0, 2], state, {})
     tree = with_arrays(tree)
 
     # The residual at the cut is computed again after the walk, which would otherwise carry one, `[V]`, for every depth.
@@ -182,22 +199,8 @@ class Block(Verifier):
       )
     node, depth, log_kept = stop
     residual = self._step(tree, proposal, target_probs, node, log_kept).residual
-    verdict = Verdict.at(tree, node, draw(uniforms[depth, 2], residual), state)
-    if decisions is None:
-      return verdict, None
-    picks, keeps = decisions
-    return verdict, Record({'pick': picks, 'keep': keeps}, node, residual, uniforms[depth, 2])
-
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
-    return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
-
-  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
-    """The verdict and its decisions, depth by depth: `pick` is the path; of `keep`, the last one that is kept wins.
-
-    Args:
-      keys, tree, proposal, target_probs, state: As for `Verifier.verify`.
-    """
-    return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
+    decisions = {'pick': decisions[0], 'keep': decisions[1]} if is_explained else {}
+    return stop_at(tree, node, residual, uniforms[depth, 2], state, decisions)
 
   def law(self, tree, proposal, target_probs, state):
     del state

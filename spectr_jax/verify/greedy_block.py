@@ -10,9 +10,9 @@ import numpy as np
 
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent, Proposal
-from spectr_jax.sampling import draw, positive_part, positive_part_or
+from spectr_jax.sampling import positive_part, positive_part_or
 from spectr_jax.verify.record import Decisions, Record
-from spectr_jax.verify.verifier import Tree, Verdict, Verifier
+from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, stop_at
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +53,7 @@ class _Context:
 
 
 @dataclasses.dataclass(frozen=True)
-class GreedyBlock(Verifier):
+class GreedyBlock(RecordedVerifier):
   """Greedy block verification on one draft; SpecTr-GBV ("SpecTr-GBV: Multi-Draft Block Verification Accelerating
   Speculative Decoding", Algorithms 1 to 3) on K chains.
 
@@ -70,6 +70,9 @@ class GreedyBlock(Verifier):
   as if the drafts did not compete for it.
 
   The tree must be chains of equal length, the same for all rows: the modifications last as long as the drafts.
+
+  A record has the decisions draft by draft; they are named `keep`, and the deepest that is kept wins. A sub-block that
+  an earlier draft has as well is not decided on again.
 
   Attributes:
     num_levels_dropped: The number of newest modifications that are forgotten; above 0 in negative controls only.
@@ -225,37 +228,26 @@ class GreedyBlock(Verifier):
     draft = jnp.argmax(is_accepted[:, depth - 1])
     return jnp.where(depth > 0, jnp.asarray(self._chains(tree))[draft, depth - 1], 0), is_accepted
 
-  def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state):
-    """The verdict, and the parts of its record: h, the sub-blocks accepted, the uniforms, the node and the weights."""
+  def decide(
+    self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool
+  ) -> tuple[Verdict, Record]:
     accept = self._accept(tree, proposal, target_probs, state)
     uniforms = jax.random.uniform(keys[0], (accept.size + 1,), target_probs.dtype)
     node, is_accepted = self._longest(tree, uniforms, accept)
     _, weights = self._stop(tree, proposal, target_probs, state, node)
-    token = draw(uniforms[-1], weights)
-    verdict = Verdict.at(tree, node, token, self.advance(tree, proposal, target_probs, state, node, token))
-    return verdict, (accept, is_accepted, uniforms, node, weights)
-
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
-    return self._run(keys, tree, proposal, target_probs, state)[0]
-
-  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
-    """The verdict and its decisions, draft by draft; they are named `keep`, and the deepest that is kept wins.
-
-    A sub-block that an earlier draft has as well is not decided on again.
-
-    Args:
-      keys, tree, proposal, target_probs, state: As for `Verifier.verify`.
-    """
-    verdict, (accept, is_accepted, uniforms, node, weights) = self._run(keys, tree, proposal, target_probs, state)
-    decisions = jax.vmap(Decisions.of_one)(
-      is_made=~self._is_repeated(tree, proposal).reshape(-1),
-      node=jnp.asarray(self._chains(tree)).reshape(-1),
-      share=accept.reshape(-1),
-      uniform=uniforms[:-1],
-      is_chosen=is_accepted.reshape(-1),
-      numbers={},
-    )
-    return verdict, Record({'keep': decisions}, node, weights, uniforms[-1])
+    decisions = {}
+    if is_explained:
+      decisions['keep'] = jax.vmap(Decisions.of_one)(
+        is_made=~self._is_repeated(tree, proposal).reshape(-1),
+        node=jnp.asarray(self._chains(tree)).reshape(-1),
+        share=accept.reshape(-1),
+        uniform=uniforms[:-1],
+        is_chosen=is_accepted.reshape(-1),
+        numbers={},
+      )
+    verdict, record = stop_at(tree, node, weights, uniforms[-1], state, decisions)
+    next_state = self.advance(tree, proposal, target_probs, state, node, verdict.next_token)
+    return dataclasses.replace(verdict, state=next_state), record
 
   def advance(self, tree, proposal, target_probs, state, node, token) -> Modifications:
     context, _ = self._stop(tree, proposal, target_probs, state, node)

@@ -26,8 +26,7 @@ class Position:
     nodes: int32 `[W]`, nodes of the next depth.
     tokens: int32 `[W]`, their tokens; 0 where `is_valid` is False.
     is_valid: bool `[W]`, which of them are candidates.
-    is_given: bool scalar, whether the candidates are given; None if no row has given candidates. If a position had both
-      kinds, all would count as given. That is lossless for any candidates, and keeps fewer than possible.
+    is_given: bool `[W]`, which candidates are given; None if no row has given candidates.
   """
 
   node: jax.Array
@@ -37,6 +36,18 @@ class Position:
   tokens: jax.Array
   is_valid: jax.Array
   is_given: jax.Array | None = None
+
+
+def has_drawn_children(tree: Tree, tokens: jax.Array, is_given: jax.Array) -> jax.Array:
+  """bool `[N + 1]`: nodes with children that were drawn, for a proposal with given candidates.
+
+  Args:
+    tree: The row's tree, with at least one node.
+    tokens: int32 `[N]`, -1 for nodes that do not exist.
+    is_given: bool `[N]`.
+  """
+  is_drawn = (tokens >= 0) & ~is_given
+  return jnp.zeros(tree.num_nodes + 1, bool).at[jnp.asarray(tree.parent_of)[1:]].max(is_drawn)
 
 
 def next_position(
@@ -66,7 +77,10 @@ def next_position(
   is_valid = (nodes >= 0) & is_active[jnp.asarray(tree.parent_of)[nodes]] & (tokens >= 0)
   # Active nodes share their distributions, but only those with children have the draft's.
   has_law = is_active & (tree.num_children > 0)
-  parent = jnp.argmax(has_law)
+  rank = has_law
+  if proposal.is_given is not None:
+    rank = has_law * (1 + has_drawn_children(tree, proposal.tokens, proposal.is_given))
+  parent = jnp.argmax(rank)
   node = jnp.where(jnp.any(has_law), parent, node).astype(jnp.int32)
   return Position(
     node=node,
@@ -75,5 +89,5 @@ def next_position(
     nodes=nodes,
     tokens=jnp.where(is_valid, tokens, 0),
     is_valid=is_valid,
-    is_given=None if proposal.is_given is None else jnp.any(is_valid & proposal.is_given[nodes - 1]),
+    is_given=None if proposal.is_given is None else is_valid & proposal.is_given[nodes - 1],
   )

@@ -11,13 +11,15 @@ import numpy as np
 
 from spectr_jax.couplings.coupling import ratio
 from spectr_jax.couplings.explanation import Explanation
-from spectr_jax.couplings.on_demand import map_needed
+from spectr_jax.couplings.given import with_given
 from spectr_jax.couplings.race import Race
+from spectr_jax.ops.on_demand import map_needed
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import TokenTree
+from spectr_jax.verify.position import has_drawn_children
 from spectr_jax.verify.record import Decisions, Record
-from spectr_jax.verify.verifier import Tree, Verdict, Verifier, with_arrays
+from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
 
 # The number of races that an accelerator solves together; chains rarely have more contexts with several candidates.
 RACES_AT_ONCE = 8
@@ -92,6 +94,22 @@ class _Contexts:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class _GivenRows:
+  """The given candidates by row of `Proposal.probs`; their shares are in units of q.
+
+  Attributes:
+    tokens: int32 `[R, W]`, the given candidates of each row; V elsewhere.
+    scale: `[R]`, pt(x) / q(x) of each of them.
+    is_alone: bool `[R]`, rows whose candidates are all given.
+  """
+
+  tokens: jax.Array
+  scale: jax.Array
+  is_alone: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class _Races:
   """The results of the races, before any acceptance; entries of slots that stand for no context are arbitrary.
 
@@ -99,8 +117,9 @@ class _Races:
     shares: `[L, W]`, s of the contexts from depth 1 on: the probability that the race above picks their token.
     log_ratios: `[L, W]`, log of q(x) / pt(x) of that token.
     scale: `[R, C]`, the distributions pt by row of `Proposal.probs`, as `Race.picked_probs` takes them.
-    num_candidates: int32 `[R]`, the candidates after the contexts that the nodes of these rows stand for; 0 for nodes
-      that stand for none.
+    num_contestants: int32 `[R]`, the drawn candidates after the contexts that the nodes of these rows stand for, and
+      one more if any is given; 0 for nodes that stand for none.
+    given: The given candidates, or None if no row has any.
     is_before: bool `[L, W, W]`, at `[d, j, k]` whether context k of depth d + 1 is visited before its sibling j.
     is_sibling: bool `[L, W, W]`, whether k and j follow the same context; each is its own sibling.
   """
@@ -108,13 +127,14 @@ class _Races:
   shares: jax.Array
   log_ratios: jax.Array
   scale: jax.Array
-  num_candidates: jax.Array
+  num_contestants: jax.Array
   is_before: jax.Array
   is_sibling: jax.Array
+  given: _GivenRows | None
 
 
 @dataclasses.dataclass(frozen=True)
-class RaceTraversal(Verifier):
+class RaceTraversal(RecordedVerifier):
   """Race traversal verification: lossless on any tree with i.i.d. children; beyond the papers.
 
   Nodes that spell the same are one *context*, whose n candidates are the children of all of them. At a context c with
@@ -137,7 +157,13 @@ class RaceTraversal(Verifier):
   through x is m(x), which averages to min(pt, P q) over the candidates. Nothing below c is kept with probability
   1 - sum of min(pt, P q) = S + 1 - P, so c itself adds S times the residual. The sum of both is P q.
 
+  Given candidates stand beside the drawn ones as in `Race`: pt is then the distribution of what that race picks, given
+  candidates included, and the proof is the same. Where all candidates are given, pt is q on them, divided by its mass.
+
   With one draft it is block verification; with drafts of one token it is the race with the maximal coupling.
+
+  A record has the decisions context by context as visited; they are named `keep`, and the first that is kept is the
+  last.
 
   Attributes:
     race: The race at contexts with several candidates.
@@ -145,11 +171,13 @@ class RaceTraversal(Verifier):
 
   race: Race = Race()
   proposal_rules = (Independent,)
+  takes_given = True
+  takes_mixed = True
   takes_grown = True
   tries_every_branch = True
   explanation = Explanation(
-    'Nodes that spell the same are one. A weighted race would pick each candidate with probability s; p̃ is the law'
-    ' of what it picks. Every branch is tried, leaves first, candidates in ascending order of s. With'
+    'Nodes that spell the same are one. A weighted race would pick each candidate with probability s; p̃ is the'
+    ' distribution of what it picks. Every branch is tried, leaves first, candidates in ascending order of s. With'
     ' m = s · min(1, P · q/p̃) a candidate has P = m/(1 − Σ m of those before it). The first with u < h is kept:'
     ' h = S/(S + 1 − P) with S = Σ [Pq − p̃]₊ at the next position; at a leaf h = P.',
     '[Pq − p̃]₊',
@@ -157,13 +185,14 @@ class RaceTraversal(Verifier):
 
   # The contexts and their races depend on the guesses and distributions alone.
 
-  def _stands(self, is_same, has_children):
+  def _stands(self, is_same, preference):
     """The slots that stand for contexts, bool `[L + 1, W]`, and the slot that stands for each, `[L + 1, W]`.
 
-    Of the slots that spell the same, the first with children stands for all, or the first one if none has children.
+    Of the slots that spell the same, the first of the highest preference stands for all: one with children, and among
+    these one with drawn children, since only those have the draft's distribution.
     """
     width = is_same.shape[-1]
-    first = jnp.argmax(is_same * jnp.where(has_children, 2, 1)[:, None, :], axis=-1)
+    first = jnp.argmax(is_same * (1 + preference)[:, None, :], axis=-1)
     return (first == jnp.arange(width)) & jnp.diagonal(is_same, axis1=1, axis2=2), first
 
   def _contexts(self, tree: Tree, proposal: Proposal) -> _Contexts:
@@ -173,7 +202,10 @@ class RaceTraversal(Verifier):
     spelled = jnp.where(paths < 0, 0, proposal.tokens[paths - 1])
     exists = jnp.all((paths < 0) | (spelled >= 0), axis=-1) & slots.is_node
     is_same = jnp.all(spelled[:, :, None] == spelled[:, None, :], axis=-1) & exists[:, :, None] & exists[:, None, :]
-    stands, first = self._stands(is_same, (tree.num_children[slots.nodes] > 0) & slots.is_node)
+    preference = jnp.asarray(tree.num_children > 0, jnp.int32)
+    if proposal.is_given is not None:
+      preference += has_drawn_children(tree, proposal.tokens, proposal.is_given)
+    stands, first = self._stands(is_same, jnp.where(slots.is_node, preference[slots.nodes], 0))
     parents = jnp.asarray(slots.of_nodes)[tree.parent_of[slots.nodes]]  # in the depth above
     above = jnp.take_along_axis(jnp.roll(first, 1, axis=0), parents, axis=1).astype(jnp.int32)
     is_candidate = (above[1:, None, :] == jnp.arange(width)[:, None]) & exists[1:, None, :]
@@ -187,20 +219,30 @@ class RaceTraversal(Verifier):
 
   def _races(self, tree: Tree, proposal: Proposal, target_probs, contexts: _Contexts) -> _Races:
     slots, dtype = _slots(tree), target_probs.dtype
-    num_candidates = contexts.num_candidates
-    own = jnp.where(contexts.stands[slots.of_laws], num_candidates[slots.of_laws], 0)
     guesses = jnp.where(slots.is_node, proposal.tokens[slots.nodes - 1], 0)
     is_valid = contexts.is_candidate[slots.of_laws]
+    by_row = guesses[slots.of_laws[0] + 1]
+    given, is_given, of_rows, candidates = None, None, None, (by_row, is_valid)
+    # A single candidate is always picked, so the picked token has the draft's distribution.
+    alone = is_valid.astype(dtype), jnp.ones((len(is_valid), self.race.num_classes), dtype)
+    number = contexts.num_candidates
+    if proposal.is_given is not None:
+      is_given = jnp.where(slots.is_node, proposal.is_given[slots.nodes - 1], False)
+      of_rows = is_valid & is_given[slots.of_laws[0] + 1]
+      candidates = (*candidates, of_rows)
+      own_probs = jax.vmap(lambda node, tokens: target_probs[node, tokens])(tree.parent_nodes, jnp.maximum(by_row, 0))
+      alone = jax.vmap(self.race.without_race)(own_probs, by_row, is_valid, of_rows)
+      is_there = contexts.is_candidate & is_given[1:, None, :]
+      number += jnp.any(is_there, axis=-1) - jnp.sum(is_there, axis=-1)
+    own = jnp.where(contexts.stands[slots.of_laws], number[slots.of_laws], 0)
     with jax.named_scope('races'):
       picks, scale = map_needed(
-        self.race.select,
-        own > 1,
-        # A single candidate is always picked, so the picked token has the draft's distribution.
-        (is_valid.astype(dtype), jnp.ones((len(own), self.race.num_classes), dtype)),
-        _law_rows(tree, proposal, target_probs),
-        (guesses[slots.of_laws[0] + 1], is_valid),
-        at_once=RACES_AT_ONCE,
+        self.race.select, own > 1, alone, _law_rows(tree, proposal, target_probs), candidates, at_once=RACES_AT_ONCE
       )
+    if of_rows is not None:
+      tokens = jnp.where(of_rows, by_row, target_probs.shape[1])
+      given = _GivenRows(tokens, scale[:, 0], (own == 1) & jnp.any(of_rows, axis=-1))
+      scale = scale[:, 1:]
     # By the slot of the candidate: the row of the context above, its own share, and the share of its token.
     above, stands = contexts.above[1:], contexts.stands[1:]
     rows = jnp.take_along_axis(jnp.asarray(slots.laws[:-1]), above, axis=1)
@@ -212,10 +254,18 @@ class RaceTraversal(Verifier):
     p = proposal.probs[rows, tokens]
     q = target_probs[jnp.take_along_axis(jnp.asarray(slots.nodes[:-1]), above, axis=1), tokens]
     picked = jax.vmap(jax.vmap(self.race.picked_probs))(p, q, scale[rows])
+    if given is not None and is_given is not None:
+      is_member = jnp.any(contexts.is_same[1:] & is_given[1:, None, :], axis=-1)
+      picked = jnp.where(is_member, q * given.scale[rows], picked)
     # Bounded above, so that a credit of 0, whose logarithm is -inf, stays 0.
     log_ratios = jnp.log(jnp.minimum(ratio(q, picked), jnp.finfo(dtype).max))
     is_sibling = (above[:, :, None] == above[:, None, :]) & stands[:, :, None] & stands[:, None, :]
-    return _Races(shares, log_ratios, scale, own, self._order(shares, is_sibling), is_sibling)
+    return _Races(shares, log_ratios, scale, own, self._order(shares, is_sibling), is_sibling, given)
+
+  def _picked_probs(self, p, q, scale, given):
+    """pt `[V]` of a row, with its entries at given candidates; `given` is the row's, or None."""
+    picked = self.race.picked_probs(p, q, scale)
+    return picked if given is None else with_given(picked, q, given.tokens, given.scale)
 
   # The credits, and the acceptances that follow from them.
 
@@ -255,15 +305,21 @@ class RaceTraversal(Verifier):
     def of_one(p, q, credit):
       return jnp.sum(positive_part(credit * q - p))
 
-    def of_several(p, q, credit, scale):
-      return jnp.sum(positive_part(credit * q - self.race.picked_probs(p, q, scale)))
+    def of_several(p, q, credit, scale, *given):
+      given = _GivenRows(*given) if given else None
+      return jnp.sum(positive_part(credit * q - self._picked_probs(p, q, scale, given)))
 
-    number = races.num_candidates
+    number, given, items = races.num_contestants, races.given, (credits, races.scale)
+    is_single = is_open & (number == 1)
+    if given is not None:
+      items += given.tokens, given.scale, given.is_alone
+      # Where all candidates are given, pt is q / q(D) on them, and 0 elsewhere.
+      excess = credits * (1 - ratio(jnp.ones_like(credits), given.scale))
+      nothing = jnp.where(is_open & given.is_alone, excess, nothing)
+      is_single &= ~given.is_alone
     with jax.named_scope('excess'):
-      alone = map_needed(of_one, is_open & (number == 1), nothing, laws, (credits,))
-      return map_needed(
-        of_several, is_open & (number > 1), alone, laws, (credits, races.scale), at_once=RACES_AT_ONCE
-      )  # fmt: skip
+      alone = map_needed(of_one, is_single, nothing, laws, (credits,))
+      return map_needed(of_several, is_open & (number > 1), alone, laws, items, at_once=RACES_AT_ONCE)
 
   def _keep_probs(self, tree: Tree, proposal: Proposal, target_probs, contexts, races, log_credits, uniforms=None):
     """h by slot, `[L + 1, W]`; given uniforms, 0 for contexts with u >= P, which cannot be kept since h <= P."""
@@ -279,7 +335,7 @@ class RaceTraversal(Verifier):
     is_agreed = total <= 0
     inner = jnp.where(is_agreed, 1, excess / jnp.where(is_agreed, 1, total))
     rows = jnp.asarray(slots.laws)
-    is_leaf = (rows < 0) | (races.num_candidates[rows] == 0)
+    is_leaf = (rows < 0) | (races.num_contestants[rows] == 0)
     probs = jnp.where(is_leaf, jnp.exp(log_credits), jnp.minimum(inner[rows], jnp.exp(log_credits)))
     probs = probs.at[0, 0].set(1)
     return jnp.where(is_open, probs, 0)
@@ -288,9 +344,10 @@ class RaceTraversal(Verifier):
     """Weights `[V]` of the next token after the context that `node` stands for."""
     row = jnp.asarray(tree.law_index)[node]
     q = target_probs[node]
-    picked = self.race.picked_probs(proposal.probs[row], q, races.scale[row])
+    given = jax.tree.map(lambda x: x[row], races.given)
+    picked = self._picked_probs(proposal.probs[row], q, races.scale[row], given)
     residual = positive_part(jnp.exp(log_credit) * q - picked)
-    is_left = (row >= 0) & (races.num_candidates[row] > 0) & (jnp.sum(residual) > 0)
+    is_left = (row >= 0) & (races.num_contestants[row] > 0) & (jnp.sum(residual) > 0)
     return jnp.where(is_left, residual, q)
 
   def _first_kept(self, tree: Tree, contexts: _Contexts, races: _Races, is_kept):
@@ -347,13 +404,17 @@ class RaceTraversal(Verifier):
     """Uniforms `[N + 2]`: one for every node, and one for the next token."""
     return jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
 
-  def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool):
-    """The verdict, and its record if it is explained."""
+  def without_candidates(self, keys, tree: Tree, target_probs, state) -> Verdict:
+    return Verdict.at(
+      tree, jnp.zeros((), jnp.int32), draw(self._uniforms(keys, tree, target_probs.dtype)[-1], target_probs), state
+    )
+
+  def decide(
+    self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool
+  ) -> tuple[Verdict, Record]:
     uniforms = self._uniforms(keys, tree, target_probs.dtype)
     if tree.num_nodes == 0:
-      node = jnp.zeros((), jnp.int32)
-      verdict = Verdict.at(tree, node, draw(uniforms[-1], target_probs[0]), state)
-      return verdict, Record({}, node, target_probs[0], uniforms[-1])
+      return stop_at(tree, 0, target_probs[0], uniforms[-1], state, {})
     tree = with_arrays(tree)
     contexts, races, log_credits = self._steps(tree, proposal, target_probs)
     own = uniforms[_slots(tree).nodes]
@@ -362,11 +423,10 @@ class RaceTraversal(Verifier):
     keep_probs = self._keep_probs(*laws, contexts, races, log_credits, None if is_explained else own)
     node = self._first_kept(tree, contexts, races, own < keep_probs)
     weights = self._weights(*laws, races, self._credit_of(tree, log_credits, node), node)
-    verdict = Verdict.at(tree, node, draw(uniforms[-1], weights), state)
-    if not is_explained:
-      return verdict, None
-    decisions = self._decisions(tree, contexts, races, log_credits, keep_probs, own, node)
-    return verdict, Record({'keep': decisions}, node, weights, uniforms[-1])
+    decisions = {}
+    if is_explained:
+      decisions['keep'] = self._decisions(tree, contexts, races, log_credits, keep_probs, own, node)
+    return stop_at(tree, node, weights, uniforms[-1], state, decisions)
 
   def _decisions(self, tree: Tree, contexts: _Contexts, races: _Races, log_credits, keep_probs, own, node) -> Decisions:
     """The contexts in the order of visits, up to the first that is kept, for display; `own` holds uniforms by slot."""
@@ -389,17 +449,6 @@ class RaceTraversal(Verifier):
       is_chosen=nodes == node,
       numbers={'log_kept': in_order(log_credits, 0), 'picked_share': in_order(shares, 0)},
     )
-
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
-    return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
-
-  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
-    """The verdict and its decisions, context by context as visited; they are named `keep`, and the first kept is last.
-
-    Args:
-      keys, tree, proposal, target_probs, state: As for `Verifier.verify`.
-    """
-    return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
 
   def law(self, tree, proposal, target_probs, state):
     del state

@@ -12,17 +12,19 @@ from spectr_jax.proposal import FirstArrivals
 from spectr_jax.sampling import arrivals, first_arrival
 from spectr_jax.verify.position import Position, next_position
 from spectr_jax.verify.record import Decisions, Record, run_steps
-from spectr_jax.verify.verifier import Verdict, Verifier, with_arrays
+from spectr_jax.verify.verifier import RecordedVerifier, Verdict, with_arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class SeedExact(Verifier):
+class SeedExact(RecordedVerifier):
   """ERSD ("Speculative Decoding via Exponential Races", Algorithms 2 and 5).
 
   Candidates are the first arrivals of a race with the draft's distribution. The emitted token is the winner of the race
   with the target's distribution, run on the same exponentials. If it is among the candidates, the walk goes on there.
   With one key per absolute position, shared by drafting and verification, the output equals that of ordinary Gumbel-max
   sampling with these keys, token for token, for every draft and tree. So candidates may also be given.
+
+  A record has the decisions position by position, named `race`; they have arrival times and no uniforms.
   """
 
   proposal_rules = (FirstArrivals,)
@@ -60,7 +62,7 @@ class SeedExact(Verifier):
     node, depth, winner = carry
     draft_probs = position.draft_probs
     if position.is_given is not None:
-      draft_probs = jnp.where(position.is_given, 1, draft_probs)  # each drawn from a point mass
+      draft_probs = jnp.where(jnp.any(position.is_given), 1, draft_probs)  # each drawn from a point mass
     return Decisions(
       is_made=(winner < 0) & jnp.any(position.is_valid),
       node=node,
@@ -79,8 +81,7 @@ class SeedExact(Verifier):
       },
     )
 
-  def _run(self, keys, tree, proposal, target_probs, state, *, is_explained: bool):
-    """The verdict, and its record if it is explained."""
+  def decide(self, keys, tree, proposal, target_probs, state, *, is_explained: bool) -> tuple[Verdict, Record]:
     if tree.num_nodes == 0:
       node = jnp.zeros((), jnp.int32)
       token = first_arrival(arrivals(keys[0], target_probs[0]))
@@ -101,18 +102,8 @@ class SeedExact(Verifier):
         num_steps=tree.max_depth + 1,
         describe=describe if is_explained else None,
       )
-    return Verdict.at(tree, node, token, state), Record({'race': decisions}, node, target_probs[node], None)
-
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
-    return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
-
-  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
-    """The verdict and its decisions, named `race`; they have arrival times and no uniforms.
-
-    Args:
-      keys, tree, proposal, target_probs, state: As for `Verifier.verify`.
-    """
-    return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
+    decisions = {'race': decisions} if is_explained else {}
+    return Verdict.at(tree, node, token, state), Record(decisions, node, target_probs[node], None)
 
   def law(self, tree, proposal, target_probs, state):
     raise NotImplementedError(

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from spectr_jax.couplings.coupling import ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent, Proposal, ProposalRule, WithoutReplacement
-from spectr_jax.sampling import draw, positive_part
+from spectr_jax.sampling import positive_part
 from spectr_jax.verify.record import Decisions, Record, run_steps
-from spectr_jax.verify.verifier import Tree, Verdict, Verifier, with_arrays
+from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +38,7 @@ class _Values:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traversal(Verifier):
+class Traversal(RecordedVerifier):
   """Visits leaves depth first and accepts a leaf's whole path, or deletes the leaf and updates its parent.
 
   Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding". With P = 1 at the root and
@@ -46,6 +46,8 @@ class Traversal(Verifier):
   S = sum of [P_u q_u - p_u]+ at its parent u, q_u becomes [P_u q_u - p_u]+, normalised, and P_u becomes
   S / (S + 1 - P_u); drawn without replacement, p_u also loses the token. A node whose children are all rejected is a
   leaf with its current P. At the root the token comes from the q that is left there.
+
+  A record has the decisions visit by visit; they are named `keep`, and the first that is kept is the last.
 
   Attributes:
     with_replacement: Whether siblings were drawn with replacement; repeated tokens are visited one by one.
@@ -167,13 +169,12 @@ class Traversal(Verifier):
     """Uniforms `[N + 2]`: one for every node, and one for the next token."""
     return jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
 
-  def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool):
-    """The verdict, and its record if it is explained."""
+  def decide(
+    self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool
+  ) -> tuple[Verdict, Record]:
     uniforms = self._uniforms(keys, tree, target_probs.dtype)
     if tree.num_nodes == 0:
-      node = jnp.zeros((), jnp.int32)
-      verdict = Verdict.at(tree, node, draw(uniforms[-1], target_probs[0]), state)
-      return verdict, Record({}, node, target_probs[0], uniforms[-1])
+      return stop_at(tree, 0, target_probs[0], uniforms[-1], state, {})
     tree = with_arrays(tree)
     visits = jnp.asarray(tree.postorder)
 
@@ -207,19 +208,7 @@ class Traversal(Verifier):
       )
     node = visits[visit]
     weights = self._weights(tree, proposal, target_probs, values, node)
-    verdict = Verdict.at(tree, node, draw(uniforms[-1], weights), state)
-    return verdict, Record({'keep': decisions}, node, weights, uniforms[-1])
-
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
-    return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
-
-  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
-    """The verdict and its decisions, visit by visit; they are named `keep`, and the first that is kept is the last.
-
-    Args:
-      keys, tree, proposal, target_probs, state: As for `Verifier.verify`.
-    """
-    return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
+    return stop_at(tree, node, weights, uniforms[-1], state, {'keep': decisions} if is_explained else {})
 
   def law(self, tree, proposal, target_probs, state):
     del state

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Proposal, ProposalRule
 from spectr_jax.row_tree import RowTree
+from spectr_jax.sampling import draw
 from spectr_jax.tree import TokenTree
-from spectr_jax.verify.record import Record
+from spectr_jax.verify.record import Decisions, Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Verifier(abc.ABC):
 
   `verify` draws. `law` is the exact distribution of its draws, built from the same deterministic steps. Proofs
   enumerate `law`; tests compare the draws of `verify` with it. `explain` draws as `verify` does and records the
-  decisions. A subclass that overrides `verify` overrides `explain` as well.
+  decisions. A subclass that overrides `verify` overrides `explain` as well, or derives from `RecordedVerifier`, where
+  one method serves both.
 
   The class attributes declare the cases that an algorithm covers. A `Method` refuses all others.
 
@@ -91,6 +94,7 @@ class Verifier(abc.ABC):
     is_token_level: Whether each position is decided by itself, so that acceptances there do not depend on the positions
       after it.
     takes_given: Whether candidates may be given (`Proposal.is_given`).
+    takes_mixed: Whether given candidates may stand beside drawn ones at a position.
     takes_grown: Whether rows may have trees of their own (`Proposal.parents`).
     tries_every_branch: Whether the next branch is tried after one that fails, so that chains beat trees that branch
       below the root.
@@ -101,6 +105,7 @@ class Verifier(abc.ABC):
   proposal_rules: tuple[type[ProposalRule], ...]
   is_token_level: bool = False
   takes_given: bool = False
+  takes_mixed: bool = False
   takes_grown: bool = False
   tries_every_branch: bool = False
   is_biased: bool = False
@@ -120,7 +125,7 @@ class Verifier(abc.ABC):
         path.
       tree: The row's tree; it may be empty. A slot that a row does not use holds the token -1.
       proposal: `tokens` `[N]` and `probs` `[R, V]` of the row, and `is_given` `[N]` or None. A position's candidates
-        are either all given or all drawn.
+        are either all given or all drawn, unless it takes both beside each other.
       target_probs: `[N + 1, V]`, the target's distribution after each node.
       state: The row's state.
     """
@@ -149,6 +154,21 @@ class Verifier(abc.ABC):
     """
     return self.verify(keys, tree, proposal, target_probs, state), None
 
+  def without_candidates(self, keys: jax.Array, tree: Tree, target_probs: jax.Array, state: Any) -> Verdict:
+    """The decision of `verify` on a row whose tree holds no candidate; by default by `verify` itself.
+
+    Args:
+      keys, tree, state: As for `verify`.
+      target_probs: `[V]`, the target's distribution after the root.
+    """
+    size = tree.num_nodes
+    proposal = Proposal(
+      jnp.full(size, -1, jnp.int32),
+      jnp.zeros((len(tree.parent_nodes), len(target_probs)), target_probs.dtype),
+      is_given=jnp.zeros(size, bool),
+    )
+    return self.verify(keys, tree, proposal, jnp.broadcast_to(target_probs, (size + 1, len(target_probs))), state)
+
   def advance(
     self, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any, node: jax.Array, token: jax.Array
   ) -> Any:
@@ -171,3 +191,48 @@ class Verifier(abc.ABC):
     """This algorithm with another amount of over-acceptance; by default itself, which never over-accepts."""
     del epsilon
     return self
+
+
+class RecordedVerifier(Verifier):
+  """A verifier that decides and records in one method, `decide`, which `verify` and `explain` both call."""
+
+  @abc.abstractmethod
+  def decide(
+    self, keys: jax.Array, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any, *, is_explained: bool
+  ) -> tuple[Verdict, Record]:
+    """Decides one row and records how, if that is asked for.
+
+    Args:
+      keys, tree, proposal, target_probs, state: As for `verify`.
+      is_explained: Whether the decisions are read. If not, the record may lack them.
+
+    Returns:
+      The verdict, which does not depend on `is_explained`, and its record.
+    """
+
+  def verify(self, keys: jax.Array, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any) -> Verdict:
+    return self.decide(keys, tree, proposal, target_probs, state, is_explained=False)[0]
+
+  def explain(
+    self, keys: jax.Array, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any
+  ) -> tuple[Verdict, Record | None]:
+    return self.decide(keys, tree, proposal, target_probs, state, is_explained=True)
+
+
+def stop_at(
+  tree: Tree, node: ArrayLike, weights: jax.Array, uniform: jax.Array, state: Any, decisions: dict[str, Decisions]
+) -> tuple[Verdict, Record]:
+  """The verdict that accepts everything down to a node and draws the next token, and its record.
+
+  Without guesses the node is the root, 0, and the weights are the target's distribution.
+
+  Args:
+    tree: The row's tree.
+    node: int32 scalar, the deepest accepted node.
+    weights: `[V]`, the weights of the next token, not normalised.
+    uniform: Scalar in [0, 1), by which the token is drawn.
+    state: The row's state for its next round.
+    decisions: The decisions that led to the node, by kind.
+  """
+  node = jnp.asarray(node, jnp.int32)
+  return Verdict.at(tree, node, draw(uniform, weights), state), Record(decisions, node, weights, uniform)

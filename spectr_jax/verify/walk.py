@@ -14,17 +14,18 @@ from spectr_jax.proposal import Independent, Proposal, ProposalRule
 from spectr_jax.sampling import draw
 from spectr_jax.verify.position import Position, next_position
 from spectr_jax.verify.record import Decisions, Record, run_steps
-from spectr_jax.verify.verifier import Tree, Verdict, Verifier, with_arrays
+from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
 
 _GIVEN = Given()
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk(Verifier):
+class Walk(RecordedVerifier):
   """Applies `coupling` at the root, then below each accepted node (SpecTr, Algorithm 3).
 
-  Where there is no candidate, a bonus token comes from the target. At given candidates the coupling `Given` replaces
-  `coupling`.
+  Where there is no candidate, a bonus token comes from the target. A coupling with `takes_mixed` judges given
+  candidates beside drawn ones; otherwise the coupling `Given` replaces `coupling` where candidates are given. A record
+  has the decisions position by position; they are named `accept`.
 
   Attributes:
     coupling: Selects one of the candidates of a position.
@@ -42,6 +43,11 @@ class Walk(Verifier):
   def proposal_rules(self) -> tuple[type[ProposalRule], ...]:
     """The coupling's rules."""
     return self.coupling.proposal_rules
+
+  @property
+  def takes_mixed(self) -> bool:
+    """True if the coupling takes given candidates beside drawn ones."""
+    return getattr(self.coupling, 'takes_mixed', False)
 
   @property
   def is_biased(self) -> bool:
@@ -65,8 +71,10 @@ class Walk(Verifier):
   def _outcome(self, position: Position) -> Outcome:
     """The outcome at a position, by the coupling for drawn or for given candidates."""
     laws, is_given = (position.draft_probs, position.target_probs, position.tokens), position.is_given
-    if is_given is None:
-      return self.coupling(*laws, position.is_valid)
+    if is_given is None or self.takes_mixed:
+      given = () if is_given is None else (is_given,)
+      return self.coupling(*laws, position.is_valid, *given)
+    is_given = jnp.any(is_given)
     # Given candidates are invalid for the coupling, so that it has no work at them.
     drawn = self.coupling(*laws, position.is_valid & ~is_given)
     given = _GIVEN(*laws, position.is_valid)
@@ -111,12 +119,13 @@ class Walk(Verifier):
   def _decision(self, uniforms, carry, following, position: Position, outcome: Outcome) -> Decisions:
     """The choice among the candidates of a position, for display."""
     p, q = position.draft_probs[position.tokens], position.target_probs[position.tokens]
-    is_drawn = position.is_valid
+    laws = position.draft_probs, position.target_probs, position.tokens
+    shown = (position.is_valid,)
     if position.is_given is not None:
-      is_drawn &= ~position.is_given
       p = jnp.where(position.is_given, 1, p)  # drawn from a point mass
-    laws = position.draft_probs, position.target_probs, position.tokens, is_drawn
-    numbers = getattr(self.coupling, 'numbers', lambda *_: {})(*laws)
+      is_drawn = position.is_valid & ~position.is_given
+      shown = (position.is_valid, position.is_given) if self.takes_mixed else (is_drawn,)
+    numbers = getattr(self.coupling, 'numbers', lambda *_: {})(*laws, *shown)
     return Decisions(
       is_made=carry[2] & jnp.any(position.is_valid),
       node=position.node,
@@ -128,13 +137,17 @@ class Walk(Verifier):
       numbers={'draft_prob': p, 'target_prob': q, 'ratio': ratio(q, p)} | numbers,
     )
 
-  def _run(self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool):
-    """The verdict, and its record if it is explained."""
+  def without_candidates(self, keys, tree: Tree, target_probs, state) -> Verdict:
+    return Verdict.at(
+      tree, jnp.zeros((), jnp.int32), draw(self._uniforms(keys, target_probs.dtype)[0, 1], target_probs), state
+    )
+
+  def decide(
+    self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool
+  ) -> tuple[Verdict, Record]:
     uniforms = self._uniforms(keys, target_probs.dtype)
     if tree.num_nodes == 0:
-      node = jnp.zeros((), jnp.int32)
-      verdict = Verdict.at(tree, node, draw(uniforms[0, 1], target_probs[0]), state)
-      return verdict, Record({}, node, target_probs[0], uniforms[0, 1])
+      return stop_at(tree, 0, target_probs[0], uniforms[0, 1], state, {})
     tree = with_arrays(tree)
 
     # The walk needs acceptances alone. The residual is computed once, after the walk, at the node where it stops.
@@ -154,19 +167,8 @@ class Walk(Verifier):
         describe=describe if is_explained else None,
       )
     _, outcome = self._step(tree, proposal, target_probs, node)
-    verdict = Verdict.at(tree, node, draw(uniforms[depth, 1], outcome.residual), state)
-    return verdict, Record({'accept': decisions}, node, outcome.residual, uniforms[depth, 1])
-
-  def verify(self, keys, tree, proposal, target_probs, state) -> Verdict:
-    return self._run(keys, tree, proposal, target_probs, state, is_explained=False)[0]
-
-  def explain(self, keys, tree, proposal, target_probs, state) -> tuple[Verdict, Record | None]:
-    """The verdict and its decisions, position by position; they are named `accept`.
-
-    Args:
-      keys, tree, proposal, target_probs, state: As for `Verifier.verify`.
-    """
-    return self._run(keys, tree, proposal, target_probs, state, is_explained=True)
+    decisions = {'accept': decisions} if is_explained else {}
+    return stop_at(tree, node, outcome.residual, uniforms[depth, 1], state, decisions)
 
   def law(self, tree, proposal, target_probs, state):
     del state

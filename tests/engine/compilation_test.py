@@ -6,7 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from runs import NEW, PROMPTS, VERSIONS, begin, generate, make_keys
+from runs import KINDS, NEW, PROMPTS, begin, generate, make_keys, slow_but
 
 import spectr_jax
 from spectr_jax.draft import model_drafter
@@ -16,7 +16,7 @@ from spectr_jax.engine import state as engine_state
 pytestmark = pytest.mark.usefixtures('highest')
 
 
-@pytest.mark.parametrize('method', list(VERSIONS))
+@pytest.mark.parametrize('method', slow_but(KINDS))
 def test_one_compilation_per_shape_and_method(tables, traces, method):
   def run(*args, models=tables, **options):
     generate(models, method, *args, **options)
@@ -33,6 +33,7 @@ def test_one_compilation_per_shape_and_method(tables, traces, method):
     {'temperature': np.array([0.1, 0.2, 0.3, 2.0])},
     {'top_k': 3},
     {'top_p': 0.5, 'top_k': np.array([1, 2, 3, 4])},
+    {'min_p': np.array([0.0, 0.1, 0.5, 1.0])},
   ):
     assert run(jax.random.key(1), **options) == first
   assert run(make_keys(8)) == first

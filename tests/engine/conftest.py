@@ -17,13 +17,13 @@ def _counting(model, traces):
   return dataclasses.replace(model, apply_fn=apply_fn)
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='session')
 def traces():
   """Lists that grow whenever the target or the draft of `tables` is traced."""
   return {'target': [], 'draft': []}
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='session')
 def tables(traces):
   """Two Markov chains over 6 tokens in partial agreement, with zeros in both."""
   logits = np.random.default_rng(0).normal(size=(2, 6, 6)) * 1.5
@@ -32,7 +32,7 @@ def tables(traces):
   return _counting(target, traces['target']), _counting(draft, traces['draft'])
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='session')
 def cycle():
   """x is followed by x + 1 modulo 5, always."""
   return table_model(jnp.where(jnp.eye(5)[:, jnp.array([4, 0, 1, 2, 3])] > 0, 0.0, -jnp.inf))

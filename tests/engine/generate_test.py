@@ -248,6 +248,7 @@ def test_rows_that_are_done_may_see_anything(cycle):
     ({'rng_key': jax.random.split(jax.random.key(0), 3)}, r'\[4\], one per prompt'),
     ({'temperature': -1.0}, 'temperature must be finite and at least 0'),
     ({'top_p': 0.0}, 'top_p must be above 0'),
+    ({'min_p': 2.0}, 'min_p must be from 0 to 1'),
     ({'top_k': np.array([1, 2])}, r'top_k must be a scalar or \[4\]'),
   ],
 )

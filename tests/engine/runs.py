@@ -6,6 +6,7 @@ import pytest
 
 import spectr_jax
 from spectr_jax import METHODS, Decoder, TokenTree, with_children, with_gumbel
+from spectr_jax.sampling import SAMPLING_NAMES
 
 # Every method, and the other versions of two: traversal on siblings that differ, sampling with keys by position.
 VERSIONS = {
@@ -49,7 +50,7 @@ def begin(models, method, keys, prompts=PROMPTS, lengths=LENGTHS, *, tree=None, 
   """A decoder, and its state before the first round."""
   method, tree = VERSIONS.get(method, method), TREES[method] if tree is None else tree
   cache_size = options.pop('cache_size', np.shape(prompts)[1] + max_new_tokens)
-  sampling = {name: options.pop(name) for name in ('temperature', 'top_k', 'top_p') if name in options}
+  sampling = {name: options.pop(name) for name in SAMPLING_NAMES if name in options}
   decoder = Decoder.make(
     *models, method=method, tree=tree, max_new_tokens=max_new_tokens, cache_size=cache_size, **options
   )

@@ -1,0 +1,159 @@
+"""A text that grows turn by turn: what the caches hold of it is kept for the next prompt."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from spectr_jax.draft import DraftContext
+from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.loop import decode_rounds
+from spectr_jax.engine.refill import padded_lengths
+from spectr_jax.engine.state import DecodeState, checked_rows, constrain, first_state, init_decode
+from spectr_jax.sharding import fetch
+
+
+def reprompt(
+  decoder: Decoder,
+  state: DecodeState,
+  num_kept: ArrayLike,
+  rng_key: jax.Array,
+  prompts: ArrayLike,
+  prompt_lengths: ArrayLike,
+  **sampling: ArrayLike,
+) -> DecodeState:
+  """Gives all rows other prompts that begin like their texts; the models read the rest of the prompts only.
+
+  The caches of `state` are donated: only the returned one may be used afterwards. Rows decode as after `init_decode`
+  with the prompts, up to rounding. There is one program per doubling of the number of tokens to read.
+
+  Args:
+    decoder: The decoder that `state` was made with.
+    state: Between two rounds.
+    num_kept: Integers `[B]`, the number of tokens that a row's prompt and its text share at their beginning. The text
+      consists of the row's last prompt and its new tokens. The caller vouches for it; it is not checked.
+    rng_key: One typed key, or a key array `[B]`, as for `generate`.
+    prompts: Integers `[B, P]`, right-padded; P and the new tokens fit into `decoder.cache_size`.
+    prompt_lengths: Integers `[B]`, from 1 to P.
+    **sampling: `temperature`, `top_k`, `top_p` and `min_p`, as for `generate`.
+
+  Raises:
+    ValueError: As for `init_decode`; or `num_kept` is not `[B]`, from 0 to the prompt's length.
+  """
+  prompts, lengths, num_kept = np.asarray(prompts), np.asarray(prompt_lengths), np.asarray(num_kept)
+  rows = checked_rows(decoder, rng_key, prompts, lengths, sampling)
+  if num_kept.shape != lengths.shape or (num_kept < 0).any() or (num_kept > lengths).any():
+    raise ValueError(f'num_kept must be [{len(lengths)}], from 0 to the length of each prompt, got {num_kept.tolist()}')
+  if len(lengths) != len(state.keys):
+    raise ValueError(f'there must be a prompt for each of the {len(state.keys)} rows, got {len(lengths)}')
+  # The target's cache lacks the last token of the text, and the last token of a prompt is the root of the next tree.
+  num_kept = np.minimum(num_kept, np.minimum(fetch(state.root_position), lengths - 1))
+  longest = decoder.cache_size - decoder.max_new_tokens
+  num_new = next(size for size in padded_lengths(longest) if size >= max(1, (lengths - num_kept - 1).max()))
+  keys, params, _, lengths = rows
+  prompts = np.pad(prompts, ((0, 0), (0, decoder.cache_size - prompts.shape[1]))).astype(np.int32)
+  kept = num_kept.astype(np.int32)
+  if decoder.sharding is not None:
+    prompts, kept = decoder.sharding.put_rows((prompts, kept))
+  caches = state.target_cache, state.features, state.draft_state
+  return _reprompt(decoder, caches, (keys, params, prompts, lengths), kept, num_new)
+
+
+@functools.partial(jax.jit, static_argnames='num_new', donate_argnames='caches')
+def _reprompt(decoder: Decoder, caches: Any, rows: Any, num_kept: jax.Array, num_new: int) -> DecodeState:
+  cache, features, draft_state = caches
+  prompts, lengths = rows[2:]
+  cache, new_features = decoder.target.prefill_rest(prompts, lengths - 1, cache, num_kept, num_new)
+  if features is not None:
+    places = num_kept[:, None] + jnp.arange(num_new)
+    features = jax.vmap(lambda row, places, new: row.at[places].set(new, mode='drop'))(features, places, new_features)
+  if decoder.drafter is not None:
+    context = DraftContext(lengths, decoder.target, prompts, features)
+    draft_state = decoder.drafter.reprompt(draft_state, context, num_kept, num_new, decoder.cache_size)
+  return constrain(decoder, first_state(decoder, *rows, cache, features, draft_state))
+
+
+class Session:
+  """One text that prompts and continuations extend in turns, as in a chat.
+
+  Attributes:
+    decoder: The decoder; its `cache_size` bounds the text, the new tokens of a turn included.
+    tokens: The text so far: the last prompt, and the new tokens that were taken from `stream`.
+  """
+
+  def __init__(self, decoder: Decoder, **sampling: float):
+    """Starts with an empty text.
+
+    Args:
+      decoder: The decoder.
+      **sampling: `temperature`, `top_k`, `top_p` and `min_p`, as for `generate`.
+    """
+    self.decoder = decoder
+    self.tokens: list[int] = []
+    self.num_target_calls = 0
+    self._sampling: dict[str, Any] = sampling
+    self._state: DecodeState | None = None
+
+  @property
+  def longest_prompt(self) -> int:
+    """The most tokens of a prompt."""
+    return self.decoder.cache_size - self.decoder.max_new_tokens
+
+  def stream(self, rng_key: jax.Array, prompt: Sequence[int], *, rounds_at_a_time: int = 1) -> Iterator[list[int]]:
+    """Continues a prompt, and yields the new tokens as they come.
+
+    The models read only what follows the beginning that the prompt shares with the text so far. A caller that has seen
+    enough may stop: the text ends with the tokens that it was given.
+
+    Args:
+      rng_key: A typed key.
+      prompt: Ids, at least one: as a rule the text so far and what follows it.
+      rounds_at_a_time: Rounds between two looks at the new tokens.
+
+    Yields:
+      New tokens, at least one.
+
+    Raises:
+      ValueError: The prompt is empty or too long, or holds an id that is not in the vocabulary.
+      NotFiniteError: A model's logits are not finite.
+    """
+    if not 1 <= len(prompt) <= self.longest_prompt:
+      raise ValueError(f'the prompt has {len(prompt)} tokens, allowed are 1 to {self.longest_prompt}')
+    state = self._begin(rng_key, list(prompt))
+    num_seen, is_done = 0, False
+    while not is_done:
+      state = self._state = decode_rounds(self.decoder, state, rounds_at_a_time)
+      result = fetch(state.result)
+      result.check()
+      is_done = bool(fetch(state.is_done)[0])
+      self.num_target_calls = int(result.num_target_calls[0])
+      new = result.tokens[0, num_seen : result.lengths[0]].tolist()
+      num_seen += len(new)
+      self.tokens += new
+      if new:
+        yield new
+
+  def _begin(self, rng_key: jax.Array, prompt: list[int]) -> DecodeState:
+    tokens = np.zeros((1, self.longest_prompt), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    arguments = rng_key[None], tokens, np.array([len(prompt)])
+    if self._state is None:
+      size = next(size for size in padded_lengths(self.longest_prompt) if size >= len(prompt))
+      state = init_decode(self.decoder, arguments[0], tokens[:, :size], arguments[2], **self._sampling)
+    else:
+      state = reprompt(
+        self.decoder, self._state, np.array([_num_shared(self.tokens, prompt)]), *arguments, **self._sampling
+      )
+    self.tokens = prompt
+    return state
+
+
+def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+  """The number of equal tokens at the beginning of two texts."""
+  return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))

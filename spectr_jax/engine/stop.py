@@ -1,0 +1,181 @@
+"""Texts that end a continuation: looked for on the host between rounds, and cut at the character."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.loop import decode_rounds
+from spectr_jax.engine.result import Generation
+from spectr_jax.engine.state import DecodeState, finish
+from spectr_jax.sharding import fetch
+
+
+class Decodes(Protocol):
+  """A tokenizer that turns ids into text."""
+
+  def decode(self, ids: Iterable[int]) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+  """The end of a continuation at a stop text.
+
+  Attributes:
+    num_tokens: The tokens up to the one that completes the stop text, with that one.
+    text: The text before the stop text.
+  """
+
+  num_tokens: int
+  text: str
+
+
+def check_stop_texts(texts: Sequence[str]) -> None:
+  """Checks stop texts.
+
+  Raises:
+    ValueError: They are no sequence of texts; or one is empty, or has a U+FFFD, which stands for bytes of no character.
+  """
+  if isinstance(texts, str) or not all(isinstance(text, str) and text and '\ufffd' not in text for text in texts):
+    raise ValueError(f'stop must be texts of at least one character and without U+FFFD, got {texts!r}')
+
+
+@dataclasses.dataclass(frozen=True)
+class StopStrings:
+  """Texts that end a continuation.
+
+  The first token that completes one of them is the last of its row, and the text ends before the stop text. This
+  depends on the continuation's tokens alone, and neither on the method nor on the rounds between two searches. A stop
+  text may begin and end inside of tokens. The prompt is not searched.
+
+  Attributes:
+    tokenizer: The tokenizer.
+    texts: The stop texts.
+
+  Raises:
+    ValueError: There is no text, or one cannot be looked for.
+  """
+
+  tokenizer: Decodes
+  texts: Sequence[str]
+
+  def __post_init__(self):
+    check_stop_texts(self.texts)
+    if not self.texts:
+      raise ValueError('stop has no texts')
+
+  def find(self, tokens: Sequence[int] | np.ndarray, num_searched: int = 0) -> Stop | None:
+    """The end of a continuation, or None if none of the texts is in it.
+
+    Every token is looked at with all that precede it, since bytes become characters only together. So the time grows
+    with the square of T.
+
+    Args:
+      tokens: Integers `[T]`, new tokens without padding.
+      num_searched: Tokens, from the first, that are known to complete no stop text.
+    """
+    ids = [int(token) for token in tokens]
+    for length in range(num_searched + 1, len(ids) + 1):
+      text = self.tokenizer.decode(ids[:length])
+      # The stop text that ends first; of those that end together, the longest.
+      places = [(begin + len(stop), begin) for stop in self.texts if (begin := text.find(stop)) >= 0]
+      if places:
+        return Stop(length, text[: min(places)[1]])
+    return None
+
+  def text_of(self, tokens: Sequence[int] | np.ndarray) -> str:
+    """The text of a finished continuation, without the stop text that ended it.
+
+    Args:
+      tokens: Integers `[T]`, its tokens without padding; only the last one can complete a stop text.
+    """
+    found = self.find(tokens, len(tokens) - 1)
+    return self.tokenizer.decode([int(token) for token in tokens]) if found is None else found.text
+
+
+def finish_reason(
+  tokens: Sequence[int] | np.ndarray, eos_ids: Collection[int] = (), stop: StopStrings | None = None
+) -> str:
+  """The reason why a continuation ended: `stop`, a stop text; `eos`, an id that ends rows; `length`, the limit.
+
+  Args:
+    tokens: Integers `[T]`, its tokens without padding, at least one.
+    eos_ids: Ids that end a row.
+    stop: The stop texts, or None.
+  """
+  if stop is not None and stop.find(tokens, len(tokens) - 1) is not None:
+    return 'stop'
+  return 'eos' if int(tokens[-1]) in eos_ids else 'length'
+
+
+class StopSearch:
+  """The search for stop texts in the rows of a batch while they grow.
+
+  Attributes:
+    found: The new tokens, by row, of rows that a stop text has ended.
+  """
+
+  def __init__(self, stop: StopStrings):
+    """Starts with rows that are empty.
+
+    Args:
+      stop: The stop texts.
+    """
+    self.found: dict[int, int] = {}
+    self._stop = stop
+    self._num_searched: dict[int, int] = {}
+
+  def look(self, result: Generation, rows: Iterable[int]) -> list[int]:
+    """Searches the new tokens of rows, and returns the rows that a stop text ends now.
+
+    Args:
+      result: The result so far; every process of a mesh has to call this.
+      rows: The rows to search; those that ended before are not searched again.
+    """
+    tokens, lengths = fetch((result.tokens, result.lengths))
+    ended = []
+    for row in rows:
+      searched, length = self._num_searched.get(row, 0), int(lengths[row])
+      if row in self.found or searched == length:
+        continue
+      stop = self._stop.find(tokens[row, :length], searched)
+      self._num_searched[row] = length
+      if stop is not None:
+        self.found[row] = stop.num_tokens
+        ended.append(row)
+    return ended
+
+  def forget(self, row: int) -> None:
+    """Makes a row empty: it continues another prompt from now on."""
+    self.found.pop(row, None)
+    self._num_searched.pop(row, None)
+
+
+def decode_until_stopped(
+  decoder: Decoder, state: DecodeState, stop: StopStrings, *, rounds_at_a_time: int
+) -> Generation:
+  """Runs rounds until every row is done, and ends rows at stop texts.
+
+  Args:
+    decoder: The decoder that `state` was made with.
+    state: From `init_decode`; donated.
+    stop: The stop texts.
+    rounds_at_a_time: Rounds between two searches.
+
+  Returns:
+    The result as NumPy arrays. Nothing in it tells how many rounds ran between two searches.
+  """
+  search = StopSearch(stop)
+  rows = range(len(state.keys))
+  while True:
+    state = decode_rounds(decoder, state, rounds_at_a_time)
+    is_done, failures = fetch((state.is_done, state.result.failures))
+    ended = search.look(state.result, rows)
+    if failures.any() or all(is_done[row] or row in search.found for row in rows):
+      return fetch(state.result).cut(search.found)
+    if ended:
+      state = finish(decoder, state, ended)

@@ -1,0 +1,146 @@
+"""Texts that grow in turns: what is kept in the caches changes nothing but the work."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import spectr_jax
+from spectr_jax import Decoder, TokenTree, lookup_drafter
+from spectr_jax.engine.session import Session, reprompt
+from tests.draft.feature_drafter import feature_drafter
+from tests.engine.runs import TREES, VERSIONS, begin, make_keys, slow_but
+
+_NEW = 6
+_PROMPTS = np.array([[3, 0, 0, 0], [1, 4, 0, 0], [5, 2, 0, 3], [2, 2, 5, 0]])
+_LENGTHS = np.array([1, 2, 4, 3])
+
+
+def _next_prompts(result, rng):
+  """The rows' texts, cut or not, with more behind them: prompts, lengths, and what they share with the texts."""
+  lengths = np.asarray(result.lengths)
+  prompts, shared = np.zeros((4, 30), np.int64), []
+  sizes = []
+  for row in range(4):
+    text = [*_PROMPTS[row, : _LENGTHS[row]], *np.asarray(result.tokens)[row, : lengths[row]]]
+    kept = [len(text), len(text) - 2, 1, len(text)][row]
+    new = rng.integers(0, 6, [5, 1, 3, 9][row]).tolist()
+    shared.append(kept)
+    prompts[row, : kept + len(new)] = text[:kept] + new
+    sizes.append(kept + len(new))
+  return prompts, np.array(sizes), np.array(shared)
+
+
+def _assert_as_anew(decoder, state, seed=0, **sampling):
+  """A second turn is the same with and without what the caches hold."""
+  state = spectr_jax.decode_rounds(decoder, state)
+  prompts, lengths, shared = _next_prompts(state.result, np.random.default_rng(seed))
+  anew = spectr_jax.init_decode(decoder, make_keys(1), prompts, lengths, **sampling)
+  anew = spectr_jax.decode_rounds(decoder, anew)
+  state = reprompt(decoder, state, shared, make_keys(1), prompts, lengths, **sampling)
+  state = spectr_jax.decode_rounds(decoder, state)
+  for field in ('tokens', 'lengths', 'num_target_calls', 'origins'):
+    np.testing.assert_array_equal(getattr(state.result, field), getattr(anew.result, field), err_msg=field)
+  return state
+
+
+@pytest.mark.parametrize(
+  'name', slow_but(['greedy_block'], ['autoregressive', 'greedy_block', 'race_traversal', 'ersd'])
+)
+def test_a_turn_is_the_same_as_anew(target, draft, name):
+  decoder, state = begin(
+    (target, draft), name, make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40, eos_id=2
+  )
+  _assert_as_anew(decoder, state, temperature=0.7)
+
+
+def test_features_are_kept(target):
+  drafter = feature_drafter(target.vocab_size)
+  decoder, state = begin(
+    (target, drafter), 'speculative', make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40
+  )
+  _assert_as_anew(decoder, state)
+
+
+def test_a_drafter_that_cannot_begins_anew(target):
+  drafter = lookup_drafter(target.vocab_size)
+  assert drafter.reprompt_fn is None
+  decoder, state = begin(
+    (target, drafter), 'speculative', make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40
+  )
+  _assert_as_anew(decoder, state)
+
+
+def test_what_is_kept_is_not_read_again(target, draft):
+  """With a cache of other contents the second turn is another one: it was used."""
+  decoder, state = begin((target, draft), 'speculative', make_keys(), _PROMPTS, _LENGTHS, cache_size=40)
+  state = spectr_jax.decode_rounds(decoder, state)
+  text = np.concatenate([_PROMPTS[2], np.asarray(state.result.tokens)[2]])
+  prompts = np.tile(np.concatenate([text, [1, 3]]), (4, 1))
+  lengths = np.full(4, prompts.shape[1])
+  keys = jax.numpy.stack([jax.random.key(5)] * 4)
+  shared = np.array([0, 3, len(text), 0])  # a lie about row 1
+  tokens = np.asarray(
+    spectr_jax.decode_rounds(decoder, reprompt(decoder, state, shared, keys, prompts, lengths)).result.tokens
+  )
+  np.testing.assert_array_equal(tokens[0], tokens[2])
+  np.testing.assert_array_equal(tokens[0], tokens[3])
+  assert (tokens[1] != tokens[0]).any()
+
+
+def test_a_session_streams_what_generate_gives(target, draft):
+  method, tree = VERSIONS['spectr'], TREES['spectr']
+  decoder = Decoder.make(target, draft, method=method, tree=tree, max_new_tokens=_NEW, cache_size=48)
+  session, text = Session(decoder, top_k=9), []
+  for turn in range(3):
+    prompt = [*text, 3, turn, 1]
+    key = jax.random.key(turn)
+    wanted = spectr_jax.generate(
+      key[None],
+      target,
+      draft,
+      np.array([prompt]),
+      [len(prompt)],
+      method=method,
+      tree=tree,
+      max_new_tokens=_NEW,
+      top_k=9,
+    )
+    parts = list(session.stream(key, prompt))
+    new = [token for part in parts for token in part]
+    assert len(parts) == session.num_target_calls == int(wanted.num_target_calls[0])
+    np.testing.assert_array_equal(new, wanted.tokens[0])
+    text = [*prompt, *new]
+    assert session.tokens == text
+
+
+def test_a_stream_may_be_left(target):
+  tree = TokenTree()
+  decoder = Decoder.make(target, None, method='autoregressive', tree=tree, max_new_tokens=_NEW, cache_size=48)
+  session = Session(decoder)
+  for part in session.stream(jax.random.key(0), [3, 1]):
+    assert len(part) == 1
+    if len(session.tokens) == 4:
+      break
+  prompt = [*session.tokens, 5, 5]
+  wanted = spectr_jax.generate(
+    jax.random.key(1)[None], target, None, np.array([prompt]), [6], method='autoregressive', max_new_tokens=_NEW
+  )
+  new = [token for part in session.stream(jax.random.key(1), prompt) for token in part]
+  np.testing.assert_array_equal(new, wanted.tokens[0])
+
+
+def test_prompts_that_do_not_fit_are_refused(target):
+  decoder, state = begin((target, None), 'autoregressive', make_keys(), _PROMPTS, _LENGTHS, cache_size=40)
+  with pytest.raises(ValueError, match='from 0 to the length of each prompt'):
+    reprompt(decoder, state, [0, 3, 0, 0], make_keys(), _PROMPTS, _LENGTHS)
+  with pytest.raises(ValueError, match='a prompt for each of the 4 rows'):
+    reprompt(decoder, state, [0, 0], jax.random.key(0), _PROMPTS[:2], _LENGTHS[:2])
+  with pytest.raises(ValueError, match='cache_size must be at least'):
+    reprompt(decoder, state, [0] * 4, make_keys(), np.zeros((4, 39), int), _LENGTHS)
+  session = Session(dataclasses.replace(decoder, max_new_tokens=8))
+  with pytest.raises(ValueError, match='has 0 tokens, allowed are 1 to 32'):
+    next(session.stream(jax.random.key(0), []))
+  with pytest.raises(ValueError, match='has 33 tokens, allowed are 1 to 32'):
+    next(session.stream(jax.random.key(0), [1] * 33))

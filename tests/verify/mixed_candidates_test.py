@@ -1,0 +1,143 @@
+"""Given candidates beside drawn ones at one position."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from guesses import EXACT, random_law
+
+from spectr_jax import METHODS, Method, TokenTree
+from spectr_jax.couplings import MaximalAfter, Race
+from spectr_jax.proposal import Independent
+from spectr_jax.testing import enumeration, enumeration_error, random_tables
+from spectr_jax.theory import given_optimum
+from spectr_jax.verify import Block, RaceTraversal, Walk
+
+_COARSE = Race(num_classes=6, octave_bits=0, num_rounds=1)
+_FINE = Race(num_classes=160, octave_bits=4, num_rounds=60)
+_MIXING = {
+  'race': Walk(MaximalAfter(_COARSE)),
+  'race_block': Block(_COARSE),
+  'race_traversal': RaceTraversal(_COARSE),
+}
+_PLACES = 5
+
+
+def _positions(seed, count, vocab_size):
+  """Laws, a set of given tokens and a number of drawn candidates; zeros and given tokens without mass among them."""
+  rng = np.random.default_rng(seed)
+  for index in range(count):
+    p, q = random_law(rng, vocab_size, 0.2), random_law(rng, vocab_size, 0.2)
+    yield p, q, rng.integers(0, vocab_size, 1 + index % 2), index % 4
+
+
+@functools.cache
+def _mapped(function):
+  return jax.jit(jax.vmap(function, (None, None, 0, None, None)))
+
+
+def _all_candidates(vocab_size, num_drawn, given):
+  """Every tuple of drawn candidates with the given ones behind; `[M, 5]`, and which places are valid and given."""
+  drawn = np.array(
+    list(itertools.product(range(vocab_size), repeat=3)), np.int32
+  )  # those after the n-th are summed out
+  candidates = np.zeros((len(drawn), _PLACES), np.int32)
+  candidates[:, :num_drawn] = drawn[:, :num_drawn]
+  candidates[:, num_drawn : num_drawn + len(given)] = given
+  place = np.arange(_PLACES)
+  return drawn, candidates, place < num_drawn + len(given), (place >= num_drawn) & (place < num_drawn + len(given))
+
+
+def test_one_position_is_exact():
+  for p, q, given, num_drawn in _positions(0, 12, vocab_size=4):
+    drawn, candidates, is_valid, is_given = _all_candidates(4, num_drawn, given)
+    weights = np.prod(p[drawn], axis=1)
+    with jax.enable_x64(True):
+      arguments = jnp.asarray(p), jnp.asarray(q), candidates, is_valid, is_given
+      pick, outcome = jax.device_get((_mapped(Race())(*arguments), _mapped(MaximalAfter(Race()))(*arguments)))
+    picked, law = np.zeros(4), np.zeros(4)
+    np.add.at(picked, candidates, weights[:, None] * pick.pick_probs)
+    if q[given].sum() > 0:  # without mass they are never kept, and have no entry
+      np.testing.assert_allclose(pick.probs, np.broadcast_to(picked, pick.probs.shape), rtol=0, atol=EXACT)
+    np.add.at(law, candidates, weights[:, None] * outcome.accept_probs)
+    residual = outcome.residual / outcome.residual.sum(1, keepdims=True)
+    law += (weights * (1 - outcome.accept_probs.sum(1))) @ residual
+    np.testing.assert_allclose(law, q, rtol=0, atol=EXACT)
+
+
+def test_one_position_is_close_to_the_optimum():
+  """Classes limit the share: fine ones come close everywhere, and those by default reach less where few tokens are."""
+  shares = {_FINE: [], Race(): []}
+  with jax.enable_x64(True):
+    for p, q, given, num_drawn in _positions(0, 24, vocab_size=4):
+      best = float(given_optimum(p, q, num_drawn, jnp.zeros(4, bool).at[given].set(True)))
+      # The distribution of the picked token does not depend on the tokens drawn.
+      _, candidates, is_valid, is_given = _all_candidates(4, num_drawn, given)
+      for race, found in shares.items():
+        picked = _mapped(race)(jnp.asarray(p), jnp.asarray(q), candidates[:1], is_valid, is_given).probs[0]
+        accepted = float(np.minimum(picked, q).sum())
+        assert accepted <= best + EXACT
+        found.append(accepted / best if best > 0 else 1.0)
+  assert np.mean(shares[_FINE]) > 0.999
+  assert np.mean(shares[Race()]) > 0.99
+  assert min(*shares[_FINE], *shares[Race()]) > 0.95
+
+
+def _guess(text, length, tree):
+  """What followed the last token before, on the first chain; some texts have no guess."""
+  width = int(np.sum(tree.depths == 1))
+  places = jnp.arange(len(text))
+  found = jnp.max(jnp.where((places < length - 1) & (text == text[jnp.maximum(length - 1, 0)]), places, -1))
+  # With no text so far, token 1 is given, then 0.
+  tokens = [
+    jnp.where(length == 0, depth % 2, jnp.where((found >= 0) & (found + depth < length), text[found + depth], -1))
+    for depth in tree.depths[1:].tolist()
+  ]
+  first = np.array([(node - 1) % width == 0 for node in range(1, tree.num_nodes + 1)])
+  return jnp.where(first, jnp.stack(tokens).astype(jnp.int32), -1)
+
+
+def _drawn(tree):
+  width = int(np.sum(tree.depths == 1))
+  return tuple(node for node in range(1, tree.num_nodes + 1) if (node - 1) % width)
+
+
+def _error(verifier, tree, vocab_size, num_tokens, seeds=1):
+  method = Method('mixed', verifier, Independent(), is_lossless=True, source='test')
+  shape = {'guess_fn': functools.partial(_guess, tree=tree), 'drawn_nodes': _drawn(tree)}
+  return max(
+    enumeration_error(method, tree, random_tables(seed, vocab_size, num_tokens + tree.max_depth), num_tokens, **shape)
+    for seed in range(seeds)
+  )
+
+
+@pytest.mark.parametrize('name', _MIXING)
+def test_a_given_chain_beside_drawn_chains(name):
+  assert METHODS[name].takes_mixed
+  assert _error(_MIXING[name], TokenTree.chains(2, 2), 2, 4) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('chains', 'vocab_size', 'num_tokens'), [((2, 2), 3, 4), ((3, 2), 2, 4), ((2, 3), 3, 4), ((3, 2), 3, 3)]
+)
+@pytest.mark.parametrize('name', _MIXING)
+def test_more_given_chains_beside_drawn_ones(name, chains, vocab_size, num_tokens):
+  assert _error(_MIXING[name], TokenTree.chains(*chains), vocab_size, num_tokens, seeds=3) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', _MIXING)
+def test_with_all_classes(name):
+  assert _error(METHODS[name].verifier, TokenTree.chains(3, 2), 2, 4, seeds=3) < EXACT
+
+
+@pytest.mark.parametrize('name', _MIXING)
+def test_given_counted_as_drawn_is_caught(name, monkeypatch):
+  proposal = enumeration.Proposal
+  monkeypatch.setattr(enumeration, 'Proposal', lambda *fields: proposal(*fields[:4]))
+  tree = TokenTree.chains(2, 2 if name != 'race' else 1)
+  assert _error(_MIXING[name], tree, 3, 2) > 0.05
