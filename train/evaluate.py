@@ -4,7 +4,7 @@ from absl import flags
 from etils import epath
 
 from common import command_line
-from spectr_jax.io.model_files import load_model
+from spectr_jax.io.model_files import load_transformer
 from spectr_jax.models.transformer import config_of
 from train.held_out import evaluate
 from train.input_pipeline import encode_documents
@@ -39,7 +39,7 @@ def evaluate_files(
     raise ValueError('no files to evaluate on')
   text = Files(patterns)
   text.paths  # noqa: B018 - refuses missing files before the model is loaded
-  model, tokenizer = load_model(model_path, dtype=dtype)
+  model, tokenizer = load_transformer(model_path, dtype=dtype)
   config = config_of(model)
   packed = encode_documents(tokenizer, text.documents())
   seq_len = seq_len or config.max_length

@@ -98,7 +98,7 @@ def describe(config, model_config: TransformerConfig, mesh: Mesh) -> str:
     f'batch {config.batch_size} rows of {config.seq_len} tokens, {config.num_microbatches} microbatches of {rows},'
     f' {rows // mesh.shape["data"]} rows per device at a time',
     '',
-    f'{"parameter":<32}{"shape":>16}{"divided over":>20}{"KiB per device":>16}',
+    f'{"parameter":<32}{"shape":>16}{"sharded over":>20}{"KiB per device":>16}',
   ]  # fmt: skip
   for entry in params:
     axes = ', '.join(axis or '-' for axis in entry.axes) or 'whole'

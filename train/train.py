@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from rich import console, progress
 
 from common.command_line import parse_sizes
-from spectr_jax.io.model_files import load_model, save_model
+from spectr_jax.io.model_files import load_transformer, save_model
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import TransformerConfig, config_of, transformer_model
 from spectr_jax.sharding import DATA, is_primary, make_mesh, shardings
@@ -83,11 +83,11 @@ def make_config_mesh(config, devices=None) -> Mesh:
   mesh = make_mesh(parse_sizes(config.mesh), devices)
   rows = config.batch_size // config.num_microbatches
   if rows % mesh.shape[DATA]:
-    raise ValueError(f'a microbatch of {rows} rows cannot be divided over {DATA}:{mesh.shape[DATA]}')
+    raise ValueError(f'a microbatch of {rows} rows cannot be sharded over {DATA}:{mesh.shape[DATA]}')
   return mesh
 
 
-def _check_finite(first_step: int, losses: list[float]) -> None:
+def check_losses(first_step: int, losses: list[float]) -> None:
   for step, loss in enumerate(losses, start=first_step):
     if not math.isfinite(loss):
       raise ValueError(f'loss is {loss} at step {step}: stopped; the last checkpoint is from before')
@@ -112,7 +112,7 @@ def _progress_bar(num_steps: int, step: int):
 
 
 @contextlib.contextmanager
-def _termination(every: int) -> Iterator[Callable[[int], bool]]:
+def termination(every: int) -> Iterator[Callable[[int], bool]]:
   """Yields a function of the step that returns whether to stop after it, because SIGTERM has arrived.
 
   Several processes must agree on it. They do so every `every` steps.
@@ -168,7 +168,7 @@ def load_teacher(config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher | None:
   """
   if not config.distill_from:
     return None
-  model, other = load_model(config.distill_from)
+  model, other = load_transformer(config.distill_from)
   if other.fingerprint != tokenizer.fingerprint:
     raise ValueError(f'{config.distill_from} has another tokenizer than {config.tokenizer}')
   check_teacher(config, config_of(model))
@@ -296,7 +296,7 @@ class _Training:
     flops = plan.train_flops(self.model_config, config.batch_size, config.seq_len)
     bar, task = _progress_bar(config.num_steps, self.step)
     losses, since, stop_now, final = [], time.perf_counter(), False, None
-    with _termination(config.log_every) as is_told_to_stop, bar, contextlib.closing(self.checkpoints):
+    with termination(config.log_every) as is_told_to_stop, bar, contextlib.closing(self.checkpoints):
       while not self.is_over and not stop_now:
         losses.append(self.advance())
         is_last = self.step == config.num_steps
@@ -306,7 +306,7 @@ class _Training:
         if not (save_now or eval_now or self.step % config.log_every == 0):
           continue
         losses = [float(loss) for loss in losses]
-        _check_finite(self.step - len(losses) + 1, losses)
+        check_losses(self.step - len(losses) + 1, losses)
         # The loss belongs to the parameters before the step. It can be finite although the step's result is not.
         if (save_now or eval_now) and not _is_finite(self.state):
           raise ValueError(
@@ -340,7 +340,7 @@ class _Training:
   def finish(self) -> dict[str, float]:
     """Evaluates the model on all held-out text and writes it. With `config.patience` this is the best model."""
     if self.config.patience and self.best_step:
-      best = load_model(self.workdir / 'model')[0].params
+      best = load_transformer(self.workdir / 'model')[0].params
       self.state['params'], self.step = place(best, self.sharding['params']), self.best_step
     found = self.evaluate()
     self.keep_model(self.step, found)

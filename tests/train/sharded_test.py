@@ -245,9 +245,9 @@ def test_the_dry_run_prints_the_plan_and_trains_nothing(tmp_path, base):
     ({'mesh': 'rows:8'}, 'a mesh is like data:8,model:2'),
     ({'mesh': 'data'}, 'names with one number each'),
     ({'mesh': 'data:-1,model:-1'}, 'only one axis'),
-    ({'batch_size': 4}, 'a microbatch of 4 rows cannot be divided over data:8'),
+    ({'batch_size': 4}, 'a microbatch of 4 rows cannot be sharded over data:8'),
     ({'num_microbatches': 3}, 'must be a multiple of config.num_microbatches 3'),
-    ({'mesh': 'model:8'}, r'embedding \(300, 32\) cannot be divided over model:8'),
+    ({'mesh': 'model:8'}, r'embedding \(300, 32\) cannot be sharded over model:8'),
     ({'distill_weight': 0.0}, 'config.distill_weight must be above 0 and at most 1'),
   ],
 )
