@@ -1,4 +1,4 @@
-"""Models of the same shapes in Hugging Face's transformers, for `benchmarks.speed`.
+"""Models in Hugging Face's transformers, for `benchmarks.speed` and `benchmarks.real_models`.
 
 They need `pip install torch transformers`. Llama has the same parts as the project's transformer (RMSNorm, rotary
 positions, tied embeddings) and a gate in the MLP. With 2/3 of the MLP's hidden width it has as many weights.
@@ -7,11 +7,13 @@ positions, tied embeddings) and a gate in the MLP. With 2/3 of the MLP's hidden 
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from spectr_jax.models.transformer import TransformerConfig
 
@@ -42,6 +44,21 @@ def make_model(config: TransformerConfig, dtype: str) -> LlamaForCausalLM:
     )
   )
   return model.to(_DTYPES[dtype]).eval()
+
+
+def load_gguf(path: str, dtype: str):
+  """The model of a GGUF file, dequantised, which never ends by itself; needs `pip install gguf` as well.
+
+  Args:
+    path: The file.
+    dtype: `float32` or `bfloat16`.
+  """
+  torch.set_num_threads(os.cpu_count())
+  logging.disable_progress_bar()
+  file = pathlib.Path(path)
+  model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=_DTYPES[dtype]).eval()
+  model.generation_config.eos_token_id = None
+  return model
 
 
 def count_calls(model: LlamaForCausalLM) -> list[int]:
@@ -78,16 +95,14 @@ def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Calla
   return sample
 
 
-def compiled_sampler(config: TransformerConfig, dtype: str, prompts: np.ndarray, max_new_tokens: int):
-  """`sampler` of a new compiled model with a static cache.
+def compiled_sampler(model, prompts: np.ndarray, max_new_tokens: int) -> Callable[[], None]:
+  """`sampler` with a static cache.
 
   Args:
-    config: Sizes of the project's transformer.
-    dtype: `float32` or `bfloat16`.
+    model: The model, which is compiled from now on.
     prompts: int `[B, P]`.
     max_new_tokens: Number of new tokens.
   """
-  model = make_model(config, dtype)
   model.forward = torch.compile(model.forward)
   return sampler(model, prompts, max_new_tokens, cache_implementation='static')
 

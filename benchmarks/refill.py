@@ -38,10 +38,11 @@ def make_requests(tokenizer, num_prompts: int) -> list[Request]:
   ids = np.concatenate([row for row in tokenizer.encode_batch(texts)])
   rng = np.random.default_rng(0)
   keys = jax.random.split(jax.random.key(0), num_prompts)
+  first = [tokenizer.bos_id] if tokenizer.add_bos else []
   requests = []
   for index, length in enumerate(rng.permutation(np.linspace(_SHORTEST, _LONGEST, num_prompts).astype(int))):
     start = rng.integers(0, len(ids) - length)
-    requests.append(Request(index, [tokenizer.bos_id, *ids[start : start + length - 1].tolist()], keys[index]))
+    requests.append(Request(index, [*first, *ids[start : start + length - len(first)].tolist()], keys[index]))
   return requests
 
 

@@ -70,7 +70,7 @@ def measure(
         method='autoregressive',
         max_new_tokens=num_new,
         temperature=temperature,
-        eos_id=tokenizer.eos_id,
+        eos_id=tokenizer.eos_ids,
       )
       ends = np.asarray(generation.lengths)
       written = jnp.maximum(generation.tokens, 0)

@@ -98,25 +98,26 @@ def prompts(batch_size: int) -> np.ndarray:
   return np.random.default_rng(0).integers(0, 32000, (batch_size, PROMPT_LENGTH)).astype(np.int32)
 
 
-def own_call(models, batch_size: int, method: str, tree: TokenTree | None) -> Call:
+def own_call(models, rows: np.ndarray, method: str, tree: TokenTree | None, max_new_tokens: int | None = None) -> Call:
   """A call of this library's `generate`, which returns its number of rounds.
 
   Args:
     models: Target and draft.
-    batch_size: Rows.
+    rows: Prompts, int32 `[B, P]`.
     method: Name of the method.
     tree: The tree of guesses, or None.
+    max_new_tokens: New tokens of each row, or None for `NEW_TOKENS`.
   """
 
   def call():
     result = spectr_jax.generate(
       jax.random.key(0),
       *models,
-      prompts(batch_size),
-      np.full(batch_size, PROMPT_LENGTH),
+      rows,
+      np.full(len(rows), rows.shape[1]),
       method=method,
       tree=tree,
-      max_new_tokens=NEW_TOKENS,
+      max_new_tokens=max_new_tokens or NEW_TOKENS,
     )
     return int(result.num_target_calls.max())
 
@@ -131,14 +132,14 @@ def autoregressive_calls(dtype: str, batch_size: int, has_peer: bool) -> dict[st
     batch_size: Rows.
     has_peer: Whether to include Hugging Face's transformers.
   """
-  calls = {'spectr_jax': own_call((make_model('A', dtype), None), batch_size, 'autoregressive', None)}
+  calls = {'spectr_jax': own_call((make_model('A', dtype), None), prompts(batch_size), 'autoregressive', None)}
   if has_peer:
     from benchmarks import peer
 
     config, rows = SHAPES['A'], prompts(batch_size)
     ways = {
       'transformers': peer.sampler(peer.make_model(config, dtype), rows, NEW_TOKENS),
-      'transformers, static and compiled': peer.compiled_sampler(config, dtype, rows, NEW_TOKENS),
+      'transformers, static and compiled': peer.compiled_sampler(peer.make_model(config, dtype), rows, NEW_TOKENS),
     }
     calls |= {name: functools.partial(lambda way: way() or NEW_TOKENS, way) for name, way in ways.items()}
   return calls
@@ -155,7 +156,7 @@ def round_calls(dtype: str, draft_length: int, has_peer: bool) -> dict[str, Call
   target, tree, calls = make_model('A', dtype), TokenTree.chains(1, draft_length), {}
   draft_dtypes = ['float32'] if dtype == 'float32' else ['float32', 'bfloat16']
   for draft_dtype in draft_dtypes:
-    own = own_call((target, make_model('B', draft_dtype)), 1, 'speculative', tree)
+    own = own_call((target, make_model('B', draft_dtype)), prompts(1), 'speculative', tree)
     calls[f'spectr_jax, draft {draft_dtype}'] = own
     if has_peer:
       from benchmarks import peer
@@ -234,6 +235,18 @@ def describe_times(title: str, times: dict[str, dict], tokens_per_step: int | No
   return lines
 
 
+def describe_floor(times: dict[str, dict], num_bytes: int, rate: float) -> str:
+  """A line about the floor of a step.
+
+  Args:
+    times: Times by name, from `time_steps`.
+    num_bytes: Bytes of the weights.
+    rate: The read rate in bytes per second.
+  """
+  floor = 1e3 * num_bytes / rate
+  return f'  floor {floor:.2f} ms, {floor / best(times, "spectr_jax")["median"]:.0%} of our step'
+
+
 def measure(dtypes: Sequence[str], batch_sizes: Sequence[int], num_runs: int, has_peer: bool) -> dict:
   """Measures everything and prints results as they arrive.
 
@@ -254,9 +267,7 @@ def measure(dtypes: Sequence[str], batch_sizes: Sequence[int], num_runs: int, ha
       times = time_steps(autoregressive_calls(dtype, batch_size, has_peer), num_runs)
       results[f'autoregressive {dtype} batch {batch_size}'] = times
       title = f'\nA, {dtype}, batch {batch_size}: autoregressive, per step'
-      floor = 1e3 * num_bytes / rate
-      share = floor / best(times, 'spectr_jax')['median']
-      lines = [*describe_times(title, times, batch_size), f'  floor {floor:.2f} ms, {share:.0%} of our step']
+      lines = [*describe_times(title, times, batch_size), describe_floor(times, num_bytes, rate)]
       print('\n'.join(lines), flush=True)
     for draft_length in (4, 8):
       times = time_steps(round_calls(dtype, draft_length, has_peer), num_runs)

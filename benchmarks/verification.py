@@ -403,7 +403,7 @@ def _table(records: list[dict[str, Any]], filter_name: str) -> str:
     f'\n{first["rows"]} row(s), top-k and top-p {filter_name}, 1 - TV = {first["overlap"]:.3f}; microseconds, median'
     ' [low, high] over repeats',
     f'{"method":<14}{"guesses":>8}{"tokens":>8}{"verification":>24}{"and logits_to_probs":>28}{"all kept":>10}'
-    f'{"none kept":>11}{"temporaries / laws":>24}',
+    f'{"none kept":>11}{"temporaries / probs":>24}',
   ]
   for record in records:
     alone, both = record['microseconds'], record['microseconds_with_logits_to_probs']

@@ -2,18 +2,23 @@
 
 Command   python -m decode.aot --target_config=configs/lm1b.py:97m --draft_config=configs/lm1b.py:6m \
             --method=race_block --num_drafts=8 --draft_length=8 --batch_size=64 --topology=v5e:4x4 --mesh=data:8,model:2
+          python -m decode.aot --target_config=configs/hub/llama_3_8b --draft_config=configs/hub/draft_of_llama_3 ...
 Needs     the extra `tpu`, for the compiler
 
-Bytes are the compiler's figures for one device. Times are estimates from the cycles that the compiler expects for every
-operation, without transfers between devices; no TPU is involved. A loop that can end early counts with its largest
-number of iterations: along a path the depth of the tree, over candidates or nodes their number.
+No weights are read: sizes come from a file of configs/ or from the `config.json` of a public model. Bytes are the
+compiler's figures for one device. Times are estimates from the cycles that the compiler expects for every operation,
+without transfers between devices; no TPU is involved. A loop that can end early counts with its largest number of
+iterations: along a path the depth of the tree, over candidates or nodes their number.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import time
+from typing import TypeAlias
 
 import jax
 from absl import flags
@@ -26,13 +31,18 @@ from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import ROUNDS
 from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.io.hub.load import read_hub_config
+from spectr_jax.io.load import hub_folder
 from spectr_jax.methods import METHODS, Method, get_method
 from spectr_jax.model import Model
+from spectr_jax.models.causal_lm import CausalLMConfig, causal_lm, param_shapes
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
-from train import config_flag, plan
+from train import config_flag
 from train.train import check_config
+
+Config: TypeAlias = TransformerConfig | CausalLMConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +72,50 @@ class Report(ProgramReport):
     return block_efficiency * self.autoregressive_cycles / self.cycles
 
 
-def abstract_model(config: TransformerConfig) -> Model:
-  """A transformer whose parameters are shapes without values."""
-  return jax.eval_shape(lambda key: transformer_model(init_params(key, config), config), jax.random.key(0))
+def abstract_model(config: Config) -> Model:
+  """A model whose parameters are shapes without values; a `TransformerConfig` gives one for contexts of any length."""
+  if isinstance(config, CausalLMConfig):
+    return jax.eval_shape(functools.partial(causal_lm, config=config), param_shapes(config))
+  model = jax.eval_shape(lambda key: transformer_model(init_params(key, config), config), jax.random.key(0))
+  return dataclasses.replace(model, context_length=None)
+
+
+def abstract_pair(target: Config, draft: Config | None, sharding: DecodeSharding) -> tuple[Model, Model | None]:
+  """A target and its draft without values, with as many copies of key-value heads as the sharding needs.
+
+  Args:
+    target: Sizes of the target.
+    draft: Sizes of the draft, whose vocabulary is padded or cut to the target's; or None.
+    sharding: The sharding.
+
+  Raises:
+    ValueError: Heads cannot be sharded over the mesh.
+  """
+
+  def make(config, is_divided):
+    is_copied = is_divided and isinstance(config, CausalLMConfig)
+    return abstract_model(config.for_mesh(sharding.mesh) if is_copied else config)
+
+  model = make(target, True)
+  if draft is None:
+    return model, None
+  return model, make(draft, sharding.is_draft_divided).with_vocab_size(model.vocab_size)
+
+
+def matmul_flops(model: Model, num_tokens: int) -> float:
+  """Floating-point operations of the matrix products with a model's parameters, each token with all of them.
+
+  Args:
+    model: The model; its parameters may be shapes.
+    num_tokens: Tokens of all rows.
+  """
+  # The output head is the embedding or has its size.
+  kernels = [
+    math.prod(leaf.shape)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params)
+    if path[-1].key in ('kernel', 'embedding')
+  ]
+  return 2.0 * num_tokens * sum(kernels)
 
 
 def analyse(
@@ -72,8 +123,8 @@ def analyse(
   method: str | Method,
   tree: TokenTree,
   *,
-  target: TransformerConfig,
-  draft: TransformerConfig | None,
+  target: Config,
+  draft: Config | None,
   batch_size: int,
   prompt_length: int,
   max_new_tokens: int,
@@ -84,25 +135,27 @@ def analyse(
     sharding: The mesh, whose devices may be descriptions of absent ones.
     method: A method or its name.
     tree: The tree of guesses.
-    target: Sizes of the target. Its longest context is ignored.
-    draft: Sizes of the draft. Methods without a draft ignore it.
+    target: Sizes of the target. The longest context of a `TransformerConfig` is ignored.
+    draft: Sizes of the draft; its vocabulary is padded or cut to the target's. Methods without a draft ignore it.
     batch_size: Rows on all devices.
     prompt_length: Tokens of the longest prompt.
     max_new_tokens: The largest number of new tokens. Prompt and new tokens determine the size of a cache.
 
   Raises:
-    ValueError: The method does not take the tree, rows or heads cannot be sharded over the mesh, or the program does
-      not fit.
+    ValueError: The method does not take the tree, rows or heads cannot be sharded over the mesh, the texts are longer
+      than a public model's context, or the program does not fit.
   """
   cache_size = prompt_length + max_new_tokens
-  models = [
-    None if config is None else abstract_model(dataclasses.replace(config, max_length=cache_size))
-    for config in (target, draft)
-  ]
+  model, small = abstract_pair(target, draft, sharding)
+  limits = [each.context_length for each in (model, small) if each is not None and each.context_length is not None]
+  if cache_size > min(limits, default=cache_size):
+    raise ValueError(
+      f"prompts of {prompt_length} tokens with {max_new_tokens} new ones exceed the models' limit of {min(limits)}"
+    )
 
   def compile_with(method, tree):
     decoder = Decoder.make(
-      *models, method=method, tree=tree, max_new_tokens=max_new_tokens, cache_size=cache_size, eos_id=0,
+      model, small, method=method, tree=tree, max_new_tokens=max_new_tokens, cache_size=cache_size, eos_id=0,
       sharding=sharding,
     )  # fmt: skip
     return compile_decode(decoder, batch_size=batch_size, prompt_length=prompt_length)
@@ -118,7 +171,7 @@ def analyse(
     batch_size=batch_size,
     memory=Memory.of(compiled),
     chip=chip_of(sharding.mesh.devices.flat[0]),
-    target_flops=plan.forward_flops(target, batch_size * (tree.num_nodes + 1), 1) / sharding.mesh.size,
+    target_flops=matmul_flops(model, batch_size * (tree.num_nodes + 1)) / sharding.mesh.size,
     cycles=estimate_cycles(program, _trips(tree), loop=ROUNDS),
     autoregressive_cycles=estimate_cycles(baseline, loop=ROUNDS),
     collectives=count_collectives(program),
@@ -160,15 +213,29 @@ def describe(report: Report, block_efficiencies: tuple[float, ...]) -> str:
   return '\n'.join(lines)
 
 
-def _config(path: str, dtype: str) -> TransformerConfig:
-  return dataclasses.replace(check_config(config_flag.load(path)), dtype=dtype)
+def read_config(path: str, dtype: str) -> Config:
+  """The sizes that an option names.
+
+  Args:
+    path: `FILE.py[:ARGUMENT]` of configs/, a folder with `config.json`, or a name `ORG/NAME` on the hub.
+    dtype: The type of weights, caches and activations.
+
+  Raises:
+    ValueError: There is no such file, folder or name, or its content is not known.
+  """
+  if path.partition(':')[0].endswith('.py'):
+    return dataclasses.replace(check_config(config_flag.load(path)), dtype=dtype)
+  return read_hub_config(hub_folder(path, files=('config.json',)), dtype=dtype)
 
 
 if __name__ == '__main__':
   _TARGET = flags.DEFINE_string(
-    'target_config', 'configs/lm1b.py:97m', 'File of configs/ with the sizes of the target.'
+    'target_config',
+    'configs/lm1b.py:97m',
+    'Sizes of the target: FILE.py[:ARGUMENT] of configs/, a folder with config.json, or ORG/NAME on the hub, of which'
+    ' config.json alone is read.',
   )
-  _DRAFT = flags.DEFINE_string('draft_config', 'configs/lm1b.py:6m', 'File of configs/ with the sizes of the draft.')
+  _DRAFT = flags.DEFINE_string('draft_config', 'configs/lm1b.py:6m', 'Sizes of the draft, as for the target.')
   _METHOD = flags.DEFINE_string('method', 'race_block', f'One of {", ".join(METHODS)}.')
   _NUM_DRAFTS = flags.DEFINE_integer('num_drafts', 8, 'K, drafts per row.', lower_bound=1)
   _DRAFT_LENGTH = flags.DEFINE_integer('draft_length', 8, 'L, tokens per draft.', lower_bound=1)
@@ -188,16 +255,20 @@ if __name__ == '__main__':
     method = get_method(_METHOD.value)
     efficiencies = command_line.parse_numbers('block_efficiency', _EFFICIENCY.value, float)
     num_drafts = 1 if method.max_drafts == 1 else _NUM_DRAFTS.value
+    target, draft = (read_config(path, _DTYPE.value) for path in (_TARGET.value, _DRAFT.value))
     mesh = make_mesh(command_line.parse_sizes(_MESH.value), describe_topology(_TOPOLOGY.value))
     report = analyse(
       DecodeSharding(mesh, is_draft_divided=_DRAFT_MESH.value == 'divided'),
       method,
       TokenTree.chains(num_drafts, _DRAFT_LENGTH.value),
-      target=_config(_TARGET.value, _DTYPE.value),
-      draft=_config(_DRAFT.value, _DTYPE.value),
+      target=target,
+      draft=draft,
       batch_size=_BATCH_SIZE.value,
       prompt_length=_PROMPT_LENGTH.value,
       max_new_tokens=_NEW_TOKENS.value,
+    )
+    print(
+      f'target {_TARGET.value} ({target.num_params / 1e6:.1f}M), draft {_DRAFT.value} ({draft.num_params / 1e6:.1f}M)'
     )
     print(
       f'{method.name}, K = {num_drafts}, L = {_DRAFT_LENGTH.value}, {_BATCH_SIZE.value} rows with room for'

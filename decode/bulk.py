@@ -24,6 +24,7 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import only_setting
 from decode.experiment.workload import Notify, Workload
 from spectr_jax.engine.refill import Request, generate_many
+from spectr_jax.engine.state import sample_keys
 from spectr_jax.sharding import is_primary
 
 
@@ -35,7 +36,7 @@ def decode_bulk(
   rounds_at_a_time: int = 4,
   notify: Notify | None = None,
 ) -> tuple[int, int, float]:
-  """Continues every prompt with every seed, appending to a file.
+  """Continues every prompt with every seed, as many times as there are samples, appending to a file.
 
   Args:
     options: The options. They name one method, K, L and tree, or `auto`, which chooses them.
@@ -59,12 +60,15 @@ def decode_bulk(
   work = Workload.load(options, is_local=True)
   if setting is None:
     setting = choose(predict_all(work, notify))
-  prompts = work.prompts
+  prompts, stop = work.prompts, work.stop
   settings = report.describe_setting(options, setting) | {
-    name: getattr(options, name) for name in ('top_k', 'top_p', 'max_new_tokens')
+    name: getattr(options, name) for name in ('top_k', 'top_p', 'min_p', 'max_new_tokens', 'chat', 'system')
   }
+  settings['stop'] = list(options.stop)
+  if options.lookup_corpus:
+    settings['lookup_corpus'] = list(options.lookup_corpus)
   own = range(process, len(prompts), num_processes)
-  total = len(own) * options.num_seeds
+  total = len(own) * options.num_seeds * options.num_samples
   num_tokens = num_calls = 0
   if num_processes > 1 and process == 0:
     write_index(path, num_processes)
@@ -76,14 +80,16 @@ def decode_bulk(
       for seed in options.seeds:
         keys = work.keys(seed)
         for row in own:
-          if (seed, prompts[row].index) not in file.done:
-            yield Request((seed, row), work.tokens[row, : work.lengths[row]], keys[row])
+          missing = [i for i in range(options.num_samples) if (seed, prompts[row].index, i) not in file.done]
+          samples = sample_keys(keys[row : row + 1], options.num_samples) if missing else ()
+          for sample in missing:
+            yield Request((seed, row, sample), work.tokens[row, : work.lengths[row]], samples[sample])
 
     notify('decoding', len(file.done), total)
     start = time.perf_counter()
     for found in generate_many(
       work.target,
-      work.draft,
+      setting.drafter(work.draft),
       requests(),
       batch_size=options.batch_size,
       longest_prompt=int(work.lengths.max()),
@@ -91,15 +97,15 @@ def decode_bulk(
       method=setting.method,
       tree=setting.tree,
       rounds_at_a_time=rounds_at_a_time,
-      temperature=options.temperature,
-      top_k=options.top_k,
-      top_p=options.top_p,
-      eos_id=work.tokenizer.eos_id,
+      **options.sampling,
+      eos_id=work.tokenizer.eos_ids,
       sharding=work.sharding,
+      logprobs=options.logprobs,
+      stop=stop,
     ):
-      seed, row = found.name
+      seed, row, sample = found.name
       prompt = prompts[row]
-      entry = report.describe_continuation(settings, prompt, seed, found.tokens, found.num_target_calls, work.tokenizer)
+      entry = report.describe_continuation(settings, prompt, seed, sample, found, work.tokenizer, stop)
       file.append({'index': prompt.index} | entry)
       num_tokens, num_calls = num_tokens + len(found.tokens), num_calls + found.num_target_calls
       notify('decoding', len(file.done), total)

@@ -9,6 +9,7 @@ from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import report
 from decode.experiment.options import DecodeOptions
+from decode.experiment.prompt_sets import split_set
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results
 from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
@@ -24,13 +25,16 @@ _FIGURE = flags.DEFINE_list(
 )
 _TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'Directory of the target model.')
 _DRAFT = flags.DEFINE_list(
-  'draft', [DecodeOptions.draft], 'Directory of the draft model, or NAME=DIRECTORY; several for spectr_table2 and 4.'
+  'draft',
+  [DecodeOptions.draft],
+  'Directory of the draft model, or NAME=DIRECTORY; several for spectr_table2 and 4 and spec_bench.',
 )
 _PROMPTS = flags.DEFINE_list(
   'prompts',
   None,
   'Files of prompts, or NAME=FILE, separated by commas; one named as a published set (HumanEval, GSM8K, MGSM, LM1B,'
-  ' Alpaca) is compared with that. Default: the shipped prompts. A figure takes one.',
+  ' Alpaca) is compared with that. FILE may be SET:PATH, which names it, with the sets of decode.main. Default: the'
+  ' shipped prompts. A figure takes one.',
 )
 _OUTPUT = flags.DEFINE_string(
   'output', None, 'Directory for NAME.json, NAME.md and NAME.png of a table, and NAME.csv, .md and .png of a figure.'
@@ -51,6 +55,12 @@ _SIZES = {
   'num_nodes': flags.DEFINE_list('num_nodes', None, 'Tokens drafted in a call, several separated by commas.'),
   'epsilon': flags.DEFINE_list('epsilon', None, 'Over-acceptance, several separated by commas.'),
 }  # fmt: skip
+_OPTIONS = {
+  'method': flags.DEFINE_list('method', None, 'Methods, separated by commas; for spec_bench.'),
+  'tree': flags.DEFINE_multi_string('tree', None, 'Tree of guesses, as in decode.main; for spec_bench.'),
+  'temperature': flags.DEFINE_float('temperature', None, 'Sampling temperature; for spec_bench. Default 0, greedy.'),
+  'chat': flags.DEFINE_bool('chat', None, "Render prompts by the model's chat template; for spec_bench."),
+}
 
 
 def _given_sizes() -> dict:
@@ -63,9 +73,23 @@ def _given_sizes() -> dict:
   return sizes
 
 
+def _given_options() -> dict:
+  """The options of decoding that flags set, by name."""
+  options = {name: flag.value for name, flag in _OPTIONS.items() if flag.value is not None}
+  return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+def _with_title(text: str) -> str:
+  """`TITLE=SET:PATH` in place of `SET:PATH`; any other text as it is."""
+  prompt_set, _ = split_set(text.strip())
+  return text if prompt_set is None else f'{prompt_set.title}={text.strip()}'
+
+
 def _given_prompts() -> dict[str, str | None]:
   """Files of prompts by name; by default the shipped prompts."""
-  prompts = {_SHIPPED: None} if _PROMPTS.value is None else command_line.parse_paths('prompts', _PROMPTS.value)
+  if _PROMPTS.value is None:
+    return {_SHIPPED: None}
+  prompts = command_line.parse_paths('prompts', map(_with_title, _PROMPTS.value))
   if _FIGURE.value is not None and len(prompts) > 1:
     raise ValueError(f'a figure takes one file of prompts, got {", ".join(prompts)}')
   return prompts
@@ -108,6 +132,7 @@ def _requests(names: list[str]) -> dict[str, Request]:
       sizes=exhibit.choose_sizes(own),
       dtype=_DTYPE.value,
       seed=_SEED.value or 0,
+      options=exhibit.choose_options(_given_options()),
     )
   return requests
 

@@ -19,7 +19,7 @@ from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import Setting, only_setting
-from decode.experiment.workload import Notify, Workload
+from decode.experiment.workload import Notify, Workload, model_title
 from decode.trace_page.data import describe_trace
 from spectr_jax import METHODS, Method, TokenTree, get_method
 from spectr_jax.engine.trace import make_judge, trace_decode
@@ -32,22 +32,23 @@ _USUAL = (
 )  # fmt: skip
 
 
-def choose_others(names: tuple[str, ...], method: Method, tree: TokenTree) -> list[str]:
+def choose_others(names: tuple[str, ...], method: Method, tree: TokenTree, **kinds: bool) -> list[str]:
   """The methods that judge the drafts of a run.
 
   Args:
     names: Names of methods; empty for all of a default list that can judge the drafts.
     method, tree: Method and tree of the run.
+    **kinds: Whether drafts are given, and beside drawn ones, as for `make_judge`.
 
   Raises:
     ValueError: A named method does not exist or cannot judge these drafts.
   """
   for name in names:
-    make_judge(get_method(name), method, tree)
+    make_judge(get_method(name), method, tree, **kinds)
   found = []
   for name in names or _USUAL:
     try:
-      make_judge(METHODS[name], method, tree)
+      make_judge(METHODS[name], method, tree, **kinds)
     except ValueError:
       continue
     if name != method.name and name not in found:
@@ -58,13 +59,15 @@ def choose_others(names: tuple[str, ...], method: Method, tree: TokenTree) -> li
 def _describe_run(options: DecodeOptions, setting: Setting, models: dict[str, Any], prompt: str) -> dict[str, Any]:
   return {
     'prompt': prompt,
-    'models': {role: f'{info["path"]} ({info["num_params"] / 1e6:.1f}M)' for role, info in models.items()},
+    'models': {role: model_title(info) for role, info in models.items()},
+    'has_lookup': options.has_lookup,
     'tree': setting.tree_name,
     'num_drafts': setting.num_drafts,
     'draft_length': setting.draft_length,
     'temperature': options.temperature,
     'top_k': options.top_k,
     'top_p': options.top_p,
+    'min_p': options.min_p,
     'seed': options.seed,
     'version': spectr_jax.__version__,
   }
@@ -88,9 +91,14 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
   setting = only_setting(options)
   if not setting.tree.num_nodes:
     raise ValueError(f'{setting.method.name} drafts nothing: there is nothing to trace')
-  others = choose_others(compare, setting.method, setting.tree)
-  if options.mesh or options.num_seeds > 1:
-    raise ValueError('a trace is of one seed, on one device: leave out mesh and num_seeds')
+  kinds = {'gives': options.has_lookup, 'mixes': options.has_lookup and bool(options.draft_model)}
+  others = choose_others(compare, setting.method, setting.tree, **kinds)
+  if options.mesh or options.num_seeds > 1 or options.num_samples > 1:
+    raise ValueError('a trace is of one seed and sample, on one device: leave out mesh, num_seeds and num_samples')
+  if options.stop:
+    raise ValueError('stop is for decode.main and decode.bulk; a trace shows rounds to their ends')
+  if options.logprobs:
+    raise ValueError("logprobs is for decode.main and decode.bulk; a trace shows the target's probabilities anyway")
   work = Workload.load(dataclasses.replace(options, num_prompts=1))
   notify(f'{setting}: decoding, and {len(others)} methods judge its drafts', 0, 1)
   trace = trace_decode(
@@ -102,13 +110,14 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
     tree=setting.tree,
     others=others,
     max_new_tokens=options.max_new_tokens,
-    temperature=options.temperature,
-    top_k=options.top_k,
-    top_p=options.top_p,
-    eos_id=work.tokenizer.eos_id,
+    **options.sampling,
+    eos_id=work.tokenizer.eos_ids,
   )
   notify('done', 1, 1)
-  run = _describe_run(options, setting, work.info['models'], work.prompts[0].text)
+  text = work.prompts[0].text
+  if options.chat:
+    text += '\n\n'  # an answer does not continue its question
+  run = _describe_run(options, setting, work.info['models'], text)
   return {'run': run} | describe_trace(trace, work.tokenizer)
 
 

@@ -14,7 +14,8 @@ the same tree, plus the difference of the two on the longest drafts, scaled by t
 
     seconds of a batch = prefill + rounds * round,
 
-where rounds are counted until the batch's last row is done. docs/auto.md compares this with the closed form of the
+where rounds are counted until the batch's last row is done. Rounds in which lookup has no guess are shorter; they are
+part of the mean round that is decoded, and lower its rest. docs/auto.md compares this with the closed form of the
 literature.
 """
 
@@ -51,15 +52,15 @@ def grid(options: DecodeOptions) -> list[Setting]:
   """Autoregressive decoding, and every lossless method on every tree of the options that it takes.
 
   With one draft, methods for several drafts equal `speculative` or `block` and are left out, except for seed-exact
-  ones.
+  ones. They stay where lookup stands beside a model, since those two do not take its guesses.
   """
-  settings = []
+  settings, is_mixed = [], options.has_lookup and bool(options.draft_model)
   for method in METHODS.values():
-    if not method.is_lossless:
+    if not method.is_lossless or not options.takes_guesses(method):
       continue
     for setting in settings_of(method, options, skip_unfit=True):
       is_single = setting.tree.num_nodes > 0 and setting.tree.is_chain
-      if not (is_single and method.max_drafts is None and not method.is_seed_exact):
+      if is_mixed or not (is_single and method.max_drafts is None and not method.is_seed_exact):
         settings.append(setting)
   return list(dict.fromkeys(settings))
 
@@ -189,11 +190,12 @@ class Calibration:
 def conditions_of(workload: Workload) -> dict[str, Any]:
   """The conditions that a calibration depends on, as JSON values."""
   options, info = workload.options, workload.info
-  names = 'mesh', 'draft_mesh', 'temperature', 'top_k', 'top_p', 'max_new_tokens'
+  names = 'mesh', 'draft_mesh', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens'
   return {
     'device': info['device'],
     'models': info['models'],
     'batch_size': workload.batch_size,
+    'lookup': [options.lookup_max, options.lookup_min] if options.has_lookup else None,
     **{name: getattr(options, name) for name in names},
   }
 
@@ -281,7 +283,9 @@ def _measure_costs(workload: Workload, settings: list[Setting]) -> tuple[dict[st
   for name, setting in trees.items():
     if setting.tree.num_nodes:
       # Drafting depends on the tree alone, so one method per tree is compiled.
-      method = METHODS['speculative' if setting.tree.is_chain else 'spectr']
+      options = workload.options
+      is_mixed = options.has_lookup and options.draft_model
+      method = METHODS['race' if is_mixed else 'speculative' if setting.tree.is_chain else 'spectr']
       decoder = workload.decoder(dataclasses.replace(setting, method=method))
       calls[name] = functools.partial(latency.draft, decoder, workload.init(decoder, keys, rows))
   medians = {}

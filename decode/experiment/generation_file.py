@@ -9,6 +9,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+# Fields that files of earlier versions lack, and what their continuations are.
+_DEFAULTS = {'sample': 0, 'min_p': 0.0, 'stop': [], 'chat': False, 'system': None}
+
 
 def part_path(path: str | os.PathLike, index: int, count: int) -> pathlib.Path:
   """The file of one process: `path` itself for a single one, else `name-00000-of-00002.jsonl` beside it.
@@ -52,7 +55,7 @@ class GenerationFile:
   """A file with a JSON object per line, appended one by one. An incomplete last line is ignored.
 
   Attributes:
-    done: Seed and prompt index of every continuation in the file.
+    done: Seed, prompt index and sample of every continuation in the file.
   """
 
   def __init__(
@@ -71,7 +74,7 @@ class GenerationFile:
         says why.
     """
     self._path, self._settings, self._prompts = pathlib.Path(path), settings, prompts or {}
-    self.done: set[tuple[int, int]] = set()
+    self.done: set[tuple[int, int, int]] = set()
     if '://' in str(path):
       raise ValueError(f'generations: {path} must be a local file, to be appended to')
     try:
@@ -93,8 +96,8 @@ class GenerationFile:
       if not line.endswith(b'\n'):
         break  # incomplete because the run ended
       try:
-        entry = json.loads(line)
-        place = entry['seed'], entry['index']
+        entry = _DEFAULTS | json.loads(line)
+        place = entry['seed'], entry['index'], entry['sample']
       except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f'generations: {self._path}, line {number}: no continuation of this command') from error
       for name, value in self._settings.items():
@@ -127,7 +130,7 @@ class GenerationFile:
         f'generations: cannot write {self._path}: {error.strerror}; it has {len(self.done)} continuations, all whole'
       ) from error
     self._end += len(line)
-    self.done.add((entry['seed'], entry['index']))
+    self.done.add((entry['seed'], entry['index'], entry['sample']))
 
   def _give_up(self) -> None:
     """Closes the file and removes an incomplete last line."""

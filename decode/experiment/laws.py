@@ -11,12 +11,14 @@ import numpy as np
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
 from spectr_jax import Model, SamplingParams, get_method
-from spectr_jax.sampling import logits_to_probs
+from spectr_jax.sampling import SAMPLING_NAMES, logits_to_probs
 from spectr_jax.sharding import fetch
 
 
 @jax.jit(static_argnames='num_new')
-def laws_after(model: Model, prompts, lengths, tokens, temperature, top_k=0, top_p=1.0, *, num_new: int) -> jax.Array:
+def laws_after(
+  model: Model, prompts, lengths, tokens, temperature, top_k=0, top_p=1.0, min_p=0.0, *, num_new: int
+) -> jax.Array:
   """The distributions `[B, num_new, V]` of a model's tokens after each prompt, given the previous tokens.
 
   Args:
@@ -24,7 +26,7 @@ def laws_after(model: Model, prompts, lengths, tokens, temperature, top_k=0, top
     prompts: int32 `[B, P]`, right-padded.
     lengths: int32 `[B]`, tokens of each prompt.
     tokens: int32 `[B, num_new]`, the tokens after each prompt.
-    temperature, top_k, top_p: Scalars, as in `SamplingParams`.
+    temperature, top_k, top_p, min_p: Scalars, as in `SamplingParams`.
     num_new: Number of tokens after the prompt.
   """
   batch_size, longest = prompts.shape
@@ -36,7 +38,7 @@ def laws_after(model: Model, prompts, lengths, tokens, temperature, top_k=0, top
   positions = lengths[:, None] - 1 + jnp.arange(num_new)
   causal = jnp.tril(jnp.ones((num_new, num_new), bool))
   logits = model.apply(called, positions, causal, cache).logits
-  sampling = SamplingParams.make(batch_size, temperature=temperature, top_k=top_k, top_p=top_p)
+  sampling = SamplingParams.make(batch_size, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
   return logits_to_probs(logits, sampling)
 
 
@@ -49,8 +51,11 @@ def _probs_after(model: Model, prompts, lengths, tokens, *sampling, num_new: int
 
 def _along(function, workload: Workload, model: Model, rows: np.ndarray, tokens: np.ndarray) -> jax.Array:
   """`laws_after` or `_probs_after` on a batch of continuations."""
+  if not isinstance(model, Model):
+    draft = workload.options.draft
+    raise ValueError(f'this needs the probabilities of a draft model along texts, and {draft} is not a model')
   options, written = workload.options, np.maximum(tokens[rows], 0)
-  sampling = options.temperature, options.top_k, options.top_p
+  sampling = [getattr(options, name) for name in SAMPLING_NAMES]
   return function(
     model, workload.tokens[rows], workload.lengths[rows], written, *sampling, num_new=tokens.shape[1]
   )  # fmt: skip

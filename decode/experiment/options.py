@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 from etils import epath
 
 from common.command_line import parse_sizes
-from decode.experiment.prompts import Prompt, read_prompts
-from spectr_jax import METHODS, Method, get_method, with_children, with_epsilon, with_gumbel
+from decode.experiment.prompt_sets import PROMPT_SETS
+from decode.experiment.prompts import Prompt, as_conversations, read_prompts
+from spectr_jax import METHODS, Method, StopStrings, get_method, with_children, with_epsilon, with_gumbel
+from spectr_jax.draft.lookup import LOOKUP_MAX, LOOKUP_MIN, Lookup
 from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.engine.stop import check_stop_texts
+from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.models.int8 import INT8
+from spectr_jax.sampling import SAMPLING_NAMES
 from spectr_jax.sharding import DATA, make_mesh
 
 ROOT = epath.Path(__file__).resolve().parents[2]
 PRETRAINED = ROOT / 'pretrained'
 AUTO = 'auto'
+LOOKUP = 'lookup'
 # Default K and L, for named methods and for `auto`.
 DEFAULT_GRID = {'num_drafts': (2,), 'draft_length': (8,)}
 AUTO_GRID = {'num_drafts': (1, 2, 4, 8), 'draft_length': (2, 4, 8)}
@@ -30,73 +38,119 @@ def has_epsilon(name: str) -> bool:
   return with_epsilon(method, 0.5) != with_epsilon(method, 0.25)
 
 
+def option(text: str, default: Any, *, is_repeated: bool = False) -> Any:
+  """A field of `DecodeOptions` that the command line has as a flag.
+
+  Args:
+    text: Help of the flag.
+    default: Default of the field and the flag.
+    is_repeated: Whether several values are given by repeating the flag; else they are separated by commas.
+  """
+  return dataclasses.field(default=default, metadata={'help': text, 'is_repeated': is_repeated})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
-  """Options of a run. Every field is a flag of `decode.main`.
+  """Options of a run. Every field is a flag of `decode.main`, made by `option_flags`; its help says what it is.
 
-  Attributes:
-    target, draft: Directories of models.
-    dtype: Type to compute in, '' for each model's own.
-    method: Names of methods. `auto`, alone or beside `autoregressive`, takes the lossless method that is predicted to
-      be the fastest; see `decode.auto.prediction`.
-    num_drafts, draft_length: Values of K and L. Every pair is run, or compared by `auto`. The defaults are 2 and 8, and
-      for `auto` 1, 2, 4, 8 and 2, 4, 8.
-    tree: Trees of guesses; see `decode.experiment.settings.TreeSpec`.
-    acceptance: File of measured acceptance rates for `optimal` trees, or None to measure them on the prompts.
-    calibration: File for the measurements of `auto`. If it exists, they are read from it.
-    calibration_prompts: Number of prompts, from the first, that `auto` decodes for its measurements; at least two
-      batches are decoded.
-    children: Rule by which the children of a node are drawn, '' for each method's own.
-    epsilon: Over-acceptance of the methods that have one, or None for their own.
-    gumbel: Whether methods that draft nothing sample by Gumbel-max with keys per position, as `ersd` does.
-    share_of_optimum: Whether to compare acceptance with the most that any token-level verification could reach.
-    breakdown: Whether to time the parts of a round one by one.
-    profile_dir: Directory for JAX profiles of some rounds of each setting, or None.
-    temperature, top_k, top_p: The sampling parameters.
-    prompt: One text to continue, or None.
-    prompts: File of prompts, or None for the shipped ones; see `read_prompts`.
-    num_prompts: The largest number of prompts to take from the beginning of the file.
-    skip_long: Whether to leave out prompts that are too long instead of refusing them.
-    batch_size: The largest number of prompts decoded together.
-    max_new_tokens: The largest number of new tokens per continuation.
-    num_seeds, seed: Seeds `seed` to `seed + num_seeds - 1` are run.
-    mesh: Sizes of a mesh `data:D,model:M` to shard the work over, '' for one device; see `DecodeSharding`.
-    draft_mesh: `whole` for a full copy of the draft on every device along `model`, `divided` to shard it like the
-      target.
+  The method `auto` stands alone or beside `autoregressive`. Every pair of `num_drafts` and `draft_length` is run, or
+  compared by `auto`. None for `epsilon` leaves each method its own. The seeds are `seed` to `seed + num_seeds - 1`.
+  See `decode.auto.prediction` about `auto`, `decode.experiment.settings.TreeSpec` about `tree`, `read_prompts` about
+  `prompts` and `DecodeSharding` about `mesh`.
 
   Raises:
     ValueError: A value is out of range; the message says what is allowed.
   """
 
-  target: str = str(PRETRAINED / 'target')
-  draft: str = str(PRETRAINED / 'draft')
-  dtype: str = ''
-  method: tuple[str, ...] = ('autoregressive', 'speculative', 'block', 'spectr', 'race_traversal')
-  num_drafts: tuple[int, ...] | None = None
-  draft_length: tuple[int, ...] | None = None
-  tree: tuple[str, ...] = ('chains',)
-  acceptance: str | None = None
-  calibration: str | None = None
-  calibration_prompts: int = 8
-  children: str = ''
-  epsilon: float | None = None
-  gumbel: bool = False
-  share_of_optimum: bool = False
-  breakdown: bool = False
-  profile_dir: str | None = None
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  prompt: str | None = None
-  prompts: str | None = None
-  num_prompts: int = 32
-  skip_long: bool = False
-  batch_size: int = 1
-  max_new_tokens: int = 64
-  num_seeds: int = 1
-  seed: int = 0
-  mesh: str = ''
-  draft_mesh: str = 'whole'
+  target: str = option('The target: a directory, a .gguf file, or ORG/NAME on the hub.', str(PRETRAINED / 'target'))
+  draft: str = option(
+    'The draft, as the target, or the folder of a head on the target (EAGLE, Medusa, MTP); lookup guesses what followed'
+    " in the text before, without a model; lookup+DRAFT does so beside the model's samples.",
+    str(PRETRAINED / 'draft'),
+  )
+  lookup_max: int = option('Tokens at the end of the text that lookup compares with earlier ones, at most.', LOOKUP_MAX)
+  lookup_min: int = option('Tokens that must agree for lookup to guess, at least.', LOOKUP_MIN)
+  lookup_corpus: tuple[str, ...] = option(
+    'Text files that lookup searches besides the text, separated by commas: paths or globs of .txt, .gz or .bz2 files.'
+    ' A blank line ends a document.',
+    (),
+  )
+  dtype: str = option("Type to compute in, float32 or bfloat16; '' for each model's own.", '')
+  weights: str = option(
+    "int8 to hold both models' matrices as 8-bit integers with a scale per output channel; '' for those of the files."
+    ' Lossless methods then give the distribution of the quantised target.',
+    '',
+  )
+  method: tuple[str, ...] = option(
+    f'Methods, separated by commas, of {", ".join(METHODS)}; or auto, the one predicted to be the fastest.',
+    ('autoregressive', 'speculative', 'block', 'spectr', 'race_traversal'),
+  )
+  num_drafts: tuple[int, ...] | None = option(
+    'K, drafts per round; several, separated by commas, run the grid. Default 2, for auto 1,2,4,8.', None
+  )
+  draft_length: tuple[int, ...] | None = option(
+    'L, tokens per draft; several, separated by commas, run the grid. Default 8, for auto 2,4,8.', None
+  )
+  tree: tuple[str, ...] = option(
+    'Tree of guesses: chains (K drafts of L tokens), prefix:FACTORS (prefix:4,2,2,1), specinfer (three chains of L'
+    ' tokens that share two), optimal:BUDGET (the best of at most so many nodes), likeliest:WIDTHS (for greedy'
+    " decoding: the draft's likeliest paths, so many at each depth) or confident:WIDTHS (samples where the draft is"
+    ' confident, so many at each depth); repeat the flag for several.',
+    ('chains',),
+    is_repeated=True,
+  )
+  growth_threshold: float = option(
+    'Trees of likeliest and confident have no guess whose estimated chance is below this; drafting ends where none is'
+    ' left.',
+    0.0,
+  )
+  acceptance: str | None = option(
+    'JSON that --output wrote in a run with optimal:BUDGET; its rates are used instead of measuring them again.', None
+  )
+  calibration: str | None = option('JSON file in which --method=auto keeps what it measures, and finds it again.', None)
+  calibration_prompts: int = option('Prompts that auto decodes to measure; at least two batches.', 8)
+  children: str = option(
+    "How siblings are drawn: independent, without_replacement or first_arrivals; '' for each method's own.", ''
+  )
+  epsilon: float | None = option('What decoding_opt and decoding_uno accept too much; they are not lossless.', None)
+  gumbel: bool = option('Sample autoregressively by Gumbel-max, keyed by position: what ersd gives.', False)
+  share_of_optimum: bool = option(
+    'Compare acceptance with the most that token-level verification of the same candidates could reach; takes time.',
+    False,
+  )
+  breakdown: bool = option('Time the parts of a round: draft, target, verification, and the rest.', False)
+  profile_dir: str | None = option(
+    "Directory for what JAX's profiler records of some rounds of every setting; for TensorBoard or Perfetto.", None
+  )
+  temperature: float = option('Sampling temperature; 0 decodes greedily.', 1.0)
+  top_k: int = option('Sample from the k likeliest tokens; 0 for all.', 0)
+  top_p: float = option('Sample from the fewest likeliest tokens of this mass.', 1.0)
+  min_p: float = option('Sample from tokens at least this many times as likely as the likeliest; 0 for all.', 0.0)
+  stop: tuple[str, ...] = option(
+    'Text that ends a continuation, and is no part of it; repeat for several.', (), is_repeated=True
+  )
+  logprobs: bool = option("Write the target's log probability of every token to --generations.", False)
+  prompt: str | None = option('One text to continue.', None)
+  prompts: str | None = option(
+    'File of texts to continue: .jsonl with a "prompt" field, else a text per line; .json, .tsv and .gz are read too.'
+    f' SET:FILE reads a published set: {", ".join(PROMPT_SETS)}. Default: the shipped prompts.',
+    None,
+  )
+  num_prompts: int = option('Prompts to take from the beginning of the file, at most.', 32)
+  chat: bool = option(
+    "Let the model answer: render prompts as turns of the user, and conversations, by the model's chat template.", False
+  )
+  system: str | None = option('System message of conversations that have none of their own.', None)
+  skip_long: bool = option('Leave out prompts that are too long instead of refusing them.', False)
+  batch_size: int = option('Prompts decoded together, at most.', 1)
+  max_new_tokens: int = option('New tokens per prompt, at most.', 64)
+  num_samples: int = option('Continuations of each prompt with each seed.', 1)
+  num_seeds: int = option('Runs of every setting, each with its own seed.', 1)
+  seed: int = option('The first seed.', 0)
+  mesh: str = option(
+    "Devices to divide the work over, as data:8,model:2: rows over data, the target over model; '' for one device.", ''
+  )
+  draft_mesh: str = option('The draft is whole on every device along model, or divided over it.', 'whole')
 
   def __post_init__(self):
     if not self.method:
@@ -105,6 +159,7 @@ class DecodeOptions:
       if getattr(self, name) is None:
         object.__setattr__(self, name, values)
     self._check_auto()
+    self._check_lookup()
     if self.epsilon is not None and not (math.isfinite(self.epsilon) and self.epsilon >= 0):
       raise ValueError(f'epsilon must be finite and at least 0, got {self.epsilon}')
     if self.epsilon is not None and not any(has_epsilon(name) for name in self.method if name != AUTO):
@@ -121,23 +176,36 @@ class DecodeOptions:
       raise ValueError('no tree given; chains is the default')
     if not (math.isfinite(self.temperature) and self.temperature >= 0):
       raise ValueError(f'temperature must be finite and at least 0, got {self.temperature}')
+    if not 0 <= self.growth_threshold <= 1:
+      raise ValueError(f'growth_threshold must be from 0 to 1, got {self.growth_threshold}')
+    if self.growth_threshold and not any(tree.startswith(('likeliest', 'confident')) for tree in self.tree):
+      raise ValueError('growth_threshold is for --tree=likeliest:WIDTHS and --tree=confident:WIDTHS')
     if not 0 <= self.top_k < 2**31:
       raise ValueError(f'top_k must be at least 0 (0 keeps all) and below 2**31, got {self.top_k}')
     if not 0 < self.top_p <= 1:
       raise ValueError(f'top_p must be above 0 and at most 1, got {self.top_p}')
-    for name in ('num_prompts', 'calibration_prompts', 'batch_size', 'max_new_tokens', 'num_seeds'):
+    if not 0 <= self.min_p <= 1:
+      raise ValueError(f'min_p must be from 0 to 1 (0 keeps all), got {self.min_p}')
+    check_stop_texts(self.stop)
+    if self.stop and self.share_of_optimum:
+      raise ValueError('share_of_optimum counts whole rounds, and stop may end a row within one; choose one')
+    for name in ('num_prompts', 'calibration_prompts', 'batch_size', 'max_new_tokens', 'num_samples', 'num_seeds'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, got {getattr(self, name)}')
     if self.seed < 0 or self.seed + self.num_seeds > 2**32:
       raise ValueError(f'seeds must be from 0 to 2**32 - 1, got {self.num_seeds} from {self.seed} on')
     if self.dtype not in _DTYPES:
       raise ValueError(f"dtype must be float32 or bfloat16, or '' for the model's own, got {self.dtype!r}")
+    if self.weights not in ('', INT8):
+      raise ValueError(f"weights must be {INT8}, or '' for those of the files, got {self.weights!r}")
     if self.draft_mesh not in DRAFT_MESHES:
       raise ValueError(f'draft_mesh must be {" or ".join(DRAFT_MESHES)}, got {self.draft_mesh!r}')
     if self.draft_mesh != 'whole' and not self.mesh:
       raise ValueError('draft_mesh is for a mesh, and none is given')
     if self.prompt is not None and self.prompts is not None:
       raise ValueError('prompt and prompts are both given; choose one: a text, or a file of texts')
+    if self.system is not None and not self.chat:
+      raise ValueError('system is for --chat, which renders conversations')
 
   def _check_auto(self):
     if not self.is_auto:
@@ -151,8 +219,41 @@ class DecodeOptions:
       )
     if self.children:
       raise ValueError('auto takes every method with its own children')
-    if any(tree.startswith('optimal') for tree in self.tree):
+    if any(tree.startswith(('optimal', 'likeliest', 'confident')) for tree in self.tree):
       raise ValueError('auto compares trees that are given: chains, prefix:FACTORS, specinfer')
+
+  def _check_lookup(self):
+    Lookup(self.lookup_max, self.lookup_min)
+    if not self.has_lookup:
+      if (self.lookup_max, self.lookup_min) != (LOOKUP_MAX, LOOKUP_MIN):
+        raise ValueError('lookup_max and lookup_min are for --draft=lookup or --draft=lookup+DRAFT')
+      if self.lookup_corpus:
+        raise ValueError('lookup_corpus is for --draft=lookup or --draft=lookup+DRAFT')
+      return
+    # Others are refused here, before models are read.
+    for method in self.methods:
+      if not self.takes_guesses(method):
+        allowed = ', '.join(n for n, each in METHODS.items() if each.max_drafts != 0 and self.takes_guesses(each))
+        raise ValueError(f'{method.name} does not take guesses of --draft={self.draft}; allowed: {allowed}')
+    for tree in self.tree:
+      if tree != 'chains':
+        raise ValueError(f'lookup guesses chains, and the tree is {tree}')
+
+  @property
+  def has_lookup(self) -> bool:
+    """True if guesses come from the text."""
+    return self.draft == LOOKUP or self.draft.startswith(f'{LOOKUP}+')
+
+  def takes_guesses(self, method: Method) -> bool:
+    """Returns whether a method takes guesses of this draft, which lookup gives and models draw, or drafts nothing."""
+    if not self.has_lookup or method.max_drafts == 0:
+      return True
+    return method.takes_mixed if self.draft_model else method.takes_given
+
+  @property
+  def draft_model(self) -> str:
+    """The directory of the draft model; empty for `lookup` alone."""
+    return self.draft.removeprefix(LOOKUP).removeprefix('+') if self.has_lookup else self.draft
 
   @property
   def is_auto(self) -> bool:
@@ -202,9 +303,25 @@ class DecodeOptions:
       raise ValueError(f'batch_size must be a multiple of {DATA}:{mesh.shape[DATA]} of the mesh, got {self.batch_size}')
     return DecodeSharding(mesh, is_draft_divided=self.draft_mesh == 'divided')
 
+  @property
+  def sampling(self) -> dict[str, float]:
+    """The sampling parameters, as arguments of the library's functions."""
+    return {name: getattr(self, name) for name in SAMPLING_NAMES}
+
+  def make_stop(self, tokenizer: TokenizerBase) -> StopStrings | None:
+    """The stop texts as the library takes them, or None if there are none."""
+    return StopStrings(tokenizer, self.stop) if self.stop else None
+
   def read_prompts(self) -> list[Prompt]:
-    """All prompts of the file, or the one text."""
-    if self.prompt is not None:
-      return [Prompt(self.prompt)]
+    """All prompts of the file, or the one text; conversations with `chat`.
+
+    Raises:
+      ValueError: The file is unusable, or has conversations without `chat`.
+    """
     path = PRETRAINED / 'prompts.jsonl' if self.prompts is None else self.prompts
-    return read_prompts(path)
+    prompts = read_prompts(path) if self.prompt is None else [Prompt(self.prompt)]
+    if self.chat:
+      return as_conversations(prompts, self.system)
+    if conversation := next((prompt for prompt in prompts if prompt.messages), None):
+      raise ValueError(f"{conversation.origin}: a conversation, which --chat renders by the model's template")
+    return prompts

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from spectr_jax import Tokenizer
+from decode.experiment.prompt_sets import PromptSet, split_set
+from spectr_jax.io.tokenizer import TokenizerBase
 
 # Field names in common prompt sets. The first field that a JSON object has is the prompt.
 _FIELDS = ('prompt', 'question', 'instruction', 'turns')
 _WANTED = 'expected a JSON object with a text in "prompt"'
+_MESSAGE = 'a message is a JSON object of texts, among them "role" and "content"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,26 +32,52 @@ class Prompt:
     index: Its index in the file, from 0. A row's random key derives from it.
     id: The file's own `id`, or the index if it has none.
     origin: The prompt's file and line, for messages.
+    task: Its category in a published set, '' if there is none.
+    turns: The user's texts of a published set, of which `text` is the first; empty for other files.
+    messages: A conversation in which the model answers, each message with `role` and `content`; empty for a text that
+      is continued as it is.
   """
 
   text: str
   index: int = 0
   id: int | str = 0
   origin: str = '--prompt'
+  task: str = ''
+  turns: tuple[str, ...] = ()
+  messages: tuple[Mapping[str, str], ...] = ()
 
   def __post_init__(self):
     if not self.text.strip():
       raise ValueError(f'{self.origin}: the prompt is empty; a prompt is a text of at least one word')
     try:
       self.text.encode()
+      for message in self.messages:
+        ''.join(message.values()).encode()
     except UnicodeEncodeError as error:
       raise ValueError(f'{self.origin}: the prompt is not valid Unicode: {error.reason}') from error
 
 
+def _is_message(entry: Any) -> bool:
+  return isinstance(entry, dict) and {'role', 'content'} <= {*entry} and {str} == {*map(type, entry.values())}
+
+
+def _parse_messages(entry: dict[str, Any], prompt_id: int | str, index: int, origin: str) -> Prompt:
+  messages = entry['messages']
+  if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+    raise ValueError(f'{origin}: "messages" is {json.dumps(messages)[:60]}; expected a list of messages, {_MESSAGE}')
+  text = '\n'.join(message['content'] for message in messages)
+  return Prompt(text, index, prompt_id, origin, messages=tuple(messages))
+
+
 def _parse_entry(entry, index: int, origin: str) -> Prompt:
+  prompt_id = entry.get('id', index) if isinstance(entry, dict) else index
+  if not isinstance(prompt_id, int | str):
+    raise ValueError(f'{origin}: "id" is {json.dumps(prompt_id)[:40]}; expected a number or a text')
+  if isinstance(entry, dict) and 'messages' in entry:
+    return _parse_messages(entry, prompt_id, index, origin)
   field = next((name for name in _FIELDS if name in entry), None) if isinstance(entry, dict) else None
   if field is None:
-    raise ValueError(f'{origin}: no "prompt"; {_WANTED} (or one of {", ".join(_FIELDS[1:])})')
+    raise ValueError(f'{origin}: no "prompt"; {_WANTED} (or one of {", ".join((*_FIELDS[1:], "messages"))})')
   text = entry[field]
   if field == 'turns' and isinstance(text, list) and text:
     text = text[0]
@@ -56,17 +85,22 @@ def _parse_entry(entry, index: int, origin: str) -> Prompt:
     raise ValueError(f'{origin}: "{field}" is {json.dumps(text)[:40]}; {_WANTED}')
   if field == 'instruction' and isinstance(entry.get('input'), str) and entry['input']:
     text = f'{text}\n{entry["input"]}'
-  prompt_id = entry.get('id', index)
-  if not isinstance(prompt_id, int | str):
-    raise ValueError(f'{origin}: "id" is {json.dumps(prompt_id)[:40]}; expected a number or a text')
   return Prompt(text, index, prompt_id, origin)
 
 
-def _parse_json(text: str, origin: str) -> Any:
+def _parse_published(entry, index: int, origin: str, prompt_set: PromptSet) -> Prompt:
+  try:
+    found = prompt_set.parse(entry)
+  except ValueError as error:
+    raise ValueError(f'{origin}: {error}; an entry of {prompt_set.title} is {prompt_set.form}') from error
+  return Prompt(found.turns[0], index, index if found.id is None else found.id, origin, found.task, found.turns)
+
+
+def _parse_json(text: str, origin: str, wanted: str) -> Any:
   try:
     return json.loads(text)
   except (json.JSONDecodeError, RecursionError) as error:
-    raise ValueError(f'{origin}: not JSON ({error}); {_WANTED}') from error
+    raise ValueError(f'{origin}: not JSON ({error}); {wanted}') from error
 
 
 def _read_bytes(path: epath.Path) -> bytes:
@@ -82,17 +116,7 @@ def _read_bytes(path: epath.Path) -> bytes:
     raise ValueError(f'cannot read prompts from {path}: {error}') from error
 
 
-def read_prompts(path: epath.PathLike) -> list[Prompt]:
-  """The prompts of a file. The ending of its name determines the format; `.gz` may follow.
-
-  `.jsonl` holds a JSON object per line, `.json` the same or one array of objects. The text is in the field `prompt`,
-  else `question`, `instruction` (followed by `input` on a line of its own) or `turns` (the first). `.tsv` has the text
-  in the first column. Any other file has one prompt per line.
-
-  Raises:
-    ValueError: The file cannot be read, is not UTF-8, or a line is not a prompt; the message names the line.
-  """
-  path = epath.Path(path)
+def _decode_text(path: epath.Path) -> str:
   data = _read_bytes(path)
   try:
     text = data.decode('utf-8-sig')
@@ -101,29 +125,111 @@ def read_prompts(path: epath.PathLike) -> list[Prompt]:
     raise ValueError(f'{path}, line {line}: not UTF-8 ({error.reason})') from error
   if not text:
     raise ValueError(f'{path} holds no prompts')
-  kind = epath.Path(path.name.removesuffix('.gz')).suffix
+  return text
+
+
+def read_prompts(path: epath.PathLike) -> list[Prompt]:
+  """The prompts of a file. The ending of its name determines the format; `.gz` may follow.
+
+  `.jsonl` holds a JSON object per line, `.json` the same or one array of objects. The text is in the field `prompt`,
+  else `question`, `instruction` (followed by `input` on a line of its own) or `turns` (the first). An object with
+  `messages` is a conversation; its text is what the messages say. `.tsv` has the text in the first column. Any other
+  file has one prompt per line.
+
+  `SET:FILE` reads a published set of `prompt_sets.PROMPT_SETS` instead, whatever the ending. Its prompts also have
+  `task`, `turns` and the set's own identifiers.
+
+  Raises:
+    ValueError: The file cannot be read, is not UTF-8, or a line is not a prompt of the set; the message names the line.
+  """
+  prompt_set, path = split_set(path)
+  text = _decode_text(path)
+  if prompt_set is None:
+    kind, parse, wanted = epath.Path(path.name.removesuffix('.gz')).suffix, _parse_entry, _WANTED
+  else:
+    kind, parse = prompt_set.ending, functools.partial(_parse_published, prompt_set=prompt_set)
+    wanted = f'an entry of {prompt_set.title} is {prompt_set.form}'
   if kind == '.json' and text.lstrip().startswith('['):
-    entries = _parse_json(text, str(path))
+    entries = _parse_json(text, str(path), wanted)
     if not entries:
       raise ValueError(f'{path} holds no prompts')
-    return [_parse_entry(entry, index, f'{path}, entry {index + 1}') for index, entry in enumerate(entries)]
+    return [parse(entry, index, f'{path}, entry {index + 1}') for index, entry in enumerate(entries)]
   prompts = []
   for index, line in enumerate(text.removesuffix('\n').split('\n')):
     origin = f'{path}, line {index + 1}'
     line = line.removesuffix('\r')
     if kind in ('.jsonl', '.json') and line.strip():
-      prompts.append(_parse_entry(_parse_json(line, origin), index, origin))
+      prompts.append(parse(_parse_json(line, origin, wanted), index, origin))
+    elif kind == '.tsv' and prompt_set is not None:
+      prompts.append(parse(line.split('\t'), index, origin))
     else:
       prompts.append(Prompt(line.split('\t')[0] if kind == '.tsv' else line, index, index, origin))
   return prompts
 
 
-def _encode(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
-  return [[tokenizer.bos_id, *ids] for ids in tokenizer.encode_batch([prompt.text for prompt in prompts])]
+def take_first(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:
+  """The first prompts.
+
+  Args:
+    prompts: The prompts.
+    num_prompts: The largest number of prompts to take.
+  """
+  return list(prompts[:num_prompts])
+
+
+def take_evenly(prompts: Sequence[Prompt], num_prompts: int, *, group: Callable[[Prompt], str]) -> list[Prompt]:
+  """Equally many prompts of every group, spread over the group, in the order of the file.
+
+  A group that has too few gives all it has, and the others give more. Of a remainder, earlier groups give one more.
+
+  Args:
+    prompts: The prompts.
+    num_prompts: The largest number of prompts to take.
+    group: The group of a prompt.
+  """
+  places: dict[str, list[int]] = {}
+  for place, prompt in enumerate(prompts):
+    places.setdefault(group(prompt), []).append(place)
+  # The n-th of a group is taken before the (n + 1)-th of any.
+  ranked = sorted((rank, first) for first, members in enumerate(places.values()) for rank in range(len(members)))
+  taken = [first for _, first in ranked[:num_prompts]]
+  chosen = []
+  for first, members in enumerate(places.values()):
+    count = taken.count(first)
+    chosen += [members[number * len(members) // count] for number in range(count)]
+  return [prompts[place] for place in sorted(chosen)]
+
+
+def as_conversations(prompts: Sequence[Prompt], system: str | None = None) -> list[Prompt]:
+  """The prompts as conversations: a text becomes a turn of the user.
+
+  Args:
+    prompts: The prompts.
+    system: The system message of conversations that have none of their own, or None.
+  """
+  found = []
+  for prompt in prompts:
+    messages = prompt.messages or ({'role': 'user', 'content': prompt.text},)
+    if system is not None and messages[0]['role'] != 'system':
+      messages = ({'role': 'system', 'content': system}, *messages)
+    found.append(dataclasses.replace(prompt, messages=messages))
+  return found
+
+
+def _encode_chat(prompt: Prompt, tokenizer: TokenizerBase) -> list[int]:
+  try:
+    return tokenizer.encode_chat(prompt.messages)
+  except ValueError as error:
+    raise ValueError(f'{prompt.origin}: {error}') from error
+
+
+def _encode(prompts: Sequence[Prompt], tokenizer: TokenizerBase) -> list[list[int]]:
+  rows = iter(tokenizer.encode_prompts([prompt.text for prompt in prompts if not prompt.messages]))
+  return [_encode_chat(prompt, tokenizer) if prompt.messages else next(rows) for prompt in prompts]
 
 
 def longest_prompt(max_new_tokens: int, max_length: int | None) -> float:
-  """The largest number of tokens of a prompt, bos included.
+  """The largest number of tokens of a prompt, special ones included.
 
   Args:
     max_new_tokens: Number of new tokens to leave room for.
@@ -143,7 +249,7 @@ def longest_prompt(max_new_tokens: int, max_length: int | None) -> float:
 
 
 def without_long(
-  prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_new_tokens: int, max_length: int | None
+  prompts: Sequence[Prompt], tokenizer: TokenizerBase, *, max_new_tokens: int, max_length: int | None
 ) -> list[Prompt]:
   """The prompts that leave room for `max_new_tokens`.
 
@@ -167,9 +273,14 @@ def without_long(
 
 
 def encode_prompts(
-  prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_new_tokens: int, max_length: int | None, multiple: int = 16
+  prompts: Sequence[Prompt],
+  tokenizer: TokenizerBase,
+  *,
+  max_new_tokens: int,
+  max_length: int | None,
+  multiple: int = 16,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The prompts' token ids, starting with bos, right-padded to one size.
+  """The prompts' token ids, right-padded to one size. They begin with bos if the tokenizer wants it.
 
   Args:
     prompts: The prompts.

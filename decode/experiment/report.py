@@ -23,8 +23,9 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.run import DecodeRun, Measurement, Summary
 from decode.experiment.settings import Setting
-from decode.experiment.workload import Notify
-from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Tokenizer
+from decode.experiment.workload import Notify, model_title
+from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Continuation, StopStrings, finish_reason
+from spectr_jax.io.tokenizer import TokenizerBase
 
 # Marks of a token's origin, with colour and without.
 _STYLES = {ORIGIN_DRAFT: 'green', ORIGIN_CORRECTION: 'bold red', ORIGIN_BONUS: 'bold blue'}
@@ -147,7 +148,13 @@ def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]
 
 
 def describe_continuation(
-  setting: dict[str, Any], prompt: Prompt, seed: int, tokens: np.ndarray, num_target_calls: int, tokenizer: Tokenizer
+  setting: dict[str, Any],
+  prompt: Prompt,
+  seed: int,
+  sample: int,
+  found: Continuation,
+  tokenizer: TokenizerBase,
+  stop: StopStrings | None,
 ) -> dict[str, Any]:
   """A continuation as JSON values.
 
@@ -155,30 +162,62 @@ def describe_continuation(
     setting: The result of `describe_setting`.
     prompt: The prompt.
     seed: The seed.
-    tokens: int `[T]`, the continuation's tokens without padding.
-    num_target_calls: Number of target calls.
+    sample: The index of the sample among those of this prompt and seed.
+    found: The continuation.
     tokenizer: The models' tokenizer.
+    stop: The texts that end continuations, or None.
   """
-  tokens = tokens.tolist()
-  return {
+  tokens = found.tokens.tolist()
+  entry = {
     'id': prompt.id,
     'prompt': prompt.text,
     **setting,
     'seed': seed,
+    'sample': sample,
     'tokens': tokens,
-    'text': tokenizer.decode(tokens),
-    'target_calls': int(num_target_calls),
+    'text': tokenizer.decode(tokens) if stop is None else stop.text_of(tokens),
+    'target_calls': found.num_target_calls,
+    'finish_reason': found.finish_reason,
   }
+  return entry if found.logprobs is None else entry | {'logprobs': _numbers(found.logprobs)}
+
+
+def _numbers(values: np.ndarray) -> list[float | None]:
+  """float32 values with as few digits as tell them apart; null for a token that the target excludes."""
+  return [float(str(value)) if np.isfinite(value) else None for value in values]
+
+
+def continuation_of(
+  measurement: Measurement, row: int, tokenizer: TokenizerBase, stop: StopStrings | None
+) -> Continuation:
+  """One row of a measurement, without padding.
+
+  Args:
+    measurement: The measurement.
+    row: The row.
+    tokenizer: The models' tokenizer.
+    stop: The texts that end continuations, or None.
+  """
+  length = measurement.lengths[row]
+  return Continuation(
+    row,
+    tokens=measurement.tokens[row, :length],
+    origins=measurement.origins[row, :length],
+    num_target_calls=int(measurement.calls[row]),
+    finish_reason=finish_reason(measurement.tokens[row, :length], tokenizer.eos_ids, stop),
+    logprobs=None if measurement.logprobs is None else measurement.logprobs[row, :length],
+  )
 
 
 def to_jsonl(run: DecodeRun) -> str:
-  """The continuations as JSONL, one line per setting, seed and prompt."""
-  lines = []
+  """The continuations as JSONL, one line per setting, seed, prompt and sample."""
+  lines, texts = [], (run.tokenizer, run.options.make_stop(run.tokenizer))
   for found in run.measurements:
     setting = describe_setting(run.options, found.setting)
-    for row, prompt in enumerate(run.prompts):
-      tokens = found.tokens[row, : found.lengths[row]]
-      line = describe_continuation(setting, prompt, found.seed, tokens, found.calls[row], run.tokenizer)
+    for row in range(len(found.lengths)):
+      place, sample = divmod(row, run.options.num_samples)
+      continuation = continuation_of(found, row, *texts)
+      line = describe_continuation(setting, run.prompts[place], found.seed, sample, continuation, *texts)
       lines.append(json.dumps(line, ensure_ascii=False) + '\n')
   return ''.join(lines)
 
@@ -270,7 +309,8 @@ def explain_bias(run: DecodeRun) -> list[str]:
   """One line for each method that is not lossless, with the reason."""
   methods = dict.fromkeys(setting.method for setting in run.settings if not setting.method.is_lossless)
   return [
-    f"{method.name} is not lossless, its text does not have the target's law: {method.bias}." for method in methods
+    f"{method.name} is not lossless, its text does not have the target's distribution: {method.bias}."
+    for method in methods
   ]
 
 
@@ -310,7 +350,7 @@ def _printable(text: str) -> str:
   return ''.join(c if c == '\n' or unicodedata.category(c) not in ('Cc', 'Cf') else '\ufffd' for c in text)
 
 
-def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, int]]:
+def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: TokenizerBase) -> list[tuple[str, int]]:
   """The text of each token with the token's origin. The token that completes a character has all of its bytes.
 
   Args:
@@ -360,19 +400,23 @@ def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
 
 def _headline(run: DecodeRun) -> str:
   options, models = run.options, run.info['models']
-  names = ', '.join(f'{role} {model["path"]} ({model["num_params"] / 1e6:.1f}M)' for role, model in models.items())
+  names = ', '.join(f'{role} {model_title(model)}' for role, model in models.items())
+  names += ', guesses by lookup' if options.has_lookup else ''
   filters = [f'temperature {options.temperature:g}']
   if options.top_k:
     filters.append(f'top-k {options.top_k}')
   if options.top_p < 1:
     filters.append(f'top-p {options.top_p:g}')
+  if options.min_p:
+    filters.append(f'min-p {options.min_p:g}')
   device = run.info['device']
   batch_size = min(options.batch_size, len(run.prompts))
+  samples = f', {options.num_samples} samples of each prompt' if options.num_samples > 1 else ''
   num_long = run.info['num_long_prompts']
   left_out = f' ({num_long} of the file are too long and left out)' if num_long else ''
   return (
     f'{names}\n{len(run.prompts)} prompts{left_out} in batches of {batch_size},'
-    f' up to {options.max_new_tokens} new tokens, {", ".join(filters)},'
+    f' up to {options.max_new_tokens} new tokens, {", ".join(filters)}{samples},'
     f' {options.num_seeds} seed{"s" * (options.num_seeds > 1)} from {options.seed};'
     f' {device["kind"]}, {device["num_cpus"]} CPU cores'
     + (f', mesh {options.mesh} of {device["num_devices"]} devices' if options.mesh else '')

@@ -29,29 +29,33 @@ from decode.auto.prediction import Prediction, choose, predict_all
 from decode.experiment import latency, metrics
 from decode.experiment.laws import target_texts, written_log_probs
 from decode.experiment.options import DecodeOptions
-from decode.experiment.prompts import Prompt
+from decode.experiment.prompts import Prompt, take_first
 from decode.experiment.settings import Setting, baseline_of, expand
-from decode.experiment.workload import Notify, Workload
-from spectr_jax import Generation, Statistics, Tokenizer, TokenTree
+from decode.experiment.workload import Notify, Pick, Workload
+from spectr_jax import Generation, Statistics, TokenTree
+from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.sharding import fetch
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-  """The results of one setting on all P prompts with one seed.
+  """The results of one setting on all P prompts with one seed, in R = P * num_samples rows.
+
+  The samples of a prompt are one after another.
 
   Attributes:
     setting, seed: The setting and seed.
-    tokens: int32 `[P, max_new_tokens]`, -1 after a row's end.
-    origins: int32 `[P, max_new_tokens]`, as in `spectr_jax.Generation`.
-    lengths: int32 `[P]`, tokens emitted.
-    calls: int32 `[P]`, target calls.
-    accepted_by_depth: int32 `[P, L]`, at `[i, d]` the rounds of prompt i that kept at least d + 1 drafted tokens.
+    tokens: int32 `[R, max_new_tokens]`, -1 after a row's end.
+    origins: int32 `[R, max_new_tokens]`, as in `spectr_jax.Generation`.
+    lengths: int32 `[R]`, tokens emitted.
+    calls: int32 `[R]`, target calls.
+    accepted_by_depth: int32 `[R, L]`, at `[i, d]` the rounds of row i that kept at least d + 1 drafted tokens.
     batch_seconds: `[number of batches]`, wall time of each batch, with prefill and without compilation.
     baseline_seconds: `[number of batches]`, wall time of autoregressive decoding (`baseline_of` the settings), in turns
       with this setting; None if that was not run.
-    rounds: Rounds that the device ran. A batch runs until its last row is done.
-    statistics: Statistics of each prompt, or None if not requested.
+    rounds: Rounds that the device ran, without those after stop texts. A batch runs until its last row is done.
+    statistics: Statistics of each row, or None if not requested.
+    logprobs: float32 `[R, max_new_tokens]`, as in `spectr_jax.Generation`, or None if not requested.
   """
 
   setting: Setting
@@ -65,10 +69,32 @@ class Measurement:
   baseline_seconds: np.ndarray | None
   rounds: int
   statistics: Statistics | None = None
+  logprobs: np.ndarray | None = None
 
   @property
   def seconds(self) -> float:
     return float(self.batch_seconds.sum())
+
+  def take(self, rows: np.ndarray) -> Measurement:
+    """The results of some prompts, where every batch is one prompt.
+
+    Args:
+      rows: int `[N]`, indices of prompts.
+    """
+    names = (
+      'tokens',
+      'origins',
+      'lengths',
+      'calls',
+      'accepted_by_depth',
+      'batch_seconds',
+      'baseline_seconds',
+      'logprobs',
+    )
+    arrays = {name: getattr(self, name) for name in names}
+    taken = {name: None if array is None else array[rows] for name, array in arrays.items()}
+    statistics = jax.tree.map(lambda array: array[rows], self.statistics)
+    return dataclasses.replace(self, **taken, rounds=int(taken['calls'].sum()), statistics=statistics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +163,7 @@ class DecodeRun:
   options: DecodeOptions
   info: dict[str, Any]
   prompts: list[Prompt]
-  tokenizer: Tokenizer
+  tokenizer: TokenizerBase
   settings: list[Setting]
   measurements: list[Measurement]
   acceptance: dict[str, Acceptance] = dataclasses.field(default_factory=dict)
@@ -148,6 +174,26 @@ class DecodeRun:
   def _of(self, setting: Setting | None, seeds) -> list[Measurement]:
     seeds = self.options.seeds if seeds is None else seeds
     return [found for found in self.measurements if found.seed in seeds and found.setting == setting]
+
+  def take(self, rows: np.ndarray) -> DecodeRun:
+    """The same run on some of its prompts.
+
+    Args:
+      rows: int `[N]`, indices of prompts.
+
+    Raises:
+      ValueError: Prompts or samples were decoded together, so that none has a time of its own.
+    """
+    if self.options.num_samples > 1:
+      raise ValueError(f'samples are timed together: num_samples must be 1, got {self.options.num_samples}')
+    if min(self.options.batch_size, len(self.prompts)) > 1:
+      raise ValueError(f'prompts are timed by batch: batch_size must be 1, got {self.options.batch_size}')
+    measurements = [found.take(rows) for found in self.measurements]
+    return dataclasses.replace(self, prompts=[self.prompts[row] for row in rows], measurements=measurements)
+
+  def _per_prompt(self, values: np.ndarray) -> np.ndarray:
+    """The sum over the samples of each prompt, `[P]`, of values `[R]`."""
+    return values.reshape(len(self.prompts), self.options.num_samples).sum(axis=1)
 
   def batch_speeds(self, setting: Setting, seeds=None) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Tokens and seconds of each batch, for the setting and, if it was run, for autoregressive decoding.
@@ -163,7 +209,7 @@ class DecodeRun:
     own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
 
     def tokens(group):
-      return np.add.reduceat(sum(found.lengths for found in group), starts)
+      return np.add.reduceat(self._per_prompt(sum(found.lengths for found in group)), starts)
 
     speeds = tokens(own), sum(found.batch_seconds for found in own)
     return (speeds, (tokens(baseline), sum(found.baseline_seconds for found in own))) if baseline else (speeds,)
@@ -184,19 +230,20 @@ class DecodeRun:
       if len(speeds[0]) > 1 and setting != baseline_of(self.settings):
         speedup_interval = metrics.compare(speeds, others)[1:]
       round_cost = seconds / num_rounds / (float(others[1].sum()) / sum(found.rounds for found in baseline))
-    # The continuations of one prompt under several seeds are one unit of the sample.
-    tokens, calls = sum(found.lengths for found in own), sum(found.calls for found in own)
+    # The continuations of one prompt are one unit of the sample.
+    tokens = self._per_prompt(sum(found.lengths for found in own))
+    calls = self._per_prompt(sum(found.calls for found in own))
     parts = self.part_seconds.get(setting, {})
     if parts:
       whole = seconds / num_rounds
       parts = {'round': whole} | parts | {'rest': whole - sum(parts.values())}
     num_batches = -(-len(self.prompts) // self.options.batch_size)
-    rows_per_batch = len(self.prompts) / num_batches
+    rows_per_batch = len(self.prompts) * self.options.num_samples / num_batches
     share, share_interval = None, None
     is_compared = setting.method.max_drafts is None and has_independent_children(setting.method)
     if self.options.share_of_optimum and is_compared:
-      accepted = sum(found.statistics.accepts.sum((1, 2)) for found in own)
-      optimum = sum(found.statistics.optimum for found in own)
+      accepted = self._per_prompt(sum(found.statistics.accepts.sum((1, 2)) for found in own))
+      optimum = self._per_prompt(sum(found.statistics.optimum for found in own))
       share = metrics.ratio(accepted, optimum)
       share_interval = metrics.ratio_interval(accepted, optimum)
     return Summary(
@@ -221,7 +268,8 @@ class DecodeRun:
 
 def _measure_node_costs(workload: Workload, trees: list[TokenTree], num_runs: int = 15) -> dict[int, float]:
   """Median time of a target call on each tree with its root, relative to a call on a single token."""
-  shapes = {tree.num_nodes + 1: (tree, workload.batch_size) for tree in (TokenTree(), *trees)}
+  num_rows = workload.batch_size * workload.options.num_samples
+  shapes = {tree.num_nodes + 1: (tree, num_rows) for tree in (TokenTree(), *trees)}
   calls = latency.forward_calls(workload.target, shapes, cache_size=workload.cache_size, sharding=workload.sharding)
   times = latency.time_in_turns(calls, num_runs)
   medians = {size: float(np.median(found)) for size, found in times.items()}
@@ -279,10 +327,10 @@ def _measurement(
   generations: list[Generation],
   batch_seconds: list[float],
   baseline_seconds: list[float] | None,
-  num_prompts: int,
+  num_rows: int,
 ) -> Measurement:
   """The batches joined, without the padding copies of the last batch."""
-  every: Generation = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_prompts], *generations)
+  every: Generation = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_rows], *generations)
   return Measurement(
     setting=setting,
     seed=seed,
@@ -295,6 +343,7 @@ def _measurement(
     baseline_seconds=None if baseline_seconds is None else np.array(baseline_seconds),
     rounds=sum(int(generation.num_target_calls.max()) for generation in generations),
     statistics=every.statistics,
+    logprobs=every.logprobs,
   )
 
 
@@ -314,6 +363,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
   """
   options = workload.options
   batches, prompts = workload.batches, workload.prompts
+  num_rows = len(prompts) * options.num_samples
   done, total = 0, len(settings) * options.num_seeds * len(batches)
   keys = {seed: workload.keys(seed) for seed in options.seeds}
   baseline, part_seconds, groups = baseline_of(settings), {}, []
@@ -322,7 +372,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
     notify(f'{setting}: compiling', done, total)
     # One round compiles the program that `generate` runs.
     decoder = workload.decoder(setting, statistics=options.share_of_optimum)
-    state = workload.init(decoder, keys[options.seed], batches[0])
+    state = workload.init(decoder, keys[options.seed], batches[0], num_samples=options.num_samples)
     state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, 1))
     if options.breakdown and setting.tree.num_nodes:
       notify(f'{setting}: timing its parts', done, total)
@@ -341,14 +391,16 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
     for seed, rows, setting in itertools.product(options.seeds, batches, group):
       notify(f'decoding, seed {seed}', done, total)
       start = time.perf_counter()
-      generation = workload.generate(setting, keys[seed], rows, statistics=options.share_of_optimum)
+      generation = workload.generate(
+        setting, keys[seed], rows, statistics=options.share_of_optimum, num_samples=options.num_samples
+      )
       jax.block_until_ready(generation)
       seconds[setting, seed].append(time.perf_counter() - start)
       generations[setting, seed].append(fetch(generation))
       done += (setting, seed) not in found
     for setting, seed in seconds.keys() - found.keys():
       times = seconds[setting, seed], seconds.get((baseline, seed))
-      found[setting, seed] = _measurement(setting, seed, generations[setting, seed], *times, len(prompts))
+      found[setting, seed] = _measurement(setting, seed, generations[setting, seed], *times, num_rows)
   measurements = [found[setting, seed] for setting in settings for seed in options.seeds]
   info = workload.info | {'timed_together': groups}
   run = DecodeRun(options, info, prompts, workload.tokenizer, settings, measurements, part_seconds=part_seconds)
@@ -364,7 +416,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
   return run
 
 
-def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRun:
+def run_decode(options: DecodeOptions, notify: Notify | None = None, pick: Pick = take_first) -> DecodeRun:
   """Decodes every prompt with every setting and seed.
 
   A continuation depends on its prompt, the prompt's index in the file, the seed and the setting. It does not depend on
@@ -373,6 +425,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
   Args:
     options: The options.
     notify: Called with the current activity, batches done and batches in total.
+    pick: Takes `options.num_prompts` of the prompts that fit.
 
   Returns:
     The continuations and their measurements.
@@ -383,7 +436,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None) -> DecodeRu
   notify = notify or (lambda what, done, total: None)
   settings = expand(options)
   given = None if options.acceptance is None else read_acceptance(options.acceptance)
-  workload = Workload.load(options)
+  workload = Workload.load(options, pick=pick)
   predictions = predict_all(workload, notify) if options.is_auto else []
   if predictions:
     settings = list(dict.fromkeys([*settings, choose(predictions)]))

@@ -8,10 +8,17 @@ from collections.abc import Iterator, Sequence
 
 from common.command_line import parse_name_and_ints
 from decode.experiment.options import DecodeOptions
-from spectr_jax import Method, TokenTree
+from spectr_jax import METHODS, Confident, Drafter, Likeliest, Method, Model, TokenTree, growing
+from spectr_jax.draft import as_drafter
 
 MAX_NODES = 1024
-_FORMS = 'chains, prefix:FACTORS (such as prefix:4,2,2,1), specinfer or optimal:BUDGET'
+_FORMS = (
+  'chains, prefix:FACTORS (such as prefix:4,2,2,1), specinfer, optimal:BUDGET, likeliest:WIDTHS or'
+  ' confident:WIDTHS (such as confident:4,4,4,4)'
+)
+
+
+_GROWTHS = {'likeliest': Likeliest, 'confident': Confident}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +27,13 @@ class TreeSpec:
 
   `chains` is every pair of K drafts and L tokens; `prefix:4,2,2,1` has four nodes at depth 1, two below each of them,
   and so on; `specinfer` is three chains of L tokens that share their first two; `optimal:BUDGET` is a method's best
-  tree of at most that many nodes, by measured acceptance or, for `race_traversal`, by a bound on the tokens kept.
+  tree of at most that many nodes, by measured acceptance or, for `race_traversal`, by a bound on the tokens kept;
+  `likeliest:4,4,3,2` grows a tree of its own for every row, with the draft's likeliest paths in 4, 4, 3 and 2 nodes of
+  the first depths; `confident:4,4,3,2` draws so many samples, where the draft is confident.
 
   Attributes:
-    name: `chains`, `prefix`, `specinfer` or `optimal`.
-    numbers: The factors of `prefix`, or the budget of `optimal`.
+    name: `chains`, `prefix`, `specinfer`, `optimal`, `likeliest` or `confident`.
+    numbers: The factors of `prefix`, the budget of `optimal`, or the widths of `likeliest` and `confident`.
   """
 
   name: str
@@ -42,6 +51,7 @@ class TreeSpec:
     except ValueError:
       raise ValueError(f'tree must be {_FORMS}, got {text!r}') from None
     counts = {'chains': (0, 0), 'prefix': (1, MAX_NODES), 'specinfer': (0, 0), 'optimal': (1, 1)}
+    counts |= dict.fromkeys(_GROWTHS, (1, MAX_NODES))
     if spec.name not in counts or not counts[spec.name][0] <= len(spec.numbers) <= counts[spec.name][1]:
       raise ValueError(f'tree must be {_FORMS}, got {text!r}')
     if any(number < 1 for number in spec.numbers):
@@ -68,6 +78,7 @@ class Setting:
     draft_length: L, the depth of the tree.
     tree: The tree; empty for a method that drafts nothing.
     shape: The shape that `optimal` chose, as text; else ''.
+    growth: The rule by which the draft grows its trees; None for one tree for all rows.
   """
 
   method: Method
@@ -76,6 +87,12 @@ class Setting:
   draft_length: int = 0
   tree: TokenTree = TokenTree()
   shape: str = ''
+  growth: Likeliest | Confident | None = None
+
+  def drafter(self, draft: Model | Drafter | None) -> Model | Drafter | None:
+    """The draft of the run as the setting uses it: one that grows trees, or the draft itself."""
+    drafter = None if self.growth is None else as_drafter(draft)
+    return draft if self.growth is None or drafter is None else growing(drafter, self.growth)
 
   @property
   def tree_name(self) -> str:
@@ -107,6 +124,11 @@ def _on_tree(method: Method, spec: TreeSpec, options: DecodeOptions) -> Iterator
   elif spec.name == 'specinfer':
     for length in options.draft_length:
       yield Setting(method, spec, 0, length, TokenTree.specinfer(length))
+  elif spec.name in _GROWTHS:
+    _check_size(sum(spec.numbers), f'the nodes of {spec}')
+    tree = TokenTree.slots(spec.numbers)
+    growth = _GROWTHS[spec.name](threshold=options.growth_threshold)
+    yield Setting(method, spec, 0, tree.max_depth, tree, growth=growth)
   else:
     _check_size(spec.numbers[0], f'the nodes of {spec}')
     yield Setting(method, spec)
@@ -136,6 +158,11 @@ def settings_of(method: Method, options: DecodeOptions, *, skip_unfit: bool = Fa
       try:
         if setting.tree.num_nodes:
           method.tree_for(setting.tree)
+          if setting.growth is not None and setting.growth.gives and not method.takes_given:
+            allowed = ', '.join(name for name, each in METHODS.items() if each.max_drafts != 0 and each.takes_given)
+            raise ValueError(
+              f'{method.name} does not take guesses that are not drawn, as {spec} has; allowed: {allowed}'
+            )
         elif method.needs_chains:
           raise ValueError(f'{method.name} is defined for chains only, not for {spec}')
       except ValueError:

@@ -16,17 +16,23 @@ import numpy as np
 
 import spectr_jax
 from decode.experiment.options import ROOT, DecodeOptions
-from decode.experiment.prompts import Prompt, encode_prompts, without_long
+from decode.experiment.prompts import Prompt, encode_prompts, take_first, without_long
 from decode.experiment.settings import Setting
-from spectr_jax import Generation, Model, Tokenizer
-from spectr_jax.draft import model_drafter
+from spectr_jax import Drafter, Generation, Model, StopStrings, lookup_corpus
+from spectr_jax.draft import as_drafter, lookup_beside, lookup_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import DecodeState
+from spectr_jax.io.heads.load import HeadFiles, open_head
+from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
+from spectr_jax.models.int8 import is_int8
+from train.text_sources import Files
 
 # The current activity, the steps done, and the steps in total.
 Notify = Callable[[str, int, int], None]
+# Takes at most so many of the prompts.
+Pick = Callable[[list[Prompt], int], list[Prompt]]
 
 
 def portable(path: str) -> str:
@@ -34,32 +40,123 @@ def portable(path: str) -> str:
   return path.removeprefix(f'{ROOT}/')
 
 
-def load_models(options: DecodeOptions) -> tuple[Model, Model | None, Tokenizer, dict[str, Any]]:
-  """The target, the draft (None if no method drafts), their tokenizer and a description of both models.
+def read_corpus(files: Files) -> list[str]:
+  """The documents of prompt lookup's corpus.
+
+  Args:
+    files: Plain-text files, each document ended by a blank line.
 
   Raises:
-    ValueError: A model cannot be read, or the two have different tokenizers.
+    ValueError: A file is missing or cannot be read, or there is no text in any.
   """
+  try:
+    documents = list(files.documents())
+  except ValueError as error:
+    raise ValueError(f'lookup_corpus: {error}') from error
+  if not documents:
+    raise ValueError(f'lookup_corpus: there is no text in {", ".join(files.patterns)}')
+  return documents
+
+
+def load_models(
+  options: DecodeOptions, sharding: DecodeSharding | None = None
+) -> tuple[Model, Any, TokenizerBase, dict[str, Any]]:
+  """The target, the draft (None if no method drafts), the target's tokenizer and a description of both models.
+
+  The draft is a model, or a `Drafter` if guesses come from the text or from a head on the target; the corpus of guesses
+  from the text is described too.
+
+  Vocabularies may be padded to different sizes: the draft's is brought to the target's, whose distribution stays.
+
+  Args:
+    options: The options.
+    sharding: The sharding of decoding; a model that it shards is read shard by shard.
+
+  Raises:
+    ValueError: A model or the corpus cannot be read, or the models' tokenizers give an id different meanings.
+  """
+  files = Files(options.lookup_corpus)
+  documents = read_corpus(files) if files.patterns else []
   info, models, tokenizers = {}, {}, {}
   for role in ('target', 'draft'):
-    if role == 'draft' and not options.needs_draft:
+    path = options.target if role == 'target' else options.draft_model
+    if role == 'draft' and not (options.needs_draft and path):
       continue
-    path = getattr(options, role)
-    model, tokenizer = spectr_jax.load_model(path, dtype=options.dtype or None)
-    config = spectr_jax.transformer.config_of(model)
-    models[role], tokenizers[role] = spectr_jax.transformer.for_decoding(model), tokenizer
+    if role == 'draft' and (head := find_head(options)):
+      drafter = head.load(models['target'], dtype=options.dtype or None)
+      info[role] = {
+        'path': portable(path),
+        'num_params': head.num_params,
+        'dtype': jax.tree.leaves(drafter.params)[0].dtype.name,
+        'head': head.format,
+      }
+      return models['target'], drafter, tokenizers['target'], info
+    is_sharded = sharding is not None and (role == 'target' or sharding.is_draft_divided)
+    mesh = sharding.mesh if is_sharded else None
+    types = {'dtype': options.dtype or None, 'weights': options.weights or None}
+    model, tokenizer = spectr_jax.load_model(path, **types, mesh=mesh)
+    params = jax.tree.leaves(model.params, is_leaf=is_int8)
+    models[role], tokenizers[role] = model.for_decoding(), tokenizer
     info[role] = {
       'path': portable(path),
-      'num_params': config.num_params,
-      'dtype': config.dtype,
+      'num_params': sum(array.size for array in params),
+      'dtype': jax.eval_shape(lambda model=model: model.init_cache_fn(1, 1)).keys[0].dtype.name,
       'tokenizer': tokenizer.fingerprint,
-    }
-  if len({tokenizer.fingerprint for tokenizer in tokenizers.values()}) > 1:
-    raise ValueError(
-      'target and draft must share a tokenizer, but their fingerprints differ: '
-      + ', '.join(f'{tokenizer.fingerprint} in {getattr(options, role)}' for role, tokenizer in tokenizers.items())
-    )
-  return models['target'], models.get('draft'), tokenizers['target'], info
+    } | ({'weights': options.weights} if options.weights else {})
+  paths = {'target': options.target, 'draft': options.draft_model}
+  check_same_tokens([(paths[role], tokenizer) for role, tokenizer in tokenizers.items()])
+  target, draft = models['target'], models.get('draft')
+  if draft is not None:
+    draft = draft.with_vocab_size(target.vocab_size)
+  if options.has_lookup and options.needs_draft:
+    search: dict[str, Any] = {'lookup_max': options.lookup_max, 'lookup_min': options.lookup_min}
+    if documents:
+      ids = tokenizers['target'].encode_batch(documents)
+      search['corpus'] = lookup_corpus(ids)
+      info['corpus'] = {
+        'path': ','.join(map(portable, files.patterns)),
+        'num_documents': len(ids),
+        'num_tokens': sum(map(len, ids)),
+        'sha256': files.describe(),
+      }
+    draft = lookup_drafter(target.vocab_size, **search) if draft is None else lookup_beside(draft, **search)
+  return target, draft, tokenizers['target'], info
+
+
+def find_head(options: DecodeOptions) -> HeadFiles | None:
+  """The head that the draft is, or None if it is a model.
+
+  A head among the tensors of a model counts only where that model is the target: any other is a draft as a whole.
+
+  Args:
+    options: The options.
+
+  Raises:
+    ValueError: A file of the head is damaged, or lookup stands beside it.
+  """
+  head = open_head(options.draft_model)
+  if head is None or (head.is_part and options.draft_model != options.target):
+    return None
+  if options.has_lookup:
+    raise ValueError(f'lookup stands beside a draft model, and {options.draft_model} is a head ({head.format})')
+  return head
+
+
+def model_title(model: dict[str, Any], *, has_dtype: bool = False) -> str:
+  """The path and the size of a model, the format of a head, the type of quantised weights; or those of a corpus.
+
+  Args:
+    model: Its description by `load_models`.
+    has_dtype: Whether to name the type it computes in.
+  """
+  if 'num_tokens' in model:
+    return f'{model["path"]} ({model["num_tokens"]:,} tokens)'
+  parts = [f'{model["num_params"] / 1e6:.1f}M', *([model['dtype']] if has_dtype else [])]
+  if 'head' in model:
+    parts.append(f'{model["head"]} head')
+  if 'weights' in model:
+    parts.append(f'{model["weights"]} weights')
+  return f'{model["path"]} ({", ".join(parts)})'
 
 
 def describe_machine(num_devices: int = 1) -> dict[str, Any]:
@@ -111,7 +208,8 @@ class Workload:
 
   Attributes:
     options: The options.
-    target, draft: The models. The draft is None if no method drafts.
+    target, draft: The models. The draft is None if no method drafts, and a `Drafter` if guesses come from the text or
+      from a head.
     tokenizer: The models' tokenizer.
     info: The description of the run, see `describe`.
     prompts: The prompts.
@@ -121,8 +219,8 @@ class Workload:
 
   options: DecodeOptions
   target: Model
-  draft: Model | None
-  tokenizer: Tokenizer
+  draft: Model | Drafter | None
+  tokenizer: TokenizerBase
   info: dict[str, Any]
   prompts: list[Prompt]
   tokens: np.ndarray
@@ -130,28 +228,30 @@ class Workload:
   sharding: DecodeSharding | None
 
   @classmethod
-  def load(cls, options: DecodeOptions, *, is_local: bool = False) -> Workload:
+  def load(cls, options: DecodeOptions, *, is_local: bool = False, pick: Pick = take_first) -> Workload:
     """Reads prompts and models.
 
     Args:
       options: The options.
       is_local: Whether each of several processes decodes by itself, on its own devices.
+      pick: Takes `options.num_prompts` of the prompts that fit.
 
     Raises:
       ValueError: Prompts or models are unusable; the message says why.
     """
     every = options.read_prompts()
     sharding = options.make_sharding(is_local=is_local)
-    target, draft, tokenizer, models = load_models(options)
+    target, draft, tokenizer, models = load_models(options, sharding)
     limits = [model.context_length for model in (target, draft) if model is not None]
     limits = [limit for limit in limits if limit is not None]
     room = {'max_new_tokens': options.max_new_tokens, 'max_length': min(limits, default=None)}
     fitting = without_long(every, tokenizer, **room) if options.skip_long else every
-    prompts = fitting[: options.num_prompts]
+    prompts = pick(fitting, options.num_prompts)
     tokens, lengths = encode_prompts(prompts, tokenizer, **room)
     if sharding is not None:  # shards models once, not with every batch
-      target, drafter = sharding.put_models(target, None if draft is None else model_drafter(draft))
-      draft = None if drafter is None else drafter.params
+      is_model = isinstance(draft, Model)
+      target, drafter = sharding.put_models(target, as_drafter(draft))
+      draft = drafter.params if drafter is not None and is_model else drafter
     info = describe(options, models) | {'num_long_prompts': len(every) - len(fitting)}
     return cls(options, target, draft, tokenizer, info, prompts, tokens, lengths, sharding)
 
@@ -189,17 +289,19 @@ class Workload:
     return row_keys(seed, self.prompts)
 
   @property
-  def _sampling(self) -> dict[str, Any]:
-    return {name: getattr(self.options, name) for name in ('temperature', 'top_k', 'top_p')}
+  def stop(self) -> StopStrings | None:
+    """The texts that end a continuation, or None."""
+    return self.options.make_stop(self.tokenizer)
 
   def _request(self, setting: Setting, statistics: bool) -> dict[str, Any]:
     return {
       'method': setting.method,
       'tree': setting.tree,
       'max_new_tokens': self.options.max_new_tokens,
-      'eos_id': self.tokenizer.eos_id,
+      'eos_id': self.tokenizer.eos_ids,
       'statistics': statistics,
       'sharding': self.sharding,
+      'logprobs': self.options.logprobs,
     }
 
   def decoder(self, setting: Setting, *, statistics: bool = False) -> Decoder:
@@ -209,32 +311,40 @@ class Workload:
       setting: The setting.
       statistics: Whether to collect statistics of the positions visited.
     """
-    return Decoder.make(self.target, self.draft, cache_size=self.cache_size, **self._request(setting, statistics))
+    draft = setting.drafter(self.draft)
+    return Decoder.make(self.target, draft, cache_size=self.cache_size, **self._request(setting, statistics))
 
-  def init(self, decoder: Decoder, keys: jax.Array, rows: np.ndarray) -> DecodeState:
+  def init(self, decoder: Decoder, keys: jax.Array, rows: np.ndarray, *, num_samples: int = 1) -> DecodeState:
     """The state of a batch before its first round.
 
     Args:
       decoder: A decoder of this workload.
       keys: `[P]`, one key per prompt.
       rows: int `[B]`, indices of the batch's prompts.
+      num_samples: Samples of each prompt.
     """
-    return spectr_jax.init_decode(decoder, keys[rows], self.tokens[rows], self.lengths[rows], **self._sampling)
+    request = {'num_samples': num_samples} | self.options.sampling
+    return spectr_jax.init_decode(decoder, keys[rows], self.tokens[rows], self.lengths[rows], **request)
 
-  def generate(self, setting: Setting, keys: jax.Array, rows: np.ndarray, *, statistics: bool = False) -> Generation:
-    """Decodes a batch.
+  def generate(
+    self, setting: Setting, keys: jax.Array, rows: np.ndarray, *, statistics: bool = False, num_samples: int = 1
+  ) -> Generation:
+    """Decodes a batch. Stop texts end rows unless there are statistics, which are of whole rounds.
 
     Args:
       setting: The setting.
       keys: `[P]`, one key per prompt.
       rows: int `[B]`, indices of the batch's prompts.
       statistics: Whether to collect statistics of the positions visited.
+      num_samples: Samples of each prompt, in rows one after another.
 
     Raises:
       ValueError: A model gives logits that are not finite; the message names setting and prompt.
     """
-    request = self._request(setting, statistics) | self._sampling
+    request = self._request(setting, statistics) | self.options.sampling
+    request |= {'num_samples': num_samples, 'stop': None if statistics else self.stop}
+    prompts = self.tokens[rows], self.lengths[rows]
     try:
-      return spectr_jax.generate(keys[rows], self.target, self.draft, self.tokens[rows], self.lengths[rows], **request)
+      return spectr_jax.generate(keys[rows], self.target, setting.drafter(self.draft), *prompts, **request)
     except NotFiniteError as error:
-      raise ValueError(f'{setting}, prompt {self.prompts[rows[error.row]].id}: {error}') from error
+      raise ValueError(f'{setting}, prompt {self.prompts[rows[error.row // num_samples]].id}: {error}') from error

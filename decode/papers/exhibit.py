@@ -8,15 +8,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from etils import epath
 from rich.console import Console
 
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import without_long
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Notify
-from spectr_jax import Tokenizer
-from spectr_jax.io.model_files import read_config
+from spectr_jax.io.load import open_model
+from spectr_jax.io.tokenizer import check_same_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +93,7 @@ class Request:
     sizes: Amounts to measure.
     dtype: As in `DecodeOptions`.
     seed: The first seed.
+    options: Further options of decoding by name, those of `Exhibit.options`.
   """
 
   target: str
@@ -102,6 +102,7 @@ class Request:
   sizes: Sizes
   dtype: str = ''
   seed: int = 0
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def draft(self) -> str:
@@ -123,7 +124,7 @@ class Request:
       'seed': self.seed,
     }
     sizes = {name: value for name, value in self.sizes.used.items() if name in _DECODE_SIZES}
-    return DecodeOptions(**(own | sizes | options))
+    return DecodeOptions(**(own | sizes | dict(self.options) | options))
 
 
 @dataclasses.dataclass
@@ -152,6 +153,7 @@ class Exhibit(abc.ABC):
     has_models: Whether it is about a pair of models.
     compares_drafts: Whether it takes several drafts.
     is_simulated: Whether it simulates texts, which a seed decides.
+    options: Options of decoding that a request may change, with their defaults.
   """
 
   kind: ClassVar[str]
@@ -163,6 +165,7 @@ class Exhibit(abc.ABC):
   has_models: bool = True
   compares_drafts: bool = False
   is_simulated: bool = False
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def has_prompts(self) -> bool:
@@ -190,6 +193,20 @@ class Exhibit(abc.ABC):
         sizes = f'whose sizes are {", ".join(used)}' if used else 'which has none'
         raise ValueError(f'{name} is not for this {self.kind}, {sizes}')
     return dataclasses.replace(self.sizes, **given)
+
+  def choose_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The default options with the given ones in their place.
+
+    Args:
+      given: Options by name.
+
+    Raises:
+      ValueError: An option is given that this exhibit does not have.
+    """
+    for name in given:
+      if name not in self.options:
+        raise ValueError(f'{name} is not for this {self.kind}, which has its own')
+    return {**self.options, **given}
 
   def run(self, request: Request, notify: Notify) -> Results:
     """Measures the rows, after every check that needs no measuring.
@@ -253,16 +270,15 @@ def _check_inputs(request: Request) -> None:
   Raises:
     ValueError: Something is missing, does not belong together, or holds no prompt that fits.
   """
-  limits, fingerprints = [], {}
+  limits, tokenizers = [], []
   for path in (request.target, *request.drafts.values()):
-    limits.append(read_config(path).max_length)
-    tokenizer = Tokenizer.load(epath.Path(path) / 'tokenizer.json')
-    fingerprints[path] = tokenizer.fingerprint
-  if len(set(fingerprints.values())) > 1:
-    each = ', '.join(f'{fingerprint} in {path}' for path, fingerprint in fingerprints.items())
-    raise ValueError(f'target and drafts must share a tokenizer, but their fingerprints differ: {each}')
+    files = open_model(path)
+    limits.append(files.context_length)
+    tokenizers.append((path, files.tokenizer()))
+  check_same_tokens(tokenizers)
+  tokenizer = tokenizers[0][1]
   for path in request.prompts.values():
-    prompts = DecodeOptions(prompts=path).read_prompts()
+    prompts = DecodeOptions(prompts=path, chat=request.options.get('chat', False)).read_prompts()
     without_long(prompts, tokenizer, max_new_tokens=request.sizes.max_new_tokens, max_length=min(limits))
 
 

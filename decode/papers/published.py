@@ -4,6 +4,9 @@ SpecTr is "SpecTr: Fast Speculative Decoding via Optimal Transport" (a 97M targe
 20M). SpecTr-GBV is "SpecTr-GBV: Multi-Draft Block Verification Accelerating Speculative Decoding" (DeepSeek models,
 temperature 0.4 and 3 drafts unless a key says otherwise). An entry is a mean and the standard deviation printed with
 it, or None where the paper prints none. Methods have this library's names.
+
+Spec-Bench is "Unlocking Efficiency in Large Language Model Inference: A Comprehensive Survey of Speculative Decoding";
+its leaderboard is kept with its code.
 """
 
 YIN = 'A Theoretical Perspective for Speculative Decoding (Yin et al. 2024)'
@@ -159,4 +162,24 @@ BREAKDOWN = {
       'spectr_gbv': (9.05, 67.65, 7.17, 1.52, 0.25, 0.12, 57.67, 0.838),
     },
   },
+}
+
+# Spec-Bench's leaderboard for Vicuna-13B-v1.3 on an A100 of 80 GB (PyTorch 2.5.1, greedy, float16, batches of 1):
+# speed-up by task and over all prompts, in the order of `SPEC_BENCH_COLUMNS`; tokens per target call over all prompts.
+SPEC_BENCH_COLUMNS = (
+  'multi-turn conversation', 'translation', 'summarization', 'question answering', 'mathematical reasoning',
+  'retrieval-augmented generation', 'overall',
+)  # fmt: skip
+SPEC_BENCH = {
+  'EAGLE-3': ((3.48, 2.36, 3.14, 2.94, 3.42, 2.78, 3.02), 5.71),
+  'SAMD (EAGLE-2)': ((3.38, 2.11, 2.96, 2.35, 3.16, 2.67, 2.77), 4.52),
+  'EAGLE-2': ((2.95, 1.96, 2.43, 2.20, 2.95, 2.25, 2.46), 4.43),
+  'Hydra': ((2.58, 1.99, 1.94, 2.08, 2.62, 1.95, 2.20), 3.35),
+  'Token Recycling': ((2.30, 2.02, 2.10, 2.05, 2.60, 1.94, 2.17), 2.73),
+  'EAGLE': ((2.52, 1.84, 2.12, 1.91, 2.52, 2.01, 2.16), 3.64),
+  'Medusa': ((2.05, 1.71, 1.62, 1.69, 2.08, 1.61, 1.80), 2.39),
+  'prompt lookup': ((1.54, 1.03, 2.30, 1.05, 1.65, 1.82, 1.56), 1.67),
+  'SpS (a small draft)': ((1.67, 1.15, 1.71, 1.43, 1.58, 1.70, 1.54), 2.19),
+  'REST': ((1.52, 1.17, 1.37, 1.53, 1.19, 1.55, 1.38), 1.82),
+  'Lookahead': ((1.43, 1.09, 1.28, 1.18, 1.59, 1.21, 1.30), 1.63),
 }

@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from common.program_memory import describe_groups
+from decode.experiment.prompts import take_first
 from decode.experiment.run import DecodeRun, Summary, run_decode
 from decode.experiment.settings import Setting
-from decode.experiment.workload import Notify
+from decode.experiment.workload import Notify, Pick, model_title
 from decode.papers import table_panels
 from decode.papers.exhibit import Exhibit, Request, Results, Row, Sizes, Value, describe_sizes, method_label
 from decode.papers.table_panels import Panel
@@ -36,6 +37,7 @@ class Table(Exhibit):
     full: The paper's sizes, as far as it gives them or its tables imply them.
     panels: The panels of its picture.
     notes: Further lines for the reader.
+    difference: Differences from the paper's setup that no size shows.
   """
 
   kind = 'table'
@@ -46,6 +48,7 @@ class Table(Exhibit):
   full: Mapping[str, int]
   panels: tuple[Panel, ...]
   notes: tuple[str, ...] = ()
+  difference: str = 'other models and texts, so what compares is the pattern'
 
   def describe(self, request: Request, results: Results) -> list[str]:
     """Models, prompts, sizes and device of the rows, those of the paper, and every difference that matters."""
@@ -59,10 +62,11 @@ class Table(Exhibit):
       f'here: {"; ".join(_describe_models(results.runs))}',
       *([f'prompts: {"; ".join(sets)}'] if sets else []),
       f'sizes: {", ".join(sizes)}; {device["kind"]}, {device["num_cpus"]} CPU cores',
-      f'paper: {self.setup}; other models and texts, so what compares is the pattern',
+      f'paper: {self.setup}; {self.difference}',
       self._describe_reduction(request.sizes, results),
       self.spreads,
       *(line for run in results.runs for line in describe_groups(run.get('timed_together', ()))),
+      *(line for run in results.runs for line in run.get('notes', ())),
       *self.notes,
     ]
 
@@ -141,9 +145,7 @@ def _describe_models(runs: Sequence[Mapping[str, Any]]) -> list[str]:
   """Each model once, over all runs."""
   return list(
     dict.fromkeys(
-      f'{role} {model["path"]} ({model["num_params"] / 1e6:.1f}M, {model["dtype"]})'
-      for run in runs
-      for role, model in run['models'].items()
+      f'{role} {model_title(model, has_dtype=True)}' for run in runs for role, model in run['models'].items()
     )
   )
 
@@ -162,20 +164,23 @@ def _describe_sets(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 # Measuring tables.
 
 
-def decode_sets(request: Request, notify: Notify, results: Results, **options) -> Iterator[tuple[str, DecodeRun]]:
+def decode_sets(
+  request: Request, notify: Notify, results: Results, *, pick: Pick = take_first, **options
+) -> Iterator[tuple[str, DecodeRun]]:
   """Decodes every set of prompts, and records each run in the results.
 
   Args:
     request: Models, prompts and sizes.
     notify: Called with progress.
     results: Where the description of each run goes.
+    pick: Takes the prompts to decode from those that fit.
     **options: Fields of `DecodeOptions`, which override those of the request.
 
   Yields:
     The name of a set and its run.
   """
   for name, path in request.prompts.items():
-    run = run_decode(request.decode_options(prompts=path, **options), _labelled(notify, name))
+    run = run_decode(request.decode_options(prompts=path, **options), _labelled(notify, name), pick)
     results.runs.append(run.info | {'prompts': name, 'num_prompts': len(run.prompts)})
     yield name, run
 

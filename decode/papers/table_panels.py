@@ -135,7 +135,8 @@ def _draw_bars(axes, panel: Panel, rows: Sequence[Row]) -> None:
       hatch=_HATCHES[group.look % len(_HATCHES)], edgecolor='white', linewidth=0.3, error_kw={'linewidth': 0.8},
     )  # fmt: skip
     axes.plot(*_published_points(panel, left, group.rows), 'kx', markersize=4)
-  axes.set_xticks(list(places.values()), list(places))
+  labels = [textwrap.fill(str(x), 12, break_long_words=False) for x in places]
+  axes.set_xticks(list(places.values()), labels, fontsize=min(10, 40 / len(places)))
 
 
 def _published_points(panel: Panel, xs: Sequence[float], rows: Sequence[Row]) -> tuple[list, list]:

@@ -13,7 +13,7 @@ from decode.experiment.laws import target_texts, written_laws
 from decode.experiment.workload import Notify, Workload
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results, Row, Sizes
-from decode.papers.figure import Figure, column, low_high, select
+from decode.papers.figure import Figure, by_value, column, low_high, select
 from decode.papers.published import YIN
 from spectr_jax import theory
 
@@ -220,7 +220,7 @@ def likeliest_tokens(draft_probs: np.ndarray, target_probs: np.ndarray) -> tuple
 
 
 def _compute_pair(request: Request, notify: Notify) -> Results:
-  notify('laws after the prompt', 0, 1)
+  notify('distributions after the prompt', 0, 1)
   workload = Workload.load(request.decode_options(prompt=PROMPT, max_new_tokens=1))
   [(_, laws)] = written_laws(workload, (workload.draft, workload.target), np.zeros((1, 1), np.int32))
   kept, p, q = likeliest_tokens(*(np.asarray(law[0, 0]) for law in laws))
@@ -236,6 +236,12 @@ def _compute_pair(request: Request, notify: Notify) -> Results:
   return Results(rows)
 
 
+def _draw_by_rule(axes, rows: Sequence[Row], *, x: str, y: str) -> None:
+  for rule, own in by_value(rows, 'rule').items():
+    style = plots.style_of(rule) | ({'markersize': 8} if rule == plots.OPTIMUM else {})
+    plots.draw_line(axes, own, x=x, y=y, label=RULE_NAMES[rule], **style)
+
+
 def _draw_pair(rows: Sequence[Row]):
   figure, (laws, curves) = plots.panels(2, width=4.2, height=3.6)
   own = select(rows, panel=_LAWS)
@@ -248,9 +254,7 @@ def _draw_pair(rows: Sequence[Row]):
   laws.tick_params(axis='x', labelsize=7)
   laws.grid(axis='x', visible=False)
   own = select(rows, panel=_ACCEPTANCE)
-  for rule in dict.fromkeys(column(own, 'rule')):
-    style = plots.style_of(rule) | ({'markersize': 8} if rule == plots.OPTIMUM else {})
-    plots.draw_line(curves, select(own, rule=rule), x='k', y='acceptance', label=RULE_NAMES[rule], **style)
+  _draw_by_rule(curves, own, x='k', y='acceptance')
   plots.name_axes(curves, x='candidates k', y='acceptance probability', title='what is accepted')
   plots.number_ticks(curves, column(own, 'k'))
   plots.legend(figure, [laws, curves])
@@ -299,9 +303,7 @@ def _draw_optimum(rows: Sequence[Row]):
   figure, axes = plots.panels(2, width=3.4, height=3.4)
   for each, quantity in zip(axes, (_ACCEPTANCE, _SHARE)):
     own = select(rows, quantity=quantity)
-    for rule in dict.fromkeys(column(own, 'rule')):
-      style = plots.style_of(rule) | ({'markersize': 8} if rule == plots.OPTIMUM else {})
-      plots.draw_line(each, select(own, rule=rule), x='n', y='value', label=RULE_NAMES[rule], **style)
+    _draw_by_rule(each, own, x='n', y='value')
     y = 'acceptance probability' if quantity == _ACCEPTANCE else 'acceptance / optimum'
     plots.name_axes(each, x='candidates n', y=y, title=quantity)
     plots.number_ticks(each, column(own, 'n'))

@@ -11,7 +11,7 @@ from decode.experiment.settings import Setting
 from decode.experiment.workload import Notify, Workload
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results, Row, Sizes
-from decode.papers.figure import Figure, column, low_high, select
+from decode.papers.figure import Figure, by_value, column, low_high, select
 from spectr_jax import TokenTree, get_method, theory
 
 RACES = 'Speculative Decoding via Exponential Races'
@@ -139,16 +139,15 @@ def _measure(request: Request, notify: Notify) -> Results:
 
 
 def _draw(rows: Sequence[Row], *, y: str, name: str, lines: Sequence[str], **more):
-  methods = dict.fromkeys(column(rows, 'method'))
-  figure, axes = plots.panels(len(methods), width=3.6, height=3.6, sharey=True)
-  for each, method in zip(axes, methods):
+  groups = by_value(rows, 'method')
+  figure, axes = plots.panels(len(groups), width=3.6, height=3.6, sharey=True)
+  for each, (method, group) in zip(axes, groups.items()):
     plots.name_axes(each, x='drafted tokens N', y=name if each is axes[0] else '', title=method)
     each.title.set_color(plots.COLORS[method])
     for line in lines:
       style = dict(_STYLES[line])
       marker = style.pop('marker', '')
-      for kind in dict.fromkeys(row['kind'] for row in select(rows, method=method, line=line)):
-        own = select(rows, method=method, line=line, kind=kind)
+      for kind, own in by_value(select(group, line=line), 'kind').items():
         if y == 'marginal' and kind != BOUND:
           own = _between(own)
         look = style | ({'marker': marker, 'linestyle': '', 'markersize': 5} if kind == MEASURED else {})
@@ -180,8 +179,7 @@ def _draw_marginals(rows: Sequence[Row]):
 
 def _tell_tokens(rows: Sequence[Row]) -> str:
   parts = []
-  for method in dict.fromkeys(column(rows, 'method')):
-    own = select(rows, method=method)
+  for method, own in by_value(rows, 'method').items():
     found = []
     for line in STRATEGIES:
       last = select(own, line=line, kind=MEASURED)
@@ -203,10 +201,9 @@ def _tell_tokens(rows: Sequence[Row]) -> str:
 
 def _tell_marginals(rows: Sequence[Row]) -> str:
   parts = []
-  for method in dict.fromkeys(column(rows, 'method')):
-    own = {line: select(rows, method=method, line=line, kind=THEORY) for line in (BATCH, SEQUENCE, OPTIMAL)}
-    last = {line: found[-1]['marginal'] for line, found in own.items()}
-    fixed = select(rows, method=method, line=_FIXED)[-1]['marginal']
+  for method, own in by_value(rows, 'method').items():
+    last = {line: select(own, line=line, kind=THEORY)[-1]['marginal'] for line in (BATCH, SEQUENCE, OPTIMAL)}
+    fixed = select(own, line=_FIXED)[-1]['marginal']
     each = ', '.join(f'{line} {value:.4f}' for line, value in last.items())
     parts.append(f'{method}: {each}, bound {fixed:.4f}')
   most = max(column(rows, 'N'))

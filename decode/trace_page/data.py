@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, Tokenizer, TokenTree
+from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, TokenTree
 from spectr_jax.engine.trace import Judge, Judgement, Trace, TracedRound
+from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.verify import Decisions, Record
 
 NUM_SHOWN = 6  # likeliest tokens of a distribution
-_SPECIAL = {Tokenizer.pad_id: '⟨pad⟩', Tokenizer.bos_id: '⟨begin⟩', Tokenizer.eos_id: '⟨end⟩'}
 
 
 def _number(value: float) -> float | None:
@@ -91,8 +91,8 @@ def _same_text(tree: TokenTree, tokens: np.ndarray) -> list[int]:
 def _laws(tree: TokenTree, played: TracedRound) -> tuple[list[int], dict[str, list]]:
   """The node that stores each node's distributions, and their likeliest tokens, the target's likeliest first.
 
-  Each entry is a token, its probability under the draft (None at leaves, where nothing was drafted) and under the
-  target.
+  Each entry is a token, its probability under the draft (None where there is no such distribution: at leaves, and where
+  no model drafts) and under the target.
   """
   places = _same_text(tree, played.tokens)
   laws = {}
@@ -100,6 +100,7 @@ def _laws(tree: TokenTree, played: TracedRound) -> tuple[list[int], dict[str, li
     target = played.target_probs[node]
     with_law = [other for other in tree.parent_nodes.tolist() if places[other] == node]
     draft = played.draft_probs[tree.law_index[with_law[0]]] if with_law else None
+    draft = None if draft is None or not draft.any() else draft
     shown = {token for law in (draft, target) if law is not None for token, _ in _likeliest(law)}
     rows = [
       [token, None if draft is None else _number(float(draft[token])), _number(float(target[token]))] for token in shown
@@ -117,7 +118,8 @@ def _round(tree: TokenTree, judges: tuple[Judge, ...], played: TracedRound) -> d
   return {
     'root': played.root,
     'tokens': tokens.tolist(),
-    'draft': _numbers(draft),
+    'given': (np.flatnonzero(played.is_given & exists) + 1).tolist(),
+    'draft': [None if is_given else value for is_given, value in zip(played.is_given, _numbers(draft))],
     'target': _numbers(target),
     'places': places,
     'laws': laws,
@@ -126,7 +128,7 @@ def _round(tree: TokenTree, judges: tuple[Judge, ...], played: TracedRound) -> d
   }
 
 
-def pieces_of_tokens(tokens: np.ndarray, tokenizer: Tokenizer) -> list[str]:
+def pieces_of_tokens(tokens: np.ndarray, tokenizer: TokenizerBase) -> list[str]:
   """The text that each of T tokens adds. The concatenation of the pieces is the whole text.
 
   The token that completes a character adds all of its bytes.
@@ -143,7 +145,7 @@ def pieces_of_tokens(tokens: np.ndarray, tokenizer: Tokenizer) -> list[str]:
   return pieces
 
 
-def _names(rounds: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, str]:
+def _names(rounds: list[dict[str, Any]], tokenizer: TokenizerBase) -> dict[str, str]:
   """The texts of all displayed tokens, by id."""
   tokens = set()
   for played in rounds:
@@ -152,10 +154,10 @@ def _names(rounds: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, str]
     for judgement in played['judgements']:
       tokens |= {judgement['next'], *(token for token, _ in judgement.get('law', ()))}
       tokens |= {decision['winner'] for decision in judgement.get('decisions', ()) if 'winner' in decision}
-  return {str(token): _SPECIAL.get(token) or tokenizer.decode([token]) for token in sorted(tokens - {-1})}
+  return {str(token): tokenizer.token_text(token) for token in sorted(tokens - {-1})}
 
 
-def describe_trace(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
+def describe_trace(trace: Trace, tokenizer: TokenizerBase) -> dict[str, Any]:
   """A run as JSON values.
 
   Args:
@@ -164,8 +166,9 @@ def describe_trace(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
 
   Returns:
     `methods`, the run's own first; `parents` of the tree's nodes 1..N; `names`, the texts of tokens by id; `rounds`,
-    each with the guesses, their probabilities, the likeliest tokens of every distribution, every method's decisions and
-    their reasons, and the `pieces` of text that the round added.
+    each with the guesses, the nodes that were given, the guesses' probabilities (None under the draft for given ones),
+    the likeliest tokens of every distribution, every method's decisions and their reasons, and the `pieces` of text
+    that the round added.
   """
   rounds = [_round(trace.tree, trace.judges, played) for played in trace.rounds]
   emitted = np.concatenate([played.emitted for played in trace.rounds])

@@ -79,10 +79,15 @@ const PLAYER = (() => {
   function caption() {
     const current = rounds[round];
     if (stage === 0) {
+      if (run.has_lookup) {
+        const drawn = current.tokens.filter((token) => token >= 0).length - current.given.length;
+        const found = current.given.length ? `gives ${plural(current.given.length, 'guess', 'guesses')}` : 'finds nothing';
+        return `Lookup ${found} after ${quoted(current.root)}${drawn ? `; the draft model draws ${plural(drawn, 'token')}` : ''}.`;
+      }
       const drafts = run.num_drafts ? `${plural(run.num_drafts, 'draft')} of ${plural(run.draft_length, 'token')}` : plural(TREE.size, 'token');
       return `The draft model guesses ${drafts} after ${quoted(current.root)}.`;
     }
-    if (stage === 1) return `One call of the target model gives its law after each of the ${plural(TREE.size, 'guess', 'guesses')}.`;
+    if (stage === 1) return `One call of the target model gives its distribution after each of the ${plural(TREE.size, 'guess', 'guesses')}.`;
     if (!isOver()) {
       const parts = shownMethods().map((method) => {
         const decision = decisionsOf(round)[method][stage - 2];
@@ -201,7 +206,7 @@ const PLAYER = (() => {
         (until ? `${(kept / until).toFixed(2)} tokens a round` : 'no round is over');
       if (decision) panel.why.replaceChildren(decisionCard(current, panel.method, decision, stage - 1, decisions.length));
       else if (isDone) panel.why.replaceChildren(verdictCard(current, panel.method, judgement));
-      else panel.why.replaceChildren(make('p', {class: 'note waiting'}, stage ? 'The target has scored every guess; decisions follow.' : 'Guesses, with the draft’s probability p of each.'));
+      else panel.why.replaceChildren(make('p', {class: 'note waiting'}, stage ? 'The target has scored every guess; decisions follow.' : 'Guesses, with the draft’s probability p of each that was drawn.'));
     }
     drawn = key;
   }
@@ -223,15 +228,17 @@ const PLAYER = (() => {
     const current = rounds[round];
     const node = lawNode();
     const rows = lawRows(node);
-    const drafted = TREE.children.flatMap((children, parent) => (current.places[parent] === current.places[node] ? children : []))
-      .map((child) => tokenOf(current, child));
+    const children = TREE.children.flatMap((each, parent) => (current.places[parent] === current.places[node] ? each : []));
+    const tokensOf = (isGiven) => children.filter((child) => current.given.includes(child) === isGiven).map((child) => tokenOf(current, child));
+    const [drafted, given] = [tokensOf(false), tokensOf(true)];
     const hasDraft = rows[0][1] !== null;
     const hasTarget = stage > 0;
     byId('laws-where').textContent = `After ${quoted(tokenOf(current, node))}${node ? `, position ${TREE.depths[node]} of the tree` : ', the last token of the text'}. ` +
-      (hasDraft ? 'Likeliest tokens of both laws; ×n: drafted n times here. ' : 'Nothing was drafted here. ') + 'Choose a box of the tree for its laws.';
+      (hasDraft ? 'Likeliest tokens of both distributions; ×n: drafted n times here. ' : 'Nothing was drawn here. ') + 'Choose a box of the tree for its distributions.';
     byId('laws').replaceChildren(lawBars(rows.map(([token, p, q]) => {
       const times = drafted.filter((each) => each === token).length;
-      return {label: tokenText(token) + (times ? ` ×${times}` : ''), values: [p, hasTarget ? q : null]};
+      const marks = (times ? ` ×${times}` : '') + (given.includes(token) ? ' (given)' : '');
+      return {label: tokenText(token) + marks, values: [p, hasTarget ? q : null]};
     }), ['p', 'q']));
     byId('to-sandbox').disabled = !hasDraft || !hasTarget;
   }
@@ -291,8 +298,8 @@ const PLAYER = (() => {
   }
 
   function about() {
-    const models = Object.entries(run.models).map(([role, name]) => `${role} ${name}`).join(', ');
-    const filters = [`temperature ${run.temperature}`, run.top_k ? `top-k ${run.top_k}` : '', run.top_p < 1 ? `top-p ${run.top_p}` : ''];
+    const models = Object.entries(run.models).map(([role, name]) => `${role} ${name}`).join(', ') + (run.has_lookup ? ', guesses by lookup' : '');
+    const filters = [`temperature ${run.temperature}`, run.top_k ? `top-k ${run.top_k}` : '', run.top_p < 1 ? `top-p ${run.top_p}` : '', run.min_p ? `min-p ${run.min_p}` : ''];
     const shape = run.num_drafts ? `K = ${run.num_drafts}, L = ${run.draft_length}` : `tree ${run.tree}`;
     byId('about').append(make('strong', {}, methods[0].name), `, ${shape}, ${filters.filter(Boolean).join(', ')}, seed ${run.seed}; ${models}`);
     document.title = `${methods[0].name}, step by step`;

@@ -1,5 +1,7 @@
 'use strict';
 // Acceptance of one token from n independent candidates by each rule: spectr_jax.theory in JavaScript, in doubles.
+// The sandbox's sliders choose any two distributions, so that no table made in Python could hold the values. The test
+// test_the_sandbox_computes_what_the_theory_does compares every function here with the library.
 
 const RULES = (() => {
   const sum = (values) => values.reduce((total, value) => total + value, 0);

@@ -4,13 +4,13 @@
 const SANDBOX = (() => {
   const PRESETS = {
     'six tokens': [[30, 25, 20, 15, 7, 3], [40, 10, 22, 5, 15, 8], 'abcdef'.split('')],
-    'close laws': [[42, 28, 15, 9, 4, 2], [46, 25, 13, 9, 5, 2], 'abcdef'.split('')],
+    'close together': [[42, 28, 15, 9, 4, 2], [46, 25, 13, 9, 5, 2], 'abcdef'.split('')],
     'draft too sure': [[90, 4, 2, 2, 1, 1], [40, 20, 15, 10, 10, 5], 'abcdef'.split('')],
     'Ber(¼) to Ber(½)': [[75, 25], [50, 50], ['0', '1']],
     'uniform, six to two': [[10, 10, 10, 10, 10, 10], [10, 10, 0, 0, 0, 0], 'abcdef'.split('')],
     'nothing in common': [[50, 50, 0, 0], [0, 0, 50, 50], 'abcd'.split('')],
   };
-  const FROM_TRACE = 'laws of the trace';
+  const FROM_TRACE = 'distributions of the trace';
   const BARS = [
     ['speculative', 'SD, one candidate'], ['specinfer', 'SpecInfer'], ['kseq', 'K-SEQ'], ['race', 'Race'], ['optimum', 'Optimum'],
   ];
@@ -33,7 +33,7 @@ const SANDBOX = (() => {
     });
     const box = byId('acceptance');
     if (!laws[0] || !laws[1]) {
-      box.replaceChildren(make('p', {class: 'note'}, 'A law needs some mass: move a slider.'));
+      box.replaceChildren(make('p', {class: 'note'}, 'A distribution needs some mass: move a slider.'));
       byId('sandbox-note').textContent = '';
       return;
     }

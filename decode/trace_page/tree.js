@@ -117,7 +117,8 @@ class TreeView {
         fill.style.width = `${100 * (value ?? 0)}%`;
         return make('span', {class: `prob ${name}`}, make('span', {class: 'track'}, fill), make('em', {}, number(value)));
       };
-      box.append(bar('p', round.draft[node - 1]), bar('q', round.target[node - 1]));
+      const isGiven = round.given.includes(node);
+      box.append(isGiven ? make('span', {class: 'prob given'}, 'given') : bar('p', round.draft[node - 1]), bar('q', round.target[node - 1]));
     } else {
       box.classList.add('root');
       box.title = 'the last token of the text';
@@ -140,7 +141,7 @@ class TreeView {
         .filter(Boolean).join(' ');
       box.querySelector('.mark').textContent = node ? STATE_MARKS[state] : '';
       const words = node
-        ? [`${tokenText(tokenOf(round, node))}, position ${TREE.depths[node]}`, `p ${number(round.draft[node - 1])}`,
+        ? [`${tokenText(tokenOf(round, node))}, position ${TREE.depths[node]}`, round.given.includes(node) ? 'given' : `p ${number(round.draft[node - 1])}`,
           hasTarget ? `q ${number(round.target[node - 1])}` : '', STATE_WORDS[state] ?? '']
         : [`${tokenText(round.root)}, the last token of the text`];
       box.setAttribute('aria-label', words.filter(Boolean).join(', '));

@@ -149,12 +149,12 @@ function verdictCard(round, method, judgement) {
     card.append(lawBars(rows.map(([token, prob]) => ({label: tokenText(token), values: [prob], isMarked: token === judgement.next})),
       [kind === 'bonus' ? 'q' : 'r']));
   } else {
-    card.append(make('p', {class: 'note'}, 'This verifier keeps no record: path and laws are shown without the numbers.'));
+    card.append(make('p', {class: 'note'}, 'This verifier keeps no record: path and distributions are shown without the numbers.'));
   }
   return card;
 }
 
-/** Bars of one or two laws over tokens. */
+/** Bars of one or two distributions over tokens. */
 function lawBars(rows, names) {
   const list = make('ul', {class: 'bars'});
   for (const {label, values, isMarked} of rows) {

@@ -35,6 +35,20 @@ def test_a_tree_that_some_methods_cannot_use_is_for_the_others():
   assert not any(setting.method.name == 'block' for setting in settings)
 
 
+@pytest.mark.parametrize(
+  ('draft', 'takes', 'singles'),
+  [
+    ('lookup', 'takes_given', {'speculative', 'ersd'}),
+    ('lookup+here', 'takes_mixed', {'race', 'race_block', 'race_traversal'}),
+  ],
+)
+def test_the_grid_with_lookup_has_every_lossless_method_that_takes_its_guesses(draft, takes, singles):
+  settings = auto.grid(_options(draft=draft))
+  wanted = {name for name, m in METHODS.items() if m.is_lossless and m.max_drafts != 0 and getattr(m, takes)}
+  assert {setting.method.name for setting in settings} == wanted | {'autoregressive'}
+  assert {setting.method.name for setting in settings if setting.num_drafts == 1} == singles
+
+
 def _calibration(settings, *, draft=0.5e-3, node=0.1e-3, rest=1e-3, rate=0.8, prefill=2e-3):
   """Ten prompts one by one, 100 rounds each: every guess is accepted at `rate`; seconds are linear in L and nodes."""
   drafts, targets, observations = {}, {}, {}
@@ -178,6 +192,28 @@ def test_a_calibration_for_something_else_is_refused():
 def test_what_auto_does_not_take(bad, message):
   with pytest.raises(ValueError, match=message):
     _options(**bad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('is_beside', [False, True])
+def test_lookup_is_measured(tmp_path, pair, prompt_file, monkeypatch, is_beside):
+  path = tmp_path / 'calibration.json'
+  few = 'autoregressive', 'spectr', 'race'
+  monkeypatch.setattr(
+    auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
+  )
+  draft = f'lookup+{pair["draft"]}' if is_beside else 'lookup'
+  options = _options(
+    target=pair['target'], draft=draft, prompts=str(prompt_file), num_drafts=(1, 2), draft_length=(2,),
+    max_new_tokens=8, lookup_min=1, calibration=str(path),
+  )  # fmt: skip
+  names = {'autoregressive', 'race K=2 L=2', 'race K=1 L=2' if is_beside else 'spectr K=2 L=2'}
+  run = run_decode(options)
+  assert {str(found.setting) for found in run.predictions} == names
+  assert all(found.tokens_per_second > 0 for found in run.predictions)
+  assert run_decode(options).predictions == run.predictions
+  with pytest.raises(ValueError, match=r'measured with lookup \[8, 1\], not \[8, 2\]'):
+    run_decode(dataclasses.replace(options, lookup_min=2))
 
 
 def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):

@@ -40,26 +40,31 @@ def read(path):
 
 
 def by_place(entries):
-  found = {(entry['seed'], entry['index']): entry for entry in entries}
+  found = {(entry['seed'], entry['index'], entry['sample']): entry for entry in entries}
   assert len(found) == len(entries)
   return found
 
 
 @pytest.mark.usefixtures('highest')
 def test_continuations_are_those_of_a_comparison(pair, many_prompts, tmp_path):
-  options = _options(pair, many_prompts, num_seeds=2)
+  options = _options(pair, many_prompts, num_seeds=2, num_samples=2, logprobs=True, stop=(' ', 'e'))
   seen = []
   num_tokens, num_calls, _ = decode_bulk(options, tmp_path / 'out.jsonl', notify=lambda *args: seen.append(args))
   run = run_decode(options)
   entries = by_place(read(tmp_path / 'out.jsonl'))
-  assert len(entries) == 46
+  assert len(entries) == 92
   for found in run.measurements:
-    for row, prompt in enumerate(run.prompts):
-      entry = entries[found.seed, prompt.index]
+    for row in range(46):
+      prompt = run.prompts[row // 2]
+      entry = entries[found.seed, prompt.index, row % 2]
       assert (entry['id'], entry['prompt']) == (prompt.id, prompt.text)
       assert entry['tokens'] == found.tokens[row, : found.lengths[row]].tolist()
       assert entry['target_calls'] == found.calls[row]
-      assert entry['text'] == run.tokenizer.decode(entry['tokens'])
+      np.testing.assert_allclose(entry['logprobs'], found.logprobs[row, : found.lengths[row]], rtol=1e-4, atol=1e-5)
+      text = run.tokenizer.decode(entry['tokens'])
+      end = re.search('[ e]', text)
+      assert entry['text'] == (text if end is None else text[: end.start()])
+      assert (entry['finish_reason'] == 'stop') == (end is not None)
       assert (entry['method'], entry['num_drafts'], entry['tree'], entry['is_lossless']) == (
         'spectr',
         2,
@@ -68,8 +73,8 @@ def test_continuations_are_those_of_a_comparison(pair, many_prompts, tmp_path):
       )
   assert num_tokens == sum(len(entry['tokens']) for entry in entries.values())
   assert num_calls == sum(entry['target_calls'] for entry in entries.values())
-  assert seen[0] == ('decoding', 0, 46)
-  assert seen[-1] == ('decoding', 46, 46)
+  assert seen[0] == ('decoding', 0, 92)
+  assert seen[-1] == ('decoding', 92, 92)
   # What is there already is not decoded again.
   assert decode_bulk(options, tmp_path / 'out.jsonl', resume=True)[:2] == (0, 0)
   assert by_place(read(tmp_path / 'out.jsonl')) == entries
@@ -160,7 +165,7 @@ _SETTINGS = {'method': 'spectr', 'num_drafts': 2}
 
 
 def _entry(index, seed=0):
-  return {'seed': seed, 'index': index, 'prompt': 'a', 'text': 'ä'}
+  return {'seed': seed, 'index': index, 'sample': 0, 'prompt': 'a', 'text': 'ä'}
 
 
 def test_a_line_that_was_not_finished_is_none(tmp_path):
@@ -172,9 +177,20 @@ def test_a_line_that_was_not_finished_is_none(tmp_path):
   for cut in range(1, len(whole) // 2):
     path.write_bytes(whole[:-cut])
     with GenerationFile(path, _SETTINGS, resume=True) as file:
-      assert file.done == {(0, 0)}
+      assert file.done == {(0, 0, 0)}
       file.append(_entry(1))
     assert path.read_bytes() == whole
+
+
+def test_files_of_earlier_versions_are_gone_on_with(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  path.write_text('{"method": "spectr", "seed": 0, "index": 4, "prompt": "a"}\n')
+  settings = {'method': 'spectr', 'min_p': 0.0, 'stop': [], 'chat': False, 'system': None}
+  with GenerationFile(path, settings, resume=True, prompts={4: 'a'}) as file:
+    assert file.done == {(0, 4, 0)}
+  for name, other in (('min_p', 0.1), ('stop', ['.']), ('chat', True)):
+    with pytest.raises(ValueError, match=f'has {name} '):
+      GenerationFile(path, settings | {name: other}, resume=True)
 
 
 def test_what_is_there_is_not_touched_without_resume(tmp_path):
@@ -190,7 +206,7 @@ def test_what_is_there_is_not_touched_without_resume(tmp_path):
   with pytest.raises(ValueError, match="line 1, continues another prompt than number 0 of this run: 'a', not 'b'"):
     GenerationFile(path, _SETTINGS, resume=True, prompts={0: 'b'})
   with GenerationFile(path, _SETTINGS, resume=True, prompts={0: 'a', 1: 'c'}) as file:
-    assert file.done == {(0, 0)}
+    assert file.done == {(0, 0, 0)}
   path.write_text('{"prompt": "a"}\n')
   with pytest.raises(ValueError, match='line 1: no continuation of this command'):
     GenerationFile(path, _SETTINGS, resume=True)
@@ -206,7 +222,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 with GenerationFile(sys.argv[1], {}, resume=False) as file:
   for index in range(100):
     try:
-      file.append({'seed': 0, 'index': index, 'text': 'x' * 99})
+      file.append({'seed': 0, 'index': index, 'sample': 0, 'text': 'x' * 99})
     except ValueError as error:
       sys.exit(str(error))
 """

@@ -177,7 +177,7 @@ def _tables(prompts, **options):
   }
   models = {name: table.table_model(np.log(law).astype(np.float32)) for name, law in laws.items()}
   workload = Workload(
-    options=DecodeOptions(batch_size=400, **options), tokenizer=SimpleNamespace(eos_id=None), info={}, sharding=None,
+    options=DecodeOptions(batch_size=400, **options), tokenizer=SimpleNamespace(eos_ids=()), info={}, sharding=None,
     prompts=[Prompt('x', index, index) for index in range(len(prompts))], tokens=np.array(prompts, np.int32)[:, None],
     lengths=np.ones(len(prompts), np.int32), **models,
   )  # fmt: skip

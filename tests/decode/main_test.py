@@ -76,7 +76,7 @@ def test_autoregressive_is_the_unit(grid):
 def test_generations_add_up_to_the_results(grid):
   assert len(grid.generations) == 8 * 3
   fields = ['id', 'prompt', 'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'children', 'epsilon']
-  fields += ['temperature', 'seed', 'tokens', 'text', 'target_calls']
+  fields += ['temperature', 'seed', 'sample', 'tokens', 'text', 'target_calls', 'finish_reason']
   for place, result in enumerate(grid.results):
     lines = grid.generations[3 * place : 3 * place + 3]
     assert [list(line) for line in lines] == [fields] * 3
@@ -176,14 +176,18 @@ def _bad_inputs(directory, pair, save_tiny_model):
     ),
     'temperature': (['--temperature=-0.1'], ['temperature', 'at least 0', '-0.1']),
     'top_p': (['--top_p=0'], ['top_p', 'above 0 and at most 1']),
+    'min_p': (['--min_p=1.5'], ['min_p', 'from 0 to 1']),
     'top_k': (['--top_k=-1'], ['top_k', 'at least 0']),
     'num_prompts': (['--num_prompts=0'], ['num_prompts', 'at least 1']),
     'batch_size': (['--batch_size=0'], ['batch_size', 'at least 1']),
     'max_new_tokens': (['--max_new_tokens=0'], ['max_new_tokens', 'at least 1']),
     'max_new_tokens leave no room': (['--max_new_tokens=64'], ['max_new_tokens 64', '64 tokens', 'at most 62']),
+    'stop': (['--stop='], ['stop', 'at least one character']),
+    'num_samples': (['--num_samples=0'], ['num_samples', 'at least 1']),
     'num_seeds': (['--num_seeds=0'], ['num_seeds', 'at least 1']),
     'seed': (['--seed=-1'], ['seed', 'from 0']),
     'dtype': (['--dtype=int8'], ['dtype', 'float32 or bfloat16']),
+    'weights': (['--weights=int4'], ['weights must be int8']),
     'both prompts': (['--prompt=x', '--prompts=y'], ['prompt and prompts']),
     'empty prompt': (['--prompt='], ['--prompt', 'empty']),
     'no prompt file': ([f'--prompts={directory / "none.txt"}'], ['none.txt', 'No such file']),
@@ -210,8 +214,9 @@ def _bad_inputs(directory, pair, save_tiny_model):
 _BAD_INPUTS = [
   'unknown flag', 'argument', 'number', 'method', 'no method', 'K is no number', 'K is 0', 'L is negative',
   'L is a fraction', 'K and L are huge', 'tree', 'K-SEQ without replacement', 'not acceptance', 'temperature',
-  'top_p', 'top_k', 'num_prompts', 'batch_size',
-  'max_new_tokens', 'max_new_tokens leave no room', 'num_seeds', 'seed', 'dtype', 'both prompts', 'empty prompt',
+  'top_p', 'min_p', 'top_k', 'num_prompts', 'batch_size',
+  'max_new_tokens', 'max_new_tokens leave no room', 'stop', 'num_samples', 'num_seeds', 'seed', 'dtype', 'weights',
+  'both prompts', 'empty prompt',
   'no prompt file', 'empty file', 'empty line', 'not UTF-8', 'not JSON', 'no prompt field', 'long prompt', 'long line',
   'no target', 'no draft', 'damaged', 'garbled', 'tokenizers', 'no output directory', 'output is a directory',
   'same outputs',

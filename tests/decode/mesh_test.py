@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_hub
+from hub_specs import SPECS
 from jax.sharding import AbstractMesh
+from safetensors.numpy import save_file
 
 from spectr_jax import Tokenizer, TokenTree, generate, save_model
 from spectr_jax.draft import DraftContext, model_drafter
@@ -88,6 +91,35 @@ def test_eight_devices_decode_like_one(tmp_path, wide_pair, on_one_device, argum
   assert read(path) == on_one_device
 
 
+@pytest.fixture(scope='module')
+def grouped_pair(tmp_path_factory):
+  """Flags of a pair in the hub's folders whose target has two heads of keys and values; and of prompts."""
+  directory = tmp_path_factory.mktemp('grouped')
+  sizes = {'vocab_size': 320, 'max_position_embeddings': 64}
+  target = {**SPECS['llama'], **sizes, 'hidden_size': 32, 'num_attention_heads': 8, 'head_dim': 4}
+  for role, spec in (('target', target), ('draft', {**SPECS['qwen3'], **sizes})):
+    folder = tiny_hub.write(directory / role, config=spec)
+    tensors = {name: tensor / 4 if tensor.ndim == 2 else tensor for name, tensor in tiny_hub.tensors_of(spec).items()}
+    save_file(tensors, folder / 'model.safetensors')
+  prompts = directory / 'prompts.jsonl'
+  prompts.write_text('\n'.join(json.dumps({'prompt': text}) for text in _PROMPTS))
+  return [f'--{name}={directory / name}' for name in ('target', 'draft')] + [f'--prompts={prompts}']
+
+
+@pytest.mark.slow
+def test_heads_are_copied_where_devices_are_more(tmp_path, grouped_pair):
+  """Two heads of keys and values over four and eight devices, from folders alone."""
+  found = {}
+  for mesh, num_devices in (('', 1), ('data:2,model:4', 8), ('data:1,model:8', 8)):
+    path = tmp_path / f'{num_devices}{mesh}.jsonl'
+    arguments = [f'--mesh={mesh}'] if mesh else []
+    decode(*_SETTINGS, *grouped_pair, *arguments, f'--generations={path}', num_devices=num_devices)
+    found[mesh] = read(path)
+  plain = found.pop('')
+  assert len({tuple(line['tokens']) for line in plain}) > len(_PROMPTS)
+  assert all(lines == plain for lines in found.values())
+
+
 @pytest.mark.slow
 def test_two_processes_decode_like_one(tmp_path, wide_pair, on_one_device):
   path = tmp_path / 'generations.jsonl'
@@ -127,9 +159,9 @@ _MESH = AbstractMesh((2, 4), ('data', 'model'))
 @pytest.mark.parametrize(
   ('rows', 'target_heads', 'draft_heads', 'message'),
   [
-    (3, 4, 4, '3 rows cannot be divided over data:2'),
-    (2, 2, 4, "the target's 2 heads cannot be divided over model:4"),
-    (2, 4, 2, "the draft's 2 heads cannot be divided over model:4"),
+    (3, 4, 4, '3 rows cannot be sharded over data:2'),
+    (2, 2, 4, "the target's 2 heads cannot be sharded over model:4"),
+    (2, 4, 2, "the draft's 2 heads cannot be sharded over model:4"),
   ],
 )
 def test_what_cannot_be_divided_is_refused(rows, target_heads, draft_heads, message):

@@ -1,11 +1,24 @@
 """Prompt files in, padded ids out."""
 
 import gzip
+import json
 
 import pytest
+import tiny_hub
 
-from decode.experiment.prompts import Prompt, encode_prompts, read_prompts, without_long
+from decode.experiment.options import DecodeOptions
+from decode.experiment.prompt_sets import PROMPT_SETS, SPEC_BENCH_TASKS
+from decode.experiment.prompts import (
+  Prompt,
+  as_conversations,
+  encode_prompts,
+  read_prompts,
+  take_evenly,
+  take_first,
+  without_long,
+)
 from spectr_jax import Tokenizer
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 
 
 @pytest.fixture(scope='module')
@@ -37,6 +50,12 @@ def test_jsonl_carries_ids(prompt_file):
     ('{"prompt": "x", "id": [1]}', 'line 2: "id" is'),
     ('{"question": ["x"]}', r'line 2: "question" is \["x"\]'),
     ('[' * 100000, 'line 2: not JSON'),
+    ('{"messages": []}', r'line 2: "messages" is \[\]; expected a list of messages'),
+    ('{"messages": "x"}', 'line 2: "messages" is "x"'),
+    ('{"messages": [{"role": "user"}]}', 'line 2: "messages" is .*among them "role" and "content"'),
+    ('{"messages": [{"role": "user", "content": null}]}', 'line 2: "messages" is .*a JSON object of texts'),
+    ('{"messages": [{"role": "user", "content": " "}]}', 'line 2: the prompt is empty'),
+    ('{"messages": [{"role": "\\ud800", "content": "x"}]}', 'line 2: the prompt is not valid Unicode'),
   ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
@@ -59,6 +78,117 @@ def test_the_usual_prompt_sets_are_read_as_they_are(tmp_path, name, text, expect
   (tmp_path / f'{name}.gz').write_bytes(gzip.compress(text.encode()))
   for path in (tmp_path / name, tmp_path / f'{name}.gz'):
     assert [prompt.text for prompt in read_prompts(path)] == expected
+
+
+# Published sets, in their formats.
+
+_SPEC_BENCH = [
+  {'question_id': 81, 'category': 'writing', 'turns': ['Describe a lighthouse.', 'Now as a rhyme.']},
+  {'question_id': 161, 'category': 'translation', 'turns': ['Translate: Guten Tag.'], 'reference': ['Good day.']},
+]
+_HUMANEVAL = {
+  'task_id': 'HumanEval/7',
+  'prompt': 'def f(x):\n',
+  'entry_point': 'f',
+  'canonical_solution': '',
+  'test': '',
+}
+_GSM8K = {'question': 'Two hens lay two eggs each. How many?', 'answer': 'Two times two.\n#### 4'}
+_ALPACA = {'instruction': 'Add the numbers.', 'input': '2, 3', 'output': '5'}
+_ENTRIES = {
+  'spec_bench': '\n'.join(map(json.dumps, _SPEC_BENCH)),
+  'humaneval': json.dumps(_HUMANEVAL),
+  'gsm8k': json.dumps(_GSM8K),
+  'mgsm': 'Zwei Hennen. Wie viele?\t1,004\nDrei Hennen?\t3',
+  'alpaca': json.dumps([_ALPACA, _ALPACA | {'input': ''}], indent=1),
+}
+
+
+@pytest.mark.parametrize(
+  ('name', 'expected'),
+  [
+    ('spec_bench', [(81, 'writing', _SPEC_BENCH[0]['turns']), (161, 'translation', _SPEC_BENCH[1]['turns'])]),
+    ('humaneval', [('HumanEval/7', '', ['def f(x):\n'])]),
+    ('gsm8k', [(0, '', [_GSM8K['question']])]),
+    ('mgsm', [(0, '', ['Zwei Hennen. Wie viele?']), (1, '', ['Drei Hennen?'])]),
+    ('alpaca', [(0, '', ['Add the numbers.\n2, 3']), (1, '', ['Add the numbers.'])]),
+  ],
+)
+def test_a_published_set_is_read_by_its_name(tmp_path, name, expected):
+  path = tmp_path / 'whatever.txt'
+  path.write_text(_ENTRIES[name] + '\n')
+  prompts = read_prompts(f'{name}:{path}')
+  assert [(prompt.id, prompt.task, list(prompt.turns)) for prompt in prompts] == expected
+  assert [(prompt.text, prompt.index) for prompt in prompts] == [
+    (turns[0], i) for i, (_, _, turns) in enumerate(expected)
+  ]
+
+
+@pytest.mark.parametrize('name', PROMPT_SETS)
+def test_another_set_is_refused_with_its_line(tmp_path, name):
+  for other, text in _ENTRIES.items():
+    path = tmp_path / other
+    path.write_text(text + '\n')
+    if other != name:
+      with pytest.raises(ValueError, match=rf'{path}(, line 1|, entry 1)?: .*an entry of {PROMPT_SETS[name].title} is'):
+        read_prompts(f'{name}:{path}')
+
+
+@pytest.mark.parametrize(
+  ('name', 'line', 'message'),
+  [
+    ('spec_bench', {'question_id': 'x', 'category': 'qa', 'turns': ['y']}, '"question_id" is "x"'),
+    ('spec_bench', {'question_id': True, 'category': 'qa', 'turns': ['y']}, '"question_id" is true'),
+    (
+      'spec_bench',
+      {'question_id': 1, 'category': 'poems', 'turns': ['y']},
+      '"category" is "poems", not one of writing,',
+    ),
+    ('spec_bench', {'question_id': 1, 'category': 'qa', 'turns': ['y', ' ']}, r'"turns" is \["y", " "\]'),
+    ('spec_bench', {'question_id': 1, 'category': 'qa', 'turns': []}, r'"turns" is \[\]'),
+    ('humaneval', {'prompt': 'x', 'entry_point': 'f'}, 'no "task_id"'),
+    ('gsm8k', [1], r'\[1\] is not an object'),
+    ('alpaca', {'instruction': 'x', 'output': 'y'}, 'no "input"'),
+    ('mgsm', 'x\tfour', 'the answer is "four"'),
+    ('mgsm', 'x\t4\t5', '3 columns'),
+  ],
+)
+def test_a_bad_entry_of_a_set_is_named(tmp_path, name, line, message):
+  path = tmp_path / 'set'
+  first = _ENTRIES[name].split('\n')[0] if name != 'alpaca' else json.dumps(_ALPACA)
+  path.write_text(f'{first}\n{line if isinstance(line, str) else json.dumps(line)}\n')
+  with pytest.raises(ValueError, match=f'set, line 2: {message}.*; an entry of {PROMPT_SETS[name].title} is '):
+    read_prompts(f'{name}:{path}')
+
+
+def test_unknown_sets_are_refused_and_paths_are_not(tmp_path, monkeypatch):
+  with pytest.raises(ValueError, match="no set 'humanevil'; SET:FILE reads spec_bench, humaneval, gsm8k, mgsm, alpaca"):
+    read_prompts('humanevil:a.jsonl')
+  with pytest.raises(ValueError, match='cannot read prompts from /nowhere'):
+    read_prompts('gsm8k:/nowhere')
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'a:b.txt').write_text('one two\n')
+  [prompt] = read_prompts('a:b.txt')
+  assert (prompt.text, prompt.task, prompt.turns) == ('one two', '', ())
+
+
+def test_prompts_are_taken_from_the_start_or_evenly_over_groups():
+  tasks = ['a'] * 6 + ['b'] * 4 + ['c']
+  prompts = [Prompt('x', index, task=task) for index, task in enumerate(tasks)]
+
+  def taken(number):
+    return [prompt.index for prompt in take_evenly(prompts, number, group=lambda prompt: prompt.task)]
+
+  assert [prompt.index for prompt in take_first(prompts, 2)] == [0, 1]
+  assert taken(2) == [0, 6]
+  assert taken(3) == [0, 6, 10]
+  assert taken(6) == [0, 2, 4, 6, 8, 10]  # c has one only, so that a gives one more
+  assert taken(99) == list(range(11))
+
+
+def test_spec_bench_has_six_tasks():
+  assert len(SPEC_BENCH_TASKS) == 13
+  assert len(set(SPEC_BENCH_TASKS.values())) == 6
 
 
 def test_a_damaged_archive_is_one_line(tmp_path):
@@ -93,3 +223,74 @@ def test_the_limit_is_exact(tokenizer):
     encode_prompts([prompt], tokenizer, max_new_tokens=4, max_length=size + 3)
   with pytest.raises(ValueError, match='no room for a prompt'):
     encode_prompts([prompt], tokenizer, max_new_tokens=9, max_length=10)
+
+
+# Other tokenizers, and conversations.
+
+
+def _hub_tokenizer(**parts):
+  return HubTokenizer.from_parts(tiny_hub.backend(), **{'bos_id': 7, 'eos_ids': [41], 'add_bos': False} | parts)
+
+
+def test_ids_begin_as_the_tokenizer_wants():
+  prompts = [Prompt('the owl'), Prompt('<s>an owl')]
+  ids = [_hub_tokenizer().encode(text) for text in ('the owl', 'an owl')]
+  for add_bos, wanted in ((False, [ids[0], [7, *ids[1]]]), (True, [[7, *ids[0]], [7, *ids[1]]])):
+    tokens, lengths = encode_prompts(prompts, _hub_tokenizer(add_bos=add_bos), max_new_tokens=4, max_length=64)
+    assert [row[:length].tolist() for row, length in zip(tokens, lengths)] == wanted
+    assert (tokens[0, lengths[0] :] == 41).all()
+
+
+_CONVERSATION = (
+  '{"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the owl"}], "id": "c"}\n'
+)
+
+
+@pytest.fixture
+def conversations(tmp_path):
+  path = tmp_path / 'prompts.jsonl'
+  path.write_text(_CONVERSATION + '{"prompt": "an owl"}\n')
+  return str(path)
+
+
+@pytest.mark.parametrize('system', [None, 'the fox'])
+def test_conversations_and_texts_are_rendered(conversations, system):
+  prompts = DecodeOptions(prompts=conversations, chat=True, system=system).read_prompts()
+  assert [(prompt.text, prompt.id) for prompt in prompts] == [('be brief\nthe owl', 'c'), ('an owl', 1)]
+  tokenizer = _hub_tokenizer(chat_template=tiny_hub.CHAT)
+  tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=4, max_length=200)
+  start = '' if system is None else f'<|im_start|>system\n{system}<|im_end|>\n'  # the first has its own
+  for row, length, wanted in zip(
+    tokens,
+    lengths,
+    (
+      '<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe owl<|im_end|>\n<|im_start|>assistant\n',
+      f'{start}<|im_start|>user\nan owl<|im_end|>\n<|im_start|>assistant\n',
+    ),
+  ):
+    assert row[:length].tolist() == tokenizer.encode(wanted)
+
+
+def test_texts_and_conversations_keep_their_order():
+  prompts = [Prompt('the owl'), *as_conversations([Prompt('an owl')]), Prompt('old')]
+  tokenizer = _hub_tokenizer(chat_template=tiny_hub.CHAT)
+  tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=4, max_length=200)
+  assert tokenizer.decode(tokens[2, : lengths[2]]) == 'old'
+  assert tokens[1, 0] == 40
+
+
+def test_a_conversation_needs_chat(conversations):
+  with pytest.raises(ValueError, match="line 1: a conversation, which --chat renders by the model's template"):
+    DecodeOptions(prompts=conversations).read_prompts()
+  with pytest.raises(ValueError, match='system is for --chat'):
+    DecodeOptions(system='be brief')
+
+
+def test_a_prompt_that_the_template_refuses_is_named(conversations, tokenizer):
+  prompts = DecodeOptions(prompts=conversations, chat=True).read_prompts()
+  room = {'max_new_tokens': 4, 'max_length': 64}
+  with pytest.raises(ValueError, match='prompts.jsonl, line 1: the model has no chat template'):
+    encode_prompts(prompts, tokenizer, **room)
+  strict = _hub_tokenizer(chat_template="{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}")
+  with pytest.raises(ValueError, match='line 1: the chat template refuses the conversation: one turn'):
+    encode_prompts(prompts, strict, **room)

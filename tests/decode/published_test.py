@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from decode.papers import published
+from decode.papers import published, spec_bench
 
 _TARGETS = list(published.COMPARISON)
 
@@ -53,3 +53,11 @@ def test_latencies_are_of_every_shape():
   shapes = {(length, batch) for length in (4, 8) for batch in (1, 2, 4, 8)}
   assert set(published.TARGET_LATENCY) == set(published.DRAFT_LATENCY) == shapes
   assert published.TARGET_LATENCY[4, 1][0] == 1
+
+
+@pytest.mark.parametrize('name', published.SPEC_BENCH)
+def test_the_leaderboard_weighs_its_tasks_alike(name):
+  (*by_task, overall), _ = published.SPEC_BENCH[name]
+  # Every task has 80 prompts; the means of speeds have other weights than those of their ratios, but not by much.
+  assert overall == pytest.approx(np.mean(by_task), abs=0.015)
+  assert (*spec_bench.TASKS, spec_bench.OVERALL) == published.SPEC_BENCH_COLUMNS

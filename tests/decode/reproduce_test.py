@@ -19,6 +19,7 @@ _FIGURES = (
 )
 _TABLES = (
   'spectr_table1 spectr_table2 spectr_table3 spectr_table4 gbv_table1 gbv_table2 gbv_table4 gbv_figure2 gbv_table5'
+  ' spec_bench'
 )
 
 
@@ -150,6 +151,19 @@ _BAD = {
   'no prompts there': (
     ['--table=gbv_table1', '--prompts=HumanEval=/nowhere.jsonl'],
     'error: cannot read prompts from /nowhere.jsonl',
+  ),
+  'option of others': (
+    ['--table=gbv_table1', '--temperature=1'],
+    'error: temperature is not for this table, which has its own',
+  ),
+  'prompts without tasks': (
+    ['--table=spec_bench'],
+    'error: this table is about the tasks of Spec-Bench: give one file, as --prompts=spec_bench:FILE',
+  ),
+  'no such set': (['--table=gbv_table1', '--prompts=humanevil:a'], "error: prompts: there is no set 'humanevil'; "),
+  'a set twice': (
+    ['--table=gbv_table1', '--prompts=mgsm:mgsm_de.tsv,mgsm:mgsm_en.tsv'],
+    'error: prompts: MGSM is there twice; give names, NAME=PATH',
   ),
 }
 

@@ -14,7 +14,7 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.run import run_decode
 from decode.experiment.settings import expand
-from decode.experiment.workload import row_keys
+from decode.experiment.workload import load_models, model_title, row_keys
 from spectr_jax import load_model, save_model
 
 
@@ -53,9 +53,13 @@ def test_a_key_comes_from_seed_and_place_in_the_file():
     {'num_drafts': (64,), 'draft_length': (64,)},
     {'temperature': float('inf')},
     {'top_p': float('nan')},
+    {'min_p': float('nan')},
+    {'num_samples': 0},
+    {'stop': ('\n', '')},
     {'seed': -1},
     {'seed': 2**32 - 1, 'num_seeds': 2},
     {'dtype': 'int8'},
+    {'weights': 'int4'},
   ],
 )
 def test_options_out_of_range_are_refused(bad):
@@ -155,6 +159,16 @@ def test_logits_that_are_not_finite_are_named(pair, prompt_file, tmp_path, role)
   )  # fmt: skip
   with pytest.raises(ValueError, match=f'block.*, prompt a: row 0, round 1: logits of the {role} are not finite'):
     run_decode(options)
+
+
+def test_weights_in_int8_are_named(pair):
+  options = DecodeOptions(**pair, method=('speculative',), weights='int8')
+  target, draft, _, models = load_models(options)
+  _, _, _, plain = load_models(dataclasses.replace(options, weights=''))
+  assert models == {role: {**model, 'weights': 'int8'} for role, model in plain.items()}  # sizes and dtypes as before
+  assert target.params['embedding'].values.dtype == draft.params['embedding'].values.dtype == np.int8
+  assert model_title(models['target']) == f'{models["target"]["path"]} (0.0M, int8 weights)'
+  assert model_title(plain['target'], has_dtype=True).endswith(' (0.0M, float32)')
 
 
 def test_long_prompts_are_left_out_and_counted(pair, tmp_path):

@@ -1,10 +1,17 @@
 """The grid of methods and trees."""
 
+import jax.numpy as jnp
 import pytest
 
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import TreeSpec, expand
-from spectr_jax import METHODS, TokenTree
+from spectr_jax import METHODS, Confident, Likeliest, TokenTree
+from spectr_jax.models.table import table_model
+
+
+@pytest.fixture(scope='module')
+def draft():
+  return table_model(jnp.zeros((3, 3)))
 
 
 def _shapes(**options):
@@ -34,7 +41,35 @@ def test_optimal_trees_are_left_open():
   assert str(setting) == 'race_block optimal:24'
 
 
-@pytest.mark.parametrize('text', ['', 'chains:2', 'prefix:', 'specinfer:3', 'optimal', 'optimal:1,2', 'optimal:0', 'x'])
+def test_grown_trees_have_widths_and_a_drafter_of_their_own(draft):
+  (setting,) = expand(DecodeOptions(method=('specinfer',), tree=('likeliest:4,3,1',)))
+  assert (setting.tree, setting.draft_length) == (TokenTree.slots((4, 3, 1)), 3)
+  assert str(setting) == 'specinfer likeliest:4,3,1'
+  drafter = setting.drafter(draft)
+  assert isinstance(drafter.growth, Likeliest)
+  assert (drafter.grows, drafter.gives) == (True, True)
+  (drawn,) = expand(DecodeOptions(method=('traversal',), tree=('confident:4,3',), growth_threshold=0.1))
+  assert drawn.growth == Confident(threshold=0.1)
+  assert not drawn.drafter(draft).gives
+  (other,) = expand(DecodeOptions(method=('specinfer',), tree=('prefix:4,3,1',)))
+  assert other.drafter(draft) is draft
+
+
+_BAD = (
+  '',
+  'chains:2',
+  'prefix:',
+  'specinfer:3',
+  'optimal',
+  'optimal:1,2',
+  'optimal:0',
+  'x',
+  'likeliest',
+  'likeliest:2,0',
+)
+
+
+@pytest.mark.parametrize('text', _BAD)
 def test_bad_specifications_are_refused(text):
   with pytest.raises(ValueError, match='tree'):
     TreeSpec.parse(text)
@@ -47,6 +82,12 @@ def test_bad_specifications_are_refused(text):
     ({'method': ('spectr_gbv',), 'tree': ('specinfer',)}, 'chains'),
     ({'method': ('spectr_gbv',), 'tree': ('optimal:8',)}, 'chains only'),
     ({'method': ('spectr',), 'tree': ('optimal:1025',)}, 'at most 1024'),
+    ({'method': ('spectr',), 'tree': ('likeliest:1000,25',)}, 'at most 1024'),
+    ({'method': ('traversal',), 'tree': ('likeliest:4,4',)}, 'does not take guesses that are not drawn'),
+    ({'method': ('speculative',), 'tree': ('likeliest:4,4',)}, 'single draft'),
+    ({'method': ('spectr',), 'growth_threshold': 0.1}, 'is for --tree=likeliest:WIDTHS'),
+    ({'method': ('spectr',), 'growth_threshold': 1.5}, 'from 0 to 1'),
+    ({'method': ('auto',), 'tree': ('likeliest:4,4',)}, 'auto compares trees that are given'),
     ({'method': ('spectr',), 'tree': ('prefix:32,32,2',)}, 'at most 1024'),
     ({'method': ('spectr',), 'tree': ('specinfer',), 'draft_length': (2,)}, 'at least 3'),
     ({'method': ('spectr',), 'children': 'triplets'}, "children must be one of .* got 'triplets'"),

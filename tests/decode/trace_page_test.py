@@ -7,12 +7,14 @@ import shutil
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from decode import trace
 from decode.experiment.options import DecodeOptions
 from spectr_jax import theory
+from spectr_jax.couplings import KSeq
 
 pytestmark = pytest.mark.browser
 _PROMPT = 'the quick <b>brown</b> fox </script>'
@@ -244,7 +246,7 @@ def test_laws_of_a_node_go_to_the_sandbox(page, data):
   rows = played['laws'][str(played['places'][1])]
   assert page.locator('#laws li').count() == len(rows)
   page.click('#to-sandbox')
-  assert page.input_value('#preset') == 'laws of the trace'
+  assert page.input_value('#preset') == 'distributions of the trace'
   assert page.locator('#sliders .slider').count() == 2 * (len(rows) + 1)
   shown = page.locator('#sliders output').all_text_contents()
   assert float(shown[1]) == pytest.approx(rows[0][2], abs=2e-3)
@@ -270,6 +272,7 @@ _THEORY = {
   'kseq': theory.kseq_acceptance,
   'race': theory.race_acceptance,
   'optimum': theory.optimal_acceptance,
+  'gamma': lambda p, q, n: jax.vmap(KSeq().gamma, (0, 0, None))(p, q, jnp.array(n)),
 }
 
 
@@ -282,7 +285,7 @@ def test_the_sandbox_computes_what_the_theory_does(page):
   for num_drafts in (1, 2, 4, 9):
     found = page.evaluate(
       '([laws, n]) => laws.map(([p, q]) => Object.fromEntries('
-      '["speculative", "specinfer", "kseq", "race", "optimum"].map((rule) => [rule, RULES[rule](p, q, n)])))',
+      '["speculative", "specinfer", "kseq", "race", "optimum", "gamma"].map((rule) => [rule, RULES[rule](p, q, n)])))',
       [laws.tolist(), num_drafts],
     )
     p, q = np.float32(laws[:, 0]), np.float32(laws[:, 1])
@@ -290,7 +293,7 @@ def test_the_sandbox_computes_what_the_theory_does(page):
     for rule, acceptance in _THEORY.items():
       wanted = jax.jit(acceptance, static_argnums=2)(p, q, num_drafts)
       # A threshold is found up to (n - 1) / 2^16, and classes can fall differently where a ratio is on an edge.
-      tolerance = {'kseq': 2e-4, 'race': 1e-3}.get(rule, 2e-5)
+      tolerance = {'kseq': 2e-4, 'gamma': 2e-4, 'race': 1e-3}.get(rule, 2e-5)
       np.testing.assert_allclose([each[rule] for each in found], wanted, atol=tolerance, err_msg=rule)
   page.select_option('#preset', label='Ber(¼) to Ber(½)')
   page.fill('#candidates', '2')

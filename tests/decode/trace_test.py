@@ -70,6 +70,41 @@ def test_every_round_says_what_was_kept_and_why(traced):
       assert str(token) in traced['names']
 
 
+@pytest.mark.usefixtures('highest')
+@pytest.mark.parametrize('is_beside', [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_given_candidates_are_shown_as_given(pair, is_beside):
+  draft = f'lookup+{pair["draft"]}' if is_beside else 'lookup'
+  fields = {'draft': draft, 'method': ('race',), 'prompt': 'the fox the fox the', 'lookup_min': 1}
+  options = _options({'target': pair['target']}, **fields)
+  traced, run = trace.record_trace(options), run_decode(options)
+  names = ['race', 'speculative', *([] if is_beside else ['specinfer', 'spectr']), 'race_block', 'race_traversal']
+  assert sorted(method['name'] for method in traced['methods']) == sorted(names)
+  found = run.measurements[0]
+  text = run.tokenizer.decode(found.tokens[0, : found.lengths[0]])
+  assert ''.join(piece for played in traced['rounds'] for piece in played['pieces']) == text
+  assert len(traced['rounds']) == found.calls[0]
+  first = traced['rounds'][0]
+  # What followed the first "the", and the same again in a chain of its own only if there is another continuation.
+  assert first['given'] == [1, 3]
+  assert traced['names'][str(first['tokens'][0])] == run.tokenizer.token_text(run.tokenizer.encode(' fox')[0])
+  parents = [0, *traced['parents']]
+  for played in traced['rounds']:
+    for node, (token, p) in enumerate(zip(played['tokens'], played['draft']), start=1):
+      if node in played['given']:
+        assert (p, token >= 0) == (None, True)
+      else:
+        assert (p > 0) == (token >= 0) == is_beside
+      law = played['laws'][str(played['places'][parents[node]])]
+      assert all((row[1] is not None) == is_beside for row in law)
+    made = [decision for decision in played['judgements'][0]['decisions'] if decision['kind'] == 'accept']
+    for decision in made:
+      given = [
+        probability for node, probability in zip(decision['nodes'], decision['draft_prob']) if node in played['given']
+      ]
+      assert given == [1] * len(given)
+  assert trace.make_page(traced)
+
+
 def test_the_page_is_one_file_that_holds_its_data(traced):
   page = trace.make_page(traced)
   assert len(page.encode()) < trace.MAX_BYTES
@@ -102,6 +137,13 @@ def test_who_is_compared():
   assert trace.choose_others(('race', 'spectr'), spectr, tree) == ['race']
   assert trace.choose_others((), METHODS['gsd'], tree) == ['traversal']
   assert trace.choose_others((), METHODS['ersd'], tree) == []
+  assert trace.choose_others((), METHODS['race'], tree, gives=True, mixes=True) == [
+    'speculative', 'race_block', 'race_traversal'
+  ]  # fmt: skip
+  with pytest.raises(ValueError, match='block takes drawn candidates only'):
+    trace.choose_others(('block',), spectr, tree, gives=True)
+  with pytest.raises(ValueError, match='spectr does not take given candidates beside drawn ones'):
+    trace.choose_others(('spectr',), METHODS['race'], tree, gives=True, mixes=True)
   with pytest.raises(ValueError, match='only if children are drawn independent'):
     trace.choose_others(('spectr',), METHODS['gsd'], tree)
   with pytest.raises(ValueError, match='unknown method'):
@@ -114,6 +156,9 @@ def test_who_is_compared():
     ({'method': ('autoregressive',)}, 'autoregressive drafts nothing'),
     ({'method': ('spectr', 'race')}, 'one method, K, L and tree at a time, got 2'),
     ({'max_new_tokens': 60}, 'the prompt is too long'),
+    ({'num_samples': 2}, 'a trace is of one seed and sample'),
+    ({'stop': ('a',)}, 'stop is for decode.main and decode.bulk'),
+    ({'logprobs': True}, 'logprobs is for decode.main and decode.bulk'),
   ],
 )
 def test_bad_options_are_refused(pair, fields, message):

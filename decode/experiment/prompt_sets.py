@@ -1,0 +1,141 @@
+"""Published prompt sets: `SET:FILE` reads a file in the format of its authors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from etils import epath
+
+# Spec-Bench's tasks by category. The categories of MT-Bench are one task.
+_MT_BENCH = ('writing', 'roleplay', 'reasoning', 'math', 'coding', 'extraction', 'stem', 'humanities')
+SPEC_BENCH_TASKS = dict.fromkeys(_MT_BENCH, 'multi-turn conversation') | {
+  'translation': 'translation',
+  'summarization': 'summarization',
+  'qa': 'question answering',
+  'math_reasoning': 'mathematical reasoning',
+  'rag': 'retrieval-augmented generation',
+}
+_SET_AND_FILE = re.compile(r'([A-Za-z][\w-]*):(?!//)(.+)', re.ASCII | re.DOTALL)
+_NUMBER = re.compile(r'-?\d[\d,]*(\.\d+)?', re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedPrompt:
+  """What an entry of a published set says of its prompt.
+
+  Attributes:
+    turns: The user's texts, at least one.
+    task: The entry's category; '' if the set has none.
+    id: The entry's own identifier, or None if it has none.
+  """
+
+  turns: tuple[str, ...]
+  task: str = ''
+  id: int | str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSet:
+  """A published set of prompts.
+
+  Attributes:
+    title: The set's name in papers.
+    ending: The ending of its file's name, which stands for the format: `.jsonl`, `.json` or `.tsv`.
+    form: An entry in words, for messages.
+    parse: The prompt of an entry, which is a JSON value or the columns of a line. It raises `ValueError` if the entry
+      is not of this set.
+  """
+
+  title: str
+  ending: str
+  form: str
+  parse: Callable[[Any], PublishedPrompt]
+
+
+def _field(entry: Any, name: str, kind: type = str) -> Any:
+  """A field of a JSON object.
+
+  Args:
+    entry: The object.
+    name: The field.
+    kind: The type it must have.
+
+  Raises:
+    ValueError: The entry is no object, or has no such field, or one of another type.
+  """
+  if not isinstance(entry, dict):
+    raise ValueError(f'{json.dumps(entry)[:40]} is not an object')
+  if name not in entry:
+    raise ValueError(f'no "{name}"')
+  if not isinstance(entry[name], kind) or isinstance(entry[name], bool):
+    raise ValueError(f'"{name}" is {json.dumps(entry[name])[:40]}')
+  return entry[name]
+
+
+def _spec_bench(entry: Any) -> PublishedPrompt:
+  number, category = _field(entry, 'question_id', int), _field(entry, 'category')
+  if category not in SPEC_BENCH_TASKS:
+    raise ValueError(f'"category" is {json.dumps(category)[:40]}, not one of {", ".join(SPEC_BENCH_TASKS)}')
+  turns = _field(entry, 'turns', list)
+  if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    raise ValueError(f'"turns" is {json.dumps(turns)[:40]}')
+  return PublishedPrompt(tuple(turns), category, number)
+
+
+def _humaneval(entry: Any) -> PublishedPrompt:
+  _field(entry, 'entry_point')
+  return PublishedPrompt((_field(entry, 'prompt'),), id=_field(entry, 'task_id'))
+
+
+def _gsm8k(entry: Any) -> PublishedPrompt:
+  _field(entry, 'answer')
+  return PublishedPrompt((_field(entry, 'question'),))
+
+
+def _mgsm(columns: list[str]) -> PublishedPrompt:
+  if len(columns) != 2:
+    raise ValueError(f'{len(columns)} column{"s" * (len(columns) > 1)}')
+  if not _NUMBER.fullmatch(columns[1].strip()):
+    raise ValueError(f'the answer is {json.dumps(columns[1])[:40]}')
+  return PublishedPrompt((columns[0],))
+
+
+def _alpaca(entry: Any) -> PublishedPrompt:
+  instruction, more = _field(entry, 'instruction'), _field(entry, 'input')
+  _field(entry, 'output')
+  return PublishedPrompt((f'{instruction}\n{more}' if more else instruction,))
+
+
+PROMPT_SETS = {
+  'spec_bench': PromptSet('Spec-Bench', '.jsonl', 'an object with question_id, category and turns', _spec_bench),
+  'humaneval': PromptSet('HumanEval', '.jsonl', 'an object with task_id, prompt and entry_point', _humaneval),
+  'gsm8k': PromptSet('GSM8K', '.jsonl', 'an object with question and answer', _gsm8k),
+  'mgsm': PromptSet('MGSM', '.tsv', 'a question, a tab and a number', _mgsm),
+  'alpaca': PromptSet('Alpaca', '.json', 'an object with instruction, input and output', _alpaca),
+}
+
+
+def split_set(text: epath.PathLike) -> tuple[PromptSet | None, epath.Path]:
+  """The set and the file that `SET:FILE` names; None and the file for a path alone.
+
+  `scheme://` begins a path, and so does the name of a file that exists.
+
+  Args:
+    text: `SET:FILE`, or a path.
+
+  Raises:
+    ValueError: There is no such set.
+  """
+  match = _SET_AND_FILE.fullmatch(str(text))
+  if match is None:
+    return None, epath.Path(text)
+  name, path = match.groups()
+  if name in PROMPT_SETS:
+    return PROMPT_SETS[name], epath.Path(path)
+  if epath.Path(text).exists():
+    return None, epath.Path(text)
+  raise ValueError(f'prompts: there is no set {name!r}; SET:FILE reads {", ".join(PROMPT_SETS)}')

@@ -1,0 +1,175 @@
+"""Spec-Bench: tokens per target call, speed and speed-up by task, beside its published leaderboard."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from decode.experiment import metrics
+from decode.experiment.options import AUTO, DecodeOptions
+from decode.experiment.prompt_sets import SPEC_BENCH_TASKS
+from decode.experiment.prompts import Prompt, take_evenly
+from decode.experiment.run import DecodeRun
+from decode.experiment.settings import Setting
+from decode.experiment.workload import Notify
+from decode.papers import published
+from decode.papers.exhibit import Request, Results, Row, Sizes, Value
+from decode.papers.table import CUT_ROUNDS, HERE, Table, block_efficiency, decode_sets, half_width, setting_columns
+from decode.papers.table_panels import Panel
+from spectr_jax import get_method
+
+TASKS = tuple(dict.fromkeys(SPEC_BENCH_TASKS.values()))
+OVERALL = 'overall'
+_LEADERBOARD = 'leaderboard: A100, Vicuna-13B'
+
+
+def _task_of(prompt: Prompt) -> str:
+  return SPEC_BENCH_TASKS[prompt.task]
+
+
+def _check_prompts(request: Request) -> None:
+  """Refuses prompts that have no tasks of Spec-Bench.
+
+  Raises:
+    ValueError: There are several files of prompts, or one that was not read as Spec-Bench.
+  """
+  prompts = [prompt for path in request.prompts.values() for prompt in DecodeOptions(prompts=path).read_prompts()]
+  if len(request.prompts) != 1 or any(prompt.task not in SPEC_BENCH_TASKS for prompt in prompts):
+    raise ValueError('this table is about the tasks of Spec-Bench: give one file, as --prompts=spec_bench:FILE')
+
+
+def _methods(names: Sequence[str]) -> tuple[str, ...]:
+  """The methods, led by autoregressive decoding if none of them decodes without drafts.
+
+  Raises:
+    ValueError: There is no method, or none of such a name.
+  """
+  if not names:
+    raise ValueError('no method given; autoregressive decoding alone is --method=autoregressive')
+  has_baseline = any(name != AUTO and get_method(name).max_drafts == 0 for name in names)
+  return tuple(names) if has_baseline else ('autoregressive', *names)
+
+
+def _rows_by_task(prompts: Sequence[Prompt]) -> dict[str, np.ndarray]:
+  """Indices of the prompts of each task that has any, and of all prompts as `overall`."""
+  tasks = np.array([_task_of(prompt) for prompt in prompts])
+  return {task: np.flatnonzero(tasks == task) for task in TASKS if task in tasks} | {OVERALL: np.arange(len(tasks))}
+
+
+def _speed_columns(run: DecodeRun, setting: Setting) -> Row:
+  """Speed and speed-up by Spec-Bench's definition: means over prompts of each prompt's tokens per second.
+
+  Args:
+    run: A run whose batches are one prompt each.
+    setting: A setting of the run.
+  """
+  speeds, others = ((tokens / seconds, np.ones(len(tokens))) for tokens, seconds in run.batch_speeds(setting))
+  interval = metrics.compare(speeds, others)[1:] if len(run.prompts) > 1 and setting.tree.num_nodes else None
+  return {
+    'tokens/s': Value(metrics.ratio(*speeds), half_width(metrics.ratio_interval(*speeds))),
+    'speed-up': Value(metrics.ratio(*speeds) / metrics.ratio(*others), interval=interval),
+  }
+
+
+def _measured_row(run: DecodeRun, setting: Setting, task: str, draft: str) -> Row:
+  """A row of measurements.
+
+  Args:
+    run: The run on the prompts of the task.
+    setting: A setting of the run.
+    task: The task's name.
+    draft: The draft's name.
+  """
+  summary = run.summarize(setting)
+  row: Row = {'task': task, 'of': HERE, 'prompts': len(run.prompts)} | setting_columns(setting, draft=draft)
+  row |= {'tree': setting.tree_name, 'mean accepted tokens': block_efficiency(summary)}
+  row |= _speed_columns(run, setting)
+  return row | {'acceptance by position': ' '.join(f'{share:.2f}' for share in summary.acceptance_by_position) or None}
+
+
+def _published_rows(task: str, columns: Sequence[str]) -> list[Row]:
+  """The leaderboard's rows of a task; it prints the mean accepted tokens over all prompts only.
+
+  Args:
+    task: The task's name, or `overall`.
+    columns: The columns of all rows.
+  """
+  rows = []
+  for method, (speedups, accepted) in published.SPEC_BENCH.items():
+    row: Row = dict.fromkeys(columns) | {'task': task, 'of': _LEADERBOARD, 'method': method}
+    row['speed-up'] = Value(speedups[published.SPEC_BENCH_COLUMNS.index(task)])
+    row['mean accepted tokens'] = Value(accepted) if task == OVERALL else None
+    rows.append(row)
+  return rows
+
+
+def _describe_sample(prompts: Sequence[Prompt]) -> list[str]:
+  """A line on the sample, and one on tasks without a prompt."""
+  counts = {task: len(rows) for task, rows in _rows_by_task(prompts).items() if task != OVERALL}
+  each = ', '.join(f'{task} {count}' for task, count in counts.items())
+  missing = [task for task in TASKS if task not in counts]
+  lines = [f'sample: taken evenly over the tasks and spread over each, not from the start of the file: {each}']
+  if missing:
+    lines.append(f'without a prompt: {", ".join(missing)}; the models hold none of theirs, or num_prompts is too small')
+  return lines
+
+
+def _measure(request: Request, notify: Notify) -> Results:
+  """Every setting on every task and overall, then the leaderboard's row of that task.
+
+  Args:
+    request: Models, prompts, sizes and options.
+    notify: Called with progress.
+  """
+  _check_prompts(request)
+  results = Results()
+  pick = functools.partial(take_evenly, group=_task_of)
+  method = _methods(request.options['method'])
+  by_task: dict[str, list[Row]] = {}
+  for draft, path in request.drafts.items():
+    for _, run in decode_sets(request, notify, results, pick=pick, draft=path, method=method, batch_size=1):
+      for task, rows in _rows_by_task(run.prompts).items():
+        part = run.take(rows)
+        by_task.setdefault(task, []).extend(_measured_row(part, setting, task, draft) for setting in run.settings)
+      if len(results.runs) == 1:
+        results.runs[0]['notes'] = _describe_sample(run.prompts)
+        if request.options['chat']:
+          results.runs[0]['notes'].append("first turns, as turns of the user in the target's chat template")
+  for task, rows in by_task.items():
+    results.rows += [*rows, *_published_rows(task, list(rows[0]))]
+  return results
+
+
+def _panel(column: str) -> Panel:
+  return Panel(x='task', y=(column,), by=('draft', 'method', 'K', 'L', 'tree'), where={'of': HERE}, kind='bar')
+
+
+TABLES = {
+  'spec_bench': Table(
+    title='Spec-Bench: tokens per target call and speed-up by task',
+    setup=(
+      "Spec-Bench's leaderboard for Vicuna-13B-v1.3 on one A100 of 80 GB, greedy, float16, one prompt at a time, all"
+      ' turns in a chat template'
+    ),
+    difference='other hardware, models and drafters, so what compares is the pattern over tasks',
+    spreads='± and ranges here: 95% intervals over prompts, which all settings decode in turns',
+    sizes=Sizes(num_prompts=60, num_seeds=1, max_new_tokens=64, num_drafts=(2,), draft_length=(8,)),
+    options={'method': ('autoregressive', 'speculative'), 'tree': ('chains',), 'temperature': 0.0, 'chat': False},
+    full={'num_prompts': 480, 'num_seeds': 3, 'max_new_tokens': 1024},
+    measure=_measure,
+    compares_drafts=True,
+    panels=(_panel('mean accepted tokens'), _panel('speed-up')),
+    notes=(
+      "As Spec-Bench's scripts compute them: mean accepted tokens are the new tokens over the target calls; tokens/s is"
+      " the mean over prompts of each prompt's new tokens over its seconds, with prefill; speed-up is that mean over"
+      ' the one of autoregressive decoding. overall weighs every prompt alike.',
+      'Prompts are continued as plain text, without a chat template; of a conversation, the first turn.',
+      'All prompts are padded to the longest of the run, for autoregressive decoding too, which lowers the speed-up of'
+      ' short prompts beside long ones.',
+      'At temperature 0 candidates drawn alike are equal, so that more of them keep no more.',
+      CUT_ROUNDS,
+    ),
+  ),
+}

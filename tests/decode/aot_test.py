@@ -1,0 +1,113 @@
+"""Compilation ahead of time: the sizes that its options name. What it compiles is in tests/tpu_test.py."""
+
+import dataclasses
+import json
+import math
+
+import commands
+import jax
+import pytest
+from hub_specs import SPECS
+from jax.sharding import AbstractMesh
+
+from decode import aot
+from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.io.hub.families import read_spec
+from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.transformer import TransformerConfig
+from spectr_jax.tree import TokenTree
+
+_HUB = commands.ROOT / 'configs/hub'
+
+
+def _num_entries(model):
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.params))
+
+
+@pytest.mark.parametrize(
+  ('name', 'num_params', 'num_kv_heads'),
+  [('llama_3_8b', 8_030_261_248, 8), ('llama_3_70b', 70_553_706_496, 8), ('qwen_3_8b', 8_190_735_360, 8)],
+)
+def test_shapes_of_public_models(name, num_params, num_kv_heads):
+  """The numbers of parameters are those that the models' authors count."""
+  config = aot.read_config(str(_HUB / name), 'bfloat16')
+  assert isinstance(config, CausalLMConfig)
+  assert (config.num_params, config.num_kv_heads, config.dtype) == (num_params, num_kv_heads, 'bfloat16')
+  model = aot.abstract_model(config)
+  assert _num_entries(model) == num_params
+  assert {type(leaf) for leaf in jax.tree.leaves(model.params)} == {jax.ShapeDtypeStruct}
+
+
+def test_files_of_sizes_are_read_as_before():
+  config = aot.read_config(str(commands.ROOT / 'configs/lm1b.py:6m'), 'float32')
+  assert isinstance(config, TransformerConfig)
+  assert config.dtype == 'float32'
+
+
+def test_products_are_counted_once_per_parameter():
+  """All parameters but gains, biases and, with a head of its own, the embedding are multiplied by each token."""
+  tied = aot.abstract_model(aot.read_config(str(_HUB / 'draft_of_llama_3'), 'bfloat16'))
+  gains = 768 * (2 * 12 + 1)
+  assert aot.matmul_flops(tied, 3) == 2 * 3 * (_num_entries(tied) - gains)
+  config = aot.read_config(str(_HUB / 'llama_3_8b'), 'bfloat16')
+  untied = aot.abstract_model(config)
+  gains = config.embed_dim * (2 * config.num_layers + 1)
+  embedding = config.vocab_size * config.embed_dim
+  assert aot.matmul_flops(untied, 5) == 2 * 5 * (_num_entries(untied) - gains - embedding)
+
+
+def _refuse(*arguments):
+  return commands.refuse('decode.aot', *arguments, HF_HUB_OFFLINE='1')
+
+
+@pytest.mark.parametrize(
+  ('option', 'message'),
+  [
+    ('--target_config=/no/such/folder', 'no model at /no/such/folder: expected a folder with config.json'),
+    ('--draft_config=nobody/nothing', 'no model at nobody/nothing'),
+    ('--target_config=configs/none.py', 'cannot load config configs/none.py'),
+    ('--target=pretrained/target', "Unknown command line flag 'target'. Did you mean: target_config"),
+  ],
+)
+def test_sizes_that_are_not_there_are_refused(option, message):
+  assert message in _refuse(option)
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'architectures': ['BloomForCausalLM']}, 'architecture BloomForCausalLM is unknown; known are LlamaForCausalLM'),
+    ({'vocab_size': 'many'}, "vocab_size must be a positive integer, got 'many'"),
+  ],
+)
+def test_unknown_sizes_are_refused(tmp_path, change, message):
+  (tmp_path / 'config.json').write_text(json.dumps(SPECS['llama'] | change))
+  assert message in _refuse(f'--target_config={tmp_path}')
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'max_new_tokens', 'message'),
+  [
+    ({'data': 2, 'model': 4}, 25, "prompts of 8 tokens with 25 new ones exceed the models' limit of 32"),
+    ({'data': 1, 'model': 3}, 8, '4 heads with 2 heads of keys and values cannot be sharded over model:3'),
+  ],
+)
+def test_what_does_not_fit_public_models_is_refused(sizes, max_new_tokens, message):
+  _, config = read_spec(SPECS['llama'])
+  sharding = DecodeSharding(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+  with pytest.raises(ValueError, match=message):
+    aot.analyse(
+      sharding, 'speculative', TokenTree.chains(1, 2), target=config, draft=config, batch_size=2, prompt_length=8,
+      max_new_tokens=max_new_tokens,
+    )  # fmt: skip
+
+
+def test_a_pair_gets_one_vocabulary_and_copies_of_heads():
+  _, config = read_spec(SPECS['llama'])
+  draft = dataclasses.replace(config, vocab_size=30)
+  mesh = AbstractMesh((1, 4), ('data', 'model'))
+  for is_divided, width in ((False, 8), (True, 16)):
+    target, small = aot.abstract_pair(config, draft, DecodeSharding(mesh, is_draft_divided=is_divided))
+    assert small.vocab_size == target.vocab_size == 32
+    found = [model.params['layer_0']['attention']['k']['kernel'].shape for model in (target, small)]
+    assert found == [(16, 16), (16, width)]

@@ -1,0 +1,92 @@
+"""`--draft=FOLDER` of a head on the target: what commands do with it, say of it and refuse."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from published_heads import write_head
+
+from decode.bulk import decode_bulk
+from decode.experiment.options import DecodeOptions
+from decode.experiment.run import run_decode
+from decode.experiment.workload import find_head, load_models, model_title
+from decode.trace import record_trace
+from spectr_jax import save_drafter
+from spectr_jax.draft import head_drafter
+from spectr_jax.models import causal_lm, head
+
+_BLOCK = causal_lm.CausalLMConfig(
+  vocab_size=40, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16, context_length=64,
+  rope=causal_lm.Rope((1.0, 0.1, 0.01, 0.001)),
+)  # fmt: skip
+_CONFIG = head.HeadConfig(_BLOCK, 16, 16, (0, 1, -1), has_unembedding=False)
+
+
+@pytest.fixture(scope='module')
+def options(pair, prompt_file, tmp_path_factory):
+  rng, path = np.random.default_rng(0), tmp_path_factory.mktemp('heads') / 'head'
+  shapes = head.param_shapes(_CONFIG)
+  params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape, scale=0.3).astype(leaf.dtype), shapes)
+  params['target_ids'] = np.arange(3, 43, dtype=np.int32)
+  save_drafter(path, head_drafter(params, _CONFIG, 320), param_dtype='float32')
+  return DecodeOptions(
+    target=pair['target'], draft=str(path), method=('speculative',), draft_length=(2,), max_new_tokens=6,
+    prompts=str(prompt_file), batch_size=3,
+  )  # fmt: skip
+
+
+def _with(options, **changes):
+  return DecodeOptions(**{name: getattr(options, name) for name in ('target', 'draft', 'prompts')} | changes)
+
+
+def test_results_say_what_head_it_was(options):
+  run = run_decode(options)
+  found = run.info['models']['draft']
+  assert (found['head'], found['path'], found['dtype']) == ('EAGLE-3', options.draft, 'float32')
+  own = {
+    name: shapes for name, shapes in head.param_shapes(_CONFIG).items() if name not in ('target_ids', 'unembedding')
+  }
+  assert found['num_params'] == sum(leaf.size for leaf in jax.tree.leaves(own))
+  assert model_title(found) == f'{options.draft} (0.0M, EAGLE-3 head)'
+  assert all(measurement.lengths.min() > 0 for measurement in run.measurements)
+
+
+@pytest.mark.slow
+def test_traces_and_bulk_decoding_take_a_head(options, tmp_path):
+  trace = record_trace(options, ('speculative',))
+  assert 'EAGLE-3 head' in trace['run']['models']['draft']
+  decode_bulk(options, tmp_path / 'out.jsonl')
+  assert len((tmp_path / 'out.jsonl').read_text().splitlines()) == 3
+  assert json.loads((tmp_path / 'out.jsonl').read_text().splitlines()[0])['tokens']
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    (
+      {'method': ('race_traversal',), 'tree': ('optimal:6',)},
+      'this needs the probabilities of a draft model along texts, and .*/head is not a model',
+    ),
+    ({'method': ('race_traversal',), 'draft': 'lookup+{}'}, r'lookup stands beside a draft model, and .* is a head'),
+    ({'draft': '{}/nothing'}, 'no model at .*/nothing'),
+  ],
+)
+def test_what_a_head_cannot_do(options, changes, message):
+  draft = changes.get('draft', '{}').format(options.draft)
+  changed = _with(options, **{'max_new_tokens': 4, 'draft_length': (2,)} | changes | {'draft': draft})
+  with pytest.raises(ValueError, match=message):
+    run_decode(changed)
+
+
+def test_a_head_among_the_tensors_of_a_model_is_that_models(options, tmp_path):
+  folder = str(write_head(tmp_path, 'deepseek mtp'))
+  assert find_head(_with(options, target=folder, draft=folder)).format == 'MTP, DeepSeek'
+  assert find_head(_with(options, draft=folder)) is None
+
+
+def test_a_head_of_another_target_is_refused(options, tmp_path):
+  with pytest.raises(
+    ValueError, match=r'^tensor embed_tokens.weight has shape \(23, 16\), and the target has 320 tokens$'
+  ):
+    load_models(_with(options, draft=str(write_head(tmp_path, 'speculators'))))

@@ -1,0 +1,61 @@
+"""A pair as public models come: special tokens at any ids, two padded vocabularies, conversations."""
+
+import jax
+import pytest
+import tiny_hub
+
+import spectr_jax
+from decode import trace
+from decode.experiment.options import DecodeOptions
+from decode.experiment.workload import Workload
+from spectr_jax.io.hub.hub_tokenizer import load_hub_tokenizer
+from spectr_jax.models import transformer
+
+_SIZES = {'target': 320, 'draft': 304}
+_QUESTION = 'the owl <|im_end|>'
+
+
+def _model(seed, vocab_size):
+  config = transformer.TransformerConfig(vocab_size, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=96)
+  init_params = jax.jit(transformer.init_params, static_argnames='config')
+  return transformer.transformer_model(init_params(jax.random.key(seed), config=config), config)
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+  """Options of a conversation with the pair."""
+  folder = tiny_hub.write(
+    tmp_path / 'tokenizer',
+    tokenizer_config={'bos_token': '<s>', 'eos_token': '<|im_end|>', 'add_bos_token': False},
+    generation_config={'eos_token_id': [200, 41, 319]},
+    chat_template=tiny_hub.CHAT,
+  )
+  models = {role: _model(seed, size) for seed, (role, size) in enumerate(_SIZES.items())}
+  monkeypatch.setattr(spectr_jax, 'load_model', lambda path, **options: (models[path], load_hub_tokenizer(folder)))
+  return DecodeOptions(
+    target='target', draft='draft', method=('speculative',), draft_length=(2,), max_new_tokens=8, prompt=_QUESTION,
+    chat=True,
+  )  # fmt: skip
+
+
+def test_a_conversation_is_decoded(options):
+  traced = trace.record_trace(options, ('speculative',))
+  work = Workload.load(options)
+  assert work.tokenizer.decode(work.tokens[0, : work.lengths[0]]) == f'user\n{_QUESTION}\nassistant\n'
+  assert work.decoder(trace.only_setting(options)).eos_ids == (41, 200, 319)
+  names = traced['names']
+  assert names[str(traced['rounds'][0]['root'])] == '\n'  # the end of the template
+  laws = [row for played in traced['rounds'] for law in played['laws'].values() for row in law]
+  unknown = [row for row in laws if row[0] >= _SIZES['draft']]
+  assert unknown
+  assert all(draft in (0, None) and target > 0 for _, draft, target in unknown)  # emitted, but never drafted
+  assert {names[str(token)] for token, *_ in unknown} == {f'⟨{token}⟩' for token, *_ in unknown}
+
+
+def test_what_a_tokenizer_means_differently_is_named(options, tmp_path, monkeypatch):
+  other = tiny_hub.write(tmp_path / 'other', tiny_hub.backend(merges=[('h', 'e'), ('a', 'b')]))
+  folders = {'target': tmp_path / 'tokenizer', 'draft': other}
+  model = _model(0, 320)
+  monkeypatch.setattr(spectr_jax, 'load_model', lambda path, **options: (model, load_hub_tokenizer(folders[path])))
+  with pytest.raises(ValueError, match="must share a tokenizer, but id 261 is 'Ġt' in target and 'ab' in draft"):
+    Workload.load(options)

@@ -1,0 +1,113 @@
+"""`--draft=lookup`: what commands take and refuse."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from decode.bulk import decode_bulk
+from decode.experiment.options import DecodeOptions
+from decode.experiment.workload import Workload, model_title
+from spectr_jax import Drafter
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    (
+      {'draft': 'lookup', 'method': ('block',)},
+      '^block does not take guesses of --draft=lookup; allowed: speculative,',
+    ),
+    (
+      {'draft': 'lookup+here', 'method': ('spectr',)},
+      '^spectr does not take guesses of --draft=lookup.here; allowed: race, race_block, race_traversal$',
+    ),
+    (
+      {'draft': 'lookup', 'method': ('auto',), 'tree': ('chains', 'prefix:2,2')},
+      'lookup guesses chains, and the tree is prefix:2,2',
+    ),
+    ({'draft': 'lookup', 'method': ('spectr',), 'tree': ('prefix:2,2',)}, 'lookup guesses chains'),
+    ({'draft': 'lookup', 'method': ('spectr',), 'lookup_min': 9}, 'lookup_min at most lookup_max; got 9 and 8'),
+    ({'lookup_max': 4}, 'are for --draft=lookup'),
+    ({'lookup_corpus': ('a.txt',)}, 'lookup_corpus is for --draft=lookup'),
+  ],
+)
+def test_what_does_not_fit(options, message):
+  with pytest.raises(ValueError, match=message):
+    DecodeOptions(**options)
+
+
+def test_drafts_of_lookup():
+  assert DecodeOptions(draft='lookup', method=('spectr',)).draft_model == ''
+  beside = DecodeOptions(draft='lookup+pretrained/draft', method=('autoregressive', 'race_traversal'))
+  assert beside.has_lookup
+  assert beside.draft_model == 'pretrained/draft'
+  directory = DecodeOptions(draft='lookup_of_mine')
+  assert (directory.has_lookup, directory.draft_model) == (False, 'lookup_of_mine')
+
+
+_SOUGHT = {'num_drafts': (2,), 'draft_length': (2,), 'max_new_tokens': 8, 'lookup_min': 1}
+
+
+@pytest.fixture(scope='module')
+def corpus_files(tmp_path_factory):
+  """Two documents in one file, one in another."""
+  directory = tmp_path_factory.mktemp('corpus')
+  (directory / 'one.txt').write_text('the quick brown fox\njumps\n\nseven wise owls watch\n')
+  with gzip.open(directory / 'two.txt.gz', 'wt') as stream:
+    stream.write('old oak tree')
+  return str(directory / 'one.txt'), str(directory / 'two.txt.gz')
+
+
+def test_a_corpus_is_searched_and_described(pair, prompt_file, corpus_files):
+  target, prompts = pair['target'], str(prompt_file)
+  options = DecodeOptions(
+    target=target, draft='lookup', method=('spectr',), prompts=prompts, lookup_corpus=corpus_files, **_SOUGHT
+  )
+  work = Workload.load(options)
+  documents = work.tokenizer.encode_batch(['the quick brown fox\njumps', 'seven wise owls watch', 'old oak tree'])
+  found = work.info['models']['corpus']
+  assert (found['path'], found['num_documents']) == (','.join(corpus_files), 3)
+  assert found['num_tokens'] == sum(map(len, documents))
+  assert len(found['sha256']) == 2
+  assert model_title(found) == f'{",".join(corpus_files)} ({found["num_tokens"]} tokens)'
+  assert isinstance(work.draft, Drafter)
+  ids = [token for document in documents for token in (*document, -1)]
+  np.testing.assert_array_equal(work.draft.params.tokens, ids)
+
+
+@pytest.mark.parametrize(
+  ('content', 'message'),
+  [
+    (None, "^lookup_corpus: no file matches '.*texts.gz'$"),
+    ('\n', 'there is no text in '),
+    ('text', 'lookup_corpus: cannot read .*texts.gz as text'),
+  ],
+)
+def test_corpora_that_cannot_be_read(pair, tmp_path, content, message):
+  path = tmp_path / 'texts.gz'
+  if content == 'text':
+    path.write_text(content)
+  elif content is not None:
+    path.write_bytes(gzip.compress(content.encode()))
+  with pytest.raises(ValueError, match=message):
+    Workload.load(DecodeOptions(target=pair['target'], draft='lookup', method=('spectr',), lookup_corpus=(str(path),)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('is_beside', [False, True])
+def test_bulk_decoding_resumes_and_takes_a_mesh(pair, prompt_file, corpus_files, tmp_path, is_beside):
+  draft = f'lookup+{pair["draft"]}' if is_beside else 'lookup'
+  fields = {'target': pair['target'], 'draft': draft, 'method': ('race_traversal',), 'prompts': str(prompt_file)}
+  fields |= {'batch_size': 2, 'lookup_corpus': corpus_files if is_beside else ()} | _SOUGHT
+  tokens = []
+  for mesh in ('', 'data:1,model:1'):
+    path = tmp_path / f'{len(mesh)}.jsonl'
+    decode_bulk(DecodeOptions(**fields, mesh=mesh), path)
+    found = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda entry: entry['index'])
+    tokens.append([entry['tokens'] for entry in found])
+    assert all(entry.get('lookup_corpus') == (list(corpus_files) if is_beside else None) for entry in found)
+    assert decode_bulk(DecodeOptions(**fields, mesh=mesh), path, resume=True)[1] == 0
+  assert tokens[0] == tokens[1]
+  assert len(tokens[0]) == 3

@@ -1,0 +1,154 @@
+"""The table of Spec-Bench: its sample, its means, and its published leaderboard."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from exhibit_checks import request_of
+
+from decode.experiment.options import DecodeOptions
+from decode.experiment.run import DecodeRun, Measurement
+from decode.experiment.settings import expand
+from decode.experiment.workload import describe
+from decode.papers import published, spec_bench, table
+from decode.papers.exhibit import Value
+from decode.papers.exhibits import TABLES
+
+# Each prompt's category, and of both methods the tokens, target calls and seconds that a run is made up of.
+_AUTOREGRESSIVE, _SPECULATIVE = 'autoregressive', 'speculative'
+_PROMPTS = {
+  'writing': {_AUTOREGRESSIVE: (4, 4, 2.0), _SPECULATIVE: (4, 2, 1.0)},
+  'math': {_AUTOREGRESSIVE: (4, 4, 4.0), _SPECULATIVE: (4, 4, 4.0)},
+  'qa': {_AUTOREGRESSIVE: (2, 2, 1.0), _SPECULATIVE: (2, 1, 0.5)},
+}
+
+
+@pytest.fixture
+def question_file(tmp_path):
+  """Two prompts of each of the categories above."""
+  path = tmp_path / 'question.jsonl'
+  categories = [category for category in _PROMPTS for _ in range(2)]
+  entries = ({'question_id': 7 + i, 'category': name, 'turns': [f'owl {i}']} for i, name in enumerate(categories))
+  path.write_text(''.join(json.dumps(entry) + '\n' for entry in entries))
+  return f'spec_bench:{path}'
+
+
+def _made_up_run(options, notify, pick):
+  """A run of what the numbers above say, on the prompts that are picked."""
+  del notify
+  prompts, settings = pick(options.read_prompts(), options.num_prompts), expand(options)
+
+  def measurement(setting):
+    tokens, calls, seconds = map(np.array, zip(*(_PROMPTS[prompt.task][setting.method.name] for prompt in prompts)))
+    baseline = np.array([_PROMPTS[prompt.task][_AUTOREGRESSIVE][2] for prompt in prompts])
+    kept = np.minimum((tokens - calls)[:, None], np.arange(setting.draft_length, 0, -1))
+    every = np.zeros((len(prompts), options.max_new_tokens), np.int32)
+    return Measurement(setting, 0, every, every, tokens, calls, kept, seconds, baseline, int(calls.sum()))
+
+  models = {'target': {'path': options.target, 'num_params': 1, 'dtype': 'float32'}}
+  info = describe(options, models) | {'num_long_prompts': 0}
+  return DecodeRun(options, info, prompts, None, settings, [measurement(setting) for setting in settings])
+
+
+def _request(question_file, **sizes):
+  request = request_of('spec_bench', prompts={'Spec-Bench': question_file}, draft_length=(2,), **sizes)
+  return dataclasses.replace(request, options=TABLES['spec_bench'].choose_options({'method': (_SPECULATIVE,)}))
+
+
+def test_speeds_are_means_over_prompts(question_file, monkeypatch):
+  monkeypatch.setattr(table, 'run_decode', _made_up_run)
+  exhibit, request = TABLES['spec_bench'], _request(question_file, num_prompts=3)
+  results = exhibit.measure(request, None)
+  assert {tuple(row) for row in results.rows} == {tuple(results.rows[0])}
+  here = {(row['task'], row['method']): row for row in results.rows if row['of'] == 'here'}
+  talk, overall = 'multi-turn conversation', 'overall'
+  assert list(here) == [
+    (task, method) for task in (talk, 'question answering', overall) for method in (_AUTOREGRESSIVE, _SPECULATIVE)
+  ]
+  # Two of the conversations' four prompts, from both of their categories.
+  speeds = {key: (row['prompts'], row['tokens/s'].number, row['speed-up'].number) for key, row in here.items()}
+  assert speeds[talk, _AUTOREGRESSIVE] == pytest.approx((2, (2 + 1) / 2, 1))
+  assert speeds[talk, _SPECULATIVE] == pytest.approx((2, (4 + 1) / 2, 2.5 / 1.5))
+  assert speeds['question answering', _SPECULATIVE] == pytest.approx((1, 4, 2))
+  assert speeds[overall, _SPECULATIVE] == pytest.approx((3, (4 + 1 + 4) / 3, 9 / 5))
+  assert here[talk, _SPECULATIVE]['mean accepted tokens'].number == pytest.approx(8 / 6)
+  assert here[overall, _SPECULATIVE]['mean accepted tokens'].number == pytest.approx(10 / 7)
+  assert here[talk, _SPECULATIVE]['acceptance by position'] == '0.33 0.17'
+  assert here[talk, _AUTOREGRESSIVE]['acceptance by position'] is None
+  low, high = here[talk, _SPECULATIVE]['speed-up'].interval
+  assert low < 2.5 / 1.5 < high
+  assert here['question answering', _SPECULATIVE]['speed-up'].interval is None  # one prompt says nothing of others
+  about = exhibit.describe(request, results)
+  assert any('evenly over the tasks' in line and f'{talk} 2, question answering 1' in line for line in about)
+  assert any(line.startswith('without a prompt: translation, summarization, mathematical') for line in about)
+  assert any('other hardware, models and drafters' in line for line in about)
+  assert any('num_prompts 3 instead of 480' in line for line in about)
+  files = exhibit.files('spec_bench', request, results)
+  assert exhibit.read_rows(files['spec_bench.json']) == results.rows
+  assert files['spec_bench.png'].startswith(b'\x89PNG')
+
+
+def test_the_leaderboard_stands_beside_every_task(question_file, monkeypatch):
+  monkeypatch.setattr(table, 'run_decode', _made_up_run)
+  rows = TABLES['spec_bench'].measure(_request(question_file, num_prompts=6), None).rows
+  printed = {(row['task'], row['method']): row for row in rows if row['of'] == 'leaderboard: A100, Vicuna-13B'}
+  assert len(printed) == 3 * len(published.SPEC_BENCH)
+  assert printed['question answering', 'EAGLE-2']['speed-up'] == Value(2.20)
+  assert printed['question answering', 'EAGLE-2']['mean accepted tokens'] is None
+  assert printed['overall', 'EAGLE-3']['mean accepted tokens'] == Value(5.71)
+  assert printed['overall', 'EAGLE-3']['speed-up'] == Value(3.02)
+
+
+def test_prompts_of_one_batch_have_no_time_of_their_own(question_file):
+  options = DecodeOptions(prompts=question_file, method=(_AUTOREGRESSIVE,), num_prompts=6, batch_size=2)
+  run = _made_up_run(options, None, lambda prompts, number: prompts[:number])
+  with pytest.raises(ValueError, match='batch_size must be 1, got 2'):
+    run.take(np.array([0]))
+
+
+def test_there_is_always_a_baseline():
+  assert spec_bench._methods(('block', 'autoregressive')) == ('block', 'autoregressive')
+  assert spec_bench._methods(('auto',)) == ('autoregressive', 'auto')
+  with pytest.raises(ValueError, match='no method given'):
+    spec_bench._methods(())
+
+
+@pytest.mark.slow
+def test_the_pretrained_pair_is_measured_by_task(question_file):
+  defaults = DecodeOptions()
+  request = request_of(
+    'spec_bench', {'target': defaults.target, 'draft': defaults.draft}, {'Spec-Bench': question_file},
+    num_prompts=3, max_new_tokens=16, draft_length=(4,),
+  )  # fmt: skip
+  options = {'method': ('race_traversal',), 'tree': ('prefix:2,1',), 'temperature': 0.5}
+  request = dataclasses.replace(request, options=TABLES['spec_bench'].choose_options(options))
+  results = TABLES['spec_bench'].run(request, lambda *_: None)
+  here = [row for row in results.rows if row['of'] == 'here']
+  assert [row['method'] for row in here] == ['autoregressive', 'race_traversal'] * 3
+  for row in here[1::2]:
+    assert row['tree'] == 'prefix:2,1'
+    assert 1 <= row['mean accepted tokens'].number <= 3
+    assert min(row['tokens/s'].number, row['speed-up'].number) > 0
+  # By tasks and overall it is the same run.
+  counts = [row['prompts'] for row in here[1::2]]
+  assert counts == [2, 1, 3]
+  speeds = [row['tokens/s'].number for row in here[1::2]]
+  assert speeds[2] == pytest.approx((2 * speeds[0] + speeds[1]) / 3)
+
+
+def test_turns_may_be_rendered_by_the_chat_template(question_file, pair, monkeypatch):
+  asked = []
+  monkeypatch.setattr(table, 'run_decode', lambda options, *rest, **more: asked.append(options) or _made_up_run(
+    options, *rest, **more
+  ))  # fmt: skip
+  request = _request(question_file, max_new_tokens=8)
+  chat = dataclasses.replace(request, options={**request.options, 'chat': True})
+  for each in (request, chat):
+    spec_bench.TABLES['spec_bench'].measure(each, lambda *_: None)
+  assert [options.chat for options in asked] == [False, True]
+  found = spec_bench.TABLES['spec_bench'].measure(chat, lambda *_: None)
+  assert any("in the target's chat template" in note for note in found.runs[0]['notes'])
+  own = dataclasses.replace(chat, target=pair['target'], drafts={'draft': pair['draft']})
+  with pytest.raises(ValueError, match='the model has no chat template'):
+    spec_bench.TABLES['spec_bench'].run(own, lambda *_: None)
