@@ -24,10 +24,13 @@ def _readme() -> str:
 # What spectr_jax imports: `import spectr_jax` needs JAX and NumPy, the others are imported on first use.
 _LIBRARY = [
   'etils[epath]>=1.9',  # paths of model files, local or remote
-  'flax>=0.12',  # spectr_jax.models.transformer
+  'flax>=0.12',  # spectr_jax.models
+  'gguf>=0.17',  # load_model of .gguf files
   'jax>=0.8.1',
+  'jinja2>=3.1.6',  # chat templates; earlier sandboxes have known holes
   'numpy>=2.0',
   'orbax-checkpoint>=0.11.26',  # load_model, save_model
+  'safetensors>=0.5',  # load_model of hub folders
   'scipy>=1.13',  # spectr_jax.theory, spectr_jax.testing
   'tokenizers>=0.21',  # Tokenizer
 ]
@@ -57,6 +60,10 @@ setuptools.setup(
   install_requires=[*_LIBRARY, *_COMMANDS],
   extras_require={
     'test': ['hypothesis>=6.100', 'matplotlib>=3.9', 'nbformat>=5.10', 'pytest>=8.0', 'pytest-xdist>=3.6', 'ruff>=0.9'],
+    # `load_model('ORG/NAME')` downloads from the hub.
+    'hub': ['huggingface_hub>=0.30'],
+    # The peers that real models are compared with.
+    'parity': ['torch>=2.6', 'transformers>=5.0', 'accelerate>=1.0'],
     'plots': ['matplotlib>=3.9'],
     'notebooks': ['ipykernel>=6.29', 'matplotlib>=3.9', 'nbclient>=0.10', 'nbformat>=5.10'],
     'lm1b': ['array_record>=0.5', 'importlib_resources>=6.0', 'tensorflow-datasets>=4.9.7'],

@@ -1,7 +1,7 @@
 """Runs the notebooks of this folder: `python colab/execute.py quickstart verification`; needs the extra `notebooks`.
 
-`quickstart` and `verification` keep their outputs, the others are only checked. What is kept is marked with a hash of
-the code that it came from, so that a test sees where a notebook was changed and not run again.
+`quickstart`, `real_models` and `verification` keep their outputs, the others are only checked. What is kept is marked
+with a hash of the code that it came from, so that a test sees where a notebook was changed and not run again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import nbformat
 
 FOLDER = pathlib.Path(__file__).parent
-KEPT = 'quickstart', 'verification'
+KEPT = 'quickstart', 'real_models', 'verification'
 _HASH = 'sha256_of_executed_code'
 
 

@@ -27,7 +27,8 @@ class BestRatio:
   """Picks the candidate with the largest q/p, and one at random with equal probability if several are equal."""
 
   explanation = SelectionExplanation(
-    path='At each position the candidate with the largest q/p is picked; p̃ is the law of what is picked.', law='p̃'
+    path='At each position the candidate with the largest q/p is picked; p̃ is the distribution of what is picked.',
+    law='p̃',
   )
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid):

@@ -7,14 +7,20 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
+import tiny_hub
+from hub_specs import SPECS
 
 import spectr_jax
 from benchmarks import auto as auto_benchmark
-from benchmarks import growth, refill, speed
+from benchmarks import growth, real_models, refill, speed
 from decode.auto import prediction as auto
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
+from spectr_jax.io.hub.families import read_spec
+from spectr_jax.io.hub.hub_tokenizer import load_hub_tokenizer
+from spectr_jax.models.causal_lm import causal_lm, config_of, init_params
 from spectr_jax.models.transformer import TransformerConfig
 
 pytestmark = pytest.mark.slow
@@ -45,6 +51,24 @@ def test_speed(monkeypatch, capsys):
   assert f'{2e3 / times["median"]:.1f} tokens/s' in said
   assert f'floor {1e3 * 4 * TINY.num_params / 1e9:.2f} ms' in said
   assert f'verification {parts["verification"] / parts["round"]:.1%} of a round' in said
+
+
+def test_real_models(monkeypatch, capsys, tmp_path):
+  config = SPECS['llama'] | {'vocab_size': 300, 'max_position_embeddings': 256}
+  tiny_hub.write(tmp_path, config=config)
+  _, sizes = read_spec(config)
+  model = causal_lm(init_params(jax.random.key(0), sizes), sizes)
+  monkeypatch.setattr(real_models, 'load', lambda path, dtype: (model, load_hub_tokenizer(tmp_path)))
+  monkeypatch.setattr(real_models, 'in_own_process', lambda function, *arguments: function(*arguments))
+  monkeypatch.setattr(speed, 'read_rate', lambda: 1e9)
+  options = {'text': 'abc ' * 40, 'dtypes': ['float32'], 'batch_sizes': [2], 'has_peer': False, 'num_runs': 2}
+  found = real_models.measure('', max_new_tokens=4, prompt_length=80, **options)
+  assert set(found) == {'prompt float32', 'read_bytes_per_second', 'steps float32 batch 2', 'trees float32'}
+  assert found['prompt float32']['bytes'] > 2**20
+  assert set(found['trees float32']) == set(real_models.TREE_SIZES)
+  said = capsys.readouterr().out
+  assert f'{2e3 / found["steps float32 batch 2"]["spectr_jax"]["median"]:.1f} tokens/s' in said
+  assert f'floor {1e3 * 4 * config_of(model).num_params / 1e9:.2f} ms' in said
 
 
 def test_auto():

@@ -9,6 +9,7 @@ import sys
 
 import nbformat
 import pytest
+import smollm2
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _PATHS = sorted((_ROOT / 'colab').glob('*.ipynb'))
@@ -32,8 +33,9 @@ def _code_cells(notebook):
   return [cell for cell in notebook.cells if cell.cell_type == 'code']
 
 
-def test_there_are_four():
-  assert [path.stem for path in _PATHS] == ['quickstart', 'tpu_pod', 'train_pair', 'verification']
+def test_there_are_five():
+  names = ['quickstart', 'real_models', 'tpu_pod', 'train_pair', 'verification']
+  assert [path.stem for path in _PATHS] == names
 
 
 def test_format(path, notebook):
@@ -120,6 +122,8 @@ def test_runs(path):
   pytest.importorskip('nbclient', reason='needs the extra notebooks')
   pytest.importorskip('ipykernel', reason='needs the extra notebooks')
   env = {'SPECTR_SMALL': '1', 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true'}
+  if path.stem == 'real_models':
+    env |= {smollm2.VARIABLE: str(smollm2.find_smollm2())}
   executed = execute.execute(path, timeout=300, env=env)
   cells = _code_cells(executed)
   assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
@@ -141,6 +145,11 @@ _SAID = {
     r'as it should be: PROVED',
     r'accepts too much: FAILS',
     r'my rule: FAILS',
+  ],
+  'real_models': [
+    r'The capital of France is Paris',
+    r'skipped blocks, 28 of 30 blocks: \d+% of the parameters, acceptance 0\.[5-9]',
+    r'speculative +\d\.\d\d tokens per target call',
   ],
   'train_pair': [r'target after 20 steps: held-out perplexity', r'draft after 20 steps: .* probability 0\.\d+'],
   'tpu_pod': [

@@ -10,6 +10,7 @@ import tempfile
 import hypothesis
 import jax
 import jax.numpy as jnp
+import kept_programs
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from spectr_jax.models import transformer
 # Here, since pytest looks for the profile of its flag before it collects tests.
 hypothesis.settings.register_profile('long')
 
+_PROGRAMS = pytest.StashKey[tuple[pathlib.Path, pathlib.Path, int]]()
 TEXT_SIZE = 32
 CONFIG = transformer.TransformerConfig(
   vocab_size=17, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, max_length=64
@@ -27,17 +29,21 @@ CONFIG = transformer.TransformerConfig(
 def pytest_configure(config):
   """Prepares this process, the workers that it starts, and the commands that tests run.
 
-  They share one directory of compiled programs: what one has compiled no other compiles again, and nothing is left in
-  the user's cache. Most programs of tests run for milliseconds, so optimizing them would take most of a test's time.
+  They share one directory of compiled programs: what one has compiled no other compiles again, nor does the next run,
+  and nothing is left in the user's cache. Most programs of tests run for milliseconds, so optimizing them would take
+  most of a test's time.
   """
   if 'PYTEST_XDIST_WORKER' in os.environ:
     return
   directory = tempfile.TemporaryDirectory(prefix='spectr_jax_programs_', ignore_cleanup_errors=True)
+  own, kept = pathlib.Path(directory.name), kept_programs.directory()
   config.add_cleanup(directory.cleanup)
+  config.stash[_PROGRAMS] = own, kept, kept_programs.take_over(kept, own)
   options = {
     'jax_compilation_cache_dir': directory.name,
     'jax_compilation_cache_max_size': 2**30,  # with a limit JAX locks what it writes
     'jax_persistent_cache_min_compile_time_secs': 0.05,
+    'jax_persistent_cache_enable_xla_caches': 'none',  # else programs are found in the same directory only
   }
   if config.option.markexpr != 'tpu':  # these tests measure programs as users compile them
     options['jax_disable_most_optimizations'] = True
@@ -46,6 +52,14 @@ def pytest_configure(config):
   for name, value in options.items():
     os.environ[name.upper()] = str(value)
     jax.config.update(name, value)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+  """Keeps the programs of a run in which all has passed, in the process that started the others."""
+  if exitstatus == pytest.ExitCode.OK and _PROGRAMS in session.config.stash:
+    own, kept, start = session.config.stash[_PROGRAMS]
+    kept_programs.keep(own, kept, start)
 
 
 def _xla_flags():
@@ -63,13 +77,17 @@ def _xla_flags():
 
 
 # Their slow tests enumerate and sample: they run for far longer than an optimization takes.
-_RUN_FOR_LONG = 'couplings_test.py', 'drafters_test.py', 'lossless_test.py', 'stateless_test.py', 'verify_test.py'
+_RUN_FOR_LONG = (
+  'draft/drafters_test.py', 'lossless_test.py', 'theory/stateless_test.py', 'verify/draws_test.py',
+  'verify/given_candidates_test.py', 'verify/grown_trees_test.py', 'verify/programs_test.py',
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
   """Optimizes the programs of slow tests that run for long."""
   for item in items:
-    if item.path.name in _RUN_FOR_LONG and item.get_closest_marker('slow') and 'optimized' not in item.fixturenames:
+    is_long = item.path.as_posix().endswith(_RUN_FOR_LONG) and item.get_closest_marker('slow')
+    if is_long and 'optimized' not in item.fixturenames:
       item.fixturenames.append('optimized')
 
 

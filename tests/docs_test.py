@@ -182,7 +182,7 @@ def test_first_verifier(capsys):
 
 
 def test_library_page(monkeypatch):
-  """Its three ways to decode run, and streaming shows the text of whole runs."""
+  """Its ways to decode run, and streaming shows the text of whole runs."""
   monkeypatch.chdir(ROOT)
   scope = {}
   printed = [values[0] for values in _execute(_read('library.md'), scope)]
@@ -192,10 +192,16 @@ def test_library_page(monkeypatch):
     scope['tokenizer'].decode(np.asarray(tokens[:length]))
     for tokens, length in zip(scope['new'].tokens, scope['new'].lengths)
   ]
-  streamed, many = printed[num_texts:-num_texts], printed[-num_texts:]
+  streamed, reasons, many = np.split(np.array(printed[num_texts:]), [-2 * num_texts, -num_texts])
+  assert 'stop' in reasons
   assert len(streamed) > 1
   result = scope['state'].result
-  assert ''.join(streamed) == scope['tokenizer'].decode(np.asarray(result.tokens[0, : result.lengths[0]]))
+  session, decode = scope['session'], scope['tokenizer'].decode
+  first, answer = decode(np.asarray(result.tokens[0, : result.lengths[0]])), session.tokens[len(scope['prompt']) :]
+  shown = ''.join(streamed)
+  assert shown.startswith(first)
+  assert len(shown) > len(first + decode(answer))  # of two turns
+  assert shown.endswith(decode(answer))
   assert sorted(many) == sorted(scope['texts'])
 
 
@@ -291,8 +297,8 @@ def test_every_documented_command_has_its_flags():
   assert len(_COMMANDS) > 30
   assert {command.module for command in _COMMANDS} >= {
     'benchmarks.share_of_optimum', 'benchmarks.tabulate', 'benchmarks.verification', 'decode.aot', 'decode.bulk',
-    'decode.main', 'decode.prove', 'decode.reproduce', 'decode.trace', 'train.aot', 'train.evaluate', 'train.main',
-    'train.prepare_data', 'train.tokenizer',
+    'decode.main', 'decode.prove', 'decode.reproduce', 'decode.trace', 'train.aot', 'train.evaluate', 'train.head',
+    'train.main', 'train.prepare_data', 'train.tokenizer',
   }  # fmt: skip
   wrong = Command('here', 'decode.main', ('--num_draft=4', '--no_such_flag'))
   *found, caught = documented.attempt([_task(command, is_run=False) for command in (*_COMMANDS, wrong)])
@@ -312,9 +318,13 @@ _NOT_RUN = {
   '--coordinator_address': 'needs several processes: tests/train/sharded_test.py',
   '--mesh=data:8,model:2': 'needs a pod: tests/decode/mesh_test.py',
   '--method=auto,': 'times every method: tests/decode/auto_test.py',
+  'decode.chat': 'needs a chat template: tests/decode/chat_test.py',
+  'ORG/': 'needs the hub: tests/io/hub/load_test.py',
   'decode.prove': 'takes a minute: tests/decode/prove_test.py',
   'decode.reproduce': 'times several settings: tests/decode/reproduce_test.py',
   'train.main': 'trains: tests/train/command_test.py',
+  'train.head': 'trains for hours: tests/train/head_test.py',
+  'benchmarks.real_models': 'needs a public model: tests/benchmarks_test.py',
   'benchmarks.share_of_optimum': 'tests/decode/run_test.py measures such shares',
   **dict.fromkeys(
     ('benchmarks.auto', 'benchmarks.growth', 'benchmarks.refill', 'benchmarks.speed'),
@@ -380,11 +390,14 @@ _NOT_RECORDED = {
   '--coordinator_address': 'needs several machines',
   '--mesh=data:8,model:2 --output': 'needs a pod',
   '--config=configs/NAME.py': 'shows the form of others',
+  '--target=MODEL': 'shows the form of others',
+  'ORG/': 'shows the form of others',
+  'train.head': 'its run is described beside the head: pretrained/README.md',
   **dict.fromkeys(
     (
       'train.tokenizer --config=configs/pretrained_pair.py', 'runs/t1_k8_l8.jsonl', 'benchmarks.share_of_optimum',
-      'benchmarks.verification', 'benchmarks.speed', 'benchmarks.refill', '--num_prompts=16 --dtype=bfloat16',
-      '--method=auto,autoregressive', '--xla_backend_optimization_level=0',
+      'benchmarks.verification', 'benchmarks.speed', 'benchmarks.refill', 'benchmarks.real_models',
+      '--num_prompts=16 --dtype=bfloat16', '--method=auto,autoregressive', '--xla_backend_optimization_level=0',
     ),
     'measured, but not timed: named at the end of the page',
   ),

@@ -122,7 +122,7 @@ def _parse(module: str) -> dict:
 
 def _run(module: str) -> dict:
   with open(os.devnull, 'w') as nowhere, contextlib.redirect_stdout(nowhere):
-    runpy.run_module(module, run_name='__main__')
+    runpy.run_module(module, run_name='__main__', alter_sys=True)  # so that its functions can be pickled
   return {'error': ''}
 
 

@@ -121,6 +121,18 @@ def test_type_to_compute_in(saved):
     load_model(saved, dtype='int8')
 
 
+def test_weights_in_int8(saved, tmp_path):
+  model, tokenizer = load_model(saved, weights='int8')
+  embedding = model.params['embedding']
+  assert embedding.values.dtype == jnp.int8
+  wide = load_model(saved)[0].params['embedding']
+  assert np.abs(embedding.dequantised('float32') - wide).max() <= 0.51 * embedding.scale.max()
+  with pytest.raises(ValueError, match='a model with int8 weights is not saved'):
+    save_model(tmp_path / 'model', model, tokenizer)
+  with pytest.raises(ValueError, match='weights must be int8'):
+    load_model(saved, weights='int4')
+
+
 @pytest.mark.parametrize('name', ['nothing', 'empty', 'file'])
 def test_no_model_there(tmp_path, name):
   (tmp_path / 'empty').mkdir()

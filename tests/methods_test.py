@@ -81,7 +81,8 @@ def test_what_a_method_takes():
   greedy = {'greedy_block', 'spectr_gbv'}
   token_level = METHODS.keys() - blocks - greedy
   assert _names('is_token_level') == token_level
-  assert _names('takes_given') == token_level
+  assert _names('takes_given') == token_level | {'race_block', 'race_traversal'}
+  assert _names('takes_mixed') == {'race', 'race_block', 'race_traversal'}
   assert _names('takes_grown') == METHODS.keys() - greedy
   assert _names('tries_every_branch') == {'race_traversal'}
   biased = {name for name, method in METHODS.items() if method.verifier.is_biased}
@@ -114,7 +115,9 @@ class Nothing(Verifier):
 def test_what_a_verifier_of_ones_own_has_without_writing_it():
   verifier = Nothing()
   method = Method('mine', verifier, Independent(), is_lossless=True, source='none')
-  assert not any((method.takes_given, method.takes_grown, method.is_token_level, method.tries_every_branch))
+  assert not any(
+    (method.takes_given, method.takes_mixed, method.takes_grown, method.is_token_level, method.tries_every_branch)
+  )
   assert verifier.init_state(CHAIN) == ()
   assert verifier.advance(CHAIN, None, None, (), 0, 0) == ()
   assert verifier.explain(1, CHAIN, 2, 3, ()) == (('verdict', 1, CHAIN, 2, 3, ()), None)
@@ -183,7 +186,7 @@ def test_an_unknown_method_is_refused():
   ],
 )
 def test_children_that_a_verifier_is_not_right_for_are_refused(verifier, rule, allowed):
-  message = f"mine has the target's law only if children are drawn {allowed}, not {rule.name}"
+  message = f"mine has the target's distribution only if children are drawn {allowed}, not {rule.name}"
   with pytest.raises(ValueError, match=message):
     Method('mine', verifier, rule, is_lossless=True, source='none')
   Method('mine', verifier, RULES[allowed], is_lossless=True, source='none')

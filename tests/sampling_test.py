@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from spectr_jax import sampling as sampling_module
 from spectr_jax.sampling import SamplingParams, arrivals, draw, first_arrival, logits_to_probs, positive_part_or
 
 LARGEST_UNIFORM = np.float32(1 - 2.0**-24)
@@ -18,7 +19,7 @@ _draws = jax.jit(jax.vmap(draw, (0, None)))
 _draw_rows = jax.jit(jax.vmap(draw))
 
 
-def _reference(logits, temperature, top_k, top_p):
+def _reference(logits, temperature, top_k, top_p, min_p=0.0):
   """One law by sorting, in float64."""
   logits = np.asarray(logits, np.float64)
   if temperature == 0:
@@ -33,6 +34,12 @@ def _reference(logits, temperature, top_k, top_p):
     descending = np.sort(probs)[::-1]
     last = np.argmax(np.cumsum(descending) >= top_p)
     probs = np.where(probs >= descending[last], probs, 0)
+    probs /= probs.sum()
+  if min_p > 0:
+    kept = probs > 0
+    # By logits, which need no division by a sum.
+    kept &= (logits - logits.max()) / temperature >= np.log(min_p) - 1e-6
+    probs = np.where(kept, probs, 0)
     probs /= probs.sum()
   return probs
 
@@ -160,6 +167,44 @@ def test_top_p_follows_top_k():
   np.testing.assert_allclose(_laws(logits, top_k=2, top_p=0.55), [[1, 0, 0, 0]])
 
 
+@pytest.mark.parametrize('ties', [False, True])
+@pytest.mark.parametrize(
+  ('temperature', 'top_k', 'top_p', 'min_p'),
+  [
+    (1.0, 0, 1.0, 0.1),
+    (0.5, 0, 1.0, 0.3),
+    (2.0, 20, 0.8, 0.4),
+    (1.0, 3, 1.0, 1e-3),
+    (0.7, 0, 0.6, 1.0),
+    (0.0, 0, 1.0, 0.5),
+  ],
+)
+def test_min_p_matches_a_comparison_of_logits(temperature, top_k, top_p, min_p, ties):
+  logits = _logits(6, ties=ties)
+  found = _laws(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+  expected = np.stack([_reference(row, temperature, top_k, top_p, min_p) for row in np.float32(logits)])
+  np.testing.assert_array_equal(found > 0, expected > 0)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-12)
+
+
+def test_min_p_follows_top_p():
+  logits = np.log([[0.5, 0.3, 0.15, 0.05]])
+  # Top-p keeps three, and so does min-p. Of what min-p would keep first, two have a mass of .8 / .95 = .842.
+  np.testing.assert_allclose(
+    _laws(logits, top_p=0.83, min_p=0.2), [[0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]], rtol=1e-6
+  )
+  np.testing.assert_allclose(_laws(logits, top_p=0.83, min_p=0.5), [[0.625, 0.375, 0, 0]], rtol=1e-6)
+
+
+def test_min_p_of_one_row_changes_no_other():
+  logits = _logits(7, ties=False)
+  min_p = np.array([0.0, 0.2, 0.0, 1.0, 0.05, 0.0])
+  found = _laws(logits, min_p=min_p)
+  for row in range(6):
+    np.testing.assert_array_equal(found[row], _laws(logits[row : row + 1], min_p=min_p[row])[0])
+  np.testing.assert_array_equal(found[[0, 2, 5]], _laws(logits)[[0, 2, 5]])
+
+
 def test_float64_stays_float64():
   with jax.enable_x64(True):
     logits = jnp.asarray(_logits(5, ties=False), jnp.float64)
@@ -177,7 +222,7 @@ def test_changed_parameters_do_not_recompile():
     return logits_to_probs(logits, sampling)
 
   logits = jnp.zeros((2, 1, 7))
-  for sampling in ({}, {'temperature': 0.0}, {'top_k': 3}, {'top_p': np.array([0.5, 1.0])}):
+  for sampling in ({}, {'temperature': 0.0}, {'top_k': 3}, {'top_p': np.array([0.5, 1.0])}, {'min_p': 0.1}):
     laws(logits, SamplingParams.make(2, **sampling))
   assert len(traces) == 1
 
@@ -269,6 +314,20 @@ def test_rare_tokens_win_races_as_rarely_as_they_should():
   assert int(jnp.sum(winners > 0)) <= 6  # a Poisson number exceeds 6 once in 3e5 seeds
 
 
+@pytest.mark.parametrize('num_shards', [1, 4])
+def test_shards_are_drawn_from_as_one_vocabulary(num_shards):
+  """Accelerators take a vocabulary in shards, here with padding at the end of each; sums are exact, as above."""
+  rng = np.random.default_rng(5)
+  vocab_size = 1300
+  weights = rng.multinomial(4096, rng.dirichlet(np.full(vocab_size, 0.3))).astype(np.float32)
+  uniforms = np.arange(4096, dtype=np.float32) / 4096
+  draw_rows = jax.jit(jax.vmap(functools.partial(sampling_module._draw, num_shards=num_shards), (0, None)))
+  np.testing.assert_array_equal(draw_rows(uniforms, weights), np.repeat(np.arange(vocab_size), weights.astype(int)))
+  times = rng.integers(1, vocab_size // 2, (40, vocab_size)).astype(np.float32)  # with ties
+  first_of_rows = jax.jit(jax.vmap(functools.partial(sampling_module._first_arrival, num_shards=num_shards)))
+  np.testing.assert_array_equal(first_of_rows(times), times.argmin(axis=1))
+
+
 def test_positive_part_falls_back_only_without_mass():
   fallback = jnp.array([0.5, 0.25, 0.25])
   np.testing.assert_array_equal(positive_part_or(jnp.array([-1.0, 0.0, -0.5]), fallback), fallback)
@@ -289,6 +348,9 @@ def test_positive_part_falls_back_only_without_mass():
     ({'top_p': 1.5}, 'top_p must be above 0 and at most 1'),
     ({'top_p': float('nan')}, 'top_p must be above 0'),
     ({'top_p': [0.5, 0.5]}, r'top_p must be a scalar or \[3\]'),
+    ({'min_p': -0.1}, r'min_p must be from 0 to 1 \(0 keeps all\)'),
+    ({'min_p': 1.1}, 'min_p must be from 0 to 1'),
+    ({'min_p': float('nan')}, 'min_p must be from 0 to 1'),
   ],
 )
 def test_wrong_parameters_are_refused(sampling, message):

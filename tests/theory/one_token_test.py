@@ -1,6 +1,7 @@
 """Theory against closed forms, brute force over sets of tokens, and the linear program as it is published."""
 
 import itertools
+import math
 import types
 
 import jax
@@ -13,6 +14,7 @@ from spectr_jax.couplings import KSeq, MaximalAfter, Race, Recursive
 from spectr_jax.proposal import Independent
 from spectr_jax.theory import (
   TransportCoupling,
+  given_optimum,
   kseq_acceptance,
   kseq_gamma,
   optimal_acceptance,
@@ -155,6 +157,43 @@ def test_more_drafts_accept_more(vocab_size):
     assert values[-1] <= 1
     # ... up to the share of the target that can be drawn.
     assert float(_optimum(p, q, 10**6)) <= q[p > 0].sum() + EXACT
+
+
+def _given_program(p, q, n, given):
+  """The largest P(Y is given or drawn) by linear programming: masses of (set of candidates, token in it)."""
+  sets, supply = [], []
+  for drawn in itertools.product(range(len(p)), repeat=n):
+    sets.append(sorted({*drawn, *given}))
+    supply.append(math.prod(p[token] for token in drawn))
+  pairs = [(i, token) for i, tokens in enumerate(sets) for token in tokens]
+  use = np.zeros((len(sets) + len(q), len(pairs)))
+  for k, (i, token) in enumerate(pairs):
+    use[i, k] = use[len(sets) + token, k] = 1
+  # Masses times 2^10: the solver's tolerances are absolute.
+  options = {'primal_feasibility_tolerance': 1e-10, 'dual_feasibility_tolerance': 1e-10}
+  limits = 1024 * np.array([*supply, *q])
+  found = optimize.linprog(-np.ones(len(pairs)), A_ub=use, b_ub=limits, method='highs', options=options)
+  return -found.fun / 1024
+
+
+@pytest.mark.parametrize('n', [0, 1, 2, 3])
+def test_given_tokens_beside_drawn_ones(n):
+  for index, (p, q) in enumerate(_laws(3)):
+    for given in ([index % 3], [0, 2], [0, 1, 2]):
+      is_given = np.isin(np.arange(3), given)
+      found = float(given_optimum(p, q, n, is_given))
+      assert found == pytest.approx(_given_program(p, q, n, given), abs=SOLVED)
+      if n == 1:  # what is given is worth what the target likes it more than the draft does
+        assert found == pytest.approx(np.minimum(p, q).sum() + np.maximum(q - p, 0)[is_given].sum(), abs=EXACT)
+    if n:
+      assert float(given_optimum(p, q, n, np.zeros(3, bool))) == pytest.approx(float(_optimum(p, q, n)), abs=EXACT)
+
+
+def test_what_is_no_set_of_given_tokens():
+  p, q = BERNOULLI
+  for is_given in (np.zeros(3, bool), np.zeros(2, int)):
+    with pytest.raises(ValueError, match='is_given must be bool'):
+      given_optimum(p, q, 1, is_given)
 
 
 def test_leading_axes_and_number_of_drafts_broadcast():
@@ -447,9 +486,9 @@ def test_coupling_is_static_and_keeps_the_dtype():
 
 def test_coupling_refuses_other_shapes():
   coupling = optimal_transport(*BERNOULLI, 2).coupling()
-  with pytest.raises(ValueError, match=r'2 candidates and laws \[2\], got candidates \[3\]'):
+  with pytest.raises(ValueError, match=r'2 candidates and distributions \[2\], got candidates \[3\]'):
     coupling(*BERNOULLI, jnp.zeros(3, jnp.int32), jnp.ones(3, bool))
-  with pytest.raises(ValueError, match=r'laws \[2\], .* laws \[3\] and \[3\]'):
+  with pytest.raises(ValueError, match=r'distributions \[2\], .* distributions \[3\] and \[3\]'):
     coupling(np.ones(3) / 3, np.ones(3) / 3, jnp.zeros(2, jnp.int32), jnp.ones(2, bool))
 
 
