@@ -1,4 +1,4 @@
-"""Models in Hugging Face's transformers, for `benchmarks.speed` and `benchmarks.real_models`.
+"""Models in Hugging Face's transformers, for `benchmarks.speed`, `real_models` and `drafters`.
 
 They need `pip install torch transformers`. Llama has the same parts as the project's transformer (RMSNorm, rotary
 positions, tied embeddings) and a gate in the MLP. With 2/3 of the MLP's hidden width it has as many weights.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -93,6 +93,29 @@ def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Calla
       raise RuntimeError(f'{max_new_tokens} tokens were asked for, {found.shape[1] - tokens.shape[1]} came')
 
   return sample
+
+
+def answer(
+  model, prompt: np.ndarray, max_new_tokens: int, eos_ids: Sequence[int], temperature: float, **options
+) -> int:
+  """Continues one prompt and returns the number of new tokens.
+
+  Args:
+    model: The model.
+    prompt: int `[P]`.
+    max_new_tokens: The most new tokens.
+    eos_ids: Tokens that end a continuation.
+    temperature: Sampling temperature; 0 decodes greedily.
+    **options: Further options of the model's `generate`.
+  """
+  tokens = torch.tensor(np.asarray(prompt)[None], dtype=torch.long)
+  sampling = {'do_sample': True, 'temperature': temperature, 'top_k': 0} if temperature else {'do_sample': False}
+  ends = {'eos_token_id': list(eos_ids), 'pad_token_id': eos_ids[0]}
+  with torch.inference_mode():
+    found = model.generate(
+      tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens, **sampling, **ends, **options
+    )
+  return found.shape[1] - tokens.shape[1]
 
 
 def compiled_sampler(model, prompts: np.ndarray, max_new_tokens: int) -> Callable[[], None]:

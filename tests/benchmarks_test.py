@@ -14,7 +14,7 @@ from hub_specs import SPECS
 
 import spectr_jax
 from benchmarks import auto as auto_benchmark
-from benchmarks import growth, real_models, refill, speed
+from benchmarks import drafters, growth, real_models, refill, speed
 from decode.auto import prediction as auto
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
@@ -69,6 +69,30 @@ def test_real_models(monkeypatch, capsys, tmp_path):
   said = capsys.readouterr().out
   assert f'{2e3 / found["steps float32 batch 2"]["spectr_jax"]["median"]:.1f} tokens/s' in said
   assert f'floor {1e3 * 4 * config_of(model).num_params / 1e9:.2f} ms' in said
+
+
+def test_drafters(capsys):
+  """Greedy, so that every way decodes as many tokens, and guesses save calls."""
+  options = DecodeOptions(
+    method=('autoregressive', 'speculative', 'spectr'), num_drafts=(1,), draft_length=(3,), temperature=0.0,
+    num_prompts=2, max_new_tokens=12,
+  )  # fmt: skip
+  workloads = drafters.load(options, ['lookup', options.draft])
+  ways = drafters.own_ways(workloads)
+  names = [f'{draft}: {name} K=1 L=3' for draft in ('lookup', options.draft) for name in ('speculative', 'spectr')]
+  assert list(ways) == ['autoregressive', *names]
+  found = drafters.measure(ways, 2)
+  for name, each in found.items():
+    assert each['tokens'].tolist() == found['autoregressive']['tokens'].tolist(), name
+    assert (each['seconds'] > 0).all()
+  assert found['autoregressive']['calls'].tolist() == found['autoregressive']['tokens'].tolist()
+  assert found[names[2]]['calls'].sum() < found['autoregressive']['calls'].sum()
+  lines = drafters.describe(found)
+  assert '1.00 (1.00 to 1.00)' in lines[1]
+  kept = found[names[2]]['tokens'].sum() / found[names[2]]['calls'].sum()
+  assert f'{kept:.2f} ±' in next(line for line in lines if line.startswith(names[2]))
+  widths = {drafters.padded_to(workloads['lookup'], number).tokens.shape[1] for number in range(2)}
+  assert widths <= {64, 128, 256, 512}
 
 
 def test_auto():

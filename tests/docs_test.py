@@ -325,6 +325,7 @@ _NOT_RUN = {
   'train.main': 'trains: tests/train/command_test.py',
   'train.head': 'trains for hours: tests/train/head_test.py',
   'benchmarks.real_models': 'needs a public model: tests/benchmarks_test.py',
+  'benchmarks.drafters': 'needs a public model: tests/benchmarks_test.py',
   'benchmarks.share_of_optimum': 'tests/decode/run_test.py measures such shares',
   **dict.fromkeys(
     ('benchmarks.auto', 'benchmarks.growth', 'benchmarks.refill', 'benchmarks.speed'),
