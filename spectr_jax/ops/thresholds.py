@@ -1,16 +1,13 @@
 """Thresholds on probabilities, for top-k and top-p.
 
-A bisection over the bits of a float finds them, without a sort. A CPU has a form of its own because many rows together
-do not fit into its cache; and row by row, no row waits for the slowest.
+A bisection over the bits of a float finds them, without a sort. A CPU has a form of its own for several rows, which
+together do not fit into its cache; and row by row, no row waits for the slowest.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-
-# From this many rows on, a CPU goes row by row.
-_MANY_ROWS = 64
 
 
 def largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | None) -> jax.Array:
@@ -25,7 +22,7 @@ def largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | No
     `[..., 1]`, t; the tokens to keep are those with probability at least t. 0 where all tokens together weigh less.
   """
   goal = jnp.broadcast_to(goal, probs.shape[:-1])
-  if goal.size < _MANY_ROWS:
+  if goal.size == 1:
     return _together(probs, goal, weights)
   return jax.lax.platform_dependent(probs, goal, weights, cpu=_row_by_row, default=_together)
 
