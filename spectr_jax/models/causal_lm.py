@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from spectr_jax.model import KVCache, Model, ModelOutput
-from spectr_jax.models import layers
+from spectr_jax.models import functions, layers
+from spectr_jax.models.functions import model_functions
 from spectr_jax.models.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantised
 from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL
 
@@ -410,12 +411,13 @@ def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
   return ModelOutput(_unembed(params, streams[-1], config=config), cache, features)
 
 
-def _for_decoding(params):
+def _for_decoding(params, *, config):
   """The parameters in the form that the default backend decodes fastest.
 
   To take rows of a bfloat16 embedding, XLA on CPUs converts all of it to float32, once in every program. So it becomes
   an array of integers with the same bits, and the output head, if it is tied, an array of its own.
   """
+  del config
   embedding = params['embedding']
   if isinstance(embedding, Int8Kernel) or embedding.dtype != jnp.bfloat16 or jax.default_backend() != 'cpu':
     return layers.with_unembedding(params)
@@ -432,29 +434,6 @@ def _init_cache(batch_size, cache_size, *, config):
     cache_size=cache_size,
     dtype=config.cache_dtype or config.dtype,
   )
-
-
-# One function object per configuration, so that equal models share compiled programs.
-
-
-@functools.lru_cache
-def _apply_fn(config, feature_layers):
-  layers.check_feature_layers(feature_layers, config.num_layers)
-  return functools.partial(_apply, config=config, feature_layers=feature_layers)
-
-
-@functools.lru_cache
-def _functions(config):
-  """The functions of a `Model`, by field."""
-  return {
-    'apply_fn': _apply_fn(config, ()),
-    'init_cache_fn': functools.partial(_init_cache, config=config),
-    'features_fn': functools.partial(_apply_fn, config),
-    # With learned positions the input of block 0 depends on more than the tokens.
-    'embed_fn': None if config.rope is None else functools.partial(_embed, config=config),
-    'unembed_fn': functools.partial(_unembed, config=config),
-    'for_decoding_fn': _for_decoding,
-  }
 
 
 def causal_lm(params: Mapping[str, Any], config: CausalLMConfig) -> Model:
@@ -476,7 +455,15 @@ def causal_lm(params: Mapping[str, Any], config: CausalLMConfig) -> Model:
     vocab_size=config.vocab_size,
     context_length=config.context_length,
     sharding_rules=CAUSAL_LM_RULES,
-    **_functions(config),
+    **model_functions(
+      config,
+      apply=_apply,
+      init_cache=_init_cache,
+      # With learned positions the input of block 0 depends on more than the tokens.
+      embed=None if config.rope is None else _embed,
+      unembed=_unembed,
+      for_decoding=_for_decoding,
+    ),
   )
 
 
@@ -486,6 +473,4 @@ def config_of(model: Model) -> CausalLMConfig:
   Raises:
     ValueError: The model was not made by `causal_lm`.
   """
-  if not isinstance(model.apply_fn, functools.partial) or model.apply_fn.func is not _apply:
-    raise ValueError('not a model made by causal_lm')
-  return model.apply_fn.keywords['config']
+  return functions.config_of(model, _apply, 'causal_lm')

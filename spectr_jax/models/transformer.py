@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.model import KVCache, Model, ModelOutput
-from spectr_jax.models import layers
+from spectr_jax.models import functions, layers
+from spectr_jax.models.functions import model_functions
 from spectr_jax.models.int8 import is_int8
 from spectr_jax.sharding import TRANSFORMER_RULES
 
@@ -201,26 +202,14 @@ def _embed(params, tokens, *, config):
   return (layers.take_rows(params['embedding'], tokens) * config.embed_dim**0.5).astype(config.dtype)
 
 
-# One function object per configuration, so that equal models share compiled programs.
+def _unembed(params, features, *, config):
+  del config
+  return layers.unembed(params, features)
 
 
-@functools.lru_cache
-def _apply_fn(config, feature_layers):
-  layers.check_feature_layers(feature_layers, config.num_layers)
-  return functools.partial(_apply, config=config, feature_layers=feature_layers)
-
-
-@functools.lru_cache
-def _functions(config):
-  """The functions of a `Model`, by field."""
-  return {
-    'apply_fn': _apply_fn(config, ()),
-    'init_cache_fn': functools.partial(_init_cache, config=config),
-    'features_fn': functools.partial(_apply_fn, config),
-    'embed_fn': functools.partial(_embed, config=config),
-    'unembed_fn': layers.unembed,
-    'for_decoding_fn': layers.with_unembedding,
-  }
+def _for_decoding(params, *, config):
+  del config
+  return layers.with_unembedding(params)
 
 
 def init_params(key: jax.Array, config: TransformerConfig) -> Any:
@@ -259,7 +248,9 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
     vocab_size=config.vocab_size,
     context_length=config.max_length,
     sharding_rules=TRANSFORMER_RULES,
-    **_functions(config),
+    **model_functions(
+      config, apply=_apply, init_cache=_init_cache, embed=_embed, unembed=_unembed, for_decoding=_for_decoding
+    ),
   )
 
 
@@ -279,6 +270,4 @@ def config_of(model: Model) -> TransformerConfig:
   Raises:
     ValueError: The model was not made by `transformer_model`.
   """
-  if not isinstance(model.apply_fn, functools.partial) or model.apply_fn.func is not _apply:
-    raise ValueError('not a model made by transformer_model')
-  return model.apply_fn.keywords['config']
+  return functions.config_of(model, _apply, 'transformer_model')

@@ -1,0 +1,52 @@
+"""The functions of a `Model`, made from those of a network and its sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from spectr_jax.model import Model
+from spectr_jax.models import layers
+
+
+@functools.lru_cache
+def _apply_fn(apply, config, feature_layers):
+  layers.check_feature_layers(feature_layers, config.num_layers)
+  return functools.partial(apply, config=config, feature_layers=feature_layers)
+
+
+@functools.lru_cache
+def model_functions(config: Any, *, apply: Callable, **others: Callable | None) -> dict[str, Any]:
+  """The functions of a `Model` by field: one object per configuration, so that equal models share compiled programs.
+
+  Args:
+    config: The sizes, hashable, with `num_layers`.
+    apply: `(params, tokens, positions, mask, cache, *, config, feature_layers) -> ModelOutput`.
+    **others: Other functions of `Model` by name, without `_fn`, each with the keyword `config`; None for one that the
+      network does not have.
+  """
+  functions = {
+    f'{name}_fn': None if function is None else functools.partial(function, config=config)
+    for name, function in others.items()
+  }
+  return functions | {
+    'apply_fn': _apply_fn(apply, config, ()),
+    'features_fn': functools.partial(_apply_fn, apply, config),
+  }
+
+
+def config_of(model: Model, apply: Callable, maker: str) -> Any:
+  """The configuration that a model was made with.
+
+  Args:
+    model: The model.
+    apply: The network's function.
+    maker: Name of the function that makes such models, for the message.
+
+  Raises:
+    ValueError: The model is of another network.
+  """
+  if not isinstance(model.apply_fn, functools.partial) or model.apply_fn.func is not apply:
+    raise ValueError(f'not a model made by {maker}')
+  return model.apply_fn.keywords['config']
