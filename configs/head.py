@@ -24,6 +24,8 @@ def get_config(kind: str = 'eagle3') -> ml_collections.ConfigDict:
   config.data_dtype = 'bfloat16'  # type that the target computes in
 
   # Head: as wide as the target, unless given. It guesses the `vocab_size` tokens that are most frequent in the text.
+  # `init_from` is the folder of a head of these sizes, whose parameters and tokens a new run begins with.
+  config.init_from = ''
   config.vocab_size = 8192
   config.mlp_dim = 0  # that of the target's layers if 0
   config.from_target = True  # whether block and norms begin as the target's last ones

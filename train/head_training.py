@@ -20,6 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from common.command_line import parse_sizes
 from spectr_jax.draft import Drafter, head_drafter
+from spectr_jax.draft.head_drafter import config_of
+from spectr_jax.io.heads.load import load_drafter
 from spectr_jax.io.heads.save import save_drafter
 from spectr_jax.io.load import load_model
 from spectr_jax.io.tokenizer import TokenizerBase
@@ -134,6 +136,39 @@ def init_params(key: jax.Array, config: HeadConfig, target: Model, *, from_targe
   return params
 
 
+def load_params(path: epath.PathLike, config: HeadConfig, target: Model) -> tuple[dict[str, Any], np.ndarray]:
+  """The trained parameters of a saved head in float32, as those of `init_params`, and the ids that it guesses.
+
+  Args:
+    path: The head, as for `load_drafter`.
+    config: The head of the experiment, whose sizes it must have.
+    target: The target.
+
+  Raises:
+    ValueError: There is no such head, or it has other sizes.
+  """
+  try:
+    drafter = load_drafter(path, target, dtype='float32')
+    found = config_of(drafter)
+  except ValueError as error:
+    raise ValueError(f'config.init_from: {path}: {error}') from error
+  if found.block.vocab_size != config.block.vocab_size:
+    raise ValueError(
+      f'config.init_from: {path} guesses {found.block.vocab_size} tokens, but config.vocab_size is'
+      f' {config.block.vocab_size}'
+    )
+  # The types are those of this run.
+  block = dataclasses.replace(found.block, dtype=config.block.dtype, cache_dtype=config.block.cache_dtype)
+  for one, other in ((block, config.block), (dataclasses.replace(found, block=config.block), config)):
+    for field in dataclasses.fields(one):
+      values = getattr(one, field.name), getattr(other, field.name)
+      if values[0] != values[1]:
+        raise ValueError(f'config.init_from: {path} has {field.name} {values[0]}, the head of this run {values[1]}')
+  params = dict(drafter.params)
+  del params['unembedding']  # the target's rows
+  return params, np.asarray(params.pop('target_ids'))
+
+
 class _Data:
   """Shards of conversations under `WORKDIR/data`, of which the first is held out."""
 
@@ -243,14 +278,16 @@ class HeadTraining:
     self.head_config = head_config(config, target_config)
     if config.vocab_size > target.vocab_size:
       raise ValueError(f'config.vocab_size must be at most {target.vocab_size}, got {config.vocab_size}')
+    # Before the text is written, which takes long.
+    params, ids = load_params(config.init_from, self.head_config, target) if config.init_from else (None, None)
     self.target_name, self.vocab_size = epath.Path(target_path).name, target.vocab_size
     self.data = _Data(config, workdir / 'data')
     self.data.generate(target.for_decoding(), tokenizer, (*self.head_config.feature_layers, -1))
     multihost_utils.sync_global_devices('the data is written')
-    self.target_ids = self.data.target_ids(target.vocab_size, config.vocab_size)
+    self.target_ids = self.data.target_ids(target.vocab_size, config.vocab_size) if ids is None else ids
     self.frozen = jax.jit(self._frozen, out_shardings=replicated(self.mesh))(target.params, self.target_ids)
     self.optimizer = make_optimizer(config)
-    make_state = functools.partial(self._init_state, target)
+    make_state = functools.partial(self._init_state, target, params)
     whole = jax.tree.map(lambda _: replicated(self.mesh), jax.eval_shape(make_state))
     workdir.mkdir(parents=True, exist_ok=True)
     self.checkpoints = Checkpoints(workdir, config.keep_checkpoints)
@@ -268,9 +305,10 @@ class HeadTraining:
       count = sum(x.size for x in jax.tree.leaves(self.state['params']))
       print(f'{count:,} trained parameters on {self.mesh.size} devices; at step {self.step}', flush=True)
 
-  def _init_state(self, target: Model) -> dict[str, Any]:
-    key = jax.random.key(self.config.seed)
-    params = init_params(key, self.head_config, target, from_target=self.config.from_target)
+  def _init_state(self, target: Model, params: dict[str, Any] | None) -> dict[str, Any]:
+    if params is None:
+      key = jax.random.key(self.config.seed)
+      params = init_params(key, self.head_config, target, from_target=self.config.from_target)
     return {'params': params, 'opt_state': self.optimizer.init(params), 'step': jnp.zeros((), jnp.int32)}
 
   def _frozen(self, params, target_ids):

@@ -176,6 +176,35 @@ def test_a_run_continues_exactly(trained, target_folder, tmp_path):
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
+def test_a_run_begins_with_a_saved_head(trained, target_folder, tmp_path):
+  whole, outcome, workdir = trained
+  (tmp_path / 'run').mkdir()
+  (tmp_path / 'run' / 'data').symlink_to(workdir / 'data')
+  config = _config()
+  config.update(init_from=str(workdir / 'head'), seed=1)
+
+  def start(**changes):
+    config.update(changes)
+    return HeadTraining(config, target_folder, epath.Path(tmp_path / 'run'), allow_fallback=False)
+
+  training = start()
+  assert training.step == 0
+  np.testing.assert_array_equal(training.target_ids, whole.target_ids)
+  found = training.evaluate()
+  for name, value in outcome.held_out.items():
+    np.testing.assert_allclose(found[name], value, rtol=3e-3, atol=6e-3, err_msg=name)  # the head is stored in bfloat16
+  assert all((x == 0).all() for x in jax.tree.leaves(training.state['opt_state']))
+  training.run()
+  assert training.evaluate()['loss'] < found['loss']
+  with pytest.raises(ValueError, match='guesses 64 tokens, but config.vocab_size is 65'):
+    start(vocab_size=65)
+  with pytest.raises(ValueError, match=r'config.init_from: .* has mlp_dim \d+, the head of this run 20'):
+    start(vocab_size=64, mlp_dim=20)
+  with pytest.raises(ValueError, match='config.init_from: .*no head at'):
+    start(init_from=str(tmp_path))
+
+
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
