@@ -65,7 +65,7 @@ class DecodeOptions:
   target: str = option('The target: a directory, a .gguf file, or ORG/NAME on the hub.', str(PRETRAINED / 'target'))
   draft: str = option(
     'The draft, as the target, or the folder of a head on the target (EAGLE, Medusa, MTP); lookup guesses what followed'
-    " in the text before, without a model; lookup+DRAFT does so beside the model's samples.",
+    ' in the text before, without a model; lookup+DRAFT does so beside the samples of a draft.',
     str(PRETRAINED / 'draft'),
   )
   lookup_max: int = option('Tokens at the end of the text that lookup compares with earlier ones, at most.', LOOKUP_MAX)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
+from jax.sharding import Mesh
 
 import spectr_jax
 from decode.experiment.options import ROOT, DecodeOptions
@@ -58,9 +59,36 @@ def read_corpus(files: Files) -> list[str]:
   return documents
 
 
+def _load_model(options: DecodeOptions, path: str, mesh: Mesh | None) -> tuple[Model, TokenizerBase, dict[str, Any]]:
+  """A model, its tokenizer and its description."""
+  types = {'dtype': options.dtype or None, 'weights': options.weights or None}
+  model, tokenizer = spectr_jax.load_model(path, **types, mesh=mesh)
+  params = jax.tree.leaves(model.params, is_leaf=is_int8)
+  model = model.for_decoding()
+  info = {
+    'path': portable(path),
+    'num_params': sum(array.size for array in params),
+    'dtype': jax.eval_shape(lambda: model.init_cache_fn(1, 1)).keys[0].dtype.name,
+    'tokenizer': tokenizer.fingerprint,
+  }
+  return model, tokenizer, info | ({'weights': options.weights} if options.weights else {})
+
+
+def _load_head(options: DecodeOptions, head: HeadFiles, target: Model) -> tuple[Drafter, dict[str, Any]]:
+  """A head on the target, and its description."""
+  drafter = head.load(target, dtype=options.dtype or None)
+  info = {
+    'path': portable(options.draft_model),
+    'num_params': head.num_params,
+    'dtype': jax.tree.leaves(drafter.params)[0].dtype.name,
+    'head': head.format,
+  }
+  return drafter, info
+
+
 def load_models(
   options: DecodeOptions, sharding: DecodeSharding | None = None
-) -> tuple[Model, Any, TokenizerBase, dict[str, Any]]:
+) -> tuple[Model, Model | Drafter | None, TokenizerBase, dict[str, Any]]:
   """The target, the draft (None if no method drafts), the target's tokenizer and a description of both models.
 
   The draft is a model, or a `Drafter` if guesses come from the text or from a head on the target; the corpus of guesses
@@ -77,41 +105,23 @@ def load_models(
   """
   files = Files(options.lookup_corpus)
   documents = read_corpus(files) if files.patterns else []
-  info, models, tokenizers = {}, {}, {}
-  for role in ('target', 'draft'):
-    path = options.target if role == 'target' else options.draft_model
-    if role == 'draft' and not (options.needs_draft and path):
-      continue
-    if role == 'draft' and (head := find_head(options)):
-      drafter = head.load(models['target'], dtype=options.dtype or None)
-      info[role] = {
-        'path': portable(path),
-        'num_params': head.num_params,
-        'dtype': jax.tree.leaves(drafter.params)[0].dtype.name,
-        'head': head.format,
-      }
-      return models['target'], drafter, tokenizers['target'], info
-    is_sharded = sharding is not None and (role == 'target' or sharding.is_draft_divided)
-    mesh = sharding.mesh if is_sharded else None
-    types = {'dtype': options.dtype or None, 'weights': options.weights or None}
-    model, tokenizer = spectr_jax.load_model(path, **types, mesh=mesh)
-    params = jax.tree.leaves(model.params, is_leaf=is_int8)
-    models[role], tokenizers[role] = model.for_decoding(), tokenizer
-    info[role] = {
-      'path': portable(path),
-      'num_params': sum(array.size for array in params),
-      'dtype': jax.eval_shape(lambda model=model: model.init_cache_fn(1, 1)).keys[0].dtype.name,
-      'tokenizer': tokenizer.fingerprint,
-    } | ({'weights': options.weights} if options.weights else {})
-  paths = {'target': options.target, 'draft': options.draft_model}
-  check_same_tokens([(paths[role], tokenizer) for role, tokenizer in tokenizers.items()])
-  target, draft = models['target'], models.get('draft')
-  if draft is not None:
+  mesh = None if sharding is None else sharding.mesh
+  target, tokenizer, description = _load_model(options, options.target, mesh)
+  info = {'target': description}
+  if not options.needs_draft:
+    return target, None, tokenizer, info
+  draft = None
+  if head := find_head(options.target, options.draft_model):
+    draft, info['draft'] = _load_head(options, head, target)
+  elif path := options.draft_model:
+    is_divided = sharding is not None and sharding.is_draft_divided
+    draft, own, info['draft'] = _load_model(options, path, mesh if is_divided else None)
+    check_same_tokens([(options.target, tokenizer), (path, own)])
     draft = draft.with_vocab_size(target.vocab_size)
-  if options.has_lookup and options.needs_draft:
+  if options.has_lookup:
     search: dict[str, Any] = {'lookup_max': options.lookup_max, 'lookup_min': options.lookup_min}
     if documents:
-      ids = tokenizers['target'].encode_batch(documents)
+      ids = tokenizer.encode_batch(documents)
       search['corpus'] = lookup_corpus(ids)
       info['corpus'] = {
         'path': ','.join(map(portable, files.patterns)),
@@ -120,26 +130,22 @@ def load_models(
         'sha256': files.describe(),
       }
     draft = lookup_drafter(target.vocab_size, **search) if draft is None else lookup_beside(draft, **search)
-  return target, draft, tokenizers['target'], info
+  return target, draft, tokenizer, info
 
 
-def find_head(options: DecodeOptions) -> HeadFiles | None:
-  """The head that the draft is, or None if it is a model.
+def find_head(target: str, draft: str) -> HeadFiles | None:
+  """The head that a draft is, or None if it is a model, or there is none.
 
   A head among the tensors of a model counts only where that model is the target: any other is a draft as a whole.
 
   Args:
-    options: The options.
+    target, draft: Paths or names of the models; that of the draft may be empty.
 
   Raises:
-    ValueError: A file of the head is damaged, or lookup stands beside it.
+    ValueError: A file of the head is damaged.
   """
-  head = open_head(options.draft_model)
-  if head is None or (head.is_part and options.draft_model != options.target):
-    return None
-  if options.has_lookup:
-    raise ValueError(f'lookup stands beside a draft model, and {options.draft_model} is a head ({head.format})')
-  return head
+  head = open_head(draft) if draft else None
+  return None if head is not None and head.is_part and draft != target else head
 
 
 def model_title(model: dict[str, Any], *, has_dtype: bool = False) -> str:

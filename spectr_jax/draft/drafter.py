@@ -48,6 +48,8 @@ class DraftRequest:
     tree: The tree, static, with at least one node; the bounds of every row's tree if the drafter grows trees.
     rule: The rule that draws children, static.
     growth: The rule by which rows grow their trees, `Drafter.growth`.
+    given: int32 `[B, N]`, tokens fixed before anything is drawn; -1 for nodes that are drawn. None if all are drawn,
+      and where trees grow. A drafter that draws by `draw_tree` takes them.
   """
 
   keys: jax.Array
@@ -55,6 +57,7 @@ class DraftRequest:
   tree: TokenTree = static_field()
   rule: ProposalRule = static_field()
   growth: Growth | None = None
+  given: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -70,25 +70,21 @@ def _levels(tree: TokenTree) -> list[_Level]:
   return levels
 
 
-def draw_tree(
-  request: DraftRequest, root_logits: jax.Array, carry: Carry, score_fn: ScoreFn, given: jax.Array | None = None
-) -> tuple[Proposal, Carry]:
+def draw_tree(request: DraftRequest, root_logits: jax.Array, carry: Carry, score_fn: ScoreFn) -> tuple[Proposal, Carry]:
   """Draws a tree, scoring every node that has children; with `request.growth`, a tree of its own for every row.
 
   Args:
-    request: The round's keys, sampling parameters, tree and rule.
+    request: The round's keys, sampling parameters, tree, rule and given tokens.
     root_logits: `[B, V]`, the logits after the root.
     carry: What `score_fn` carries from depth to depth, any pytree of arrays.
-    score_fn: Scores nodes, see `ScoreFn`.
-    given: int32 `[B, N]`, tokens fixed before anything is drawn; -1 for nodes that are drawn. None if all are drawn,
-      and where trees grow.
+    score_fn: Scores nodes, see `ScoreFn`. It scores given nodes, too.
 
   Returns:
     The proposal, whose state is `()`, and the last carry.
   """
   if request.growth is not None:
     return _grow_tree(request, request.growth, root_logits, carry, score_fn)
-  tree, sampling, keys = request.tree, request.sampling, request.keys
+  tree, sampling, keys, given = request.tree, request.sampling, request.keys, request.given
   batch_size, vocab_size = root_logits.shape
   parent_nodes, first_child, depths = map(jnp.asarray, (tree.parent_nodes, tree.first_child, tree.depths))
   above = jnp.asarray(tree.law_index[tree.parent_of[tree.parent_nodes]])

@@ -11,7 +11,7 @@ import numpy as np
 
 from spectr_jax.draft.corpus import LookupCorpus, corpus_continuations, most_frequent
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
-from spectr_jax.draft.model_drafter import model_drafter, propose_beside, reprompt_model
+from spectr_jax.draft.model_drafter import model_drafter
 from spectr_jax.model import Model
 from spectr_jax.proposal import Proposal
 from spectr_jax.sharding import replicated
@@ -182,42 +182,46 @@ class _Propose:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Beside:
-  """The parameters of prompt lookup beside a model, or their shardings."""
+  """The parameters of prompt lookup beside another drafter, or their shardings."""
 
-  model: Model
+  drafter: Drafter
   corpus: LookupCorpus | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _ProposeBeside:
-  """`Drafter.propose_fn` of prompt lookup beside a model's samples."""
+  """`Drafter.propose_fn` of prompt lookup beside another drafter's samples."""
 
   lookup: Lookup
 
   def __call__(self, params: _Beside, state, context: DraftContext, request: DraftRequest) -> Proposal:
     given = self.lookup.guesses(context, request.tree, params.corpus)
-    return propose_beside(params.model, state, context, request, given)
+    proposal = params.drafter.propose(state, context, dataclasses.replace(request, given=given))
+    if proposal.is_given is None:
+      raise ValueError('lookup stands beside drafters that draw by draw_tree, and this one takes nothing that is given')
+    return proposal
 
 
 def _init_beside(params: _Beside, context: DraftContext, cache_size: int):
-  return model_drafter(params.model).init(context, cache_size)
+  return params.drafter.init(context, cache_size)
 
 
 def _commit_beside(params: _Beside, state, context: DraftContext, commitment: Commitment):
-  return model_drafter(params.model).commit(state, context, commitment)
+  return params.drafter.commit(state, context, commitment)
 
 
 def _reprompt_beside(params: _Beside, state, context: DraftContext, num_kept: jax.Array, num_new: int):
-  return reprompt_model(params.model, state, context, num_kept, num_new)
+  assert params.drafter.reprompt_fn is not None  # or this would not be the reprompt_fn
+  return params.drafter.reprompt_fn(params.drafter.params, state, context, num_kept, num_new)
 
 
 def _param_shardings(sharding, params: _Beside) -> _Beside:
   corpus = jax.tree.map(lambda _: replicated(sharding.mesh), params.corpus)
-  return _Beside(sharding.of_drafter(model_drafter(params.model)).params, corpus)
+  return _Beside(sharding.of_drafter(params.drafter), corpus)
 
 
 def _state_shardings(sharding, params: _Beside, state):
-  return sharding.of_draft_state(state, model_drafter(params.model))
+  return sharding.of_draft_state(state, params.drafter)
 
 
 def _no_state(*_):
@@ -255,36 +259,40 @@ def lookup_drafter(
 
 
 def lookup_beside(
-  model: Model,
+  draft: Model | Drafter,
   *,
   num_given: int = 1,
   lookup_max: int = LOOKUP_MAX,
   lookup_min: int = LOOKUP_MIN,
   corpus: LookupCorpus | None = None,
 ) -> Drafter:
-  """A drafter that guesses by prompt lookup on some chains of the tree and draws the others from a model.
+  """A drafter that guesses by prompt lookup on some chains of the tree and draws the others from a model or a head.
 
   A node for which lookup finds nothing is drawn as well, so no node is wasted. This is decided before anything is
   drawn. For methods with `takes_mixed`.
 
   Args:
-    model: A model with the target's vocabulary.
+    draft: A model with the target's vocabulary, or a drafter that draws by `draw_tree`.
     num_given: The most chains that lookup fills.
     lookup_max: The most tokens of a suffix that are compared.
     lookup_min: The fewest tokens of a suffix that count as an occurrence.
     corpus: Texts to look in besides the row's own, as for `lookup_drafter`, or None.
 
   Raises:
-    ValueError: A bound is below 1, `lookup_max` is below `lookup_min`, or the corpus holds ids that the model has not.
+    ValueError: A bound is below 1, `lookup_max` is below `lookup_min`, the corpus holds ids that the draft has not, or
+      the draft gives guesses of its own or grows trees.
   """
-  _check_corpus(corpus, model.vocab_size)
+  drafter = model_drafter(draft) if isinstance(draft, Model) else draft
+  _check_corpus(corpus, drafter.vocab_size)
+  if drafter.gives or drafter.grows:
+    raise ValueError('lookup stands beside a drafter that draws all guesses of one tree')
   return dataclasses.replace(
-    model_drafter(model),
-    params=_Beside(model, corpus),
+    drafter,
+    params=_Beside(drafter, corpus),
     init_fn=_init_beside,
     propose_fn=_ProposeBeside(Lookup(lookup_max, lookup_min, num_given)),
     commit_fn=_commit_beside,
-    reprompt_fn=_reprompt_beside,
+    reprompt_fn=None if drafter.reprompt_fn is None else _reprompt_beside,
     param_shardings_fn=_param_shardings,
     state_shardings_fn=_state_shardings,
     reads_tokens=True,

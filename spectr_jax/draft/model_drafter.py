@@ -52,18 +52,9 @@ def _after_prompts(cache: Any, prompts: jax.Array, lengths: jax.Array) -> ModelD
   return ModelDrafterState(cache, tail=jnp.take_along_axis(prompts, places, axis=1), has_previous=lengths > 1)
 
 
-def reprompt_model(
+def _reprompt(
   model: Model, state: ModelDrafterState, context: DraftContext, num_kept: jax.Array, num_new: int
 ) -> ModelDrafterState:
-  """`Drafter.reprompt_fn` of a model.
-
-  Args:
-    model: The model.
-    state: Between two rounds.
-    context: The prompts and their lengths.
-    num_kept: int32 `[B]`, the number of tokens that prompt and text share at their beginning.
-    num_new: The most tokens of a prompt after these.
-  """
   prompts, lengths = context.tokens, context.lengths
   if prompts is None:
     raise ValueError('a model drafter needs the prompts: the context must hold tokens')
@@ -85,23 +76,6 @@ def _with_previous(state: ModelDrafterState, seen: jax.Array) -> jax.Array:
 
 
 def _propose(model: Model, state: ModelDrafterState, context: DraftContext, request: DraftRequest) -> Proposal:
-  return propose_beside(model, state, context, request, None)
-
-
-def propose_beside(
-  model: Model, state: ModelDrafterState, context: DraftContext, request: DraftRequest, given: jax.Array | None
-) -> Proposal:
-  """A round's guesses of a model, beside candidates that are given.
-
-  The model runs on given nodes too, so that its cache holds them if they are kept.
-
-  Args:
-    model: The model.
-    state: Between two rounds.
-    context: The lengths of the texts.
-    request: The round's keys, sampling parameters, tree and rule.
-    given: int32 `[B, N]`, tokens fixed before anything is drawn; -1 for nodes that are drawn. None if all are drawn.
-  """
   tree = request.tree
   root_position = context.lengths[:, None] - 1
 
@@ -116,7 +90,7 @@ def propose_beside(
   mask = (places == 0) & jnp.ones((len(root_position), 1, 1), bool)
   mask = jnp.concatenate([mask, (places == 1) | (places == 0) & state.has_previous[:, None, None]], axis=1)
   output = model.apply(state.tail, positions, mask, state.cache)
-  proposal, cache = draw_tree(request, output.logits[:, 1], output.cache, score, given)
+  proposal, cache = draw_tree(request, output.logits[:, 1], output.cache, score)
   return dataclasses.replace(proposal, state=dataclasses.replace(state, cache=cache, tokens=proposal.tokens))
 
 
@@ -167,7 +141,7 @@ def model_drafter(model: Model) -> Drafter:
     propose_fn=_propose,
     commit_fn=_commit,
     vocab_size=model.vocab_size,
-    reprompt_fn=reprompt_model,
+    reprompt_fn=_reprompt,
     context_length=model.context_length,
     param_shardings_fn=_param_shardings,
     state_shardings_fn=_state_shardings,

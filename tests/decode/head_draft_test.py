@@ -10,7 +10,7 @@ from published_heads import write_head
 from decode.bulk import decode_bulk
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
-from decode.experiment.workload import find_head, load_models, model_title
+from decode.experiment.workload import Workload, find_head, load_models, model_title
 from decode.trace import record_trace
 from spectr_jax import save_drafter
 from spectr_jax.draft import head_drafter
@@ -52,6 +52,13 @@ def test_results_say_what_head_it_was(options):
   assert all(measurement.lengths.min() > 0 for measurement in run.measurements)
 
 
+def test_lookup_stands_beside_a_head(options):
+  work = Workload.load(_with(options, draft=f'lookup+{options.draft}', method=('race',), max_new_tokens=6))
+  assert work.draft.mixes
+  assert work.draft.feature_layers == (0, 1, -1)
+  assert work.info['models']['draft']['head'] == 'EAGLE-3'
+
+
 @pytest.mark.slow
 def test_traces_and_bulk_decoding_take_a_head(options, tmp_path):
   trace = record_trace(options, ('speculative',))
@@ -68,7 +75,6 @@ def test_traces_and_bulk_decoding_take_a_head(options, tmp_path):
       {'method': ('race_traversal',), 'tree': ('optimal:6',)},
       'this needs the probabilities of a draft model along texts, and .*/head is not a model',
     ),
-    ({'method': ('race_traversal',), 'draft': 'lookup+{}'}, r'lookup stands beside a draft model, and .* is a head'),
     ({'draft': '{}/nothing'}, 'no model at .*/nothing'),
   ],
 )
@@ -81,8 +87,8 @@ def test_what_a_head_cannot_do(options, changes, message):
 
 def test_a_head_among_the_tensors_of_a_model_is_that_models(options, tmp_path):
   folder = str(write_head(tmp_path, 'deepseek mtp'))
-  assert find_head(_with(options, target=folder, draft=folder)).format == 'MTP, DeepSeek'
-  assert find_head(_with(options, draft=folder)) is None
+  assert find_head(folder, folder).format == 'MTP, DeepSeek'
+  assert find_head(options.target, folder) is None
 
 
 def test_a_head_of_another_target_is_refused(options, tmp_path):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_heads import tiny_head
 
 import spectr_jax
 from spectr_jax import METHODS, Decoder, TokenTree, lookup_beside, lookup_corpus, lookup_drafter
@@ -260,14 +261,19 @@ _SAMPLING = {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
 @pytest.mark.slow
 @pytest.mark.usefixtures('highest')
 @pytest.mark.parametrize(
-  ('name', 'method'), [('alone', 'spectr'), ('alone', 'race_traversal'), ('beside', 'race_traversal')]
-)
+  ('name', 'method'),
+  [
+    ('alone', 'spectr'), ('alone', 'race_traversal'), ('beside', 'race_traversal'),
+    ('beside a head', 'race_traversal'), ('beside a head', 'race_block'),
+  ],
+)  # fmt: skip
 def test_lookup_in_the_loop(name, method):
   """The joint distribution of the first tokens is that of ordinary sampling, by chi-square."""
   target, draft = tiny_transformers()
   corpus = lookup_corpus([[3, 1, 4], [4, 4, 0, 2, 3, 0], [1, 3], [2, 1, 0, 0, 4, 1]])
   options = {'lookup_max': 3, 'lookup_min': 1, 'corpus': corpus}
-  drafter = lookup_drafter(5, **options) if name == 'alone' else lookup_beside(draft, **options)
+  beside = tiny_head() if name == 'beside a head' else draft
+  drafter = lookup_drafter(5, **options) if name == 'alone' else lookup_beside(beside, **options)
   counts = engine_counts(
     jax.random.key(6), target, drafter, _ENGINE_PROMPTS, method=METHODS[method], tree=TokenTree.chains(2, 2),
     num_tokens=4, num_samples=20_000, batch_size=2500, **_SAMPLING,

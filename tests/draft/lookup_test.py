@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from feature_drafter import feature_drafter
+from tiny_heads import tiny_head, tiny_medusa
 
 import spectr_jax
-from spectr_jax import METHODS, Decoder, Request, TokenTree, lookup_beside, lookup_drafter
+from spectr_jax import METHODS, Decoder, Likeliest, Request, TokenTree, growing, lookup_beside, lookup_drafter
 from spectr_jax.draft import DraftContext
 from spectr_jax.draft.lookup import Lookup, continuations
-from spectr_jax.engine.loop import run_rounds
+from spectr_jax.engine.loop import noise_keys, propose, run_rounds
 from spectr_jax.models import table
 from spectr_jax.testing import (
   chi_square,
@@ -78,6 +81,10 @@ def test_guesses_of_a_tree():
     (lambda: _decoder(lookup_drafter(_VOCAB), 'block', TokenTree.chains(1, 2)), 'takes drawn candidates only'),
     (lambda: _decoder(lookup_beside(_models()[1]), 'spectr', _CHAINS), 'this drafter mixes them'),
     (lambda: _decoder(dataclasses.replace(_looking(), mixes=True), 'race', _CHAINS), 'must give all its candidates'),
+    (lambda: lookup_beside(_looking()), 'draws all guesses of one tree'),
+    (lambda: lookup_beside(growing(tiny_head(), Likeliest())), 'draws all guesses of one tree'),
+    (lambda: growing(lookup_beside(tiny_head()), Likeliest()), 'draws all guesses of one tree'),
+    (lambda: _generate_beside(feature_drafter(5), TokenTree.chains(1, 3)), 'stands beside drafters that draw by draw'),
   ],
 )
 def test_what_does_not_fit(make, message):
@@ -187,6 +194,37 @@ def test_lookup_is_exact(method):
   assert enumeration_error(METHODS[method], tree, random_tables(0, 2, 6), 5, guess_fn=guess_fn) < 1e-10
 
 
+_BESIDE = {'beside': lambda: tiny_transformers()[1], 'beside a head': tiny_head, 'beside Medusa': tiny_medusa}
+_TEXTS, _TEXT_LENGTHS = np.array([[1, 2, 1, 2, 1], [3, 0, 0, 0, 0], [0, 4, 4, 0, 0]]), np.array([5, 1, 3])
+
+
+def _generate_beside(draft, tree=_CHAINS, rows=slice(None), **options):
+  options = {'method': 'race_traversal', 'tree': tree, 'max_new_tokens': 12} | options
+  drafter = None if draft is None else lookup_beside(draft, lookup_min=1)
+  return spectr_jax.generate(_KEYS[rows], tiny_transformers()[0], drafter, _TEXTS[rows], _TEXT_LENGTHS[rows], **options)
+
+
+@pytest.mark.usefixtures('highest')
+@pytest.mark.parametrize('name', ['beside a head', pytest.param('beside Medusa', marks=pytest.mark.slow)])
+def test_lookup_beside_what_reads_the_target(name):
+  """Greedy tokens are the target's, rows decode as by themselves, and lookup takes none of the head's guesses away."""
+  draft = _BESIDE[name]()
+  plain = _generate_beside(None, method='autoregressive', temperature=0.0)
+  np.testing.assert_array_equal(_generate_beside(draft, temperature=0.0).tokens, plain.tokens)
+  both = _generate_beside(draft)
+  _assert_same(_generate_beside(draft, rows=slice(1, 2)), both, slice(1, 2))
+  decoder = Decoder.make(
+    tiny_transformers()[0], lookup_beside(draft, lookup_min=1), method='race', tree=_CHAINS, max_new_tokens=4,
+    cache_size=9,
+  )  # fmt: skip
+  state = spectr_jax.init_decode(decoder, _KEYS, _TEXTS, _TEXT_LENGTHS)
+  proposal = jax.jit(propose)(decoder, state, noise_keys(decoder, state)[0])
+  # The first text has a continuation, 2 1 2, which stands in the first chain; all else is drawn.
+  np.testing.assert_array_equal(proposal.is_given[0], [True, False] * 3)
+  np.testing.assert_array_equal(proposal.tokens[0, ::2], [2, 1, 2])
+  assert not proposal.is_given[1].any()
+
+
 _ENGINE_PROMPTS = [1, 2, 1, 2, 1], [3], [0, 4, 4]
 _SAMPLING = {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
 
@@ -197,14 +235,14 @@ _SAMPLING = {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
   ('name', 'method'),
   [
     ('alone', 'spectr'), ('alone', 'race_block'), ('alone', 'race_traversal'), ('alone', 'ersd'),
-    ('beside', 'race'), ('beside', 'race_block'), ('beside', 'race_traversal'),
+    *itertools.product(_BESIDE, ('race', 'race_block', 'race_traversal')),
   ],
 )  # fmt: skip
 def test_lookup_in_the_loop(name, method):
   """The joint distribution of the first tokens is that of ordinary sampling, by chi-square."""
-  target, draft = tiny_transformers()
+  target, _ = tiny_transformers()
   options = {'lookup_max': 3, 'lookup_min': 1}
-  drafter = lookup_drafter(5, **options) if name == 'alone' else lookup_beside(draft, **options)
+  drafter = lookup_drafter(5, **options) if name == 'alone' else lookup_beside(_BESIDE[name](), **options)
   counts = engine_counts(
     jax.random.key(6), target, drafter, _ENGINE_PROMPTS, method=METHODS[method], tree=TokenTree.chains(2, 2),
     num_tokens=4, num_samples=20_000, batch_size=2500, **_SAMPLING,

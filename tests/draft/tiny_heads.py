@@ -1,0 +1,28 @@
+"""Heads with random parameters for the tiny transformers of `spectr_jax.testing`."""
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.draft import head_drafter, medusa_drafter
+from spectr_jax.draft.medusa_drafter import MedusaConfig, param_shapes
+from spectr_jax.models import causal_lm, head
+
+
+def tiny_head(vocab_size=5, width=16, feature_layers=(0, -1), seed=4):
+  """A head that guesses all tokens but the first, and reads two layers."""
+  block = causal_lm.CausalLMConfig(vocab_size - 1, 8, 1, 2, 1, 4, 12, 64, rope=causal_lm.Rope((1.0, 0.1)))
+  config = head.HeadConfig(block, width, width, feature_layers)
+  params = head.init_params(jax.random.key(seed), config)
+  params['target_ids'] = jnp.arange(1, vocab_size, dtype=jnp.int32)
+  params['unembedding'] *= 2
+  return head_drafter(params, config, vocab_size)
+
+
+def tiny_medusa(vocab_size=5, width=16, num_heads=3, seed=5):
+  """Medusa heads."""
+  config = MedusaConfig(num_heads, width, vocab_size)
+  shapes, structure = jax.tree.flatten(param_shapes(config))
+  keys = jax.random.split(jax.random.key(seed), len(shapes))
+  return medusa_drafter(
+    structure.unflatten(0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, shapes)), config
+  )
