@@ -58,6 +58,29 @@ def param_shapes(config: MedusaConfig) -> dict[str, Any]:
   }
 
 
+def head_output(params: Mapping[str, Any], hidden: jax.Array, head: int) -> jax.Array:
+  """What a head makes of the target's hidden states, the input of its output head, `[..., D]`.
+
+  Args:
+    params: The parameters.
+    hidden: `[..., D]`.
+    head: The head, from 0.
+  """
+  residual = params['residual']
+  product = layers.matmul(hidden, residual['kernel'][head]) + residual['bias'][head]
+  return hidden + jax.nn.silu(product).astype(hidden.dtype)
+
+
+def output_kernel(unembedding: jax.Array, head: int) -> jax.Array:
+  """The output head of a head, `[D, V]`.
+
+  Args:
+    unembedding: `[H, D, V]`, or `[D, V]` for all heads.
+    head: The head, from 0.
+  """
+  return unembedding[head] if unembedding.ndim == 3 else unembedding
+
+
 def head_logits(params: Mapping[str, Any], hidden: jax.Array, num_heads: int) -> jax.Array:
   """Logits of the first heads, `[num_heads, B, V]`, in float32 or wider.
 
@@ -66,14 +89,11 @@ def head_logits(params: Mapping[str, Any], hidden: jax.Array, num_heads: int) ->
     hidden: `[B, D]`, the target's hidden states.
     num_heads: The number of heads, at most H.
   """
-  residual, unembedding = params['residual'], params['unembedding']
-
-  def logits(i):
-    product = layers.matmul(hidden, residual['kernel'][i]) + residual['bias'][i]
-    ahead = hidden + jax.nn.silu(product).astype(hidden.dtype)
-    return layers.matmul(ahead, unembedding[i] if unembedding.ndim == 3 else unembedding)
-
-  return jnp.stack([logits(i) for i in range(num_heads)])
+  each = [
+    layers.matmul(head_output(params, hidden, head), output_kernel(params['unembedding'], head))
+    for head in range(num_heads)
+  ]
+  return jnp.stack(each)
 
 
 def _no_state(*_):

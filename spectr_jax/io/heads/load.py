@@ -38,13 +38,16 @@ _MEDUSA_NAME = r'(?:medusa_head\.)?(\d+)\.(\d+)\.(.+)'
 _KNOWN = 'EAGLE-1, 2 and 3, the speculators format, Medusa-1 and MTP'
 
 
-def _rows_of(target: Model, ids: np.ndarray | None, dtype: str) -> jax.Array:
+def output_head_rows(target: Model, ids: np.ndarray | None, dtype: str) -> jax.Array:
   """Rows of the target's output head as a kernel, `[D, Vd]`, read off its logits of unit vectors.
 
   Args:
     target: The target.
     ids: The Vd tokens, or None for all.
     dtype: Type of the kernel.
+
+  Raises:
+    ValueError: The target has no output head that others can use, or it is more than a product.
   """
   unembed = target.unembed_fn
   if unembed is None:
@@ -90,7 +93,7 @@ def _load_head(layout: Layout, tensors: Tensors, target: Model) -> Drafter:
       inner = inner.setdefault(module, {})
     inner[last] = jnp.asarray((found.T if is_transposed(path) else found).astype(leaf.dtype))
   if not config.has_unembedding:
-    params['unembedding'] = _rows_of(target, ids, config.block.dtype)
+    params['unembedding'] = output_head_rows(target, ids, config.block.dtype)
   return head_drafter(params, config, target.vocab_size)
 
 
@@ -115,7 +118,7 @@ def _load_medusa(spec: Mapping[str, Any], tensors: Tensors, target: Model, dtype
     return jnp.asarray(np.stack(each).astype(dtype))
 
   residual = {'kernel': stack('0.linear.weight'), 'bias': stack('0.linear.bias')}
-  unembedding = stack('1.weight') if has_unembedding else _rows_of(target, None, dtype)
+  unembedding = stack('1.weight') if has_unembedding else output_head_rows(target, None, dtype)
   return medusa_drafter({'residual': residual, 'unembedding': unembedding}, config)
 
 

@@ -1,11 +1,12 @@
-"""`save_drafter`: heads in the format of EAGLE-3."""
+"""`save_drafter`: heads in the formats of EAGLE-3 and Medusa-1."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from etils import epath
 from safetensors.numpy import save_file
 
 from spectr_jax.draft import Drafter
-from spectr_jax.draft.head_drafter import config_of
+from spectr_jax.draft.head_drafter import config_of as head_config_of
+from spectr_jax.draft.medusa_drafter import config_of as medusa_config_of
 from spectr_jax.io.heads.formats import (
   Layout,
   TargetSizes,
@@ -60,11 +62,21 @@ def _base_of(rope: Rope) -> float:
   return float(f'{rope.frequencies[1] ** -len(rope.frequencies):.9g}')
 
 
-def _spec_of(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
-  """The `config.json` of a head in EAGLE-3's format."""
+def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
+  """The `config.json` of a head in EAGLE-3's format.
+
+  Args:
+    config: The head.
+    vocab_size: V, the target's.
+
+  Raises:
+    ValueError: The format cannot say what the head does.
+  """
+  if config.join != 'wide':
+    raise ValueError(f"a head whose join is {config.join!r} is not of EAGLE-3's kind")
   block = config.block
   assert block.rope is not None  # checked by HeadConfig
-  return {
+  spec = {
     'architectures': ['LlamaForCausalLMEagle3'],
     'model_type': 'llama',
     'num_hidden_layers': 1,
@@ -91,6 +103,16 @@ def _spec_of(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
     'tie_word_embeddings': False,
     'dtype': block.dtype,
   }
+  stored = names_and_shapes(_eagle3_layout(config)).items()
+  shapes = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in stored}
+  tensors = _Arrays({name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()})
+  sizes = TargetSizes(vocab_size, config.target_dim, config.embedding_dim, 0)
+  _check_same(config, read_eagle3(spec, tensors, sizes, None).config)
+  return spec
+
+
+def _eagle3_layout(config: HeadConfig) -> Layout:
+  return Layout(config, eagle3_modules(config, 'midlayer.'))
 
 
 def _check_same(config: HeadConfig, read: HeadConfig) -> None:
@@ -103,6 +125,62 @@ def _check_same(config: HeadConfig, read: HeadConfig) -> None:
         raise ValueError(f'the format of EAGLE-3 cannot say that {field.name} is {value!r}')
 
 
+# A head's `config.json` and its tensors by name, parameters in the type that is stored.
+_Content: TypeAlias = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+
+def _eagle3_content(drafter: Drafter, dtype: np.dtype) -> _Content:
+  config = head_config_of(drafter)
+  spec, arrays = eagle3_spec(config, drafter.vocab_size), {}
+  params = {
+    jax.tree_util.keystr(keys, simple=True, separator='/'): np.asarray(leaf)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(drafter.params)
+  }
+  for path, (name, _) in names_and_shapes(_eagle3_layout(config)).items():
+    found = params[path]
+    if path == 'target_ids':
+      arrays[name] = found.astype(np.int64) - np.arange(len(found))
+      arrays['t2d'] = np.isin(np.arange(drafter.vocab_size), found)
+    else:
+      arrays[name] = (found.T if is_transposed(path) else found).astype(dtype)
+  return spec, arrays
+
+
+def _medusa_content(drafter: Drafter, dtype: np.dtype) -> _Content:
+  config = medusa_config_of(drafter)
+  spec = {
+    'architectures': ['MedusaModel'],
+    'model_type': 'medusa',
+    'medusa_num_heads': config.num_heads,
+    'medusa_num_layers': 1,
+    'hidden_size': config.embed_dim,
+    'vocab_size': config.vocab_size,
+    'dtype': config.dtype,
+  }
+  params, arrays = jax.tree.map(lambda x: np.asarray(x).astype(dtype), drafter.params), {}
+  for i in range(config.num_heads):
+    arrays[f'{i}.0.linear.weight'] = params['residual']['kernel'][i].T
+    arrays[f'{i}.0.linear.bias'] = params['residual']['bias'][i]
+    if config.has_unembedding:
+      arrays[f'{i}.1.weight'] = params['unembedding'][i].T
+  return spec, arrays
+
+
+# For each kind of head: its configuration, which others have not, its content, and the name of the file of tensors.
+_KINDS = (
+  (head_config_of, _eagle3_content, 'model.safetensors'),
+  (medusa_config_of, _medusa_content, 'medusa_lm_head.safetensors'),
+)
+
+
+def _kind_of(drafter: Drafter) -> tuple[Callable[[Drafter, np.dtype], _Content], str]:
+  for config_of, content_of, name in _KINDS:
+    with contextlib.suppress(ValueError):
+      config_of(drafter)
+      return content_of, name
+  raise ValueError('not a drafter made by head_drafter or medusa_drafter')
+
+
 def save_drafter(
   path: epath.PathLike,
   drafter: Drafter,
@@ -111,13 +189,13 @@ def save_drafter(
   param_dtype: str = 'bfloat16',
   overwrite: bool = False,
 ) -> None:
-  """Writes a head in the format of EAGLE-3, which `load_drafter` reads.
+  """Writes a head in the format of EAGLE-3 or of Medusa-1, which `load_drafter` reads.
 
   Rows of the target are not written, so that a small head stays small.
 
   Args:
     path: The directory to create, local.
-    drafter: A drafter of `head_drafter` whose head is of EAGLE-3's kind.
+    drafter: A drafter of `head_drafter` whose head is of EAGLE-3's kind, or one of `medusa_drafter`.
     info: JSON values to store in `config.json` as `info`.
     param_dtype: The dtype to store parameters in, `float32` or `bfloat16`.
     overwrite: Whether to replace an existing head.
@@ -126,31 +204,16 @@ def save_drafter(
     ValueError: The directory exists and `overwrite` is False, the drafter is no head, or the format cannot say what the
       head does.
   """
-  config, folder = config_of(drafter), epath.Path(path)
-  if folder.exists() and not overwrite:
-    raise ValueError(f'{folder} exists and is not overwritten')
+  folder = epath.Path(path)
   if param_dtype not in ('float32', 'bfloat16'):
     raise ValueError(f'param_dtype must be float32 or bfloat16, got {param_dtype!r}')
-  if config.join != 'wide':
-    raise ValueError(f"a head whose join is {config.join!r} is not of EAGLE-3's kind")
-  spec, arrays = _spec_of(config, drafter.vocab_size), {}
-  params = {
-    jax.tree_util.keystr(keys, simple=True, separator='/'): np.asarray(leaf)
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(drafter.params)
-  }
-  layout = Layout(config, eagle3_modules(config, 'midlayer.'))
-  for own_path, (name, _) in names_and_shapes(layout).items():
-    found = params[own_path]
-    if own_path == 'target_ids':
-      arrays[name] = found.astype(np.int64) - np.arange(len(found))
-      arrays['t2d'] = np.isin(np.arange(drafter.vocab_size), found)
-    else:
-      stored = found.T if is_transposed(own_path) else found
-      arrays[name] = np.ascontiguousarray(stored.astype(jnp.dtype(param_dtype)))
-  sizes = TargetSizes(drafter.vocab_size, config.target_dim, config.embedding_dim, 0)
-  read = read_eagle3(spec, _Arrays(arrays), sizes, None).config
-  _check_same(config, read)
+  content_of, name = _kind_of(drafter)
+  spec, arrays = content_of(drafter, jnp.dtype(param_dtype))
+  if folder.exists() and not overwrite:
+    raise ValueError(f'{folder} exists and is not overwritten')
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'config.json').unlink(missing_ok=True)  # until the end there is no head here
-  save_file(arrays, folder / 'model.safetensors')
+  for _, _, other in _KINDS:
+    (folder / other).unlink(missing_ok=True)
+  save_file({key: np.ascontiguousarray(array) for key, array in arrays.items()}, folder / name)
   (folder / 'config.json').write_text(json.dumps(spec | {'info': dict(info or {})}, indent=2) + '\n')

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import spectr_jax
 from spectr_jax import TokenTree, load_drafter, save_drafter
-from spectr_jax.draft import head_drafter
+from spectr_jax.draft import head_drafter, lookup_drafter
 from spectr_jax.draft.head_drafter import config_of
 from spectr_jax.draft.medusa_drafter import config_of as medusa_config_of
 from spectr_jax.engine.loop import noise_keys, propose
@@ -209,11 +209,33 @@ def test_a_head_that_is_written_reads_the_same(tmp_path, target, name, param_dty
   save_drafter(tmp_path / 'b', drafter, overwrite=True)
 
 
+@pytest.mark.parametrize('has_unembedding', [True, False])
+@pytest.mark.parametrize('param_dtype', ['float32', 'bfloat16'])
+def test_medusa_heads_that_are_written_read_the_same(tmp_path, target, has_unembedding, param_dtype):
+  arrays = {} if has_unembedding else {f'{i}.1.weight': None for i in range(5)}
+  drafter = load_drafter(write_head(tmp_path / 'a', 'medusa', arrays), target)
+  save_drafter(tmp_path / 'b', drafter, param_dtype=param_dtype, info={'data': 'none'})
+  again = load_drafter(tmp_path / 'b', target)
+  assert dataclasses.replace(again, params=None) == dataclasses.replace(drafter, params=None)
+
+  def rounded(path, x):
+    return x.astype(param_dtype).astype(x.dtype) if has_unembedding or path[0].key == 'residual' else x
+
+  jax.tree.map(np.testing.assert_array_equal, again.params, jax.tree_util.tree_map_with_path(rounded, drafter.params))
+  with safe_open(tmp_path / 'b' / 'medusa_lm_head.safetensors', framework='numpy') as file:
+    assert set(file.keys()) == {name for name in arrays_of('medusa') if name not in arrays}
+  spec = json.loads((tmp_path / 'b' / 'config.json').read_text())
+  assert (spec['medusa_num_heads'], spec['medusa_num_layers'], spec['info']) == (5, 1, {'data': 'none'})
+  # A head of another kind leaves nothing of it behind.
+  save_drafter(tmp_path / 'b', load_drafter(write_head(tmp_path / 'e', 'eagle3'), target), overwrite=True)
+  assert open_head(tmp_path / 'b').format == 'EAGLE-3'
+
+
 def test_heads_that_the_format_cannot_say(tmp_path, target):
   with pytest.raises(ValueError, match="join is 'linear'"):
     save_drafter(tmp_path / 'b', load_drafter(write_head(tmp_path / 'a', 'eagle'), target))
-  with pytest.raises(ValueError, match='not a drafter made by head_drafter'):
-    save_drafter(tmp_path / 'b', load_drafter(write_head(tmp_path / 'm', 'medusa'), target))
+  with pytest.raises(ValueError, match='not a drafter made by head_drafter or medusa_drafter'):
+    save_drafter(tmp_path / 'b', lookup_drafter(V))
   drafter = load_drafter(write_head(tmp_path / 'e', 'eagle3'), target)
   config = config_of(drafter)
   for field, value in (('gain_offset', 1.0), ('rope', causal_lm.Rope((1.0, 0.1), 2.0))):
