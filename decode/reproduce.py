@@ -8,7 +8,7 @@ from etils import epath
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import report
-from decode.experiment.options import DecodeOptions
+from decode.experiment.options import LOOKUP, DecodeOptions, split_draft
 from decode.experiment.prompt_sets import split_set
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results
@@ -27,7 +27,7 @@ _TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'Directory of the 
 _DRAFT = flags.DEFINE_list(
   'draft',
   [DecodeOptions.draft],
-  'Directory of the draft model, or NAME=DIRECTORY; several for spectr_table2 and 4 and spec_bench.',
+  'The draft as in decode.main, or NAME=DRAFT; several for spectr_table2 and 4 and spec_bench.',
 )
 _PROMPTS = flags.DEFINE_list(
   'prompts',
@@ -58,7 +58,9 @@ _SIZES = {
 _OPTIONS = {
   'method': flags.DEFINE_list('method', None, 'Methods, separated by commas; for spec_bench.'),
   'tree': flags.DEFINE_multi_string('tree', None, 'Tree of guesses, as in decode.main; for spec_bench.'),
-  'temperature': flags.DEFINE_float('temperature', None, 'Sampling temperature; for spec_bench. Default 0, greedy.'),
+  'temperature': flags.DEFINE_list(
+    'temperature', None, 'Sampling temperature, several separated by commas; for spec_bench. Default 0, greedy.'
+  ),
   'chat': flags.DEFINE_bool('chat', None, "Render prompts by the model's chat template; for spec_bench."),
 }
 
@@ -76,6 +78,8 @@ def _given_sizes() -> dict:
 def _given_options() -> dict:
   """The options of decoding that flags set, by name."""
   options = {name: flag.value for name, flag in _OPTIONS.items() if flag.value is not None}
+  if 'temperature' in options:
+    options['temperature'] = command_line.parse_numbers('temperature', options['temperature'], float, least=0)
   return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
@@ -83,6 +87,15 @@ def _with_title(text: str) -> str:
   """`TITLE=SET:PATH` in place of `SET:PATH`; any other text as it is."""
   prompt_set, _ = split_set(text.strip())
   return text if prompt_set is None else f'{prompt_set.title}={text.strip()}'
+
+
+def _with_lookup(text: str) -> str:
+  """`lookup+NAME=lookup+PATH` in place of `lookup+PATH`, named after its path; any other text as it is."""
+  has_lookup, path = split_draft(text.strip())
+  if not has_lookup or not path or '=' in path:
+    return text
+  [name] = command_line.parse_paths('draft', [path])
+  return f'{LOOKUP}+{name}={text.strip()}'
 
 
 def _given_prompts() -> dict[str, str | None]:
@@ -127,7 +140,7 @@ def _requests(names: list[str]) -> dict[str, Request]:
       _check_flags(name)
     requests[name] = Request(
       target=_TARGET.value,
-      drafts=command_line.parse_paths('draft', _DRAFT.value),
+      drafts=command_line.parse_paths('draft', map(_with_lookup, _DRAFT.value)),
       prompts=prompts if exhibit.has_prompts else {},
       sizes=exhibit.choose_sizes(own),
       dtype=_DTYPE.value,

@@ -32,6 +32,12 @@ _DTYPES = ('', 'float32', 'bfloat16')
 DRAFT_MESHES = 'whole', 'divided'
 
 
+def split_draft(draft: str) -> tuple[bool, str]:
+  """Whether a draft as `--draft` names it guesses from the text, and its model or head; empty for `lookup` alone."""
+  has_lookup = draft == LOOKUP or draft.startswith(f'{LOOKUP}+')
+  return has_lookup, draft.removeprefix(LOOKUP).removeprefix('+') if has_lookup else draft
+
+
 def has_epsilon(name: str) -> bool:
   """Returns whether the method over-accepts by an amount that can be chosen."""
   method = get_method(name)
@@ -236,13 +242,13 @@ class DecodeOptions:
         allowed = ', '.join(n for n, each in METHODS.items() if each.max_drafts != 0 and self.takes_guesses(each))
         raise ValueError(f'{method.name} does not take guesses of --draft={self.draft}; allowed: {allowed}')
     for tree in self.tree:
-      if tree != 'chains':
+      if not self.takes_tree(tree):
         raise ValueError(f'lookup guesses chains, and the tree is {tree}')
 
   @property
   def has_lookup(self) -> bool:
     """True if guesses come from the text."""
-    return self.draft == LOOKUP or self.draft.startswith(f'{LOOKUP}+')
+    return split_draft(self.draft)[0]
 
   def takes_guesses(self, method: Method) -> bool:
     """Returns whether a method takes guesses of this draft, which lookup gives and models draw, or drafts nothing."""
@@ -250,10 +256,14 @@ class DecodeOptions:
       return True
     return method.takes_mixed if self.draft_model else method.takes_given
 
+  def takes_tree(self, tree: str) -> bool:
+    """Returns whether the draft can guess on a tree, as `tree` names it."""
+    return tree == 'chains' or not self.has_lookup
+
   @property
   def draft_model(self) -> str:
-    """The directory of the draft model; empty for `lookup` alone."""
-    return self.draft.removeprefix(LOOKUP).removeprefix('+') if self.has_lookup else self.draft
+    """The directory of the draft model or head; empty for `lookup` alone."""
+    return split_draft(self.draft)[1]
 
   @property
   def is_auto(self) -> bool:

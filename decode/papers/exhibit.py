@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from decode.experiment.options import DecodeOptions
+from decode.experiment.options import DecodeOptions, split_draft
 from decode.experiment.prompts import without_long
 from decode.experiment.settings import Setting
-from decode.experiment.workload import Notify
+from decode.experiment.workload import Notify, find_head
 from spectr_jax.io.load import open_model
 from spectr_jax.io.tokenizer import check_same_tokens
 
@@ -88,7 +88,7 @@ class Request:
 
   Attributes:
     target: Directory of the target.
-    drafts: Directories of drafts by name.
+    drafts: Drafts by name, each as `DecodeOptions.draft`.
     prompts: Files of prompts by name; None for the shipped ones. Empty for exhibits that decode none.
     sizes: Amounts to measure.
     dtype: As in `DecodeOptions`.
@@ -271,7 +271,10 @@ def _check_inputs(request: Request) -> None:
     ValueError: Something is missing, does not belong together, or holds no prompt that fits.
   """
   limits, tokenizers = [], []
-  for path in (request.target, *request.drafts.values()):
+  drafts = (split_draft(draft)[1] for draft in request.drafts.values())
+  # A head has the limit and the tokenizer of its target, and so has a draft without a model.
+  models = (path for path in drafts if path and find_head(request.target, path) is None)
+  for path in (request.target, *models):
     files = open_model(path)
     limits.append(files.context_length)
     tokenizers.append((path, files.tokenizer()))

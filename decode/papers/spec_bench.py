@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +54,34 @@ def _methods(names: Sequence[str]) -> tuple[str, ...]:
   return tuple(names) if has_baseline else ('autoregressive', *names)
 
 
+def _fitting(drafts: Mapping[str, str], options: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+  """The methods and trees to run with each draft, and a line for each draft that does not take all of them.
+
+  A draft alone has all of them, so that the run refuses what does not fit.
+
+  Args:
+    drafts: The drafts by name.
+    options: The options of the request.
+
+  Raises:
+    ValueError: There is nothing that a draft takes.
+  """
+  every, trees = _methods(options['method']), options['tree']
+  if len(drafts) == 1:
+    return dict.fromkeys(drafts, {'method': every, 'tree': trees}), []
+  found, lines = {}, []
+  for name, path in drafts.items():
+    own = DecodeOptions(draft=path, method=('autoregressive',))
+    methods = tuple(each for each in every if each == AUTO or own.takes_guesses(get_method(each)))
+    kept = tuple(tree for tree in trees if own.takes_tree(tree))
+    if not kept or all(each != AUTO and get_method(each).max_drafts == 0 for each in methods):
+      raise ValueError(f'{name} takes none of these methods on none of these trees: {", ".join((*every, *trees))}')
+    found[name] = {'method': methods, 'tree': kept}
+    if missing := [each for each in (*every, *trees) if each not in (*methods, *kept)]:
+      lines.append(f'{name}: without {", ".join(missing)}, which its guesses are not for')
+  return found, lines
+
+
 def _rows_by_task(prompts: Sequence[Prompt]) -> dict[str, np.ndarray]:
   """Indices of the prompts of each task that has any, and of all prompts as `overall`."""
   tasks = np.array([_task_of(prompt) for prompt in prompts])
@@ -84,7 +114,11 @@ def _measured_row(run: DecodeRun, setting: Setting, task: str, draft: str) -> Ro
   """
   summary = run.summarize(setting)
   row: Row = {'task': task, 'of': HERE, 'prompts': len(run.prompts)} | setting_columns(setting, draft=draft)
-  row |= {'tree': setting.tree_name, 'mean accepted tokens': block_efficiency(summary)}
+  row |= {
+    'tree': setting.tree_name,
+    'temperature': run.options.temperature,
+    'mean accepted tokens': block_efficiency(summary),
+  }
   row |= _speed_columns(run, setting)
   return row | {'acceptance by position': ' '.join(f'{share:.2f}' for share in summary.acceptance_by_position) or None}
 
@@ -98,7 +132,7 @@ def _published_rows(task: str, columns: Sequence[str]) -> list[Row]:
   """
   rows = []
   for method, (speedups, accepted) in published.SPEC_BENCH.items():
-    row: Row = dict.fromkeys(columns) | {'task': task, 'of': _LEADERBOARD, 'method': method}
+    row: Row = dict.fromkeys(columns) | {'task': task, 'of': _LEADERBOARD, 'method': method, 'temperature': 0.0}
     row['speed-up'] = Value(speedups[published.SPEC_BENCH_COLUMNS.index(task)])
     row['mean accepted tokens'] = Value(accepted) if task == OVERALL else None
     rows.append(row)
@@ -126,15 +160,16 @@ def _measure(request: Request, notify: Notify) -> Results:
   _check_prompts(request)
   results = Results()
   pick = functools.partial(take_evenly, group=_task_of)
-  method = _methods(request.options['method'])
+  fitting, lines = _fitting(request.drafts, request.options)
   by_task: dict[str, list[Row]] = {}
-  for draft, path in request.drafts.items():
-    for _, run in decode_sets(request, notify, results, pick=pick, draft=path, method=method, batch_size=1):
+  for (draft, path), temperature in itertools.product(request.drafts.items(), request.options['temperature']):
+    own = fitting[draft] | {'draft': path, 'temperature': temperature, 'batch_size': 1}
+    for _, run in decode_sets(request, notify, results, pick=pick, **own):
       for task, rows in _rows_by_task(run.prompts).items():
         part = run.take(rows)
         by_task.setdefault(task, []).extend(_measured_row(part, setting, task, draft) for setting in run.settings)
       if len(results.runs) == 1:
-        results.runs[0]['notes'] = _describe_sample(run.prompts)
+        results.runs[0]['notes'] = _describe_sample(run.prompts) + lines
         if request.options['chat']:
           results.runs[0]['notes'].append("first turns, as turns of the user in the target's chat template")
   for task, rows in by_task.items():
@@ -143,7 +178,9 @@ def _measure(request: Request, notify: Notify) -> Results:
 
 
 def _panel(column: str) -> Panel:
-  return Panel(x='task', y=(column,), by=('draft', 'method', 'K', 'L', 'tree'), where={'of': HERE}, kind='bar')
+  return Panel(
+    x='task', y=(column,), by=('draft', 'method', 'K', 'L', 'tree', 'temperature'), where={'of': HERE}, kind='bar'
+  )
 
 
 TABLES = {
@@ -156,7 +193,7 @@ TABLES = {
     difference='other hardware, models and drafters, so what compares is the pattern over tasks',
     spreads='± and ranges here: 95% intervals over prompts, which all settings decode in turns',
     sizes=Sizes(num_prompts=60, num_seeds=1, max_new_tokens=64, num_drafts=(2,), draft_length=(8,)),
-    options={'method': ('autoregressive', 'speculative'), 'tree': ('chains',), 'temperature': 0.0, 'chat': False},
+    options={'method': ('autoregressive', 'speculative'), 'tree': ('chains',), 'temperature': (0.0,), 'chat': False},
     full={'num_prompts': 480, 'num_seeds': 3, 'max_new_tokens': 1024},
     measure=_measure,
     compares_drafts=True,

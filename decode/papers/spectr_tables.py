@@ -22,7 +22,7 @@ from decode.papers.table import (
   setting_columns,
 )
 from decode.papers.table_panels import Panel
-from spectr_jax import TokenTree
+from spectr_jax import Model, TokenTree
 
 METHODS = ('autoregressive', 'speculative', 'block', 'spectr', 'race_block', 'race_traversal')
 _SPECTR = 'SpecTr: Fast Speculative Decoding via Optimal Transport'
@@ -60,6 +60,8 @@ def _measure_latency(role: str, printed: Mapping, request: Request, notify: Noti
   """
   options = request.decode_options()
   target, draft, _, models = load_models(options)
+  if not isinstance(draft, Model):
+    raise ValueError(f'this table times the calls of a draft model, and {options.draft} is not a model')
   sizes = request.sizes
   shapes = _call_shapes(sizes)
   calls = {}

@@ -1,16 +1,20 @@
 """`--draft=FOLDER` of a head on the target: what commands do with it, say of it and refuse."""
 
+import dataclasses
 import json
 
 import jax
 import numpy as np
 import pytest
+from exhibit_checks import SMALL_FIGURES, request_of
 from published_heads import write_head
 
 from decode.bulk import decode_bulk
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
 from decode.experiment.workload import Workload, find_head, load_models, model_title
+from decode.papers import exhibit
+from decode.papers.exhibits import EXHIBITS
 from decode.trace import record_trace
 from spectr_jax import save_drafter
 from spectr_jax.draft import head_drafter
@@ -66,6 +70,39 @@ def test_traces_and_bulk_decoding_take_a_head(options, tmp_path):
   decode_bulk(options, tmp_path / 'out.jsonl')
   assert len((tmp_path / 'out.jsonl').read_text().splitlines()) == 3
   assert json.loads((tmp_path / 'out.jsonl').read_text().splitlines()[0])['tokens']
+
+
+def _request(options, name, drafts=None, **sizes):
+  request = request_of(name, {'target': options.target, 'draft': options.draft}, options.prompts, **sizes)
+  return request if drafts is None else dataclasses.replace(request, drafts=drafts)
+
+
+def test_exhibits_know_drafts_of_every_kind_before_they_measure(options):
+  drafts = {'head': options.draft, 'lookup': 'lookup', 'both': f'lookup+{options.draft}'}
+  exhibit._check_inputs(_request(options, 'gbv_table1', drafts, max_new_tokens=4))
+  with pytest.raises(ValueError, match='no model at .*/nothing'):
+    exhibit._check_inputs(_request(options, 'gbv_table1', drafts | {'x': f'lookup+{options.draft}/nothing'}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['gbv_table1', 'methods', 'ersd_fig3'])
+def test_exhibits_decode_with_a_head(options, name):
+  sizes = SMALL_FIGURES.get(name, {'max_new_tokens': 6, 'num_drafts': (2,), 'draft_length': (2,), 'num_prompts': 3})
+  results = EXHIBITS[name].run(_request(options, name, **sizes), lambda *_: None)
+  files = EXHIBITS[name].files(name, _request(options, name, **sizes), results)
+  assert EXHIBITS[name].read_rows(files[f'{name}.{EXHIBITS[name].data_format}']) == results.rows
+
+
+@pytest.mark.parametrize(
+  ('name', 'message'),
+  [
+    ('spectr_table3', '^this table times the calls of a draft model, and .*/head is not a model$'),
+    ('optimum', '^this needs the probabilities of a draft model along texts, and .*/head is not a model$'),
+  ],
+)
+def test_exhibits_about_the_probabilities_or_calls_of_a_model_refuse_a_head(options, name, message):
+  with pytest.raises(ValueError, match=message):
+    EXHIBITS[name].run(_request(options, name, **SMALL_FIGURES.get(name, {})), lambda *_: None)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_the_pretrained_pair_is_measured_by_task(question_file):
     'spec_bench', {'target': defaults.target, 'draft': defaults.draft}, {'Spec-Bench': question_file},
     num_prompts=3, max_new_tokens=16, draft_length=(4,),
   )  # fmt: skip
-  options = {'method': ('race_traversal',), 'tree': ('prefix:2,1',), 'temperature': 0.5}
+  options = {'method': ('race_traversal',), 'tree': ('prefix:2,1',), 'temperature': (0.5,)}
   request = dataclasses.replace(request, options=TABLES['spec_bench'].choose_options(options))
   results = TABLES['spec_bench'].run(request, lambda *_: None)
   here = [row for row in results.rows if row['of'] == 'here']
@@ -152,3 +152,44 @@ def test_turns_may_be_rendered_by_the_chat_template(question_file, pair, monkeyp
   own = dataclasses.replace(chat, target=pair['target'], drafts={'draft': pair['draft']})
   with pytest.raises(ValueError, match='the model has no chat template'):
     spec_bench.TABLES['spec_bench'].run(own, lambda *_: None)
+
+
+def test_drafts_of_several_kinds_and_temperatures(question_file, monkeypatch):
+  """Each draft has the methods and trees that take its guesses; what is left out is said."""
+  asked = []
+
+  def run(options, *rest):
+    asked.append((options.draft, options.temperature, options.method, options.tree))
+    return _made_up_run(options, *rest)
+
+  monkeypatch.setattr(table, 'run_decode', run)
+  monkeypatch.setitem(_PROMPTS, 'writing', _PROMPTS['writing'] | {'race': (4, 2, 1.0)})
+  monkeypatch.setitem(_PROMPTS, 'math', _PROMPTS['math'] | {'race': (4, 2, 1.0)})
+  monkeypatch.setitem(_PROMPTS, 'qa', _PROMPTS['qa'] | {'race': (2, 1, 1.0)})
+  options = {'method': ('speculative', 'race'), 'temperature': (0.0, 0.6), 'tree': ('chains',)}
+  request = dataclasses.replace(
+    _request(question_file, num_prompts=3, num_drafts=(1,)),
+    drafts={'lookup': 'lookup', 'head': 'h', 'both': 'lookup+h'},
+    options=TABLES['spec_bench'].choose_options(options),
+  )
+  results = TABLES['spec_bench'].measure(request, None)
+  every, mixed = ('autoregressive', 'speculative', 'race'), ('autoregressive', 'race')
+  assert asked == [
+    (draft, temperature, methods, ('chains',))
+    for draft, methods in (('lookup', every), ('h', every), ('lookup+h', mixed))
+    for temperature in (0.0, 0.6)
+  ]
+  here = [row for row in results.rows if row['of'] == 'here' and row['task'] == 'overall']
+  assert [(row['draft'], row['temperature'], row['method']) for row in here] == [
+    (name, temperature, method)
+    for name, methods in (('lookup', every), ('head', every), ('both', mixed))
+    for temperature in (0.0, 0.6)
+    for method in methods
+  ]
+  assert 'both: without speculative, which its guesses are not for' in results.runs[0]['notes']
+  assert TABLES['spec_bench'].to_png(results.rows).startswith(b'\x89PNG')
+  only = dataclasses.replace(request, options={**request.options, 'method': (_SPECULATIVE,)})
+  with pytest.raises(
+    ValueError, match='^both takes none of these methods on none of these trees: autoregressive, spec'
+  ):
+    TABLES['spec_bench'].measure(only, None)
