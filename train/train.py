@@ -25,26 +25,20 @@ from spectr_jax.models.transformer import TransformerConfig, config_of, transfor
 from spectr_jax.sharding import DATA, is_primary, make_mesh, shardings
 from train import plan
 from train.checkpoint import Checkpoints
+from train.config_rules import at_least, check_fields, finite_at_least_0
 from train.held_out import evaluate
 from train.input_pipeline import batch_at, load_packed
 from train.metrics import MetricWriter
 from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step
 from train.text_sources import make_source
 
-# Field, allowed values in words, and the test. NaN fails every test.
 _RULES = (
-  *((name, 'at least 1', lambda x: x >= 1) for name in (
-    'seq_len', 'batch_size', 'num_microbatches', 'num_steps', 'log_every', 'eval_every', 'eval_batches',
-    'checkpoint_every', 'keep_checkpoints',
-  )),
-  *((name, 'finite and at least 0', lambda x: 0 <= x < math.inf) for name in (
-    'seed', 'warmup_steps', 'weight_decay', 'patience',
-  )),
-  *((name, 'finite and above 0', lambda x: 0 < x < math.inf) for name in ('learning_rate', 'max_grad_norm')),
-  *((name, 'at least 0 and below 1', lambda x: 0 <= x < 1) for name in ('adam_b2', 'dropout')),
+  *at_least(1, 'seq_len', 'num_microbatches', 'eval_batches'),
+  *finite_at_least_0('patience'),
+  ('dropout', 'at least 0 and below 1', lambda x: 0 <= x < 1),
   ('held_out_percent', 'above 0 and below 100', lambda x: 0 < x < 100),
   ('distill_weight', 'above 0 and at most 1', lambda x: 0 < x <= 1),
-)  # fmt: skip
+)
 
 
 def check_config(config) -> TransformerConfig:
@@ -53,13 +47,7 @@ def check_config(config) -> TransformerConfig:
   Raises:
     ValueError: A field has an invalid value.
   """
-  for name, allowed, is_valid in _RULES:
-    if not is_valid(config[name]):
-      raise ValueError(f'config.{name} must be {allowed}, got {config[name]}')
-  if config.warmup_steps >= config.num_steps:
-    raise ValueError(
-      f'config.warmup_steps must be below config.num_steps, got {config.warmup_steps} and {config.num_steps}'
-    )
+  check_fields(config, _RULES)
   if config.batch_size % config.num_microbatches:
     raise ValueError(
       f'config.batch_size {config.batch_size} must be a multiple of config.num_microbatches {config.num_microbatches}'

@@ -1,0 +1,48 @@
+"""What `train.main` and `train.head` share: their flags, joining other processes, and how a run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from common import processes
+from spectr_jax.sharding import is_primary
+from train import config_flag
+from train.step import out_of_memory
+from train.train import Outcome
+
+CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment, a file of configs/.', lock_config=True)
+WORKDIR = flags.DEFINE_string('workdir', None, 'Data, checkpoints, metrics and the trained network go here.')
+ALLOW_FALLBACK = flags.DEFINE_bool('allow_fallback', False, 'Continue from an older checkpoint if need be.')
+
+
+def run(train: Callable[[], Outcome | None], *required: str) -> None:
+  """Runs a command that trains. Errors of users, the devices' lack of memory among them, are one line and exit code 1.
+
+  Args:
+    train: Trains as the flags say; None if there was nothing to train.
+    *required: Required flags beside `config` and `workdir`.
+  """
+
+  def main(argv):
+    del argv
+    processes.initialize()
+    try:
+      outcome = train()
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+      known = out_of_memory(error) if isinstance(error, jax.errors.JaxRuntimeError) else error
+      if known is None:
+        raise
+      processes.fail(known)
+    if outcome is None or not is_primary():
+      return
+    if outcome.held_out is None:
+      print(f'terminated: saved at step {outcome.step}; the same command continues from there')
+    else:
+      print('held-out ' + ', '.join(f'{name} {value:.4f}' for name, value in outcome.held_out.items()))
+
+  flags.mark_flags_as_required(['config', 'workdir', *required])
+  config_flag.run(main)
