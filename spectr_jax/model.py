@@ -191,7 +191,7 @@ def cache_partition_specs(cache: Any) -> Any:
   return cache.partition_specs()
 
 
-PREFILL_CHUNK = 512  # prompt tokens per call; attention's memory grows with their product with the cache's size
+PREFILL_CHUNK = 256  # prompt tokens per call; attention's memory grows with their product with the cache's size
 
 
 def static_field(default: Any = dataclasses.MISSING) -> Any:
@@ -313,6 +313,8 @@ class Model:
   ) -> tuple[Any, jax.Array | None]:
     """Commits prompts to a cache, some tokens at a time, so that memory grows linearly with their length.
 
+    The number of calls is that of the longest prompt, however wide `tokens` is.
+
     Args:
       tokens: Integers `[B, P]`, right-padded; tokens behind `lengths` are not read.
       lengths: int32 `[B]`, the number of tokens of each row that are committed, from 0 to P.
@@ -331,25 +333,30 @@ class Model:
     causal = jnp.tril(jnp.ones((size, size), bool))
     before = 0 if start is None else start[:, None]
 
-    def add(cache, chunk):
-      first, tokens = chunk
+    def add(first, cache):
+      chunk = jax.lax.dynamic_slice_in_dim(padded, first, size, axis=1)
       # Padding may be any number. An invalid id would embed as NaN, which an attention weight of 0 does not silence, so
       # a valid one replaces it; nothing that is kept attends to it.
-      tokens = jnp.where(first + offsets < lengths[:, None], tokens, 0)
-      output = self.apply(tokens, before + first + offsets, causal, cache)
+      chunk = jnp.where(first + offsets < lengths[:, None], chunk, 0)
+      output = self.apply(chunk, before + first + offsets, causal, cache)
       return self.commit_fn(output.cache, offsets, jnp.clip(lengths - first, 0, size)), output.features
 
+    padded = jnp.pad(tokens, ((0, 0), (0, -num_tokens % size)))
     if size == num_tokens:
-      return add(cache, (0, tokens))
-    num_chunks = -(-num_tokens // size)
-    chunks = jnp.pad(tokens, ((0, 0), (0, num_chunks * size - num_tokens)))
-    chunks = jnp.swapaxes(chunks.reshape(batch_size, num_chunks, size), 0, 1)
-    firsts = size * jnp.arange(num_chunks, dtype=jnp.int32)
-    cache, features = jax.lax.scan(add, cache, (firsts, chunks))
-    if features is not None:
-      features = jnp.swapaxes(features, 0, 1)
-      features = features.reshape(batch_size, num_chunks * size, *features.shape[3:])[:, :num_tokens]
-    return cache, features
+      return add(0, cache)
+    like = jax.eval_shape(add, 0, cache)[1]
+    features = None if like is None else jnp.zeros((batch_size, padded.shape[1], *like.shape[2:]), like.dtype)
+
+    def add_chunk(i, carry):
+      cache, features = carry
+      cache, found = add(i * size, cache)
+      if features is not None:
+        features = jax.lax.dynamic_update_slice_in_dim(features, found, i * size, axis=1)
+      return cache, features
+
+    num_chunks = -(-jnp.max(lengths) // size)
+    cache, features = jax.lax.fori_loop(0, num_chunks, add_chunk, (cache, features))
+    return cache, None if features is None else features[:, :num_tokens]
 
   def prefill_rest(
     self, tokens: jax.Array, lengths: jax.Array, cache: Any, num_kept: jax.Array, num_new: int

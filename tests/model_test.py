@@ -316,6 +316,23 @@ def test_prompts_in_chunks_are_prompts_at_once(target, chunk_size):
     np.testing.assert_allclose(found[row, :length], features[row, :length], atol=TOLERANCE, rtol=0)
 
 
+def test_a_prefill_ends_with_the_longest_prompt(target):
+  prompts, calls = np.zeros((2, 12), int), []
+
+  def apply(*arguments):
+    jax.debug.callback(lambda: calls.append(1))
+    return target.apply_fn(*arguments)
+
+  model = dataclasses.replace(target, apply_fn=apply)
+  init = model.init_cache_fn
+  prefill = jax.jit(lambda lengths: model.prefill(prompts, lengths, init(2, 16), chunk_size=2)[0].lengths)
+  for lengths, num_calls in (((5, 1), 3), ((2, 2), 1), ((0, 0), 0), ((12, 3), 6)):
+    calls.clear()
+    np.testing.assert_array_equal(prefill(np.array(lengths)), lengths)
+    jax.effects_barrier()
+    assert len(calls) == num_calls
+
+
 def test_memory_of_a_prefill_is_linear_in_the_prompt(target):
   def temporaries(num_tokens):
     def prefill(model, prompts, lengths):

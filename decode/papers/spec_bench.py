@@ -203,7 +203,7 @@ TABLES = {
       " the mean over prompts of each prompt's new tokens over its seconds, with prefill; speed-up is that mean over"
       ' the one of autoregressive decoding. overall weighs every prompt alike.',
       'Prompts are continued as plain text, without a chat template; of a conversation, the first turn.',
-      'All prompts are padded to the longest of the run, for autoregressive decoding too, which lowers the speed-up of'
+      'Caches hold the longest prompt of the run, for autoregressive decoding too, which lowers the speed-up of'
       ' short prompts beside long ones.',
       'At temperature 0 candidates drawn alike are equal, so that more of them keep no more.',
       CUT_ROUNDS,

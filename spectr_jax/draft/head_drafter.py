@@ -91,7 +91,8 @@ def _extend(
 
   if size == num_new:
     return add(0, state)
-  return jax.lax.fori_loop(0, -(-num_new // size), lambda i, state: add(i * size, state), state)
+  num_chunks = -(-jnp.clip(jnp.max(missing), 0, num_new) // size)
+  return jax.lax.fori_loop(0, num_chunks, lambda i, state: add(i * size, state), state)
 
 
 def _init(params, context: DraftContext, cache_size: int, *, config: HeadConfig) -> HeadState:
