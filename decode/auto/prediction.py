@@ -15,8 +15,8 @@ the same tree, plus the difference of the two on the longest drafts, scaled by t
     seconds of a batch = prefill + rounds * round,
 
 where rounds are counted until the batch's last row is done. Rounds in which lookup has no guess are shorter; they are
-part of the mean round that is decoded, and lower its rest. docs/auto.md compares this with the closed form of the
-literature.
+part of the mean round that is decoded, and lower its rest; so are rounds whose trees stop growing early. docs/auto.md
+compares this with the closed form of the literature.
 """
 
 from __future__ import annotations
@@ -38,23 +38,47 @@ from common.json_file import read_json
 from common.output_files import OutputFiles
 from common.program_memory import in_groups
 from decode.experiment import latency
-from decode.experiment.options import DecodeOptions
+from decode.experiment.options import AUTO_GRID, AUTO_TREES, DecodeOptions
 from decode.experiment.settings import Setting, baseline_of, settings_of
 from decode.experiment.workload import Notify, Workload
-from spectr_jax import METHODS, TokenTree
+from spectr_jax import METHODS, Drafter, TokenTree
 from spectr_jax.sharding import fetch, is_primary
 
 _FORMAT = 1
 _NUM_RUNS = 9
+# Tried with the fastest growing tree, besides 0. A threshold is data: none of them is compiled.
+_THRESHOLDS = 0.02, 0.05, 0.1
 
 
-def grid(options: DecodeOptions) -> list[Setting]:
+def _with_trees(options: DecodeOptions) -> DecodeOptions:
+  """The options with the trees to compare: at temperature 0 also trees of likeliest guesses, and single drafts only.
+
+  There all samples of a draft are equal, so that several keep no more than one. Trees that the user names stay as they
+  are, and so do the guesses of lookup, which differ.
+  """
+  if options.temperature or options.has_lookup or options.tree != ('chains',):
+    return options
+  is_default = options.num_drafts == AUTO_GRID['num_drafts']
+  return dataclasses.replace(
+    options, tree=('chains', *AUTO_TREES), num_drafts=(1,) if is_default else options.num_drafts
+  )
+
+
+def grid(options: DecodeOptions, max_depth: int | None = None) -> list[Setting]:
   """Autoregressive decoding, and every lossless method on every tree of the options that it takes.
 
   With one draft, methods for several drafts equal `speculative` or `block` and are left out, except for seed-exact
   ones. They stay where lookup stands beside a model, since those two do not take its guesses.
+
+  Args:
+    options: The options.
+    max_depth: The deepest tree that the draft guesses for; None for no limit. Deeper ones are left out.
+
+  Raises:
+    ValueError: All trees are too deep.
   """
   settings, is_mixed = [], options.has_lookup and bool(options.draft_model)
+  options = _with_trees(options)
   for method in METHODS.values():
     if not method.is_lossless or not options.takes_guesses(method):
       continue
@@ -62,7 +86,22 @@ def grid(options: DecodeOptions) -> list[Setting]:
       is_single = setting.tree.num_nodes > 0 and setting.tree.is_chain
       if is_mixed or not (is_single and method.max_drafts is None and not method.is_seed_exact):
         settings.append(setting)
-  return list(dict.fromkeys(settings))
+  fitting = [each for each in settings if max_depth is None or each.tree.max_depth <= max_depth]
+  if len(settings) > len(fitting) and not any(each.tree.num_nodes for each in fitting):
+    raise ValueError(f'the draft guesses {max_depth} tokens ahead, and all trees are deeper')
+  return list(dict.fromkeys(fitting))
+
+
+def tuned(predictions: list[Prediction]) -> list[Setting]:
+  """The fastest setting whose trees grow with further thresholds; nothing if no trees grow, or not from 0.
+
+  Args:
+    predictions: Predictions for the grid, the fastest first.
+  """
+  growing = [found.setting for found in predictions if found.setting.growth is not None]
+  if not growing or growing[0].growth.threshold:
+    return []
+  return [growing[0].with_threshold(threshold) for threshold in _THRESHOLDS]
 
 
 def _is_chains(setting: Setting) -> bool:
@@ -295,14 +334,22 @@ def _measure_costs(workload: Workload, settings: list[Setting]) -> tuple[dict[st
   return {name: medians.get(name, 0.0) for name in trees}, {size: medians[size] for size in by_size}
 
 
-def _observe(workload: Workload, settings: list[Setting], notify: Notify) -> dict[str, Observation]:
+def _observe(
+  workload: Workload, settings: list[Setting], notify: Notify, pace: float | None = None
+) -> dict[str, Observation]:
   """Decodes the workload with every setting. Settings take turns as far as their programs fit in one process.
 
   If several groups are needed, the seconds of later groups are scaled to the first by the time of autoregressive
   decoding in each group, since shared machines drift.
+
+  Args:
+    workload: The prompts to decode.
+    settings: The settings, autoregressive decoding among them.
+    notify: Called with progress.
+    pace: The seconds of an autoregressive round that all are scaled to; None for those of the first group.
   """
   keys, batches, num_prompts = workload.keys(workload.options.seed), workload.batches, len(workload.prompts)
-  baseline, paces = baseline_of(settings), []
+  baseline, paces = baseline_of(settings), [] if pace is None else [pace]
   done, total, observations, decoders = 0, len(settings) * len(batches), {}, {}
 
   def prepare(setting):
@@ -362,7 +409,17 @@ def calibrate(workload: Workload, settings: list[Setting], notify: Notify) -> Ca
   notify('auto: timing draft and target', 0, 1)
   costs = _measure_costs(some, settings)
   observed = list(dict.fromkeys(source_of(setting, settings) for setting in settings))
-  return Calibration(conditions_of(workload), *costs, _observe(some, observed, notify))
+  found = Calibration(conditions_of(workload), *costs, _observe(some, observed, notify))
+  further = tuned(predict(found, settings))
+  if not further:
+    return found
+  notify('auto: timing growth from other thresholds', 0, 1)
+  draft_seconds, _ = _measure_costs(some, further)
+  alone = baseline_of(settings)
+  observations = _observe(some, [alone, *further], notify, pace=found.observations[str(alone)].round_seconds)
+  return dataclasses.replace(
+    found, draft_seconds=draft_seconds | found.draft_seconds, observations=observations | found.observations
+  )
 
 
 def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
@@ -376,17 +433,18 @@ def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
     ValueError: The file is unusable, or was measured under other conditions.
   """
   options = workload.options
-  settings = grid(options)
+  settings = grid(options, workload.draft.max_depth if isinstance(workload.draft, Drafter) else None)
   conditions = conditions_of(workload)
   if options.calibration and epath.Path(options.calibration).exists():
     calibration = Calibration.read(options.calibration)
     calibration.check(conditions, settings, options.calibration)
+    calibration.check(conditions, tuned(predict(calibration, settings)), options.calibration)
   else:
     # The file is opened before anything is measured, to find out whether it is writable. One process writes.
     with OutputFiles(calibration=options.calibration if is_primary() else None) as files:
       calibration = calibrate(workload, settings, notify)
       files.write(calibration=calibration.to_json())
-  return predict(calibration, settings)
+  return predict(calibration, settings + tuned(predict(calibration, settings)))
 
 
 def choose(predictions: list[Prediction]) -> Setting:

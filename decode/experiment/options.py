@@ -28,6 +28,8 @@ LOOKUP = 'lookup'
 # Default K and L, for named methods and for `auto`.
 DEFAULT_GRID = {'num_drafts': (2,), 'draft_length': (8,)}
 AUTO_GRID = {'num_drafts': (1, 2, 4, 8), 'draft_length': (2, 4, 8)}
+# Trees that `auto` adds at temperature 0: 8, 16, 16 and 32 of the draft's likeliest guesses.
+AUTO_TREES = 'likeliest:2,2,2,2', 'likeliest:4,4,4,4', 'likeliest:2,2,2,2,2,2,2,2', 'likeliest:4,4,4,4,4,4,4,4'
 _DTYPES = ('', 'float32', 'bfloat16')
 DRAFT_MESHES = 'whole', 'divided'
 
@@ -107,7 +109,7 @@ class DecodeOptions:
   )
   growth_threshold: float = option(
     'Trees of likeliest and confident have no guess whose estimated chance is below this; drafting ends where none is'
-    ' left.',
+    ' left. With auto 0 stands for the best of some.',
     0.0,
   )
   acceptance: str | None = option(
@@ -225,8 +227,8 @@ class DecodeOptions:
       )
     if self.children:
       raise ValueError('auto takes every method with its own children')
-    if any(tree.startswith(('optimal', 'likeliest', 'confident')) for tree in self.tree):
-      raise ValueError('auto compares trees that are given: chains, prefix:FACTORS, specinfer')
+    if any(tree.startswith('optimal') for tree in self.tree):
+      raise ValueError('auto compares trees that are given, and chooses no optimal ones: name shapes')
 
   def _check_lookup(self):
     Lookup(self.lookup_max, self.lookup_min)

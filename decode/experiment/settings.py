@@ -96,14 +96,27 @@ class Setting:
 
   @property
   def tree_name(self) -> str:
-    return 'none' if self.spec is None else str(self.spec) + (f' = {self.shape}' if self.shape else '')
+    if self.spec is None:
+      return 'none'
+    threshold = f' from {self.growth.threshold:g}' if self.growth is not None and self.growth.threshold else ''
+    return str(self.spec) + (f' = {self.shape}' if self.shape else '') + threshold
 
   def __str__(self):
     if self.spec is None:
       return self.method.name
     if self.spec.name == 'chains':
       return f'{self.method.name} K={self.num_drafts} L={self.draft_length}'
-    return f'{self.method.name} {self.spec}'
+    return f'{self.method.name} {self.tree_name}'
+
+  def with_threshold(self, threshold: float) -> Setting:
+    """The setting with another threshold of its growing trees.
+
+    Raises:
+      ValueError: Its trees do not grow.
+    """
+    if self.growth is None:
+      raise ValueError(f'{self} grows no trees, so it has no threshold')
+    return dataclasses.replace(self, growth=dataclasses.replace(self.growth, threshold=threshold))
 
 
 def _num_prefix_nodes(factors: tuple[int, ...]) -> int:

@@ -99,6 +99,7 @@ class Drafter:
       `[B, S]` always holds. The first `num_kept[b]` tokens are those of the text that `state` belongs to, and at most
       `num_new` (static) come after them. None for a drafter that begins anew, by `init_fn`.
     context_length: The longest prompt plus continuation that it was made for, in tokens, or None for no limit.
+    max_depth: The most tokens that it guesses ahead, or None for no limit.
     reads_tokens: Whether it reads the committed text.
     feature_layers: The target's layers whose hidden states it reads, numbered as in `Model.features_fn`.
     gives: Whether candidates may be given in place of drawn (`Proposal.is_given`).
@@ -120,6 +121,7 @@ class Drafter:
   vocab_size: int = static_field()
   reprompt_fn: Callable[[Any, Any, DraftContext, jax.Array, int], Any] | None = static_field(None)
   context_length: int | None = static_field(None)
+  max_depth: int | None = static_field(None)
   reads_tokens: bool = static_field(False)
   feature_layers: tuple[int, ...] = static_field(())
   gives: bool = static_field(False)

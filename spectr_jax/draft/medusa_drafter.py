@@ -102,17 +102,13 @@ def _no_state(*_):
 
 def _propose(params, state, context: DraftContext, request: DraftRequest, *, config: MedusaConfig) -> Proposal:
   del state
-  tree = request.tree
-  num_depths = int(tree.depths[tree.parent_nodes].max()) + 1
-  if num_depths > config.num_heads:
-    raise ValueError(f'{config.num_heads} Medusa heads guess as many tokens ahead, and the tree is {num_depths} deep')
   if context.features is None:
     raise ValueError("Medusa heads read the target's hidden states: the context must hold features")
   last = jnp.maximum(context.lengths - 2, 0)
   hidden = jax.vmap(lambda row, place: row[place, 0])(context.features, last)
   # A text of one token has no hidden state yet. What stands there may be anything, so it must not be NaN.
   hidden = jnp.where((context.lengths > 1)[:, None], hidden, 0).astype(config.dtype)
-  logits = head_logits(params, hidden, num_depths)
+  logits = head_logits(params, hidden, request.tree.max_depth)
 
   def score(carry, nodes: ScoredNodes):
     own = jax.lax.dynamic_index_in_dim(logits, nodes.depth, keepdims=False)
@@ -138,7 +134,8 @@ def medusa_drafter(params: Mapping[str, Any], config: MedusaConfig) -> Drafter:
     ValueError: A parameter is missing, surplus, or of another shape.
   """
   layers.check_params(params, param_shapes(config))
-  return Drafter(params, _no_state, _propose_fn(config), _no_state, config.vocab_size, feature_layers=(-1,))
+  functions = _no_state, _propose_fn(config), _no_state
+  return Drafter(params, *functions, config.vocab_size, max_depth=config.num_heads, feature_layers=(-1,))
 
 
 def config_of(drafter: Drafter) -> MedusaConfig:

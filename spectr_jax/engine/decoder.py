@@ -116,6 +116,8 @@ def _check_drafter(target: Model, drafter: Drafter | None, method: Method, tree:
     return
   if drafter.vocab_size != target.vocab_size:
     raise ValueError(f'draft and target must share a vocabulary: {drafter.vocab_size} and {target.vocab_size} tokens')
+  if drafter.max_depth is not None and tree.max_depth > drafter.max_depth:
+    raise ValueError(f'this drafter guesses {drafter.max_depth} tokens ahead, and the tree is {tree.max_depth} deep')
   if drafter.gives and not method.takes_given:
     raise ValueError(f'{method.name} takes drawn candidates only, and this drafter gives some that are not drawn')
   if drafter.mixes and not method.takes_mixed:

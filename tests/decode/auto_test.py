@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from decode.auto import prediction as auto
-from decode.experiment.options import AUTO_GRID, DecodeOptions
+from decode.experiment.options import AUTO_GRID, AUTO_TREES, DecodeOptions
 from decode.experiment.run import run_decode
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Generation
+from spectr_jax.engine.loop import run_rounds
 
 
 def _options(**changes):
@@ -47,6 +48,62 @@ def test_the_grid_with_lookup_has_every_lossless_method_that_takes_its_guesses(d
   wanted = {name for name, m in METHODS.items() if m.is_lossless and m.max_drafts != 0 and getattr(m, takes)}
   assert {setting.method.name for setting in settings} == wanted | {'autoregressive'}
   assert {setting.method.name for setting in settings if setting.num_drafts == 1} == singles
+
+
+def _trees(settings, name):
+  return {setting.tree_name for setting in settings if setting.method.name == name}
+
+
+def test_greedy_decoding_is_compared_with_trees_of_likeliest_guesses_and_single_drafts():
+  settings = auto.grid(_options(temperature=0.0))
+  for name, method in METHODS.items():
+    takes = method.is_lossless and method.takes_given and method.takes_grown and method.max_drafts is None
+    assert _trees(settings, name) >= set(AUTO_TREES) if takes else not _trees(settings, name) & set(AUTO_TREES)
+  assert {setting.num_drafts for setting in settings if setting.spec and setting.spec.name == 'chains'} == {1}
+  assert _trees(settings, 'speculative') == {'chains'}
+  several = auto.grid(_options(temperature=0.0, num_drafts=(1, 3)))
+  assert {setting.num_drafts for setting in several if setting.spec and setting.spec.name == 'chains'} == {1, 3}
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [{'temperature': 0.5}, {'temperature': 0.0, 'draft': 'lookup'}, {'temperature': 0.0, 'tree': ('prefix:2',)}],
+)
+def test_no_other_grid_has_them(changes):
+  assert not any(setting.growth for setting in auto.grid(_options(**changes)))
+
+
+def test_growing_trees_are_compared_with_others_where_methods_take_them():
+  trees = 'chains', 'likeliest:2,2', 'confident:2,1'
+  settings = auto.grid(_options(tree=trees, num_drafts=(2,), draft_length=(2,)))
+  assert _trees(settings, 'race_traversal') == set(trees)
+  assert _trees(settings, 'traversal') == {'chains', 'confident:2,1'}  # takes no guesses that are not drawn
+  assert _trees(settings, 'block') == {'chains'}
+  from_one = auto.grid(_options(tree=trees, growth_threshold=0.1, num_drafts=(2,), draft_length=(2,)))
+  assert _trees(from_one, 'spectr') == {'chains', 'likeliest:2,2 from 0.1', 'confident:2,1 from 0.1'}
+
+
+def test_trees_that_are_deeper_than_the_draft_guesses_are_left_out():
+  assert {setting.draft_length for setting in auto.grid(_options(), 4)} == {0, 2, 4}
+  with pytest.raises(ValueError, match='^the draft guesses 1 tokens ahead, and all trees are deeper$'):
+    auto.grid(_options(), 1)
+
+
+def test_the_fastest_growing_tree_is_tuned():
+  settings = auto.grid(_options(tree=('chains', 'confident:4,4'), num_drafts=(2,), draft_length=(2,)))
+  seconds = {str(setting): 2.0 for setting in settings} | {'spectr confident:4,4': 1.0}
+  predictions = sorted(
+    (auto.Prediction(setting, 1, 1 / seconds[str(setting)], 1, 0, 0, 0, True) for setting in settings),
+    key=lambda found: -found.tokens_per_second,
+  )
+  found = auto.tuned(predictions)
+  assert [str(setting) for setting in found] == [f'spectr confident:4,4 from {t:g}' for t in auto._THRESHOLDS]
+  assert [setting.growth.threshold for setting in found] == list(auto._THRESHOLDS)
+  assert not auto.tuned([each for each in predictions if each.setting.growth is None])
+  given = dataclasses.replace(predictions[0], setting=found[0])  # a threshold that the user chose
+  assert not auto.tuned([given])
+  with pytest.raises(ValueError, match='autoregressive grows no trees'):
+    settings[0].with_threshold(0.1)
 
 
 def _calibration(settings, *, draft=0.5e-3, node=0.1e-3, rest=1e-3, rate=0.8, prefill=2e-3):
@@ -184,7 +241,7 @@ def test_a_calibration_for_something_else_is_refused():
   [
     ({'method': ('auto', 'spectr')}, 'only autoregressive can stand beside it, not spectr'),
     ({'children': 'without_replacement'}, 'its own children'),
-    ({'tree': ('optimal:8',)}, 'trees that are given'),
+    ({'tree': ('optimal:8',)}, 'chooses no optimal ones'),
     ({'method': ('spectr',), 'calibration': 'x'}, 'calibration is for --method=auto'),
     ({'calibration_prompts': 0}, 'calibration_prompts must be at least 1'),
   ],
@@ -248,3 +305,44 @@ def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
   assert again.predictions == run.predictions
   with pytest.raises(ValueError, match='measured with batch_size 2, not 1'):
     run_decode(dataclasses.replace(options, batch_size=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['model', 'head', 'lookup beside a head'])
+def test_drafts_of_every_kind_are_measured_with_growing_trees(
+  tmp_path, pair, prompt_file, tiny_head_file, kind, monkeypatch
+):
+  few = 'autoregressive', 'spectr', 'race'
+  monkeypatch.setattr(
+    auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
+  )
+  is_mixed, path = kind == 'lookup beside a head', tmp_path / 'calibration.json'
+  draft = {'model': pair['draft'], 'head': tiny_head_file}.get(kind, f'lookup+{tiny_head_file}')
+  trees = ('chains',) if is_mixed else ('chains', 'likeliest:2,2', 'confident:2,2')
+  options = _options(
+    target=pair['target'], draft=draft, prompts=str(prompt_file), num_drafts=(2,), draft_length=(2,), tree=trees,
+    max_new_tokens=8, calibration=str(path), calibration_prompts=2,
+  )  # fmt: skip
+  compiled = []
+  observe = auto._observe
+  monkeypatch.setattr(
+    auto, '_observe', lambda *a, **k: (observe(*a, **k), compiled.append(run_rounds._cache_size()))[0]
+  )
+  run = run_decode(options)
+  found = {str(each.setting): each for each in run.predictions}
+  grown = [] if is_mixed else ['likeliest:2,2', 'confident:2,2']
+  names = {'race K=2 L=2'} | {f'{name} {tree}' for name in ('spectr', 'race') for tree in grown}
+  names |= set() if is_mixed else {'spectr K=2 L=2'}
+  assert names | {'autoregressive'} <= set(found)
+  assert all(each.tokens_per_second > 0 and each.tokens_per_call >= 1 for each in run.predictions)
+  further = set(found) - names - {'autoregressive'}
+  assert len(further) == (0 if is_mixed else len(auto._THRESHOLDS))
+  assert len({name.partition(' from ')[0] for name in further}) == (not is_mixed)
+  assert len(set(compiled)) == 1  # other thresholds compile nothing
+  assert run_decode(options).predictions == run.predictions
+  content = json.loads(path.read_text())
+  content['observations'] = {n: each for n, each in content['observations'].items() if ' from ' not in n}
+  path.write_text(json.dumps(content))
+  if not is_mixed:
+    with pytest.raises(ValueError, match='was measured for another grid, without .* from 0.02'):
+      run_decode(options)

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import pytest
+import small_head
 
 from spectr_jax import Tokenizer, save_model
 from spectr_jax.models import transformer
@@ -33,6 +34,12 @@ def pair(tmp_path_factory, save_tiny_model):
   """Paths of a tiny target and draft, as keyword arguments."""
   directory = tmp_path_factory.mktemp('models')
   return {role: save_tiny_model(directory / role, seed) for seed, role in enumerate(('target', 'draft'))}
+
+
+@pytest.fixture(scope='session')
+def tiny_head_file(tmp_path_factory):
+  """The path of a head for the tiny target."""
+  return small_head.save_head(tmp_path_factory.mktemp('heads') / 'head')
 
 
 @pytest.fixture(scope='session')

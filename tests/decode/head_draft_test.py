@@ -4,10 +4,10 @@ import dataclasses
 import json
 
 import jax
-import numpy as np
 import pytest
 from exhibit_checks import SMALL_FIGURES, request_of
 from published_heads import write_head
+from small_head import CONFIG
 
 from decode.bulk import decode_bulk
 from decode.experiment.options import DecodeOptions
@@ -15,27 +15,14 @@ from decode.experiment.run import run_decode
 from decode.experiment.workload import Workload, find_head, load_models, model_title
 from decode.papers import exhibit
 from decode.papers.exhibits import EXHIBITS
-from decode.trace import record_trace
-from spectr_jax import save_drafter
-from spectr_jax.draft import head_drafter
-from spectr_jax.models import causal_lm, head
-
-_BLOCK = causal_lm.CausalLMConfig(
-  vocab_size=40, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16, context_length=64,
-  rope=causal_lm.Rope((1.0, 0.1, 0.01, 0.001)),
-)  # fmt: skip
-_CONFIG = head.HeadConfig(_BLOCK, 16, 16, (0, 1, -1), has_unembedding=False)
+from decode.trace import make_page, record_trace
+from spectr_jax.models import head
 
 
 @pytest.fixture(scope='module')
-def options(pair, prompt_file, tmp_path_factory):
-  rng, path = np.random.default_rng(0), tmp_path_factory.mktemp('heads') / 'head'
-  shapes = head.param_shapes(_CONFIG)
-  params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape, scale=0.3).astype(leaf.dtype), shapes)
-  params['target_ids'] = np.arange(3, 43, dtype=np.int32)
-  save_drafter(path, head_drafter(params, _CONFIG, 320), param_dtype='float32')
+def options(pair, prompt_file, tiny_head_file):
   return DecodeOptions(
-    target=pair['target'], draft=str(path), method=('speculative',), draft_length=(2,), max_new_tokens=6,
+    target=pair['target'], draft=tiny_head_file, method=('speculative',), draft_length=(2,), max_new_tokens=6,
     prompts=str(prompt_file), batch_size=3,
   )  # fmt: skip
 
@@ -49,7 +36,7 @@ def test_results_say_what_head_it_was(options):
   found = run.info['models']['draft']
   assert (found['head'], found['path'], found['dtype']) == ('EAGLE-3', options.draft, 'float32')
   own = {
-    name: shapes for name, shapes in head.param_shapes(_CONFIG).items() if name not in ('target_ids', 'unembedding')
+    name: shapes for name, shapes in head.param_shapes(CONFIG).items() if name not in ('target_ids', 'unembedding')
   }
   assert found['num_params'] == sum(leaf.size for leaf in jax.tree.leaves(own))
   assert model_title(found) == f'{options.draft} (0.0M, EAGLE-3 head)'
@@ -64,12 +51,42 @@ def test_lookup_stands_beside_a_head(options):
 
 
 @pytest.mark.slow
-def test_traces_and_bulk_decoding_take_a_head(options, tmp_path):
-  trace = record_trace(options, ('speculative',))
+@pytest.mark.parametrize('is_beside', [False, True])
+def test_trace_pages_show_a_head(options, is_beside):
+  if is_beside:
+    draft = f'lookup+{options.draft}'
+    options = dataclasses.replace(options, draft=draft, method=('race',), lookup_min=1)
+  trace = record_trace(options, ('race_block',) if is_beside else ('speculative', 'block'))
   assert 'EAGLE-3 head' in trace['run']['models']['draft']
-  decode_bulk(options, tmp_path / 'out.jsonl')
-  assert len((tmp_path / 'out.jsonl').read_text().splitlines()) == 3
-  assert json.loads((tmp_path / 'out.jsonl').read_text().splitlines()[0])['tokens']
+  assert trace['run']['has_lookup'] == is_beside
+  assert 'EAGLE-3 head' in make_page(trace)
+
+
+def _lines(path):
+  return sorted(path.read_text().splitlines(), key=lambda line: json.loads(line)['index'])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {},
+    {'draft': 'lookup+{}', 'method': ('race_traversal',), 'lookup_min': 1},
+    {'method': ('spectr',), 'tree': ('likeliest:2,2',), 'temperature': 0.0, 'growth_threshold': 0.01},
+  ],
+  ids=['head', 'lookup beside a head', 'likeliest'],
+)
+def test_bulk_decoding_resumes_with_a_head(options, tmp_path, changes):
+  draft = changes.get('draft', '{}').format(options.draft)
+  options, path = dataclasses.replace(options, **changes | {'draft': draft}), tmp_path / 'out.jsonl'
+  decode_bulk(options, path)
+  whole = _lines(path)
+  assert len(whole) == 3
+  assert json.loads(whole[0])['tokens']
+  path.write_text(path.read_text().partition('\n')[0] + '\n')
+  decode_bulk(options, path, resume=True)
+  assert _lines(path) == whole
+  assert decode_bulk(options, path, resume=True)[1] == 0
 
 
 def _request(options, name, drafts=None, **sizes):

@@ -87,7 +87,6 @@ def test_bad_specifications_are_refused(text):
     ({'method': ('speculative',), 'tree': ('likeliest:4,4',)}, 'single draft'),
     ({'method': ('spectr',), 'growth_threshold': 0.1}, 'is for --tree=likeliest:WIDTHS'),
     ({'method': ('spectr',), 'growth_threshold': 1.5}, 'from 0 to 1'),
-    ({'method': ('auto',), 'tree': ('likeliest:4,4',)}, 'auto compares trees that are given'),
     ({'method': ('spectr',), 'tree': ('prefix:32,32,2',)}, 'at most 1024'),
     ({'method': ('spectr',), 'tree': ('specinfer',), 'draft_length': (2,)}, 'at least 3'),
     ({'method': ('spectr',), 'children': 'triplets'}, "children must be one of .* got 'triplets'"),

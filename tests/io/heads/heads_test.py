@@ -124,7 +124,7 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
       wanted = np.exp(logits - logits.max())
       found = proposal.probs[row, tree.law_index[node]]
       np.testing.assert_allclose(found, wanted / wanted.sum(), rtol=1e-4, atol=1e-6)
-  with pytest.raises(ValueError, match='5 Medusa heads guess as many tokens ahead, and the tree is 6 deep'):
+  with pytest.raises(ValueError, match='this drafter guesses 5 tokens ahead, and the tree is 6 deep'):
     spectr_jax.generate(
       jax.random.key(0), target, drafter, prompts, jnp.array([6, 3]), method='speculative',
       tree=TokenTree.chains(1, 6), max_new_tokens=4,
