@@ -13,9 +13,10 @@ import tiny_hub
 import spectr_jax
 from decode import chat
 from decode.experiment.options import DecodeOptions
-from spectr_jax import Decoder, Session
+from spectr_jax import Decoder, Session, TokenTree, lookup_beside
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.models import transformer
+from tests.draft.tiny_heads import tiny_head
 
 _NEW, _CONTEXT = 10, 200
 
@@ -68,6 +69,27 @@ def test_turns_continue_the_whole_conversation(decoder, target, tokenizer):
     assert talk.messages == messages
     assert talk.answer.num_target_calls >= len(tokens) > 1
     assert talk.answer.num_left_out == 0 < talk.answer.seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('is_beside', [False, True])
+def test_turns_with_a_head_are_those_of_a_fresh_start(target, tokenizer, is_beside):
+  head = tiny_head(tokenizer.vocab_size)
+  drafter = lookup_beside(head) if is_beside else head
+  options = {'method': 'race_traversal', 'tree': TokenTree.chains(2, 3), 'max_new_tokens': _NEW}
+  decoder = Decoder.make(target, drafter, cache_size=_CONTEXT, eos_id=tokenizer.eos_ids, **options)
+  talk, num_calls = _chat(decoder, tokenizer), 0
+  for turn, text in enumerate(('the owl', 'and then?', 'the owl')):
+    said = [*talk.messages, {'role': 'user', 'content': text}]
+    prompt, key = tokenizer.encode_chat(said), jax.random.fold_in(jax.random.key(0), turn)
+    pieces = list(talk.ask(text))
+    wanted = spectr_jax.generate(
+      key[None], target, drafter, np.array([prompt]), [len(prompt)], eos_id=tokenizer.eos_ids, top_k=20, **options
+    )
+    tokens = [token for token in wanted.tokens[0, : int(wanted.lengths[0])].tolist() if token not in tokenizer.eos_ids]
+    assert ''.join(pieces) == tokenizer.decode(tokens)
+    num_calls += talk.answer.num_target_calls
+  assert num_calls < 3 * _NEW
 
 
 def test_a_stop_text_ends_the_answer(decoder, tokenizer):

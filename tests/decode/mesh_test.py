@@ -12,6 +12,7 @@ import tiny_hub
 from hub_specs import SPECS
 from jax.sharding import AbstractMesh
 from safetensors.numpy import save_file
+from small_head import save_head
 
 from spectr_jax import Tokenizer, TokenTree, generate, save_model
 from spectr_jax.draft import DraftContext, model_drafter
@@ -89,6 +90,29 @@ def test_eight_devices_decode_like_one(tmp_path, wide_pair, on_one_device, argum
   out = decode(*_SETTINGS, *wide_pair, *arguments, f'--generations={path}', num_devices=8)
   assert 'of 8 devices' in out
   assert read(path) == on_one_device
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('draft', 'settings'),
+  [
+    ('{}', ['--method=spectr,race_traversal', '--num_drafts=2', '--draft_length=3']),
+    ('lookup+{}', ['--method=race_traversal', '--num_drafts=2', '--draft_length=3', '--lookup_min=1']),
+    ('{}', ['--method=race_traversal', '--tree=confident:3,2,2', '--growth_threshold=0.1']),
+    ('{}', ['--method=specinfer', '--tree=likeliest:3,2,2', '--temperature=0']),
+  ],
+  ids=['head', 'lookup beside a head', 'confident', 'likeliest'],
+)
+def test_eight_devices_decode_like_one_with_a_head(tmp_path, wide_pair, draft, settings):
+  head, found = save_head(tmp_path / 'head', target_dim=32), []
+  target, _, prompts = wide_pair
+  for mesh, num_devices in (([], 1), (['--mesh=data:4,model:2'], 8)):
+    path = tmp_path / f'{num_devices}.jsonl'
+    arguments = [target, prompts, f'--draft={draft.format(head)}', *settings, *mesh, '--max_new_tokens=8']
+    decode(*arguments, '--batch_size=8', f'--generations={path}', num_devices=num_devices)
+    found.append(read(path))
+  assert found[0] == found[1]
+  assert len({tuple(line['tokens']) for line in found[0]}) > 4
 
 
 @pytest.fixture(scope='module')

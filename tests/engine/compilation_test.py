@@ -1,6 +1,7 @@
 """How often the loop compiles, and what stays in place."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -9,9 +10,11 @@ import pytest
 from runs import KINDS, NEW, PROMPTS, begin, generate, make_keys, slow_but
 
 import spectr_jax
+from spectr_jax import Confident, Likeliest, TokenTree, growing, lookup_beside, lookup_drafter
 from spectr_jax.draft import model_drafter
 from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import state as engine_state
+from tests.draft.tiny_heads import tiny_head, tiny_medusa
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -64,6 +67,61 @@ def test_programs_are_those_of_a_drafter(tables):
   other = dataclasses.replace(drafter, commit_fn=lambda *args: drafter.commit_fn(*args))
   assert structure_of(drafter) == structure_of(tables[1])
   assert structure_of(drafter) != structure_of(other)
+
+
+@pytest.mark.parametrize(
+  ('name', 'tree', 'growths'),
+  [
+    ('head', TokenTree.chains(2, 3), [None]),
+    ('head', TokenTree.slots((2, 2, 2)), [Likeliest(), Likeliest(temperature=0.5, threshold=0.3)]),
+    pytest.param('model', TokenTree.slots((2, 3)), [Confident(), Confident(0.5, 0.1)], marks=pytest.mark.slow),
+    pytest.param('beside a head', TokenTree.chains(2, 3), [None], marks=pytest.mark.slow),
+  ],
+)
+def test_rounds_of_every_drafter_compile_once(target, draft, name, tree, growths):
+  """Round by round, for other prompts, sampling parameters and rules of growth."""
+  drafter, num_traces = model_drafter(draft) if name == 'model' else tiny_head(target.vocab_size, width=32), []
+
+  def propose(*rest):
+    num_traces.append(name)
+    return plain.propose_fn(*rest)
+
+  plain, counts = drafter, []
+  drafter = dataclasses.replace(drafter, propose_fn=propose)
+  drafter = lookup_beside(drafter) if name == 'beside a head' else drafter
+  for seed, (growth, temperature) in enumerate(itertools.product(growths, (1.0, 0.0))):
+    own = drafter if growth is None else growing(drafter, growth)
+    decoder, state = begin((target, own), 'race_traversal', make_keys(seed), tree=tree, temperature=temperature)
+    for _ in range(4):
+      state = spectr_jax.decode_rounds(decoder, state, 1)
+      counts.append((len(num_traces), engine_loop.run_rounds._cache_size(), engine_state._prefill_draft._cache_size()))
+    assert int(state.result.num_target_calls.max()) == 4
+  assert len(set(counts)) == 1
+  assert counts[0][0] >= 1
+
+
+@pytest.mark.parametrize(
+  ('drafter', 'per_token'),
+  [
+    # Keys and values of one layer with one head of width 4; the text; two hidden states of width 32.
+    (lambda: tiny_head(17, width=32), 2 * 4 * 4 + 4 + 2 * 32 * 4),
+    (lambda: lookup_beside(tiny_head(17, width=32)), 2 * 4 * 4 + 4 + 2 * 32 * 4),
+    (lambda: tiny_medusa(17, width=32), 32 * 4),
+    (lambda: lookup_drafter(17), 4),
+  ],
+  ids=['head', 'beside a head', 'Medusa', 'lookup'],
+)
+def test_memory_of_a_drafters_state(target, drafter, per_token):
+  """Bytes per row and token of its room, as docs/drafters.md has them."""
+  sizes, plain = [], []
+  for cache_size in (40, 1040):
+    for found, each in ((sizes, drafter()), (plain, None)):
+      method = 'autoregressive' if each is None else 'race_traversal'
+      _, state = begin((target, each), method, make_keys(), cache_size=cache_size)
+      own = state.draft_state, state.text, state.features
+      found.append(sum(leaf.nbytes for leaf in jax.tree.leaves(own)) / len(state.keys))
+  assert (sizes[1] - sizes[0]) / 1000 == per_token
+  assert plain == [0, 0]
 
 
 def test_state_is_donated_and_models_are_not(target, draft):

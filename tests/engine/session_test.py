@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import Decoder, TokenTree, lookup_drafter
+from spectr_jax import Confident, Decoder, TokenTree, growing, lookup_beside, lookup_drafter
 from spectr_jax.engine.session import Session, reprompt
 from tests.draft.feature_drafter import feature_drafter
+from tests.draft.tiny_heads import tiny_head
 from tests.engine.runs import TREES, VERSIONS, begin, make_keys, slow_but
 
 _NEW = 6
@@ -69,6 +70,27 @@ def test_a_drafter_that_cannot_begins_anew(target):
   decoder, state = begin(
     (target, drafter), 'speculative', make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40
   )
+  _assert_as_anew(decoder, state)
+
+
+def _head(target):
+  return tiny_head(target.vocab_size, width=32)
+
+
+@pytest.mark.usefixtures('highest')
+@pytest.mark.parametrize(
+  ('make', 'slots'),
+  [
+    (_head, None),
+    pytest.param(lambda target: lookup_beside(_head(target), lookup_min=1), None, marks=pytest.mark.slow, id='beside'),
+    pytest.param(lambda target: growing(_head(target), Confident()), (2, 3, 2), marks=pytest.mark.slow, id='growing'),
+  ],
+)
+def test_a_head_s_state_is_kept(target, make, slots):
+  decoder, state = begin(
+    (target, make(target)), 'race_traversal', make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40,
+    tree=None if slots is None else TokenTree.slots(slots),
+  )  # fmt: skip
   _assert_as_anew(decoder, state)
 
 
