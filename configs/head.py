@@ -2,14 +2,15 @@ r"""A head for a target of one's own, on text that the target writes: `python -m
 
 Command   python -m train.head --config=configs/head.py:eagle3 --target=SmolLM2-135M-Instruct.Q4_1.gguf \
             --workdir=runs/smollm2_head
+          or :medusa in place of :eagle3
 """
 
 import ml_collections
 
 
 def get_config(kind: str = 'eagle3') -> ml_collections.ConfigDict:
-  if kind != 'eagle3':
-    raise ValueError(f'kind must be eagle3, got {kind!r}')
+  if kind not in ('eagle3', 'medusa'):
+    raise ValueError(f'kind must be eagle3 or medusa, got {kind!r}')
   config = ml_collections.ConfigDict()
   config.kind = kind
 
@@ -23,13 +24,16 @@ def get_config(kind: str = 'eagle3') -> ml_collections.ConfigDict:
   config.temperatures = (1.0, 1.0, 0.6, 0.0)
   config.data_dtype = 'bfloat16'  # type that the target computes in
 
-  # Head: as wide as the target, unless given. It guesses the `vocab_size` tokens that are most frequent in the text.
-  # `init_from` is the folder of a head of these sizes, whose parameters and tokens a new run begins with.
+  # Head. `init_from` is the folder of a head of these sizes, whose parameters and tokens a new run begins with.
   config.init_from = ''
-  config.vocab_size = 8192
-  config.mlp_dim = 0  # that of the target's layers if 0
-  config.from_target = True  # whether block and norms begin as the target's last ones
-  config.num_unrolled = 2  # guesses ahead of the target that are trained, each from the head's own hidden states
+  config.num_unrolled = 2  # guesses ahead of the target that are trained; Medusa has a head for each
+  # Whether it has an output head of its own, which begins as the target's rows and is trained; else it has these rows.
+  config.has_unembedding = kind == 'medusa'
+  if kind == 'eagle3':
+    # It is as wide as the target, and guesses the `vocab_size` tokens that are most frequent in the text.
+    config.vocab_size = 8192
+    config.mlp_dim = 0  # that of the target's layers if 0
+    config.from_target = True  # whether block and norms begin as the target's last ones
   config.decay = 0.8  # weight of a guess in the loss relative to the one before
   config.tv_weight = 1.0  # weight of the total variation beside the cross entropy
   config.dtype = 'bfloat16'  # of activations and products; parameters are trained in float32

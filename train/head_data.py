@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import zipfile
 from collections.abc import Sequence
 
 import jax
@@ -84,6 +85,23 @@ class Shard:
     """
     with np.load(path, allow_pickle=False) as arrays:
       return cls(arrays['tokens'], arrays['lengths'], arrays['starts'], arrays['features'].view(ml_dtypes.bfloat16))
+
+
+def features_shape(path: os.PathLike) -> tuple[int, ...]:
+  """The shape of a shard's features, without reading them.
+
+  Args:
+    path: The file.
+
+  Raises:
+    ValueError: It is no shard.
+  """
+  try:
+    with zipfile.ZipFile(path) as archive, archive.open('features.npy') as file:
+      np.lib.format.read_magic(file)
+      return np.lib.format.read_array_header_1_0(file)[0]
+  except (zipfile.BadZipFile, KeyError, ValueError) as error:
+    raise ValueError(f'{path} is damaged: {error}') from error
 
 
 def chat_frame(tokenizer: TokenizerBase) -> tuple[list[int], list[int]]:

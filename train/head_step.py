@@ -1,16 +1,19 @@
-"""The loss of a head: its guesses some tokens ahead of the target, from its own hidden states."""
+"""The loss of a head: its guesses some tokens ahead of the target, from the target's hidden states."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.models import head, layers
-from spectr_jax.models.head import HeadConfig
+from spectr_jax.models import layers
+
+# Inputs of an output head, `[B, T, D]`, and the output head, `[D, Vd]`.
+Step: TypeAlias = tuple[jax.Array, jax.Array]
+_MAX_LOGITS = 2**25  # numbers that an array of logits may have
 
 
 @jax.tree_util.register_dataclass
@@ -32,78 +35,27 @@ class HeadBatch:
   features: jax.Array
 
 
-def _attend(query, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, scale):
-  """Attention of the last of several steps over the pairs of a text.
+def _sum_over_chunks(sums: Callable[..., jax.Array], size: int, arrays: tuple[jax.Array, ...]) -> jax.Array:
+  """The sum of `sums(*arrays)` over chunks of `size` entries of axis 1, computed anew for the gradient."""
+  length = arrays[0].shape[1]
+  num_chunks = -(-length // size)
+  if num_chunks == 1:
+    return sums(*arrays)
 
-  Step 0 has read the target's hidden states. A guess of step s at pair i has seen these up to pair i - s, and one pair
-  of each later step: those of the chain of guesses that it ends, pair i - s + j of step j.
+  def chunks(x):
+    padded = jnp.pad(x, [(0, 0), (0, num_chunks * size - length)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(padded.reshape(len(x), num_chunks, size, *x.shape[2:]), 1, 0)
 
-  Args:
-    query: `[B, T, H, head_dim]`, of the last step.
-    keys: `[B, T, K, head_dim]` of each step.
-    values: Likewise.
-    scale: Factor of the queries.
-
-  Returns:
-    `[B, T, H, head_dim]`.
-  """
-  batch_size, num_pairs, num_heads, head_dim = query.shape
-  num_kv_heads, step = keys[0].shape[2], len(keys) - 1
-  grouped = (query * scale).reshape(batch_size, num_pairs, num_kv_heads, -1, head_dim)
-  wide = layers.accumulation_dtype(query.dtype)
-  scores = jnp.einsum('btkgd,bskd->bkgts', grouped, keys[0], preferred_element_type=wide)
-  is_seen = jnp.arange(num_pairs) <= jnp.arange(num_pairs)[:, None] - step
-  scores = jnp.where(is_seen, scores, jnp.finfo(wide).min)
-  later = [(jnp.roll(key, step - j, 1), jnp.roll(value, step - j, 1))
-           for j, (key, value) in enumerate(zip(keys, values, strict=True)) if j > 0]  # fmt: skip
-  own = [jnp.einsum('btkgd,btkd->bkgt', grouped, key, preferred_element_type=wide)[..., None] for key, _ in later]
-  weights = jax.nn.softmax(jnp.concatenate([scores, *own], axis=-1), axis=-1).astype(query.dtype)
-  mixed = jnp.einsum('bkgts,bskd->btkgd', weights[..., :num_pairs], values[0])
-  for j, (_, value) in enumerate(later):
-    mixed += jnp.moveaxis(weights[..., num_pairs + j], 3, 1)[..., None] * value[:, :, :, None]
-  return mixed.reshape(query.shape)
-
-
-def unrolled_outputs(
-  params: Any, config: HeadConfig, embedded: jax.Array, features: jax.Array, num_steps: int
-) -> list[jax.Array]:
-  """Inputs of the output head of guesses that are 1, 2, ... tokens ahead of the target (EAGLE-3, training-time test).
-
-  Args:
-    params: The head's parameters.
-    config: The head.
-    embedded: `[B, T, embedding_dim]`, the embedded tokens 1 to T of each text.
-    features: `[B, T, F, target_dim]`, the target's hidden states of tokens 0 to T - 1.
-    num_steps: Steps.
-
-  Returns:
-    For each step s `[B, T, embed_dim]`. Entry i guesses token i + 2 from the tokens up to i + 1 and the target's hidden
-    states up to token i - s; the first s entries are not valid.
-  """
-  positions = jnp.broadcast_to(jnp.arange(embedded.shape[1]), embedded.shape[:2])
-  hidden = head.hidden_of_features(params, config, features)
-  keys, values, outputs = [], [], []
-  scale = config.block.query_scale or config.block.head_dim**-0.5
-
-  def attend(query, key, value):
-    keys.append(key)
-    values.append(value)
-    return _attend(query, keys, values, scale=scale), None
-
-  for _ in range(num_steps):
-    hidden, output, _ = head.advance(params, config, embedded, hidden, positions, attend)
-    outputs.append(output)
-    hidden = jnp.roll(hidden, 1, axis=1)
-  return outputs
+  body = jax.checkpoint(lambda total, some: (total + sums(*some), None))
+  first = jax.eval_shape(sums, *arrays)
+  return jax.lax.scan(body, jnp.zeros(first.shape, first.dtype), tuple(map(chunks, arrays)))[0]
 
 
 def head_loss(
-  params: Any,
-  frozen: Any,
-  config: HeadConfig,
+  steps: Sequence[Step],
+  unembedding: jax.Array,
   batch: HeadBatch,
   *,
-  num_steps: int,
   decay: float,
   tv_weight: float,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -113,12 +65,10 @@ def head_loss(
   variation, weighted by `decay ** s` for step s.
 
   Args:
-    params: The head's trained parameters.
-    frozen: `embedding` `[V, embedding_dim]` and `unembedding` `[target_dim, Vd]` of the target, and the head's other
-      parameters that stay as they are.
-    config: The head.
+    steps: For each step the inputs `[B, S - 2, D]` of an output head, and that output head, as `HeadKind.steps` returns
+      them.
+    unembedding: `[D, Vd]`, the target's output head.
     batch: The conversations.
-    num_steps: Steps.
     decay: Weight of a step relative to the one before.
     tv_weight: Weight of the total variation.
 
@@ -126,25 +76,31 @@ def head_loss(
     The mean over tokens, and means by step: `cross_entropy` `[num_steps]`, `acceptance`, 1 minus the total variation,
     `greedy`, the share of equal likeliest tokens, and the number of tokens `count`.
   """
-  embedded = jnp.take(frozen['embedding'], batch.tokens[:, 1:-1], axis=0)
-  outputs = unrolled_outputs(params, config, embedded, batch.features[:, :-2, :-1], num_steps)
-  target_logits = layers.matmul(batch.features[:, 1:-1, -1].astype(config.block.dtype), frozen['target_unembedding'])
-  log_q = jax.nn.log_softmax(target_logits, axis=-1)
-  q, best = jnp.exp(log_q), jnp.argmax(target_logits, axis=-1)
-  places = jnp.arange(embedded.shape[1])
+  outputs, kernels = zip(*steps, strict=True)
+  places = jnp.arange(batch.tokens.shape[1] - 2)
   # Entry i guesses token i + 2, whose distribution the target has at token i + 1.
   counts_here = (places + 2 < batch.lengths[:, None]) & (places + 2 >= batch.starts[:, None])
-  unembedding = params.get('unembedding', frozen.get('unembedding'))
-  totals, loss, total_weight = [], 0.0, 0.0
-  for step, output in enumerate(outputs):
-    log_p = jax.nn.log_softmax(layers.matmul(output, unembedding), axis=-1)
-    mask = (counts_here & (places >= step)).astype(log_p.dtype)
-    count = jnp.maximum(mask.sum(), 1)
-    cross_entropy = jnp.sum(-jnp.sum(q * log_p, axis=-1) * mask) / count
-    overlap = jnp.sum(jnp.sum(jnp.minimum(q, jnp.exp(log_p)), axis=-1) * mask) / count
-    greedy = jnp.sum((jnp.argmax(log_p, axis=-1) == best) * mask) / count
-    loss += decay**step * (cross_entropy + tv_weight * (1 - overlap))
-    total_weight += decay**step
-    totals.append((cross_entropy, overlap, greedy, count))
-  names = 'cross_entropy', 'acceptance', 'greedy', 'count'
-  return loss / total_weight, {name: jnp.stack(each) for name, each in zip(names, zip(*totals))}
+  masks = [counts_here & (places >= step) for step in range(len(steps))]
+  features = batch.features[:, 1:-1, -1].astype(outputs[0].dtype)
+
+  def sums(features, masks, *outputs):
+    """Cross entropy, overlap and equal likeliest tokens of each step, `[num_steps, 3]`."""
+    log_q = jax.nn.log_softmax(layers.matmul(features, unembedding), axis=-1)
+    q, best = jnp.exp(log_q), jnp.argmax(log_q, axis=-1)
+    found = []
+    for step, (output, kernel) in enumerate(zip(outputs, kernels, strict=True)):
+      log_p = jax.nn.log_softmax(layers.matmul(output, kernel), axis=-1)
+      cross_entropy, overlap = -jnp.sum(q * log_p, axis=-1), jnp.sum(jnp.minimum(q, jnp.exp(log_p)), axis=-1)
+      is_best = jnp.argmax(log_p, axis=-1) == best
+      mask = masks[..., step].astype(log_p.dtype)
+      found.append(jnp.stack([jnp.sum(x * mask) for x in (cross_entropy, overlap, is_best)]))
+    return jnp.stack(found)
+
+  arrays = features, jnp.stack(masks, axis=-1), *outputs
+  chunk_size = max(1, _MAX_LOGITS // (len(batch.tokens) * unembedding.shape[-1]))
+  totals = _sum_over_chunks(sums, chunk_size, arrays)
+  counts = jnp.maximum(jnp.stack([mask.sum() for mask in masks]), 1).astype(totals.dtype)
+  cross_entropy, acceptance, greedy = jnp.moveaxis(totals / counts[:, None], 1, 0)
+  weights = decay ** jnp.arange(len(steps), dtype=totals.dtype)
+  loss = jnp.sum(weights * (cross_entropy + tv_weight * (1 - acceptance))) / jnp.sum(weights)
+  return loss, {'cross_entropy': cross_entropy, 'acceptance': acceptance, 'greedy': greedy, 'count': counts}

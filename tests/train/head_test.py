@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import commands
 import hub_specs
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,15 @@ from etils import epath
 
 import spectr_jax
 from configs import head as head_experiment
+from spectr_jax import TokenTree
+from spectr_jax.draft import DraftContext, DraftRequest
 from spectr_jax.models import causal_lm, head
+from spectr_jax.proposal import Independent
+from spectr_jax.sampling import SamplingParams
 from train import head_data, head_step
-from train.head_training import HeadTraining, feature_layers, init_params
-from train.head_training import head_config as make_head_config
+from train.eagle3_head import Eagle3Kind, feature_layers, unrolled_outputs
+from train.head_training import HeadTraining
+from train.medusa_head import MedusaKind
 
 _SIZES = head_data.Sizes(6, 9, 12, 1.0, (1.0, 0.0))
 _LAYERS = (2, 3, 3, -1)
@@ -81,7 +87,7 @@ def test_training_sees_what_drafting_sees(target):
   size = 6
   embedded = jax.random.normal(jax.random.key(2), (2, size, block.embed_dim))
   features = jax.random.normal(jax.random.key(3), (2, size, 3, block.embed_dim))
-  outputs = head_step.unrolled_outputs(params, config, embedded, features, 3)
+  outputs = unrolled_outputs(params, config, embedded, features, 3)
   hidden = head.hidden_of_features(params, config, features)
 
   @jax.jit
@@ -104,13 +110,17 @@ def test_the_loss_counts_what_the_target_wrote(target, shard):
   model = target[0]
   config = head_experiment.get_config()
   config.update(vocab_size=64, dtype='float32')
-  sizes = make_head_config(config, causal_lm.config_of(model))
-  params = init_params(jax.random.key(0), sizes, model, from_target=True)
+  kind = Eagle3Kind.of(config, causal_lm.config_of(model))
   unembedding = model.params['embedding'][:64].T
-  frozen = {'embedding': model.params['embedding'], 'target_unembedding': unembedding, 'unembedding': unembedding}
+  params = kind.init_params(jax.random.key(0), model, unembedding)
+  frozen = kind.frozen_params(model) | {'unembedding': unembedding}
   batch = head_step.HeadBatch(shard.tokens, shard.lengths, shard.starts, shard.features)
-  options = {'num_steps': 2, 'decay': 0.5, 'tv_weight': 1.0}
-  loss, means = head_step.head_loss(params, frozen, sizes, batch, **options)
+
+  @jax.jit
+  def loss_of(batch):
+    return head_step.head_loss(kind.steps(params, frozen, batch), unembedding, batch, decay=0.5, tv_weight=1.0)
+
+  loss, means = loss_of(batch)
   # A guess needs the hidden state of the token before the one that it reads.
   wanted = [sum(n - max(s, 2 + step) for n, s in zip(shard.lengths, shard.starts)) for step in range(2)]
   np.testing.assert_array_equal(means['count'], wanted)
@@ -121,24 +131,96 @@ def test_the_loss_counts_what_the_target_wrote(target, shard):
   garbage = dataclasses.replace(batch, tokens=np.where(batch.tokens == 0, 5, batch.tokens))
   is_end = np.arange(batch.tokens.shape[1]) >= batch.lengths[:, None] - 1
   garbage = dataclasses.replace(garbage, features=np.where(is_end[..., None, None], 3, batch.features))
-  np.testing.assert_allclose(head_step.head_loss(params, frozen, sizes, garbage, **options)[0], loss, rtol=1e-5)
+  np.testing.assert_allclose(loss_of(garbage)[0], loss, rtol=1e-5)
 
 
-def _config():
-  config = head_experiment.get_config()
+def test_medusa_training_sees_what_drafting_sees(target, shard):
+  """Entry i of step s is the guess of head s for the token after a root at token i - s + 1."""
+  model = target[0]
+  config = head_experiment.get_config('medusa')
+  config.update(num_unrolled=3, dtype='float32')
+  kind = MedusaKind.of(config, causal_lm.config_of(model))
+  unembedding = model.params['embedding'].T
+  params = kind.init_params(jax.random.key(0), model, unembedding)
+  noise = jax.tree.map(lambda x: 0.1 * jax.random.normal(jax.random.key(x.ndim), x.shape), params)
+  params = jax.tree.map(jnp.add, params, noise)
+  batch = head_step.HeadBatch(shard.tokens, shard.lengths, shard.starts, shard.features)
+  steps = kind.steps(params, {'unembedding': unembedding}, batch)
+  drafter = kind.drafter(params, None, model.vocab_size)
+  rows, propose = np.arange(len(shard.tokens)), jax.jit(drafter.propose_fn)
+  keys = jax.random.split(jax.random.key(1), (len(rows), 4))
+  request = DraftRequest(keys, SamplingParams.make(len(rows)), TokenTree.chains(1, 3), Independent())
+  for lengths in (shard.lengths - 4, shard.lengths - 5):
+    context = DraftContext(jnp.asarray(lengths), model, features=jnp.asarray(shard.features[:, :, -1:]))
+    proposal = propose(drafter.params, (), context, request)
+    for step, (output, kernel) in enumerate(steps):
+      guess = output[rows, lengths - 2 + step] @ kernel
+      np.testing.assert_allclose(proposal.probs[:, step], jax.nn.softmax(guess), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize('has_unembedding', [True, False])
+def test_medusa_heads_begin_as_the_targets_output_head(target, shard, has_unembedding):
+  model = target[0]
+  config = head_experiment.get_config('medusa')
+  config.update(num_unrolled=2, has_unembedding=has_unembedding)
+  kind = MedusaKind.of(config, causal_lm.config_of(model))
+  unembedding = model.params['embedding'].T
+  params = kind.init_params(jax.random.key(0), model, unembedding)
+  assert ('unembedding' in params) == has_unembedding
+  batch = head_step.HeadBatch(shard.tokens, shard.lengths, shard.starts, jnp.asarray(shard.features))
+  for step, (output, kernel) in enumerate(kind.steps(params, {'unembedding': unembedding}, batch)):
+    np.testing.assert_array_equal(output[:, step:], shard.features[:, : -2 - step, -1])
+    np.testing.assert_array_equal(kernel, unembedding)
+
+
+def test_logits_in_parts_change_nothing(monkeypatch):
+  keys = iter(jax.random.split(jax.random.key(0), 9))
+  tokens = jax.random.randint(next(keys), (3, 13), 0, 9)
+  batch = head_step.HeadBatch(
+    tokens, jnp.array([13, 4, 9]), jnp.array([2, 2, 3]), jax.random.normal(next(keys), (3, 13, 1, 5))
+  )
+  outputs, kernels = jax.random.normal(next(keys), (2, 3, 11, 5)), jax.random.normal(next(keys), (2, 5, 9))
+
+  @jax.jit
+  def run(outputs, kernels):
+    steps = list(zip(outputs, kernels))
+    return head_step.head_loss(steps, kernels[0] + 1, batch, decay=0.8, tv_weight=0.5)
+
+  loss_of = jax.value_and_grad(run, (0, 1), has_aux=True)
+  whole = loss_of(outputs, kernels)
+  monkeypatch.setattr(head_step, '_MAX_LOGITS', 3 * 9 * 4)  # parts of 4, 4 and 3 places
+  run.clear_cache()
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), loss_of(outputs, kernels), whole)
+
+
+def _config(kind='eagle3'):
+  config = head_experiment.get_config(kind)
   config.update(
-    num_shards=3, rows_per_shard=8, max_user_tokens=8, max_new_tokens=12, vocab_size=64, dtype='float32',
-    data_dtype='float32', batch_size=4, num_steps=12, warmup_steps=2, learning_rate=3e-3, log_every=2, eval_every=6,
-    checkpoint_every=4, mesh='data:1,model:1',
+    num_shards=3, rows_per_shard=8, max_user_tokens=8, max_new_tokens=12, dtype='float32', data_dtype='float32',
+    batch_size=4, num_steps=12, warmup_steps=2, learning_rate=3e-3, log_every=2, eval_every=6, checkpoint_every=4,
+    mesh='data:1,model:1',
   )  # fmt: skip
+  if kind == 'eagle3':
+    config.vocab_size = 64
   return config
 
 
-@pytest.fixture(scope='session')
-def trained(tmp_path_factory, target_folder):
+@pytest.fixture(scope='session', params=['eagle3', 'medusa'])
+def trained(tmp_path_factory, target_folder, request):
   workdir = epath.Path(tmp_path_factory.mktemp('head') / 'run')
-  training = HeadTraining(_config(), target_folder, workdir, allow_fallback=False)
+  training = HeadTraining(_config(request.param), target_folder, workdir, allow_fallback=False)
   return training, training.run(), workdir
+
+
+def _continue(trained, target_folder, path, **changes):
+  """A run on the data of another one."""
+  whole, _, workdir = trained
+  path.mkdir(exist_ok=True)
+  if not (path / 'data').exists():
+    (path / 'data').symlink_to(workdir / 'data')
+  config = _config(whole.config.kind)
+  config.update(changes)
+  return HeadTraining(config, target_folder, epath.Path(path), allow_fallback=False)
 
 
 @pytest.mark.slow
@@ -150,45 +232,43 @@ def test_a_run_learns_and_logs(trained, target):
   assert held_out[1]['held_out_loss'] < held_out[0]['held_out_loss']
   assert outcome.step == 12
   assert 0 < outcome.held_out['acceptance_1'] < 1
-  assert (np.diff(training.target_ids) > 0).all()
-  drafter = spectr_jax.load_drafter(workdir / 'head', target[0], dtype='float32')
+  assert 0 < outcome.held_out['acceptance_2'] < 1
+  if training.target_ids is not None:
+    assert (np.diff(training.target_ids) > 0).all()
+  model = target[0]
+  drafter = spectr_jax.load_drafter(workdir / 'head', model, dtype='float32')
   trained_params = training.drafter().params
   assert jax.tree.structure(drafter.params) == jax.tree.structure(trained_params)
   for one, other in zip(jax.tree.leaves(drafter.params), jax.tree.leaves(trained_params), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-6)
+  prompts, lengths = jax.random.randint(jax.random.key(5), (2, 5), 0, 300), jnp.array([5, 2])
+  options = {'max_new_tokens': 6, 'temperature': 0.0}
+  plain = spectr_jax.generate(jax.random.key(0), model, None, prompts, lengths, method='autoregressive', **options)
+  found = spectr_jax.generate(
+    jax.random.key(0), model, drafter, prompts, lengths, method='spectr', tree=TokenTree.chains(2, 2), **options
+  )
+  np.testing.assert_array_equal(found.tokens, plain.tokens)
 
 
 @pytest.mark.slow
 def test_a_run_continues_exactly(trained, target_folder, tmp_path):
-  whole, _, workdir = trained
-  path = epath.Path(tmp_path / 'run')
-  path.mkdir()
-  (tmp_path / 'run' / 'data').symlink_to(workdir / 'data')
-  config = _config()
-  config.num_steps = 12
-  first = HeadTraining(config, target_folder, path, allow_fallback=False)
+  first = _continue(trained, target_folder, tmp_path / 'run')
   first.config.num_steps = 8
   first.run()
-  second = HeadTraining(_config(), target_folder, path, allow_fallback=False)
+  second = _continue(trained, target_folder, tmp_path / 'run')
   assert second.step == 8
   second.run()
-  for one, other in zip(jax.tree.leaves(second.state), jax.tree.leaves(whole.state), strict=True):
-    np.testing.assert_array_equal(one, other)
+  jax.tree.map(np.testing.assert_array_equal, second.state, trained[0].state)
 
 
 @pytest.mark.slow
 def test_a_run_begins_with_a_saved_head(trained, target_folder, tmp_path):
   whole, outcome, workdir = trained
-  (tmp_path / 'run').mkdir()
-  (tmp_path / 'run' / 'data').symlink_to(workdir / 'data')
-  config = _config()
-  config.update(init_from=str(workdir / 'head'), seed=1)
 
   def start(**changes):
-    config.update(changes)
-    return HeadTraining(config, target_folder, epath.Path(tmp_path / 'run'), allow_fallback=False)
+    return _continue(trained, target_folder, tmp_path / 'run', **({'init_from': str(workdir / 'head')} | changes))
 
-  training = start()
+  training = start(seed=1)
   assert training.step == 0
   np.testing.assert_array_equal(training.target_ids, whole.target_ids)
   found = training.evaluate()
@@ -197,18 +277,70 @@ def test_a_run_begins_with_a_saved_head(trained, target_folder, tmp_path):
   assert all((x == 0).all() for x in jax.tree.leaves(training.state['opt_state']))
   training.run()
   assert training.evaluate()['loss'] < found['loss']
-  with pytest.raises(ValueError, match='guesses 64 tokens, but config.vocab_size is 65'):
-    start(vocab_size=65)
-  with pytest.raises(ValueError, match=r'config.init_from: .* has mlp_dim \d+, the head of this run 20'):
-    start(vocab_size=64, mlp_dim=20)
+  with pytest.raises(ValueError, match='config.init_from: .*: has_unembedding is'):
+    start(has_unembedding=not whole.config.has_unembedding)
   with pytest.raises(ValueError, match='config.init_from: .*no head at'):
     start(init_from=str(tmp_path))
+  if whole.config.kind == 'eagle3':
+    refused = {'vocab_size is 64, but 65 in this run': {'vocab_size': 65}}
+    refused[r'mlp_dim is \d+, but 20 in this run'] = {'mlp_dim': 20}
+  else:
+    refused = {'num_heads is 2, but 3 in this run': {'num_unrolled': 3}}
+  for message, changes in refused.items():
+    with pytest.raises(ValueError, match=f'config.init_from: .*: {message}'):
+      start(**changes)
+
+
+@pytest.mark.slow
+def test_the_other_choice_of_an_output_head(trained, target, target_folder, tmp_path):
+  """A head of EAGLE-3's kind with its own, Medusa heads with the target's rows."""
+  own = not trained[0].config.has_unembedding
+  training = _continue(trained, target_folder, tmp_path / 'run', has_unembedding=own, num_steps=4)
+  before = training.evaluate()
+  assert training.run().held_out['loss'] < before['loss']
+  params = spectr_jax.load_drafter(tmp_path / 'run' / 'head', target[0], dtype='float32').params
+  moved = np.abs(params['unembedding'] - training.frozen['unembedding']).max()
+  assert (moved > 1e-3) == own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['eagle3', 'medusa'])
+def test_two_processes_train_like_one(target_folder, tmp_path, kind):
+  """They share the writing of the text and the rows of a batch."""
+  config = _config(kind)
+  config.update(mesh='data:-1,model:1', log_every=1)
+  fields = [f'--config.{name}={value}' for name, value in config.items() if name != 'kind']
+  arguments = [f'--config=configs/head.py:{kind}', f'--target={target_folder}', *fields]
+  alone, together = tmp_path / 'alone', tmp_path / 'together'
+  assert 'on 1 devices' in commands.succeed('train.head', *arguments, f'--workdir={alone}')
+  processes = commands.start_two('train.head', *arguments, f'--workdir={together}', num_devices=2)
+  outputs = [commands.finish(process) for process in processes]
+  assert 'on 4 devices' in outputs[0]
+  assert 'held-out' in outputs[0]
+  assert 'held-out' not in outputs[1]
+  for number in range(3):
+    assert f'shard {number} of 3' in outputs[number % 2]
+    name = f'data/shard_{number:05d}.npz'
+    one, other = (head_data.Shard.load(workdir / name) for workdir in (alone, together))
+    for field in dataclasses.fields(one):
+      np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name))
+
+  def logged(workdir):
+    lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
+    return [{name: x for name, x in line.items() if name != 'seconds_per_step'} for line in lines]
+
+  for one, other in zip(logged(alone), logged(together), strict=True):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+      is_share = 'greedy' in name  # of equal likeliest tokens, which near ties change
+      np.testing.assert_allclose(other[name], value, rtol=5e-4, atol=0.02 * is_share, err_msg=name)
 
 
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
     ({'num_shards': 1}, 'config.num_shards must be at least 2, got 1'),
+    ({'kind': 'hydra'}, 'config.kind must be eagle3 or medusa, got hydra'),
     ({'vocab_size': 400}, 'config.vocab_size must be at most 310, got 400'),
     ({'temperatures': (-1.0,)}, 'config.temperatures must be numbers of at least 0'),
     ({'warmup_steps': 12}, 'warmup_steps must be below'),
@@ -221,6 +353,28 @@ def test_bad_configurations(target_folder, tmp_path, changes, message):
   with pytest.raises(ValueError, match=message):
     HeadTraining(config, target_folder, epath.Path(tmp_path / 'run'), allow_fallback=False)
   assert not (tmp_path / 'run').exists()
+
+
+def test_text_of_another_experiment(target_folder, shard, tmp_path):
+  """Medusa heads learn from text that was written for a head of EAGLE-3's kind, but not the other way round."""
+  (tmp_path / 'data').mkdir()
+  last = dataclasses.replace(shard, features=shard.features[:, :, -1:])
+  config = _config('medusa')
+  config.update(num_shards=2, rows_per_shard=6)
+
+  def start(config, shard):
+    for number in range(2):
+      shard.save(tmp_path / 'data' / f'shard_{number:05d}.npz')
+    return HeadTraining(config, target_folder, epath.Path(tmp_path), allow_fallback=False)
+
+  losses = [start(config, each).evaluate()['loss'] for each in (shard, last)]
+  assert losses[0] == losses[1]
+  with pytest.raises(ValueError, match='holds 6 conversations with 1 hidden states a token; this run needs 8 with 1'):
+    start(_config('medusa'), last)
+  config = _config()
+  config.update(num_shards=2, rows_per_shard=6)
+  with pytest.raises(ValueError, match='holds 6 conversations with 1 hidden states a token; this run needs 6 with 4'):
+    start(config, last)
 
 
 def test_a_target_without_enough_layers():

@@ -197,7 +197,7 @@ def make_model(
   }
   _check_names(sources, tensors, family)
   if mesh is None:
-    places = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), shapes)
+    places = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
   else:
     places = shardings(mesh, shapes, only_over(MODEL, CAUSAL_LM_RULES))
 

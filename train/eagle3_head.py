@@ -1,0 +1,216 @@
+"""Training of a head of EAGLE-3's kind (Li et al. 2025), unrolled on its own hidden states."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.draft import Drafter, head_drafter
+from spectr_jax.draft.head_drafter import config_of
+from spectr_jax.io.heads.save import eagle3_spec
+from spectr_jax.model import Model
+from spectr_jax.models import causal_lm, head, layers
+from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.head import HeadConfig
+from train.config_rules import Rule, at_least, finite_at_least_0
+from train.head_kind import cast
+from train.head_step import HeadBatch, Step
+
+
+def _attend(query, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, scale):
+  """Attention of the last of several steps over the pairs of a text.
+
+  Step 0 has read the target's hidden states. A guess of step s at pair i has seen these up to pair i - s, and one pair
+  of each later step: those of the chain of guesses that it ends, pair i - s + j of step j.
+
+  Args:
+    query: `[B, T, H, head_dim]`, of the last step.
+    keys: `[B, T, K, head_dim]` of each step.
+    values: Likewise.
+    scale: Factor of the queries.
+
+  Returns:
+    `[B, T, H, head_dim]`.
+  """
+  batch_size, num_pairs, num_heads, head_dim = query.shape
+  num_kv_heads, step = keys[0].shape[2], len(keys) - 1
+  grouped = (query * scale).reshape(batch_size, num_pairs, num_kv_heads, -1, head_dim)
+  wide = layers.accumulation_dtype(query.dtype)
+  scores = jnp.einsum('btkgd,bskd->bkgts', grouped, keys[0], preferred_element_type=wide)
+  is_seen = jnp.arange(num_pairs) <= jnp.arange(num_pairs)[:, None] - step
+  scores = jnp.where(is_seen, scores, jnp.finfo(wide).min)
+  later = [(jnp.roll(key, step - j, 1), jnp.roll(value, step - j, 1))
+           for j, (key, value) in enumerate(zip(keys, values, strict=True)) if j > 0]  # fmt: skip
+  own = [jnp.einsum('btkgd,btkd->bkgt', grouped, key, preferred_element_type=wide)[..., None] for key, _ in later]
+  weights = jax.nn.softmax(jnp.concatenate([scores, *own], axis=-1), axis=-1).astype(query.dtype)
+  mixed = jnp.einsum('bkgts,bskd->btkgd', weights[..., :num_pairs], values[0])
+  for j, (_, value) in enumerate(later):
+    mixed += jnp.moveaxis(weights[..., num_pairs + j], 3, 1)[..., None] * value[:, :, :, None]
+  return mixed.reshape(query.shape)
+
+
+def unrolled_outputs(
+  params: Any, config: HeadConfig, embedded: jax.Array, features: jax.Array, num_steps: int
+) -> list[jax.Array]:
+  """Inputs of the output head of guesses that are 1, 2, ... tokens ahead of the target (EAGLE-3, training-time test).
+
+  Args:
+    params: The head's parameters.
+    config: The head.
+    embedded: `[B, T, embedding_dim]`, the embedded tokens 1 to T of each text.
+    features: `[B, T, F, target_dim]`, the target's hidden states of tokens 0 to T - 1.
+    num_steps: Steps.
+
+  Returns:
+    For each step s `[B, T, embed_dim]`. Entry i guesses token i + 2 from the tokens up to i + 1 and the target's hidden
+    states up to token i - s; the first s entries are not valid.
+  """
+  positions = jnp.broadcast_to(jnp.arange(embedded.shape[1]), embedded.shape[:2])
+  hidden = head.hidden_of_features(params, config, features)
+  keys, values, outputs = [], [], []
+  scale = config.block.query_scale or config.block.head_dim**-0.5
+
+  def attend(query, key, value):
+    keys.append(key)
+    values.append(value)
+    return _attend(query, keys, values, scale=scale), None
+
+  for _ in range(num_steps):
+    hidden, output, _ = head.advance(params, config, embedded, hidden, positions, attend)
+    outputs.append(output)
+    hidden = jnp.roll(hidden, 1, axis=1)
+  return outputs
+
+
+def feature_layers(num_layers: int) -> tuple[int, int, int]:
+  """The layers whose inputs EAGLE-3 reads: an early one, one in the middle and a late one.
+
+  Args:
+    num_layers: Layers of the target, at least 6.
+
+  Raises:
+    ValueError: There are fewer layers.
+  """
+  if num_layers < 6:
+    raise ValueError(f'a head reads three layers of a target with at least 6; this one has {num_layers}')
+  return 2, num_layers // 2, num_layers - 3
+
+
+def _block_config(config, target: CausalLMConfig) -> CausalLMConfig:
+  """The block of an experiment's head: one of the target's, of another vocabulary and perhaps another MLP."""
+  return dataclasses.replace(
+    target,
+    num_layers=1,
+    vocab_size=config.vocab_size,
+    mlp_dim=config.mlp_dim or target.mlp_dim,
+    dtype=config.dtype,
+    cache_dtype=None,
+    weights=None,
+    kv_copies=1,
+    windows=(),
+    is_tied=False,
+  )
+
+
+def _sizes(config: HeadConfig) -> dict[str, Any]:
+  sizes = vars(config.block) | vars(config)
+  return {name: value for name, value in sizes.items() if name not in ('block', 'dtype', 'cache_dtype')}
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Kind:
+  """A head of EAGLE-3's kind, a `HeadKind`.
+
+  Attributes:
+    config: The head.
+    num_steps: Guesses ahead of the target that are trained.
+    from_target: Whether h begins as the last hidden state that is read, and the block as the target's last one, which
+      reads h; else they are random. The output norm begins as the target's in any case.
+  """
+
+  rules: ClassVar[tuple[Rule, ...]] = (*at_least(1, 'vocab_size'), *finite_at_least_0('mlp_dim'))
+
+  config: HeadConfig
+  num_steps: int
+  from_target: bool
+
+  @property
+  def num_ids(self) -> int | None:
+    """As for `HeadKind`."""
+    return self.config.block.vocab_size
+
+  @property
+  def feature_layers(self) -> tuple[int, ...]:
+    """As for `HeadKind`."""
+    return (*self.config.feature_layers, -1)
+
+  @property
+  def sizes(self) -> dict[str, Any]:
+    """As for `HeadKind`."""
+    return _sizes(self.config)
+
+  @classmethod
+  def of(cls, config, target: CausalLMConfig) -> Eagle3Kind:
+    """As for `HeadKind`."""
+    if config.vocab_size > target.vocab_size:
+      raise ValueError(f'config.vocab_size must be at most {target.vocab_size}, got {config.vocab_size}')
+    if target.rope is None:
+      raise ValueError('a head has rotary positions like its target; this one has learned ones')
+    width, read = target.embed_dim, feature_layers(target.num_layers)
+    own = HeadConfig(_block_config(config, target), width, width, read, has_unembedding=config.has_unembedding)
+    eagle3_spec(own, target.vocab_size)  # refuses a head that could not be written
+    return cls(own, config.num_unrolled, config.from_target)
+
+  @staticmethod
+  def sizes_of(drafter: Drafter) -> dict[str, Any]:
+    """As for `HeadKind`."""
+    return _sizes(config_of(drafter))
+
+  def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:
+    """As for `HeadKind`."""
+    block = self.config.block
+    wide = dataclasses.replace(self.config, block=dataclasses.replace(block, dtype='float32'))
+    params = head.init_params(key, wide)
+    del params['target_ids']
+    if self.config.has_unembedding:
+      params['unembedding'] = unembedding.astype(jnp.float32)
+    else:
+      del params['unembedding']
+    target_config = causal_lm.config_of(target)
+    last = target.params[f'layer_{target_config.num_layers - 1}']
+    own = jax.tree.map(lambda x: x.astype(jnp.float32), {'final_norm': target.params['final_norm'], **last})
+    params['output_norm'] = own['final_norm']
+    if not self.from_target:
+      return params
+    width = block.embed_dim
+    kernel = 0.1 * params['features']['kernel']
+    params['features']['kernel'] = kernel.at[-width:].set(jnp.eye(width))
+    for name in 'qkv':
+      kernel = 0.3 * params['attention'][name]['kernel']
+      params['attention'][name]['kernel'] = kernel.at[-width:].set(own['attention'][name]['kernel'])
+    params['attention']['out'], params['hidden_norm'] = own['attention']['out'], own['attention_norm']
+    if block.mlp_dim == target_config.mlp_dim:
+      params |= {'mlp': own['mlp'], 'mlp_norm': own['mlp_norm']}
+    return params
+
+  def frozen_params(self, target: Model) -> dict[str, jax.Array]:
+    """The embedded tokens, `[V, D]`, as the drafter reads them."""
+    assert target.embed_fn is not None  # the target has rotary positions
+    return {'embedding': target.embed_fn(target.params, jnp.arange(target.vocab_size))}
+
+  def steps(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Step]:
+    """As for `HeadKind`."""
+    embedded = jnp.take(frozen['embedding'], batch.tokens[:, 1:-1], axis=0)
+    outputs = unrolled_outputs(params, self.config, embedded, batch.features[:, :-2, :-1], self.num_steps)
+    unembedding = params.get('unembedding', frozen['unembedding'])
+    return [(output, unembedding) for output in outputs]
+
+  def drafter(self, params: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int) -> Drafter:
+    """As for `HeadKind`."""
+    params = {**params, 'target_ids': target_ids}
+    return head_drafter(cast(params, head.param_shapes(self.config)), self.config, vocab_size)
