@@ -7,8 +7,9 @@ Model     a `.gguf` file, dequantised by both
 Prompts   --num_prompts of the file, equally many of each task, one at a time; our caches hold the longest of them
 Peer      `generate` with its dynamic cache, plain and with `prompt_lookup_num_tokens`. --nopeer leaves it out
 
-All settings and the peer take turns on each prompt, after one run on the first that is not counted. Seconds include the prefill. A
-continuation may end early, and two ways may end at different places; tokens per second are new tokens over seconds.
+All settings and the peer take turns on each prompt, after one run on the first that is not counted. Seconds include the
+prefill. A continuation may end early, and two ways may end at different places; tokens per second are new tokens over
+seconds.
 """
 
 from __future__ import annotations
