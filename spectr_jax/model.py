@@ -350,7 +350,7 @@ class Model:
     def add_chunk(i, carry):
       cache, features = carry
       cache, found = add(i * size, cache)
-      if features is not None:
+      if found is not None:
         features = jax.lax.dynamic_update_slice_in_dim(features, found, i * size, axis=1)
       return cache, features
 
