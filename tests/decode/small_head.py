@@ -1,5 +1,7 @@
 """A head with random parameters for the tiny target on disk."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -17,7 +19,8 @@ CONFIG = head.HeadConfig(_BLOCK, 16, 16, (0, 1, -1), has_unembedding=False)
 def save_head(path, vocab_size=320, target_dim=16):
   """Writes the head to a folder, and returns its path as text."""
   rng = np.random.default_rng(0)
-  config = head.HeadConfig(_BLOCK, target_dim, target_dim, (0, 1, -1), has_unembedding=False)
+  block = dataclasses.replace(_BLOCK, embed_dim=target_dim)
+  config = dataclasses.replace(CONFIG, block=block, target_dim=target_dim, embedding_dim=target_dim)
   shapes = head.param_shapes(config)
   params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape, scale=0.3).astype(leaf.dtype), shapes)
   params['target_ids'] = np.arange(3, 43, dtype=np.int32)
