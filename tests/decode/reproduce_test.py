@@ -156,6 +156,14 @@ _BAD = {
     ['--table=gbv_table1', '--temperature=1'],
     'error: temperature is not for this table, which has its own',
   ),
+  'temperatures that are none': (
+    ['--table=spec_bench', '--temperature=0,hot'],
+    'error: temperature must be numbers',
+  ),
+  'several drafts': (
+    ['--table=gbv_table1', '--draft=lookup,pretrained/draft,lookup+pretrained/draft,own=lookup+pretrained/draft'],
+    'error: this table has one draft, got lookup, draft, lookup+draft, own',
+  ),
   'prompts without tasks': (
     ['--table=spec_bench'],
     'error: this table is about the tasks of Spec-Bench: give one file, as --prompts=spec_bench:FILE',
