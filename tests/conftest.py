@@ -78,8 +78,9 @@ def _xla_flags():
 
 # Their slow tests enumerate and sample: they run for far longer than an optimization takes.
 _RUN_FOR_LONG = (
-  'draft/drafters_test.py', 'lossless_test.py', 'theory/stateless_test.py', 'verify/draws_test.py',
-  'verify/given_candidates_test.py', 'verify/grown_trees_test.py', 'verify/programs_test.py',
+  'draft/drafters_test.py', 'draft/lookup_corpus_test.py', 'draft/lookup_test.py', 'lossless_test.py',
+  'theory/stateless_test.py', 'verify/draws_test.py', 'verify/given_candidates_test.py', 'verify/grown_trees_test.py',
+  'verify/programs_test.py',
 )  # fmt: skip
 
 
