@@ -381,3 +381,12 @@ def test_a_target_without_enough_layers():
   assert feature_layers(30) == (2, 15, 27)
   with pytest.raises(ValueError, match='at least 6'):
     feature_layers(4)
+
+
+def test_targets_whose_heads_could_not_be_written_are_refused_at_once(target):
+  sizes = causal_lm.config_of(target[0])
+  for field, value in (('gain_offset', 1.0), ('norm', 'layer'), ('has_post_norms', True)):
+    with pytest.raises(ValueError, match=f'the format of EAGLE-3 cannot say that {field} is'):
+      Eagle3Kind.of(_config(), dataclasses.replace(sizes, **{field: value}))
+  with pytest.raises(ValueError, match='this one has learned ones'):
+    Eagle3Kind.of(_config(), dataclasses.replace(sizes, rope=None))
