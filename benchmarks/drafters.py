@@ -26,7 +26,6 @@ from absl import flags
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
-from decode.experiment.option_flags import read_options
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import take_evenly
 from decode.experiment.settings import Setting, settings_of
@@ -142,6 +141,8 @@ def load(options: DecodeOptions, drafters: Sequence[str]) -> dict[str, Workload]
 
 
 if __name__ == '__main__':
+  from decode.experiment.option_flags import read_options
+
   _DRAFTERS = flags.DEFINE_list('drafters', ['lookup'], 'Drafters, each as for --draft of decode.main.')
   _PEER_FLAG = flags.DEFINE_bool('peer', True, "Whether to run Hugging Face's transformers as well.")
   _PEER_LOOKUP = flags.DEFINE_list('peer_lookup', ['3', '10'], 'Tokens that the prompt lookup of the peer guesses.')

@@ -68,7 +68,9 @@ def grid(options: DecodeOptions, max_depth: int | None = None) -> list[Setting]:
   """Autoregressive decoding, and every lossless method on every tree of the options that it takes.
 
   With one draft, methods for several drafts equal `speculative` or `block` and are left out, except for seed-exact
-  ones. They stay where lookup stands beside a model, since those two do not take its guesses.
+  ones. They stay where lookup stands beside a model, since those two do not take its guesses. At temperature 0 every
+  method keeps the same of a tree of likeliest guesses, the longest path that the target takes, so the first method
+  stands for all.
 
   Args:
     options: The options.
@@ -78,11 +80,15 @@ def grid(options: DecodeOptions, max_depth: int | None = None) -> list[Setting]:
     ValueError: All trees are too deep.
   """
   settings, is_mixed = [], options.has_lookup and bool(options.draft_model)
-  options = _with_trees(options)
+  options, given = _with_trees(options), set()
   for method in METHODS.values():
     if not method.is_lossless or not options.takes_guesses(method):
       continue
     for setting in settings_of(method, options, skip_unfit=True):
+      if not options.temperature and setting.growth is not None and setting.growth.gives:
+        if setting.spec in given:
+          continue
+        given.add(setting.spec)
       is_single = setting.tree.num_nodes > 0 and setting.tree.is_chain
       if is_mixed or not (is_single and method.max_drafts is None and not method.is_seed_exact):
         settings.append(setting)
