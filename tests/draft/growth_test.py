@@ -48,7 +48,7 @@ def _draw(table, prefix, length, tree, growth, *, temperature=1.0, seed=0):
     texts = jax.lax.dynamic_update_slice_in_dim(texts, own, nodes.first, axis=1)
     return texts, jnp.log(laws_after(own, length + nodes.depth))
 
-  texts = jnp.zeros((1, len(tree.parent_nodes)), jnp.int32).at[0, 0].set(prefix)
+  texts = jnp.zeros((1, len(tree.parent_nodes)), jnp.int32).at[0, 0].set(jnp.asarray(prefix, jnp.int32))
   keys = jax.random.split(jax.random.key(seed), (1, tree.max_depth + 1))
   request = DraftRequest(keys, SamplingParams.make(1, temperature=temperature), tree, Independent(), growth)
   return draw_tree(request, jnp.log(laws_after(texts[:, 0], length)), texts, score)[0]
