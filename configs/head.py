@@ -18,6 +18,7 @@ def get_config(kind: str = 'eagle3') -> ml_collections.ConfigDict:
   # held out. Answers have the temperatures in turn.
   config.num_shards = 16
   config.rows_per_shard = 96
+  config.user_files = ''  # text files of messages, separated by commas, a blank line after each; '': the target's own
   config.max_user_tokens = 96
   config.max_new_tokens = 256
   config.user_temperature = 0.8

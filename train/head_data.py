@@ -1,8 +1,9 @@
 """Training data for heads: conversations that the target holds with itself, and its hidden states of every token.
 
 A shard is made in two steps. Behind the mark with which the chat template opens a user's message the target writes the
-message itself; then it answers. So no text of others is needed, and every token has the target's own distribution. The
-hidden states are those of the same run, so the target sees each token once.
+message itself; then it answers. So no text of others is needed, and every token has the target's own distribution. Or
+the messages are given, and the answers alone are the target's. The hidden states are those of the same run, so the
+target sees each token once.
 """
 
 from __future__ import annotations
@@ -135,8 +136,32 @@ def _decode(model: Model, prompts, lengths, key, eos_ids, max_new_tokens, layers
   return decode_rounds(decoder, init_decode(decoder, key, prompts, lengths, **sampling))
 
 
+def _written_messages(model: Model, frame, sizes: Sizes, key: jax.Array) -> list[list[int]]:
+  """Messages of the user that the target writes."""
+  before, after = frame
+  opened = np.tile(np.array(before, np.int32), (sizes.num_rows, 1))
+  state = _decode(
+    model, opened, np.full(sizes.num_rows, len(before)), key, [after[0]], sizes.max_user_tokens, (),
+    temperature=sizes.user_temperature,
+  )  # fmt: skip
+  written, counts = np.asarray(state.result.tokens), np.asarray(state.result.lengths)
+  return [row[: count - (row[count - 1] == after[0])].tolist() for row, count in zip(written, counts)]
+
+
+def _given_messages(tokenizer: TokenizerBase, frame, sizes: Sizes, texts: Sequence[str]) -> list[list[int]]:
+  """Texts as messages of the user, cut to the longest one."""
+  before, after = map(len, frame)
+  rendered = (tokenizer.encode_chat([{'role': 'user', 'content': text}]) for text in texts)
+  return [ids[before : len(ids) - after][: sizes.max_user_tokens] for ids in rendered]
+
+
 def generate_shard(
-  model: Model, tokenizer: TokenizerBase, sizes: Sizes, layers: Sequence[int], key: jax.Array
+  model: Model,
+  tokenizer: TokenizerBase,
+  sizes: Sizes,
+  layers: Sequence[int],
+  key: jax.Array,
+  texts: Sequence[str] | None = None,
 ) -> Shard:
   """Generates a shard.
 
@@ -146,21 +171,19 @@ def generate_shard(
     sizes: What the shard holds.
     layers: Layers whose hidden states are kept, numbered as in `Model.features_fn`.
     key: A typed key.
+    texts: The messages of the user, one for each row; None for messages that the target writes.
   """
-  before, after = chat_frame(tokenizer)
+  before, after = frame = chat_frame(tokenizer)
   num_rows = sizes.num_rows
   user_key, answer_key = jax.random.split(key)
-  opened = np.tile(np.array(before, np.int32), (num_rows, 1))
-  state = _decode(
-    model, opened, np.full(num_rows, len(before)), user_key, [after[0]], sizes.max_user_tokens, (),
-    temperature=sizes.user_temperature,
-  )  # fmt: skip
-  written, counts = np.asarray(state.result.tokens), np.asarray(state.result.lengths)
+  if texts is None:
+    messages = _written_messages(model, frame, sizes, user_key)
+  else:
+    messages = _given_messages(tokenizer, frame, sizes, texts)
   width = len(before) + sizes.max_user_tokens + len(after)
   prompts, lengths = np.zeros((num_rows, width), np.int32), np.zeros(num_rows, np.int32)
-  for row, count in enumerate(counts):
-    is_ended = written[row, count - 1] == after[0]
-    prompt = [*before, *written[row, : count - is_ended], *after]
+  for row, message in enumerate(messages):
+    prompt = [*before, *message, *after]
     prompts[row, : len(prompt)], lengths[row] = prompt, len(prompt)
   temperatures = np.resize(np.array(sizes.temperatures, np.float32), num_rows)
   state = _decode(
@@ -173,4 +196,5 @@ def generate_shard(
   for row, count in enumerate(counts):
     tokens[row, lengths[row] : lengths[row] + count] = answers[row, :count]
   features = np.array(state.features.astype(jnp.bfloat16))
-  return Shard(tokens, lengths + counts, np.full(num_rows, len(before)), features)
+  starts = np.full(num_rows, len(before)) if texts is None else lengths
+  return Shard(tokens, lengths + counts, starts, features)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ from train.head_step import HeadBatch, head_loss
 from train.medusa_head import MedusaKind
 from train.metrics import MetricWriter
 from train.step import make_optimizer
+from train.text_sources import Files
 from train.train import Outcome, check_losses, place, termination
 
 _WIDTH = 64  # texts of a batch are padded to a multiple of this
@@ -105,16 +106,35 @@ class _Data:
       config.user_temperature,
       tuple(config.temperatures),
     )
+    texts_of = self._user_texts()
     self.directory.mkdir(parents=True, exist_ok=True)
     for number in range(jax.process_index(), config.num_shards, jax.process_count()):
       if self.path(number).exists():
         continue
       start = time.perf_counter()
       key = jax.random.fold_in(jax.random.key(config.seed), number)
-      shard = generate_shard(target, tokenizer, sizes, self.layers, key)
+      shard = generate_shard(target, tokenizer, sizes, self.layers, key, texts_of(number))
       shard.save(self.path(number))
       count = int((shard.lengths - shard.starts).sum())
       print(f'shard {number} of {config.num_shards}: {count:,} tokens in {time.perf_counter() - start:.0f} s')
+
+  def _user_texts(self) -> Callable[[int], list[str] | None]:
+    """The messages of a shard's user, by its number: None if the target writes them. Those held out are in no other."""
+    config = self.config
+    if not config.user_files:
+      return lambda number: None
+    texts, size = list(Files(tuple(filter(None, config.user_files.split(',')))).documents()), config.rows_per_shard
+    if len(texts) < 2 * size:
+      raise ValueError(
+        f'config.user_files has {len(texts)} messages, and two shards take {2 * size}; a blank line ends a message'
+      )
+    order = np.random.default_rng(config.seed).permutation(len(texts))
+
+    def texts_of(number):
+      chosen = order[:size] if number == 0 else np.roll(order[size:], -(number - 1) * size)[:size]
+      return [texts[i] for i in chosen]
+
+    return texts_of
 
   def shard(self, number: int) -> Shard:
     if self._open is None or self._open[0] != number:

@@ -345,6 +345,7 @@ def test_two_processes_train_like_one(target_folder, tmp_path, kind):
     ({'temperatures': (-1.0,)}, 'config.temperatures must be numbers of at least 0'),
     ({'warmup_steps': 12}, 'warmup_steps must be below'),
     ({'mesh': 'data:3'}, 'mesh'),
+    ({'user_files': 'missing.txt'}, "no file matches 'missing.txt'"),
   ],
 )
 def test_bad_configurations(target_folder, tmp_path, changes, message):
@@ -353,6 +354,33 @@ def test_bad_configurations(target_folder, tmp_path, changes, message):
   with pytest.raises(ValueError, match=message):
     HeadTraining(config, target_folder, epath.Path(tmp_path / 'run'), allow_fallback=False)
   assert not (tmp_path / 'run').exists()
+
+
+def test_messages_of_the_user_may_be_given(target, target_folder, tmp_path):
+  before, after = head_data.chat_frame(target[1])
+  path = tmp_path / 'messages.txt'
+  texts = [f'owl {number}\nand the {number}' for number in range(9)]
+  path.write_text('\n\n'.join(texts))
+  config = _config()
+  config.update(num_shards=4, rows_per_shard=3, user_files=str(path))
+  shards = HeadTraining(config, target_folder, epath.Path(tmp_path / 'run'), allow_fallback=False).data
+  messages = []
+  for number in range(4):
+    shard = shards.shard(number)
+    messages.append(set())
+    for row, (tokens, start) in enumerate(zip(shard.tokens, shard.starts)):
+      assert tokens[: len(before)].tolist() == before
+      assert tokens[start - len(after) : start].tolist() == after
+      assert shard.lengths[row] > start  # the answer alone counts
+      messages[-1].add(tuple(tokens[len(before) : start - len(after)].tolist()))
+  assert {message for each in messages for message in each} == {
+    tuple(target[1].encode(text)[: config.max_user_tokens]) for text in texts
+  }
+  assert all(messages[0].isdisjoint(each) for each in messages[1:])
+  assert messages[1] == messages[3] != messages[2]  # there are no more
+  config.rows_per_shard = 5
+  with pytest.raises(ValueError, match='config.user_files has 9 messages, and two shards take 10'):
+    HeadTraining(config, target_folder, epath.Path(tmp_path / 'other'), allow_fallback=False)
 
 
 def test_text_of_another_experiment(target_folder, shard, tmp_path):
