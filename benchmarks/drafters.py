@@ -26,7 +26,7 @@ from absl import flags
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
-from decode.experiment.options import DecodeOptions
+from decode.experiment.options import DecodeOptions, fitting
 from decode.experiment.prompts import take_evenly
 from decode.experiment.settings import Setting, settings_of
 from decode.experiment.workload import Workload
@@ -52,8 +52,6 @@ def own_ways(workloads: Mapping[str, Workload]) -> dict[str, Way]:
   for drafter, workload in workloads.items():
     options = workload.options
     for method in options.methods:
-      if not options.takes_guesses(method):
-        continue
       for setting in settings_of(method, options, skip_unfit=True):
         name = f'{drafter}: {setting}' if setting.tree.num_nodes else str(setting)
         ways.setdefault(name, functools.partial(_decode, workload, setting))
@@ -136,8 +134,12 @@ def load(options: DecodeOptions, drafters: Sequence[str]) -> dict[str, Workload]
     drafters: Drafters as for `decode.main --draft`.
   """
   pick = functools.partial(take_evenly, group=lambda prompt: prompt.task or '')
-  each = {name: dataclasses.replace(options, draft=name, batch_size=1) for name in drafters}
-  return {name: Workload.load(own, pick=pick) for name, own in each.items()}
+  workloads = {}
+  for name in drafters:
+    methods, trees = fitting(name, options.method, options.tree)
+    own = dataclasses.replace(options, draft=name, method=methods, tree=trees, batch_size=1)
+    workloads[name] = Workload.load(own, pick=pick)
+  return workloads
 
 
 if __name__ == '__main__':

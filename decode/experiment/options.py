@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,6 +33,25 @@ AUTO_GRID = {'num_drafts': (1, 2, 4, 8), 'draft_length': (2, 4, 8)}
 AUTO_TREES = 'likeliest:2,2,2,2', 'likeliest:4,4,4,4', 'likeliest:2,2,2,2,2,2,2,2', 'likeliest:4,4,4,4,4,4,4,4'
 _DTYPES = ('', 'float32', 'bfloat16')
 DRAFT_MESHES = 'whole', 'divided'
+
+
+def fitting(draft: str, methods: Sequence[str], trees: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+  """The methods and the trees that take a draft's guesses.
+
+  Args:
+    draft: The draft, as `DecodeOptions.draft`.
+    methods: Methods, as `DecodeOptions.method`.
+    trees: Trees, as `DecodeOptions.tree`.
+
+  Raises:
+    ValueError: None of the trees does, or no method that drafts.
+  """
+  own = DecodeOptions(draft=draft, method=('autoregressive',))
+  taken = tuple(each for each in methods if each == AUTO or own.takes_guesses(get_method(each)))
+  kept = tuple(tree for tree in trees if own.takes_tree(tree))
+  if not kept or all(each != AUTO and get_method(each).max_drafts == 0 for each in taken):
+    raise ValueError(f'{draft} takes none of these methods on none of these trees: {", ".join((*methods, *trees))}')
+  return taken, kept
 
 
 def split_draft(draft: str) -> tuple[bool, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from decode.experiment import metrics
-from decode.experiment.options import AUTO, DecodeOptions
+from decode.experiment.options import AUTO, DecodeOptions, fitting
 from decode.experiment.prompt_sets import SPEC_BENCH_TASKS
 from decode.experiment.prompts import Prompt, take_evenly
 from decode.experiment.run import DecodeRun
@@ -71,11 +71,7 @@ def _fitting(drafts: Mapping[str, str], options: Mapping[str, Any]) -> tuple[dic
     return dict.fromkeys(drafts, {'method': every, 'tree': trees}), []
   found, lines = {}, []
   for name, path in drafts.items():
-    own = DecodeOptions(draft=path, method=('autoregressive',))
-    methods = tuple(each for each in every if each == AUTO or own.takes_guesses(get_method(each)))
-    kept = tuple(tree for tree in trees if own.takes_tree(tree))
-    if not kept or all(each != AUTO and get_method(each).max_drafts == 0 for each in methods):
-      raise ValueError(f'{name} takes none of these methods on none of these trees: {", ".join((*every, *trees))}')
+    methods, kept = fitting(path, every, trees)
     found[name] = {'method': methods, 'tree': kept}
     if missing := [each for each in (*every, *trees) if each not in (*methods, *kept)]:
       lines.append(f'{name}: without {", ".join(missing)}, which its guesses are not for')
@@ -160,10 +156,10 @@ def _measure(request: Request, notify: Notify) -> Results:
   _check_prompts(request)
   results = Results()
   pick = functools.partial(take_evenly, group=_task_of)
-  fitting, lines = _fitting(request.drafts, request.options)
+  taken, lines = _fitting(request.drafts, request.options)
   by_task: dict[str, list[Row]] = {}
   for (draft, path), temperature in itertools.product(request.drafts.items(), request.options['temperature']):
-    own = fitting[draft] | {'draft': path, 'temperature': temperature, 'batch_size': 1}
+    own = taken[draft] | {'draft': path, 'temperature': temperature, 'batch_size': 1}
     for _, run in decode_sets(request, notify, results, pick=pick, **own):
       for task, rows in _rows_by_task(run.prompts).items():
         part = run.take(rows)
