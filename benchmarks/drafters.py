@@ -14,11 +14,11 @@ seconds.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from absl import flags
@@ -26,7 +26,7 @@ from absl import flags
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
-from decode.experiment.options import DecodeOptions, fitting
+from decode.experiment.options import DecodeOptions, fitting, split_draft
 from decode.experiment.prompts import take_evenly
 from decode.experiment.settings import Setting, settings_of
 from decode.experiment.workload import Workload
@@ -126,24 +126,26 @@ def describe(found: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
   return lines
 
 
-def load(options: DecodeOptions, drafters: Sequence[str]) -> dict[str, Workload]:
+def load(values: Mapping[str, Any], drafters: Sequence[str]) -> dict[str, Workload]:
   """A workload by drafter, on the same prompts.
 
   Args:
-    options: The options.
+    values: Fields of `DecodeOptions`; each drafter has those of the methods, trees and options that are for it.
     drafters: Drafters as for `decode.main --draft`.
   """
   pick = functools.partial(take_evenly, group=lambda prompt: prompt.task or '')
   workloads = {}
   for name in drafters:
-    methods, trees = fitting(name, options.method, options.tree)
-    own = dataclasses.replace(options, draft=name, method=methods, tree=trees, batch_size=1)
-    workloads[name] = Workload.load(own, pick=pick)
+    methods, trees = fitting(name, values['method'], values['tree'])
+    own = dict(values) | {'draft': name, 'method': methods, 'tree': trees, 'batch_size': 1}
+    if not split_draft(name)[0]:
+      own = {field: value for field, value in own.items() if not field.startswith('lookup_')}
+    workloads[name] = Workload.load(DecodeOptions(**own), pick=pick)
   return workloads
 
 
 if __name__ == '__main__':
-  from decode.experiment.option_flags import read_options
+  from decode.experiment.option_flags import read_values
 
   _DRAFTERS = flags.DEFINE_list('drafters', ['lookup'], 'Drafters, each as for --draft of decode.main.')
   _PEER_FLAG = flags.DEFINE_bool('peer', True, "Whether to run Hugging Face's transformers as well.")
@@ -153,7 +155,7 @@ if __name__ == '__main__':
   def main(argv):
     del argv
     with OutputFiles(output=_OUTPUT.value) as files:
-      workloads = load(read_options(), _DRAFTERS.value)
+      workloads = load(read_values(), _DRAFTERS.value)
       ways, one = own_ways(workloads), next(iter(workloads.values()))
       if _PEER_FLAG.value:
         ways |= peer_ways(one, command_line.parse_numbers('peer_lookup', _PEER_LOOKUP.value))

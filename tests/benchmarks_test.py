@@ -77,7 +77,7 @@ def test_drafters(capsys):
     method=('autoregressive', 'speculative', 'spectr'), num_drafts=(1,), draft_length=(3,), temperature=0.0,
     num_prompts=2, max_new_tokens=12,
   )  # fmt: skip
-  workloads = drafters.load(options, ['lookup', options.draft])
+  workloads = drafters.load(dataclasses.asdict(options), ['lookup', options.draft])
   ways = drafters.own_ways(workloads)
   names = [f'{draft}: {name} K=1 L=3' for draft in ('lookup', options.draft) for name in ('speculative', 'spectr')]
   assert list(ways) == ['autoregressive', *names]

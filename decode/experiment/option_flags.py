@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from typing import Any
 
 from absl import flags
 
@@ -46,10 +47,15 @@ def _value(flag):
   return command_line.parse_numbers(flag.name, values)
 
 
+def read_values() -> dict[str, Any]:
+  """The fields that the flags give, by name."""
+  return {flag.name: _value(flag) for flag in _FLAGS}
+
+
 def read_options(**fixed) -> DecodeOptions:
   """The options that the flags give. Keyword arguments override flags.
 
   Raises:
     ValueError: A value is out of range.
   """
-  return DecodeOptions(**{flag.name: _value(flag) for flag in _FLAGS} | fixed)
+  return DecodeOptions(**read_values() | fixed)

@@ -190,6 +190,6 @@ def test_drafts_of_several_kinds_and_temperatures(question_file, monkeypatch):
   assert TABLES['spec_bench'].to_png(results.rows).startswith(b'\x89PNG')
   only = dataclasses.replace(request, options={**request.options, 'method': (_SPECULATIVE,)})
   with pytest.raises(
-    ValueError, match='^both takes none of these methods on none of these trees: autoregressive, spec'
+    ValueError, match=r'^lookup\+h takes none of these methods on none of these trees: autoregressive, spec'
   ):
     TABLES['spec_bench'].measure(only, None)
