@@ -89,8 +89,8 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   """Computes the distributions that tokens are drawn from, for draft and target alike.
 
   Temperature comes first, then top-k, then top-p of the remaining tokens, then min-p, as in Hugging Face Transformers.
-  Only the order of top-p and its neighbours matters: top-k and min-p keep the same tokens in either order. The
-  threshold of a filter that no row uses is not searched.
+  Only the order of top-p and its neighbours matters: top-k and min-p keep the same tokens in either order. A filter
+  that no row uses costs nothing.
 
   Args:
     logits: `[B, N, V]`, float32 or wider; -inf for tokens that must not occur.
@@ -104,38 +104,37 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   scale = jnp.where(is_greedy, 1, jnp.maximum(temperature, 1e-30)).astype(logits.dtype)  # 1/scale must be finite
   # The maximum is subtracted before the division. After it, logits at a small temperature could overflow; and a fused
   # program may divide twice with different rounding, so that logits would differ from their own maximum.
-  largest = jnp.max(logits, axis=-1, keepdims=True)
-  weights = jnp.exp((logits - largest) / scale[..., None])  # at most 1; NaN or 0 if the largest is not finite
-  *whole, vocab_size = logits.shape
-  ids, nowhere = jnp.arange(vocab_size), jnp.full((*whole, 1), -1)
+  weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / scale[..., None])
+  probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
 
-  def mass_from(threshold):
-    return jnp.sum(jnp.where(weights >= threshold, weights, 0), axis=-1)
+  def keep_from(probs, threshold):
+    kept = jnp.where(probs >= threshold, probs, 0)
+    return kept / jnp.sum(kept, axis=-1, keepdims=True)
 
-  def with_top_k(threshold):
-    goal = jnp.broadcast_to(jnp.maximum(top_k, 1), whole)
-    return jnp.where(top_k[..., None] > 0, largest_threshold(weights, goal, None), threshold)
+  def keep(probs, goal, weights):
+    return keep_from(probs, largest_threshold(probs, goal, weights))
 
-  def with_top_p(threshold):
-    # Of the tokens that top-k keeps: their mass is what the most probable ones have a share of.
-    found = largest_threshold(weights, top_p.astype(weights.dtype) * mass_from(threshold), weights)
-    return jnp.where(top_p[..., None] < 1, jnp.maximum(threshold, found), threshold)
+  def keep_top_k(probs):
+    return jnp.where(top_k[..., None] > 0, keep(probs, jnp.where(top_k > 0, top_k, 1), None), probs)
 
-  def first_largest(threshold):
-    # Not an argmax, which is not vectorised on CPU.
-    first = jnp.min(jnp.where(weights == 1, ids, vocab_size), axis=-1, keepdims=True)
-    return jnp.where(is_greedy[..., None], first, nowhere)
+  def keep_top_p(probs):
+    return jnp.where(top_p[..., None] < 1, keep(probs, top_p, probs), probs)
 
-  # Each filter is a threshold on the weights, 0 for none, and the branches return no more than that: one that returned
-  # distributions would copy them.
-  threshold = jnp.zeros((*whole, 1), weights.dtype)
-  threshold = jax.lax.cond(jnp.any(top_k > 0), with_top_k, lambda x: x, threshold)
-  threshold = jax.lax.cond(jnp.any(top_p < 1), with_top_p, lambda x: x, threshold)
-  threshold = jnp.maximum(threshold, min_p[..., None].astype(weights.dtype))  # the largest weight is 1
-  first = jax.lax.cond(jnp.any(is_greedy), first_largest, lambda _: nowhere, threshold)
-  is_kept = jnp.where(first < 0, weights >= threshold, ids == first)
-  kept = jnp.where(is_kept, weights, 0)
-  return kept / jnp.sum(kept, axis=-1, keepdims=True)
+  def keep_min_p(probs):
+    share = min_p[..., None].astype(probs.dtype)
+    return jnp.where(share > 0, keep_from(probs, share * jnp.max(probs, axis=-1, keepdims=True)), probs)
+
+  def restrict(probs):
+    probs = jax.lax.cond(jnp.any(top_k > 0), keep_top_k, lambda x: x, probs)
+    probs = jax.lax.cond(jnp.any(top_p < 1), keep_top_p, lambda x: x, probs)
+    probs = jax.lax.cond(jnp.any(min_p > 0), keep_min_p, lambda x: x, probs)
+    largest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), probs.shape[-1], dtype=probs.dtype)
+    largest = jnp.where(jnp.isnan(probs[..., :1]), jnp.nan, largest)
+    return jnp.where(is_greedy[..., None], largest, probs)
+
+  # One branch around all filters, since each branch holds a copy of the distributions.
+  is_restricted = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0) | is_greedy)
+  return jax.lax.cond(is_restricted, restrict, lambda x: x, probs)
 
 
 def _first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array]:
