@@ -6,9 +6,11 @@ Command   python -m decode.aot --target_config=configs/lm1b.py:97m --draft_confi
 Needs     the extra `tpu`, for the compiler
 
 No weights are read: sizes come from a file of configs/ or from the `config.json` of a public model. Bytes are the
-compiler's figures for one device. Times are estimates from the cycles that the compiler expects for every operation,
-without transfers between devices; no TPU is involved. A loop that can end early counts with its largest number of
-iterations: along a path the depth of the tree, over candidates or nodes their number.
+compiler's figures for one device. Times are estimates, and no TPU is involved: the program's schedule is replayed with
+the cycles that the compiler expects for every operation, copies from memory at its bandwidth, and transfers between
+devices, each of which takes `--collective_us` and the time of its bytes. A loop that can end early counts with its
+largest number of iterations: along a path the depth of the tree, over candidates or nodes their number. Filters count
+where `--filters` asks for them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import functools
 import json
 import math
 import time
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from absl import flags
@@ -26,10 +28,11 @@ from absl import flags
 from common import command_line
 from decode.experiment.options import DRAFT_MESHES
 from spectr_jax.aot.compile import compile_decode
-from spectr_jax.aot.hlo_report import Memory, ProgramReport, count_collectives, estimate_cycles
+from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost, Program
+from spectr_jax.aot.hlo_report import Memory, ProgramReport
 from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.loop import ROUNDS
+from spectr_jax.engine.loop import PARTS, ROUNDS
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.io.load import hub_folder
@@ -37,6 +40,8 @@ from spectr_jax.methods import METHODS, Method, get_method
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import CausalLMConfig, causal_lm, param_shapes
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
+from spectr_jax.ops.thresholds import THRESHOLDS
+from spectr_jax.sampling import FILTERS
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
 from train import config_flag
@@ -49,27 +54,26 @@ Config: TypeAlias = TransformerConfig | CausalLMConfig
 class Report(ProgramReport):
   """The compiler's figures for the loop. Its inputs are weights, caches, keys and tokens.
 
-  `cycles` and `collectives` are those of one round.
+  `parts` are those of one round.
 
   Attributes:
     batch_size: Rows on all devices.
     target_flops: Floating-point operations per device of the matrix products of a round's target call, by the closed
       form.
-    autoregressive_cycles: Cycles of a step of autoregressive decoding with the same target, rows and mesh.
+    autoregressive: Cost of a step of autoregressive decoding with the same target, rows and mesh.
   """
 
   batch_size: int
   target_flops: float
-  autoregressive_cycles: float
-
-  @property
-  def autoregressive_seconds(self) -> float:
-    """Estimated time of an autoregressive step."""
-    return self.autoregressive_cycles / self.chip.clock
+  autoregressive: Cost
 
   def speedup(self, block_efficiency: float) -> float:
     """The speed-up over autoregressive decoding for a given number of tokens per target call."""
-    return block_efficiency * self.autoregressive_cycles / self.cycles
+    return block_efficiency * self.autoregressive.seconds / self.cost.seconds
+
+  def as_dict(self) -> dict[str, Any]:
+    """The report for a file."""
+    return super().as_dict() | {'autoregressive_cycles': self.autoregressive.cycles}
 
 
 def abstract_model(config: Config) -> Model:
@@ -128,6 +132,8 @@ def analyse(
   batch_size: int,
   prompt_length: int,
   max_new_tokens: int,
+  collective_seconds: float = COLLECTIVE_SECONDS,
+  is_filtered: bool = False,
 ) -> Report:
   """Compiles the loop of a method and that of autoregressive decoding.
 
@@ -140,6 +146,8 @@ def analyse(
     batch_size: Rows on all devices.
     prompt_length: Tokens of the longest prompt.
     max_new_tokens: The largest number of new tokens. Prompt and new tokens determine the size of a cache.
+    collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
+    is_filtered: Whether distributions are filtered, by top-k, top-p and min-p at once.
 
   Raises:
     ValueError: The method does not take the tree, rows or heads cannot be sharded over the mesh, the texts are longer
@@ -160,21 +168,27 @@ def analyse(
     )  # fmt: skip
     return compile_decode(decoder, batch_size=batch_size, prompt_length=prompt_length)
 
+  chip = chip_of(sharding.mesh.devices.flat[0])
+
+  def costs(compiled, trips):
+    dearest = (FILTERS,) if is_filtered else ()
+    program = Program(
+      compiled.as_text(), chip, collective_seconds=collective_seconds, trips=trips, dearest=dearest
+    )  # fmt: skip
+    return program.cost(PARTS, loop=ROUNDS)
+
   start = time.perf_counter()
   compiled = compile_with(method, tree)
   seconds = time.perf_counter() - start
-  program = compiled.as_text()
-  baseline = compile_with('autoregressive', None).as_text()
   tree = get_method(method).tree_for(tree)
   return Report(
     devices=sharding.mesh.size,
     batch_size=batch_size,
     memory=Memory.of(compiled),
-    chip=chip_of(sharding.mesh.devices.flat[0]),
+    chip=chip,
     target_flops=matmul_flops(model, batch_size * (tree.num_nodes + 1)) / sharding.mesh.size,
-    cycles=estimate_cycles(program, _trips(tree), loop=ROUNDS),
-    autoregressive_cycles=estimate_cycles(baseline, loop=ROUNDS),
-    collectives=count_collectives(program),
+    parts=costs(compiled, _trips(tree)),
+    autoregressive=sum(costs(compile_with('autoregressive', None), _trips(TokenTree())).values(), Cost()),
     compile_seconds=seconds,
   )
 
@@ -188,6 +202,7 @@ def _trips(tree: TokenTree) -> dict[str, int]:
     'visits': tree.num_nodes,
     'candidates': num_candidates,
     'search': 16,
+    THRESHOLDS: 30,  # the bits of a probability in float32
   }
 
 
@@ -202,11 +217,10 @@ def describe(report: Report, block_efficiencies: tuple[float, ...]) -> str:
   lines = report.memory.lines(report.chip)
   lines += [
     f'{"target call":<12} {report.target_flops:12.4g} FLOPs per device and round, attention to the cache left out',
-    f'{"collectives":<12} '
-    + (', '.join(f'{n} {kind}' for kind, n in report.collectives.items()) or 'none')
-    + '; each as often as its loop turns',
-    f'{"round":<12} {1e3 * report.seconds:12.3f} ms, an autoregressive step'
-    f' {1e3 * report.autoregressive_seconds:.3f} ms: by the cycles that the compiler expects, without transfers',
+    f'{"round":<12} {1e3 * report.cost.seconds:12.3f} ms, an autoregressive step'
+    f' {1e3 * report.autoregressive.seconds:.3f} ms with {sum(report.autoregressive.collectives.values())} transfers:'
+    " by a replay of the compiler's schedule",
+    *report.part_lines(),
     f'{"speed-up":<12} {speedups} tokens per target call',
     f'{"compile":<12} {report.compile_seconds:12.1f} s',
   ]
@@ -247,6 +261,13 @@ if __name__ == '__main__':
   _MESH = flags.DEFINE_string('mesh', 'data:-1', 'Sizes of the mesh, such as data:8,model:2.')
   _DRAFT_MESH = flags.DEFINE_enum('draft_mesh', 'whole', DRAFT_MESHES, 'Whole on every device along model, or divided.')
   _EFFICIENCY = flags.DEFINE_list('block_efficiency', ['2', '3', '4', '5'], 'Tokens per target call to compute with.')
+  _COLLECTIVE = flags.DEFINE_float(
+    'collective_us', 1e6 * COLLECTIVE_SECONDS, 'Microseconds of a transfer between devices beside that of its bytes.',
+    lower_bound=0,
+  )  # fmt: skip
+  _FILTERS = flags.DEFINE_boolean(
+    'filters', False, 'Count filters of the distributions: top-k, top-p and min-p at once.'
+  )
   _OUTPUT = flags.DEFINE_string('output', None, 'Write the report to this file, as JSON.')
 
   def main(argv):
@@ -266,6 +287,8 @@ if __name__ == '__main__':
       batch_size=_BATCH_SIZE.value,
       prompt_length=_PROMPT_LENGTH.value,
       max_new_tokens=_NEW_TOKENS.value,
+      collective_seconds=1e-6 * _COLLECTIVE.value,
+      is_filtered=_FILTERS.value,
     )
     print(
       f'target {_TARGET.value} ({target.num_params / 1e6:.1f}M), draft {_DRAFT.value} ({draft.num_params / 1e6:.1f}M)'
@@ -278,7 +301,7 @@ if __name__ == '__main__':
     print(describe(report, efficiencies))
     if _OUTPUT.value:
       with open(_OUTPUT.value, 'w') as stream:
-        json.dump({'topology': _TOPOLOGY.value, 'mesh': _MESH.value, **dataclasses.asdict(report)}, stream, indent=2)
+        json.dump({'topology': _TOPOLOGY.value, 'mesh': _MESH.value, **report.as_dict()}, stream, indent=2)
         stream.write('\n')
     report.memory.check(report.chip)
 

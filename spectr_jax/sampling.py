@@ -82,6 +82,7 @@ class SamplingParams:
     return cls(**values)
 
 
+FILTERS = 'filters'  # their scope in compiled programs
 SAMPLING_NAMES = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
@@ -134,7 +135,8 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
 
   # One branch around all filters, since each branch holds a copy of the distributions.
   is_restricted = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0) | is_greedy)
-  return jax.lax.cond(is_restricted, restrict, lambda x: x, probs)
+  with jax.named_scope(FILTERS):
+    return jax.lax.cond(is_restricted, restrict, lambda x: x, probs)
 
 
 def _first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array]:

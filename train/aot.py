@@ -5,8 +5,9 @@ Needs     the extra `tpu`, for the compiler
 
 Bytes are the compiler's figures for one device. The compiler counts the body of a loop once. So the figures for
 operations and time come from a second compilation without loops. FLOPs are compared with a closed form. Times are
-estimates from the cycles that the compiler expects for every operation, without transfers between devices; no TPU is
-involved.
+estimates, and no TPU is involved: the program's schedule is replayed with the cycles that the compiler expects for
+every operation, copies from memory at its bandwidth, and transfers between devices, each of which takes
+`--collective_us` and the time of its bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from spectr_jax.aot.hlo_report import Memory, ProgramReport, count_collectives, estimate_cycles
+from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Program
+from spectr_jax.aot.hlo_report import Memory, ProgramReport
 from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.io.model_files import read_config
 from spectr_jax.models.transformer import init_params, transformer_model
@@ -49,7 +51,7 @@ class Report(ProgramReport):
   @property
   def utilisation(self) -> float:
     """Model FLOP utilisation at the estimated time."""
-    return self.closed_form_flops / self.seconds / self.chip.peak_flops
+    return self.closed_form_flops / self.cost.seconds / self.chip.peak_flops
 
 
 # This keeps products of sharded arrays from becoming loops that send one part while they compute another.
@@ -105,16 +107,17 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
   return compiled, time.perf_counter() - start
 
 
-def analyse(config, mesh: Mesh) -> Report:
+def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECONDS) -> Report:
   """Compiles the step with and without loops and collects the compiler's figures.
 
   Args:
     config: The experiment, as `configs/base.py` describes.
     mesh: The mesh. Its devices may be descriptions of absent ones.
+    collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
   """
   compiled, seconds = compile_step(config, mesh)
   unrolled = compile_step(config, mesh, unroll=True)[0]
-  program = unrolled.as_text()
+  chip = chip_of(mesh.devices.flat[0])
   model_config = check_config(config)
   flops = plan.train_flops(model_config, config.batch_size, config.seq_len, remat=config.remat)
   if config.distill_from:
@@ -122,25 +125,24 @@ def analyse(config, mesh: Mesh) -> Report:
   return Report(
     devices=mesh.size,
     memory=Memory.of(compiled),
-    chip=chip_of(mesh.devices.flat[0]),
+    chip=chip,
     flops=unrolled.cost_analysis()['flops'],
     closed_form_flops=flops / mesh.size,
-    cycles=estimate_cycles(program),
+    parts=Program(unrolled.as_text(), chip, collective_seconds=collective_seconds).cost(),
     tokens=config.batch_size * config.seq_len,
-    collectives=count_collectives(program),
     compile_seconds=seconds,
   )
 
 
 def describe(report: Report) -> str:
   """The report as lines of text."""
-  lines = report.memory.lines(report.chip)
+  lines, seconds = report.memory.lines(report.chip), report.cost.seconds
   lines += [
     f'{"FLOPs":<12} {report.flops:12.4g} per device and step, {report.flops / report.closed_form_flops:.3f} of the'
     ' closed form',
-    f'{"collectives":<12} ' + (', '.join(f'{n} {kind}' for kind, n in report.collectives.items()) or 'none'),
-    f'{"estimate":<12} {1e3 * report.seconds:12.1f} ms per step, {report.tokens / report.seconds:,.0f} tokens/s,'
-    f' {report.utilisation:.0%} of the peak: by the cycles that the compiler expects, without transfers',
+    f'{"estimate":<12} {1e3 * seconds:12.1f} ms per step, {report.tokens / seconds:,.0f} tokens/s,'
+    f" {report.utilisation:.0%} of the peak: by a replay of the compiler's schedule",
+    *report.part_lines(),
     f'{"compile":<12} {report.compile_seconds:12.1f} s',
   ]
   return '\n'.join(lines)
@@ -150,6 +152,10 @@ if __name__ == '__main__':
   _CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment, a file of configs/.', lock_config=True)
   _TOPOLOGY = flags.DEFINE_string('topology', 'v5e:4x4', 'Slice to compile for.')
   _MESH = flags.DEFINE_string('mesh', None, "Sizes of the mesh, such as data:8,model:2; default: the config's.")
+  _COLLECTIVE = flags.DEFINE_float(
+    'collective_us', 1e6 * COLLECTIVE_SECONDS, 'Microseconds of a transfer between devices beside that of its bytes.',
+    lower_bound=0,
+  )  # fmt: skip
   _OUTPUT = flags.DEFINE_string('output', None, 'Write the report to this file, as JSON.')
 
   def main(argv):
@@ -162,15 +168,11 @@ if __name__ == '__main__':
     model_config, devices = check_config(config), describe_topology(_TOPOLOGY.value)
     mesh = make_config_mesh(config, devices)
     print(f'{_TOPOLOGY.value}\n{plan.describe(config, model_config, mesh)}\n', flush=True)
-    report = analyse(config, mesh)
+    report = analyse(config, mesh, collective_seconds=1e-6 * _COLLECTIVE.value)
     print(describe(report))
     if _OUTPUT.value:
       with open(_OUTPUT.value, 'w') as stream:
-        json.dump(
-          {'topology': _TOPOLOGY.value, 'mesh': config.mesh, 'seconds': report.seconds, **dataclasses.asdict(report)},
-          stream,
-          indent=2,
-        )
+        json.dump({'topology': _TOPOLOGY.value, 'mesh': config.mesh, **report.as_dict()}, stream, indent=2)
         stream.write('\n')
     report.memory.check(report.chip)
 

@@ -35,8 +35,8 @@ class HeadBatch:
   features: jax.Array
 
 
-def _sum_over_chunks(sums: Callable[..., jax.Array], size: int, arrays: tuple[jax.Array, ...]) -> jax.Array:
-  """The sum of `sums(*arrays)` over chunks of `size` entries of axis 1, computed anew for the gradient."""
+def _sum_over_chunks(sums: Callable[..., list[jax.Array]], size: int, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
+  """The sums of `sums(*arrays)` over chunks of `size` entries of axis 1, computed anew for the gradient."""
   length = arrays[0].shape[1]
   num_chunks = -(-length // size)
   if num_chunks == 1:
@@ -46,9 +46,9 @@ def _sum_over_chunks(sums: Callable[..., jax.Array], size: int, arrays: tuple[ja
     padded = jnp.pad(x, [(0, 0), (0, num_chunks * size - length)] + [(0, 0)] * (x.ndim - 2))
     return jnp.moveaxis(padded.reshape(len(x), num_chunks, size, *x.shape[2:]), 1, 0)
 
-  body = jax.checkpoint(lambda total, some: (total + sums(*some), None))
-  first = jax.eval_shape(sums, *arrays)
-  return jax.lax.scan(body, jnp.zeros(first.shape, first.dtype), tuple(map(chunks, arrays)))[0]
+  body = jax.checkpoint(lambda totals, some: (jax.tree.map(jnp.add, totals, sums(*some)), None))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums, *arrays))
+  return jax.lax.scan(body, zeros, tuple(map(chunks, arrays)))[0]
 
 
 def head_loss(
@@ -84,7 +84,10 @@ def head_loss(
   features = batch.features[:, 1:-1, -1].astype(outputs[0].dtype)
 
   def sums(features, masks, *outputs):
-    """Cross entropy, overlap and equal likeliest tokens of each step, `[num_steps, 3]`."""
+    """Cross entropy, overlap and equal likeliest tokens, each `[num_steps]`.
+
+    They are arrays of their own, so that those that a program does not use are not computed.
+    """
     log_q = jax.nn.log_softmax(layers.matmul(features, unembedding), axis=-1)
     q, best = jnp.exp(log_q), jnp.argmax(log_q, axis=-1)
     found = []
@@ -93,14 +96,14 @@ def head_loss(
       cross_entropy, overlap = -jnp.sum(q * log_p, axis=-1), jnp.sum(jnp.minimum(q, jnp.exp(log_p)), axis=-1)
       is_best = jnp.argmax(log_p, axis=-1) == best
       mask = masks[..., step].astype(log_p.dtype)
-      found.append(jnp.stack([jnp.sum(x * mask) for x in (cross_entropy, overlap, is_best)]))
-    return jnp.stack(found)
+      found.append([jnp.sum(x * mask) for x in (cross_entropy, overlap, is_best)])
+    return [jnp.stack(sums_of_steps) for sums_of_steps in zip(*found, strict=True)]
 
   arrays = features, jnp.stack(masks, axis=-1), *outputs
   chunk_size = max(1, _MAX_LOGITS // (len(batch.tokens) * unembedding.shape[-1]))
   totals = _sum_over_chunks(sums, chunk_size, arrays)
-  counts = jnp.maximum(jnp.stack([mask.sum() for mask in masks]), 1).astype(totals.dtype)
-  cross_entropy, acceptance, greedy = jnp.moveaxis(totals / counts[:, None], 1, 0)
-  weights = decay ** jnp.arange(len(steps), dtype=totals.dtype)
+  counts = jnp.maximum(jnp.stack([mask.sum() for mask in masks]), 1).astype(totals[0].dtype)
+  cross_entropy, acceptance, greedy = (total / counts for total in totals)
+  weights = decay ** jnp.arange(len(steps), dtype=counts.dtype)
   loss = jnp.sum(weights * (cross_entropy + tv_weight * (1 - acceptance))) / jnp.sum(weights)
   return loss, {'cross_entropy': cross_entropy, 'acceptance': acceptance, 'greedy': greedy, 'count': counts}

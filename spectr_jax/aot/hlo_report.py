@@ -1,18 +1,14 @@
-"""The compiler's reports about a program: memory, collectives and estimated time."""
+"""The compiler's report about a program's memory, beside what it costs."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import re
-import types
-from collections.abc import Mapping
+from typing import Any
 
 import jax
 
+from spectr_jax.aot.cost import Cost
 from spectr_jax.aot.tpu_slices import Chip
-
-_COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,22 +74,36 @@ class ProgramReport:
     devices: Number of devices of the mesh.
     memory: Bytes by use.
     chip: Published figures of the device.
-    cycles: The compiler's estimate of a device's work in cycles, without transfers between devices.
-    collectives: Number of operations that move data between devices, by kind.
+    parts: What the program costs, by part; '' are operations outside of all.
     compile_seconds: Seconds to compile once.
   """
 
   devices: int
   memory: Memory
   chip: Chip
-  cycles: float
-  collectives: dict[str, int]
+  parts: dict[str, Cost]
   compile_seconds: float
 
   @property
-  def seconds(self) -> float:
-    """Estimated time of the work, in seconds."""
-    return self.cycles / self.chip.clock
+  def cost(self) -> Cost:
+    """What the program costs, the sum over its parts."""
+    return sum(self.parts.values(), Cost())
+
+  def part_lines(self) -> list[str]:
+    """Lines of a table of the parts, with their sum in the last one."""
+    header = f'{"":<12} {"ms":>10} {"launches":>10} {"streamed":>13} {"transfers between devices"}'
+    named = {name or 'rest': cost for name, cost in self.parts.items() if cost.seconds}
+    return [header] + [
+      f'{name:<12} {1e3 * cost.seconds:10.3f} {cost.launches:10,} {cost.memory_bytes / 2**20:9,.1f} MiB '
+      + (', '.join(f'{n:,} {kind}' for kind, n in cost.collectives.items()) or 'none')
+      for name, cost in (*named.items(), ('in all', self.cost))
+    ]
+
+  def as_dict(self) -> dict[str, Any]:
+    """The report for a file."""
+    cost = self.cost
+    own = {'seconds': cost.seconds, 'cycles': cost.cycles, 'collectives': cost.collectives, 'launches': cost.launches}
+    return own | dataclasses.asdict(self)
 
 
 def out_of_memory(error: Exception, advice: str) -> ValueError | None:
@@ -110,71 +120,3 @@ def out_of_memory(error: Exception, advice: str) -> ValueError | None:
     return None
   reason = str(error).split('RESOURCE_EXHAUSTED: ')[-1].splitlines()[0][:200]
   return ValueError(f'does not fit ({reason}): {advice}')
-
-
-def count_collectives(program: str) -> dict[str, int]:
-  """Counts the operations that move data between devices, by kind, each once as in the program's text."""
-  return {kind: n for kind in _COLLECTIVES if (n := program.count(f' {kind}(') + program.count(f' {kind}-start('))}
-
-
-def estimate_cycles(
-  program: str, trips: Mapping[str, int] = types.MappingProxyType({}), *, loop: str | None = None
-) -> float:
-  """Adds up the compiler's estimates of cycles over all operations, without transfers between devices.
-
-  A conditional counts as its cheapest branch.
-
-  Args:
-    program: Text of a program compiled for TPU.
-    trips: Numbers of iterations of the loops for which the compiler knows none, by the `jax.named_scope` directly
-      around the loop; a loop without an entry has one iteration.
-    loop: Scope of a loop in the main computation, of which one iteration is counted and nothing else; None to count
-      the whole program.
-
-  Returns:
-    Cycles of one device.
-
-  Raises:
-    ValueError: The text has no main computation.
-  """
-  bodies: dict[str, list[str]] = {}
-  entry = name = None
-  for line in program.splitlines():
-    if header := re.match(r'(ENTRY )?%?([\w.\-]+) (?:\([^=]*)?.*\{$', line):
-      name = header[2]
-      entry = name if header[1] else entry
-      bodies[name] = []
-    elif name is not None:
-      bodies[name].append(line)
-
-  def is_in(line: str, scope: str) -> bool:
-    path = re.search(r'op_name="([^"]*)"', line)
-    # In `jit(f)/vmap(path)/while/body/search/while` the scope of the loop stands after the last `/body/`.
-    return bool(path and re.search(rf'\b{scope}\b', path[1].split('/body/')[-1]))
-
-  def iterations_of(line: str) -> int:
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
-      return int(known[1])
-    return next((count for scope, count in trips.items() if is_in(line, scope)), 1)
-
-  def body_of(line: str) -> str | None:
-    found = re.search(r' while\(.*body=%?([\w.\-]+)', line)
-    return found[1] if found else None
-
-  @functools.cache
-  def cycles_of(name: str) -> float:
-    total = 0.0
-    for line in bodies[name]:
-      if cost := re.search(r'"estimated_cycles":"(\d+)"', line):
-        total += int(cost[1])
-      if inner := body_of(line):
-        total += cycles_of(inner) * iterations_of(line)
-      elif branches := re.search(r'branch_computations=\{([^}]*)\}', line):
-        total += min(cycles_of(branch.strip().lstrip('%')) for branch in branches[1].split(','))
-    return total
-
-  if entry is None:
-    raise ValueError('the text is not a compiled program: it has no computation marked ENTRY')
-  if loop is None:
-    return cycles_of(entry)
-  return sum(cycles_of(body) for line in bodies[entry] if (body := body_of(line)) and is_in(line, loop))

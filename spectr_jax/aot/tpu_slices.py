@@ -19,20 +19,24 @@ class Chip:
     memory: Bytes of high-bandwidth memory of a device.
     peak_flops: Floating-point operations per second in bfloat16.
     clock: Cycles per second of its matrix units; follows from their number and the peak.
+    memory_bandwidth: Bytes per second between high-bandwidth memory and the chip.
+    link_bandwidth: Bytes per second that a chip exchanges with its two neighbours along one axis of the slice.
   """
 
   memory: int
   peak_flops: float
   clock: float
+  memory_bandwidth: float
+  link_bandwidth: float
 
 
 # By `device_kind` in JAX; from Google Cloud's documentation of TPU versions. v4 is missing, since its description has
 # two devices per chip where a machine has one.
 _CHIPS = {
-  'TPU v5 lite': Chip(16 * 2**30, 197e12, 1.5e9),
-  'TPU v5': Chip(95 * 2**30, 459e12, 1.75e9),
-  'TPU v5p': Chip(95 * 2**30, 459e12, 1.75e9),
-  'TPU v6 lite': Chip(32 * 2**30, 918e12, 1.75e9),
+  'TPU v5 lite': Chip(16 * 2**30, 197e12, 1.5e9, 819e9, 90e9),
+  'TPU v5': Chip(95 * 2**30, 459e12, 1.75e9, 2765e9, 180e9),
+  'TPU v5p': Chip(95 * 2**30, 459e12, 1.75e9, 2765e9, 180e9),
+  'TPU v6 lite': Chip(32 * 2**30, 918e12, 1.75e9, 1640e9, 180e9),
 }
 
 

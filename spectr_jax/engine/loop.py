@@ -27,7 +27,9 @@ from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree
 from spectr_jax.verify import Record, Verdict
 
-ROUNDS = 'rounds'  # the loop's scope in compiled programs
+# Scopes in compiled programs: of the loop, and of the parts of a round.
+ROUNDS = 'rounds'
+PARTS = DRAFT, TARGET, LAWS, VERIFY, COMMIT = 'draft', 'target', 'laws', 'verify', 'commit'
 _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
 
 
@@ -63,6 +65,7 @@ def noise_keys(decoder: Decoder, state: DecodeState) -> tuple[jax.Array, jax.Arr
 # The parts of a round, one after another; `decode.experiment.latency` times them one by one.
 
 
+@jax.named_scope(DRAFT)
 def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
   """The drafter's guesses; an empty proposal without a drafter.
 
@@ -87,6 +90,7 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
   return proposal
 
 
+@jax.named_scope(TARGET)
 def score(decoder: Decoder, state: DecodeState, proposal: Proposal) -> ModelOutput:
   """The target's call on the last token and the guesses.
 
@@ -132,10 +136,12 @@ def judge(
   """
   verifier, tree = decoder.method.verifier, decoder.tree
   decide = verifier.explain if is_explained else lambda *row: (verifier.verify(*row), None)
-  target_probs = logits_to_probs(logits, state.sampling)
-  verdict, record = jax.vmap(lambda key, row, target, own: decide(key, tree.of_row(row.parents), row, target, own))(
-    keys, rows, target_probs, state.verifier_state
-  )
+  with jax.named_scope(LAWS):
+    target_probs = logits_to_probs(logits, state.sampling)
+  with jax.named_scope(VERIFY):
+    verdict, record = jax.vmap(lambda key, row, target, own: decide(key, tree.of_row(row.parents), row, target, own))(
+      keys, rows, target_probs, state.verifier_state
+    )
   return target_probs, verdict, record
 
 
@@ -219,6 +225,7 @@ def _record(
   return result, is_done
 
 
+@jax.named_scope(COMMIT)
 def commit(
   decoder: Decoder,
   state: DecodeState,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+THRESHOLDS = 'thresholds'  # the search's scope in compiled programs
+
 
 def largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | None) -> jax.Array:
   """Finds the largest t such that the tokens with probability at least t have a total weight of `goal` or more.
@@ -58,7 +60,8 @@ def _together(probs, goal, weights):
   high = jax.lax.bitcast_convert_type(jnp.max(probs, axis=-1, keepdims=True), bits_dtype) + 1
   low = jnp.zeros_like(high)
   everything = jnp.full(low.shape, probs.shape[-1], jnp.int32)
-  low, *_ = jax.lax.while_loop(unsettled, halve, (low, high, everything, jnp.zeros_like(everything)))
+  with jax.named_scope(THRESHOLDS):
+    low, *_ = jax.lax.while_loop(unsettled, halve, (low, high, everything, jnp.zeros_like(everything)))
   return jax.lax.bitcast_convert_type(low, probs.dtype)
 
 

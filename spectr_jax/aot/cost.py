@@ -1,0 +1,273 @@
+"""What a program compiled for TPU costs, by a replay of its schedule.
+
+The text of a compiled program lists its operations in the order in which a device runs them, and the compiler's estimate
+of most operations' cycles. It has none for transfers: of weights and caches from memory, which run beside the
+operations, and between devices. A replay adds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import types
+from collections.abc import Collection, Mapping, Sequence
+
+from spectr_jax.aot.tpu_slices import Chip
+
+# Beside the time of the bytes. Nothing that is known here says what it is on a chip.
+COLLECTIVE_SECONDS = 3e-6
+COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """What operations cost one device.
+
+  Attributes:
+    seconds: Time of the replay, with waits for transfers.
+    cycles: The compiler's estimate of the work, without transfers.
+    launches: Operations that the compiler gives cycles for, each as often as its loop turns.
+    memory_bytes: Bytes that are copied between memory and the chip ahead of the operation that needs them. What an
+      operation reads itself is part of its cycles.
+    collectives: How many transfers between devices there are, by kind, each as often as its loop turns.
+    collective_bytes: Bytes of their results.
+  """
+
+  seconds: float = 0.0
+  cycles: float = 0.0
+  launches: int = 0
+  memory_bytes: int = 0
+  collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  collective_bytes: int = 0
+
+  def __add__(self, other: Cost) -> Cost:
+    kinds = [kind for kind in COLLECTIVES if kind in self.collectives or kind in other.collectives]
+    return Cost(
+      self.seconds + other.seconds,
+      self.cycles + other.cycles,
+      self.launches + other.launches,
+      self.memory_bytes + other.memory_bytes,
+      {kind: self.collectives.get(kind, 0) + other.collectives.get(kind, 0) for kind in kinds},
+      self.collective_bytes + other.collective_bytes,
+    )
+
+  def times(self, count: int) -> Cost:
+    """The cost of `count` times the same."""
+    return Cost(
+      count * self.seconds,
+      count * self.cycles,
+      count * self.launches,
+      count * self.memory_bytes,
+      {kind: count * n for kind, n in self.collectives.items()},
+      count * self.collective_bytes,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+  """One line of a computation; `line` is its text, `shape` that of its result."""
+
+  name: str
+  shape: str
+  kind: str
+  line: str
+
+  @functools.cached_property
+  def operands(self) -> list[str]:
+    inside = self.line.split(f' {self.kind}(', 1)[1]
+    return re.findall(r'%([\w.\-]+)', inside[: inside.find(')')])
+
+  @functools.cached_property
+  def path(self) -> str:
+    found = re.search(r'op_name="([^"]*)"', self.line)
+    return found[1] if found else ''
+
+  def attribute(self, name: str) -> str | None:
+    """The computation that an attribute names."""
+    found = re.search(rf'\b{name}=%?([\w.\-]+)', self.line)
+    return found[1] if found else None
+
+  def is_in(self, scope: str) -> bool:
+    # In `jit(f)/vmap(path)/while/body/search/while` the scope of the loop stands after the last `/body/`.
+    return bool(re.search(rf'\b{scope}\b', self.path.split('/body/')[-1]))
+
+
+_OPERATION = re.compile(r'\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(')
+_COMPUTATION = re.compile(r'(ENTRY )?%?([\w.\-]+) (?:\([^=]*)?.*\{$')
+
+
+def _sizes(shape: str) -> list[int]:
+  """Bytes of each array of a shape."""
+  arrays = re.findall(r'\b([a-z]+)(\d*)\w*\[([\d,]*)\]', shape)
+  return [math.prod(map(int, filter(None, sides.split(',')))) * (int(bits or 8) // 8) for _, bits, sides in arrays]
+
+
+class Program:
+  """The text of a compiled program, to be replayed.
+
+  Args:
+    text: The text, as `compiled.as_text()` returns it.
+    chip: Figures of the device.
+    collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
+    trips: Numbers of iterations of the loops for which the text has none, by the `jax.named_scope` directly around the
+      loop. A loop that counts up to a constant has it as its number; one of which nothing is known has one iteration.
+    dearest: Scopes in which a conditional counts as its dearest branch; elsewhere it is the cheapest one.
+
+  Raises:
+    ValueError: The text has no main computation.
+  """
+
+  def __init__(
+    self,
+    text: str,
+    chip: Chip,
+    *,
+    collective_seconds: float = COLLECTIVE_SECONDS,
+    trips: Mapping[str, int] = types.MappingProxyType({}),
+    dearest: Collection[str] = (),
+  ):
+    self._chip, self._latency, self._trips, self._dearest = chip, collective_seconds, trips, dearest
+    self._operations: dict[str, list[_Operation]] = {}
+    entry = name = None
+    for line in text.splitlines():
+      if header := _COMPUTATION.match(line):
+        name = header[2]
+        entry = name if header[1] else entry
+        self._operations[name] = []
+      elif name is not None and (found := _OPERATION.match(line)):
+        self._operations[name].append(_Operation(found[1], found[2], found[3], line))
+    if entry is None:
+      raise ValueError('the text is not a compiled program: it has no computation marked ENTRY')
+    self._entry = entry
+    self._replayed: dict[tuple[str, Sequence[str], str], dict[str, Cost]] = {}
+
+  def cost(self, parts: Sequence[str] = (), *, loop: str | None = None) -> dict[str, Cost]:
+    """What the program costs, by part.
+
+    An operation belongs to the first scope of `parts` on its path; one that the compiler made up, without a path,
+    belongs to the part of the operation before it.
+
+    Args:
+      parts: Names of `jax.named_scope`s.
+      loop: Scope of a loop in the main computation, of which one iteration is counted and nothing else; None to count
+        the whole program.
+
+    Returns:
+      The cost of each part that costs anything, and under '' that of everything outside of them.
+    """
+    parts = tuple(parts)
+    if loop is None:
+      return self._replay(self._entry, parts, '')
+    costs: dict[str, Cost] = {}
+    for operation in self._operations[self._entry]:
+      if operation.kind == 'while' and operation.is_in(loop) and (body := operation.attribute('body')):
+        _merge(costs, self._replay(body, parts, ''))
+    return costs
+
+  def total(self, *, loop: str | None = None) -> Cost:
+    """What the program costs.
+
+    Args:
+      loop: As for `cost`.
+    """
+    return sum(self.cost(loop=loop).values(), Cost())
+
+  def _replay(self, computation: str, parts: tuple[str, ...], part: str) -> dict[str, Cost]:
+    """The cost by part of a computation that is called by an operation of `part`."""
+    key = computation, parts, part
+    if key not in self._replayed:
+      self._replayed[key] = self._schedule(computation, parts, part)
+    return self._replayed[key]
+
+  def _schedule(self, computation: str, parts: tuple[str, ...], part: str) -> dict[str, Cost]:
+    clock, costs = 0.0, {}
+    free = {'memory': 0.0, 'links': 0.0}  # when the unit has ended its transfers
+    ends: dict[str, float] = {}  # when the transfer of this name ends
+
+    def spend(cost: Cost) -> None:
+      _merge(costs, {part: cost})
+
+    for operation in self._operations[computation]:
+      if parts and operation.path:
+        # Whatever a part calls stands behind its name.
+        named = re.search(rf'\b({"|".join(parts)})\b', operation.path)
+        part = named[1] if named else part
+      kind = operation.kind.removesuffix('-start').removesuffix('-done')
+      if operation.kind.endswith('-done') and operation.operands:
+        end = ends.get(operation.operands[0], clock)
+        spend(Cost(seconds=max(0.0, end - clock)))
+        clock = max(clock, end)
+      elif kind in COLLECTIVES:
+        size = max(_sizes(operation.shape), default=0)
+        # A sum goes around the axis twice, once to be added up and once to be sent to all.
+        seconds = self._latency + (2 if kind == 'all-reduce' else 1) * size / self._chip.link_bandwidth
+        free['links'] = ends[operation.name] = max(clock, free['links']) + seconds
+        spend(Cost(collectives={kind: 1}, collective_bytes=size))
+        if kind == operation.kind:
+          spend(Cost(seconds=free['links'] - clock))
+          clock = free['links']
+      elif operation.kind in ('copy-start', 'slice-start'):
+        size = min(_sizes(operation.shape)[:2], default=0)
+        is_inside = operation.shape.count('S(1)')
+        moved = size if is_inside == 1 else 0 if is_inside else 2 * size  # from memory to memory it passes twice
+        free['memory'] = ends[operation.name] = max(clock, free['memory']) + moved / self._chip.memory_bandwidth
+        spend(Cost(memory_bytes=moved))
+      elif cycles := re.search(r'"estimated_cycles":"(\d+)"', operation.line):
+        seconds = int(cycles[1]) / self._chip.clock
+        spend(Cost(seconds, int(cycles[1]), 1))
+        clock += seconds
+      if inner := self._called(operation, parts, part):
+        _merge(costs, inner)
+        clock += sum(cost.seconds for cost in inner.values())
+    return costs
+
+  def _called(self, operation: _Operation, parts: tuple[str, ...], part: str) -> dict[str, Cost]:
+    """The cost by part of what an operation calls."""
+    if operation.kind == 'while' and (body := operation.attribute('body')):
+      trips = self._iterations(operation)
+      return {name: cost.times(trips) for name, cost in self._replay(body, parts, part).items()}
+    if branches := re.search(r'branch_computations=\{([^}]*)\}', operation.line):
+      found = [self._replay(name.strip().lstrip('%'), parts, part) for name in branches[1].split(',')]
+      is_dear = any(re.search(rf'\b{scope}\b', operation.path) for scope in self._dearest)
+      return (max if is_dear else min)(found, key=lambda costs: sum(cost.seconds for cost in costs.values()))
+    return {}
+
+  def _iterations(self, loop: _Operation) -> int:
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
+      return int(known[1])
+    for scope, count in self._trips.items():
+      if loop.is_in(scope):
+        return count
+    condition = loop.attribute('condition')
+    return self._limit(condition, {}) or 1 if condition in self._operations else 1
+
+  def _limit(self, computation: str, arguments: Mapping[int, int]) -> int | None:
+    """The constant that a loop's condition compares its counter with; its counter begins at 0.
+
+    Args:
+      computation: The condition, or what it calls.
+      arguments: Arguments that are constants, by their number.
+    """
+    constants: dict[str, int] = {}
+    for operation in self._operations[computation]:
+      if operation.kind == 'constant' and (value := re.search(r's32\[\]\S* constant\((\d+)\)', operation.line)):
+        constants[operation.name] = int(value[1])
+      elif operation.kind == 'parameter' and (number := re.search(r' parameter\((\d+)\)', operation.line)):
+        if int(number[1]) in arguments:
+          constants[operation.name] = arguments[int(number[1])]
+      elif operation.kind == 'compare' and 'direction=LT' in operation.line:
+        counter, *limit = operation.operands
+        if counter not in constants and limit and limit[0] in constants:
+          return constants[limit[0]]
+      elif called := operation.attribute('calls'):
+        given = {i: constants[name] for i, name in enumerate(operation.operands) if name in constants}
+        if called in self._operations and (limit := self._limit(called, given)):
+          return limit
+    return None
+
+
+def _merge(costs: dict[str, Cost], more: Mapping[str, Cost]) -> None:
+  for part, cost in more.items():
+    costs[part] = costs.get(part, Cost()) + cost
