@@ -1,7 +1,7 @@
 """What a program compiled for TPU costs, by a replay of its schedule.
 
-The text of a compiled program lists its operations in the order in which a device runs them, and the compiler's estimate
-of most operations' cycles. It has none for transfers: of weights and caches from memory, which run beside the
+The text of a compiled program lists its operations in the order in which a device runs them, with the compiler's
+estimate of the cycles of most. It has none for transfers: of weights and caches from memory, which run beside the
 operations, and between devices. A replay adds them.
 """
 
