@@ -112,7 +112,7 @@ class Program:
     chip: Figures of the device.
     collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
     trips: Numbers of iterations of the loops for which the text has none, by the `jax.named_scope` directly around the
-      loop. A loop that counts up to a constant has it as its number; one of which nothing is known has one iteration.
+      loop. A loop that counts up to a constant has that number; one of which nothing is known has one iteration.
     dearest: Scopes in which a conditional counts as its dearest branch; elsewhere it is the cheapest one.
 
   Raises:
@@ -237,11 +237,10 @@ class Program:
   def _iterations(self, loop: _Operation) -> int:
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
       return int(known[1])
-    for scope, count in self._trips.items():
-      if loop.is_in(scope):
-        return count
     condition = loop.attribute('condition')
-    return self._limit(condition, {}) or 1 if condition in self._operations else 1
+    if condition in self._operations and (limit := self._limit(condition, {})):
+      return limit
+    return next((count for scope, count in self._trips.items() if loop.is_in(scope)), 1)
 
   def _limit(self, computation: str, arguments: Mapping[int, int]) -> int | None:
     """The constant that a loop's condition compares its counter with; its counter begins at 0.

@@ -197,6 +197,7 @@ def head_drafter(params: Mapping[str, Any], config: HeadConfig, vocab_size: int)
     params=params,
     vocab_size=vocab_size,
     reads_tokens=True,
+    reads_target='embedding' not in params,
     feature_layers=config.feature_layers,
     **_functions(config),
   )

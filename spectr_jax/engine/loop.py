@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.draft import Commitment, DraftRequest
+from spectr_jax.draft import Commitment, Drafter, DraftRequest
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import (
   FAILED_DRAFT,
@@ -62,6 +64,26 @@ def noise_keys(decoder: Decoder, state: DecodeState) -> tuple[jax.Array, jax.Arr
   return draft_keys, of_rows(state.keys, state.root_position, _PURPOSE_VERIFY)
 
 
+def _over_rows(outputs: Callable[[Any, Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+  """Makes a function of a decoder and a state run on each device's rows apart if the decoder has a sharding.
+
+  Args:
+    outputs: What the function returns, as for `DecodeSharding.over_rows`.
+  """
+
+  def decorate(function):
+    @functools.wraps(function)
+    def apply(decoder: Decoder, state: DecodeState, **options):
+      local = functools.partial(function, **options)
+      if decoder.sharding is not None:
+        local = decoder.sharding.over_rows(local, state, outputs)
+      return local(decoder, state)
+
+    return apply
+
+  return decorate
+
+
 # The parts of a round, one after another; `decode.experiment.latency` times them one by one.
 
 
@@ -82,7 +104,10 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
     return Proposal(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros((batch_size, 0, vocab_size)))
   drafter, rule = decoder.drafter, decoder.method.proposal_rule
   request = DraftRequest(keys, state.sampling, decoder.tree, rule, drafter.growth)
-  proposal = drafter.propose(state.draft_state, state.draft_context(decoder), request)
+  guess = Drafter.propose
+  if decoder.sharding is not None and decoder.sharding.is_whole(drafter):
+    guess = decoder.sharding.on_each_device(guess)
+  proposal = guess(drafter, state.draft_state, state.draft_context(decoder), request)
   # The method was checked against the drafter's declarations, so proposals must agree with them.
   for field, declared, is_declared in (('is_given', 'gives', drafter.gives), ('parents', 'grows', drafter.grows)):
     if (getattr(proposal, field) is not None) != is_declared:
@@ -308,6 +333,7 @@ class Round:
   record: Record | None = None
 
 
+@_over_rows(lambda state, row: (state, row))
 def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = False) -> tuple[DecodeState, Round]:
   """One round with one target call: draft, score, verify, commit. Rows that are done stay as they are.
 
@@ -328,6 +354,7 @@ def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = Fals
   return state, Round(verify_keys, rows, target_probs, verdict, record)
 
 
+@_over_rows(lambda state, row: state)
 def _pass_round(decoder: Decoder, state: DecodeState) -> DecodeState:
   """A round in which no row has a guess: the target's call is that of an autoregressive step.
 
@@ -344,6 +371,12 @@ def _pass_round(decoder: Decoder, state: DecodeState) -> DecodeState:
     verify_keys, target_probs[:, 0], state.verifier_state
   )
   return commit(decoder, state, proposal, output, target_probs, verdict)
+
+
+@_over_rows(lambda state, row: row)
+def _guesses(decoder: Decoder, state: DecodeState) -> jax.Array:
+  """The tokens of a round's guesses `[B, N]`. The keys draw nothing, since all candidates are given."""
+  return propose(decoder, state, noise_keys(decoder, state)[0]).tokens
 
 
 @functools.partial(jax.jit, donate_argnames='state')
@@ -370,9 +403,7 @@ def run_rounds(decoder: Decoder, state: DecodeState, num_rounds: jax.Array) -> D
 
   def has_guess(loop):
     state, _ = loop
-    # The keys draw nothing, since all candidates are given.
-    tokens = propose(decoder, state, noise_keys(decoder, state)[0]).tokens
-    return jnp.any((tokens >= 0) & ~state.is_done[:, None])
+    return jnp.any((_guesses(decoder, state) >= 0) & ~state.is_done[:, None])
 
   def advance_either(loop):
     # Two loops, and not two branches, which would copy the caches.

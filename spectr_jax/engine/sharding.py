@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -73,6 +74,42 @@ class DecodeSharding:
   def of_rows(self, tree: Any) -> Any:
     """The shardings of arrays with rows in front; scalars are replicated."""
     return jax.tree.map(lambda x: NamedSharding(self.mesh, PartitionSpec(DATA) if x.ndim else PartitionSpec()), tree)
+
+  def over_rows(
+    self, function: Callable[..., Any], rows: Any, outputs: Callable[[Any, Any], Any]
+  ) -> Callable[..., Any]:
+    """`function(whole, rows)` for the rows of each device along `data` apart, inside of a program.
+
+    So nothing moves along `data`, and operations see how many rows they really have. Along `model` arrays keep their
+    shardings, and the compiler divides the work.
+
+    Args:
+      function: A function whose rows do not depend on each other.
+      rows: Its second argument, or shapes: arrays with rows in front, and scalars.
+      outputs: What it returns, given what stands for `rows` and for any tree of arrays that all have rows in front.
+    """
+    specs = jax.tree.map(lambda place: place.spec, self.of_rows(rows))
+    return jax.shard_map(
+      function,
+      mesh=self.mesh,
+      in_specs=(PartitionSpec(), specs),
+      out_specs=outputs(specs, PartitionSpec(DATA)),
+      axis_names={DATA},
+      check_vma=False,
+    )
+
+  def is_whole(self, drafter: Drafter) -> bool:
+    """Whether each device along `model` drafts by itself: the draft is not divided, and does not read the target."""
+    return not (self.is_draft_divided or drafter.reads_target)
+
+  def on_each_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of whole arrays, by each device along `model` for itself; within a function of `over_rows`.
+
+    Otherwise the compiler divides the work where the results are divided later, and sends more than it saves.
+    """
+    return jax.shard_map(
+      function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names={MODEL}, check_vma=False
+    )  # fmt: skip
 
   def of_cache(self, cache: Any, model: Model, *, role: str = 'target', is_divided: bool = True) -> Any:
     """The shardings of a model's cache, by `Model.cache_specs_fn` if the model is sharded.
