@@ -90,6 +90,24 @@ def _rows(laws: jax.Array, places: np.ndarray) -> jax.Array:
   return laws[: len(places)] if is_start else laws[places]
 
 
+def _picked(laws: jax.Array, rows: jax.Array) -> jax.Array:
+  """`laws[rows]`; rows that do not exist are arbitrary.
+
+  A TPU would convert all distributions to a layout of single rows before it reads some. There it is a product with
+  zeros and ones, whose terms keep every bit of a float32.
+
+  Args:
+    laws: `[R, V]`, distributions.
+    rows: int32 `[M]`.
+  """
+
+  def by_product(laws, rows):
+    is_row = (rows[:, None] == jnp.arange(laws.shape[0])).astype(laws.dtype)
+    return jnp.matmul(is_row, laws, precision=jax.lax.Precision.HIGHEST)
+
+  return jax.lax.platform_dependent(laws, rows, tpu=by_product, default=lambda laws, rows: laws[rows])
+
+
 def map_needed(
   function: Callable[..., Any],
   is_needed: jax.Array,
@@ -144,7 +162,7 @@ def map_needed(
     def compute(carry):
       start, results = carry
       entries = jax.lax.dynamic_slice_in_dim(order, start, size)
-      own = (array[jnp.asarray(place)[entries]] for array, place in zip(arrays, places))
+      own = (_picked(array, jnp.asarray(place)[entries]) for array, place in zip(arrays, places))
       computed = jax.vmap(function)(*own, *(x[entries] for x in jax.tree.leaves(items)))
       return start + size, jax.tree.map(lambda x, y: x.at[entries].set(y, mode='drop'), results, computed)
 

@@ -281,8 +281,9 @@ class RaceTraversal(RecordedVerifier):
     """log P by slot, `[L + 1, W]`; in logarithms, since products of many ratios underflow."""
 
     def next_depth(log_credit, depth):
-      above, stands, shares, log_ratios, is_before, is_sibling = depth
-      log_passed = jnp.minimum(0, log_credit[above] + log_ratios)
+      is_candidate, stands, shares, log_ratios, is_before, is_sibling = depth
+      log_above = jnp.sum(jnp.where(is_candidate, log_credit[:, None], 0), axis=0)
+      log_passed = jnp.minimum(0, log_above + log_ratios)
       divisor = self._divisor(shares, -shares * jnp.expm1(log_passed), is_before, is_sibling)
       is_open = stands & (shares > 0)
       log_next = jnp.log(jnp.where(is_open, shares / jnp.where(is_open, divisor, 1), 1)) + log_passed
@@ -291,7 +292,7 @@ class RaceTraversal(RecordedVerifier):
 
     root = jnp.where(jnp.arange(races.shares.shape[1]) == 0, 0, -jnp.inf).astype(races.shares.dtype)
     depths = (
-      contexts.above[1:], contexts.stands[1:], races.shares, races.log_ratios, races.is_before, races.is_sibling,
+      contexts.is_candidate, contexts.stands[1:], races.shares, races.log_ratios, races.is_before, races.is_sibling,
     )  # fmt: skip
     with jax.named_scope('credits'):
       return jnp.concatenate([root[None], jax.lax.scan(next_depth, root, depths)[1]])
@@ -353,15 +354,17 @@ class RaceTraversal(RecordedVerifier):
   def _first_kept(self, tree: Tree, contexts: _Contexts, races: _Races, is_kept):
     """The node of the first context in the order of visits that is kept; int32 scalar."""
     slots = _slots(tree)
-    ranks = jnp.sum(races.is_before, axis=-1)
+    num_slots, num_nodes = slots.nodes.shape[1], tree.num_nodes + 1
+    ranks = jnp.sum(races.is_before, axis=-1, dtype=jnp.int32)
 
     def shallower(found, depth):
       """`found` `[W]`: the first node kept from each context on, -1 for none."""
       is_child, ranks, is_kept, nodes = depth
-      is_found = is_child & (found >= 0)
-      first = jnp.argmin(jnp.where(is_found, ranks, len(found)), axis=-1)
-      found = jnp.where(jnp.any(is_found, axis=-1), found[first], jnp.where(is_kept, nodes, -1))
-      return found, None
+      # Ranks first, then nodes: the smallest pair has the first child below which something is kept.
+      pairs = jnp.where(is_child & (found >= 0), ranks * num_nodes + found, num_slots * num_nodes)
+      smallest = jnp.min(pairs, axis=-1)
+      own = jnp.where(is_kept, nodes, -1)
+      return jnp.where(smallest < num_slots * num_nodes, smallest % num_nodes, own), None
 
     deepest = jnp.where(is_kept[-1], slots.nodes[-1], -1)
     depths = contexts.is_child, ranks, is_kept[:-1], jnp.asarray(slots.nodes[:-1])
