@@ -1,5 +1,7 @@
 """K-SEQ: its threshold, and what it accepts."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -13,14 +15,17 @@ from enumerated import (
   optimal_by_sets,
 )
 
-from spectr_jax.couplings import KSeq, solve_gamma
+from spectr_jax.couplings import KSeq, kseq
 from spectr_jax.couplings.kseq import any_accepted, overlap
 
+# Of every platform.
+_FORMS = {'by chords': kseq._by_chords, 'by sections': kseq._by_sections}
 
-@jax.jit
-def _solve(p, q, n, num_rounds):
+
+@functools.partial(jax.jit, static_argnums=0)
+def _solve(form, p, q, n, num_rounds):
   """gamma*, and the excess of 1 - (1 - beta)^n over gamma beta there and one last bracket below."""
-  gamma = solve_gamma(p, q, n, num_rounds=num_rounds)
+  gamma = form(p, q, n, num_rounds=num_rounds)
 
   def excess(gamma):
     beta = overlap(p, q, gamma)
@@ -31,9 +36,10 @@ def _solve(p, q, n, num_rounds):
 
 @pytest.mark.parametrize('num_candidates', [1, 2, 3, 8])
 @pytest.mark.parametrize('num_rounds', [1, 4, 16, 60])
-def test_gamma_is_the_root_from_above(num_candidates, num_rounds):
+@pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)
+def test_gamma_is_the_root_from_above(form, num_candidates, num_rounds):
   for p, q in law_pairs():
-    gamma, excess, excess_below = map(float, _solve(p, q, num_candidates, num_rounds))
+    gamma, excess, excess_below = map(float, _solve(form, p, q, num_candidates, num_rounds))
     assert 1 <= gamma <= num_candidates
     # At or above the root, where the excess is not positive; 1e-15 is one rounding of its two terms.
     assert excess <= 1e-15
@@ -42,15 +48,17 @@ def test_gamma_is_the_root_from_above(num_candidates, num_rounds):
       assert excess_below >= -1e-15
 
 
-def test_gamma_of_one_candidate_is_one():
+@pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)
+def test_gamma_of_one_candidate_is_one(form):
   for p, q in law_pairs():
-    assert float(_solve(p, q, 1, 16)[0]) == 1
+    assert float(_solve(form, p, q, 1, 16)[0]) == 1
 
 
-def test_gamma_of_equal_laws_is_one():
+@pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)
+def test_gamma_of_equal_laws_is_one(form):
   p = np.array([0.1, 0.2, 0.7])
   # With beta = 1/gamma the excess is -(1 - 1/gamma)^4: below a rounding of 1 for gamma up to 1 + 1e-4.
-  assert float(_solve(p, p, 4, 40)[0]) == pytest.approx(1, abs=2e-4)
+  assert float(_solve(form, p, p, 4, 40)[0]) == pytest.approx(1, abs=2e-4)
 
 
 def test_kseq_on_the_bernoulli_example():
