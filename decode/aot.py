@@ -40,7 +40,7 @@ from spectr_jax.methods import METHODS, Method, get_method
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import CausalLMConfig, causal_lm, param_shapes
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
-from spectr_jax.ops.thresholds import THRESHOLDS
+from spectr_jax.ops.thresholds import THRESHOLD_PASSES, THRESHOLDS
 from spectr_jax.sampling import FILTERS
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
@@ -202,7 +202,7 @@ def _trips(tree: TokenTree) -> dict[str, int]:
     'visits': tree.num_nodes,
     'candidates': num_candidates,
     'search': 16,
-    THRESHOLDS: 30,  # the bits of a probability in float32
+    THRESHOLDS: THRESHOLD_PASSES,
   }
 
 

@@ -1,15 +1,20 @@
 """Thresholds on probabilities, for top-k and top-p.
 
-A bisection over the bits of a float finds them, without a sort. A CPU has a form of its own for several rows, which
-together do not fit into its cache; and row by row, no row waits for the slowest.
+A search over the bits of a float finds them, without a sort. A CPU bisects, row by row, since several rows do not fit
+into its cache together, and no row waits for the slowest. An accelerator tries many thresholds in one pass over the
+distributions, which on a mesh is one transfer between devices.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
 THRESHOLDS = 'thresholds'  # the search's scope in compiled programs
+THRESHOLD_PASSES = 8  # the most that it takes in float32 on an accelerator
+_NUM_SECTIONS = 16
 
 
 def largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | None) -> jax.Array:
@@ -24,14 +29,26 @@ def largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | No
     `[..., 1]`, t; the tokens to keep are those with probability at least t. 0 where all tokens together weigh less.
   """
   goal = jnp.broadcast_to(goal, probs.shape[:-1])
-  if goal.size == 1:
-    return _together(probs, goal, weights)
   return jax.lax.platform_dependent(probs, goal, weights, cpu=_row_by_row, default=_together)
 
 
 def _together(probs, goal, weights):
-  """The plain form: one search for all rows, which ends with the slowest of them."""
-  # Floats that are not negative order like their bits. The search bisects over bits and compares them as floats.
+  """One search for all rows, which ends with the slowest of them; the plain form."""
+  return _search(probs, goal, weights, num_sections=_NUM_SECTIONS)
+
+
+def _row_by_row(probs, goal, weights):
+  """The search of each row by itself."""
+  bisect = functools.partial(_search, num_sections=2)
+  if goal.size == 1:
+    return bisect(probs, goal, weights)
+  rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[goal.ndim :]), (probs, goal, weights))
+  return jax.lax.map(lambda row: bisect(*row), rows).reshape(*goal.shape, 1)
+
+
+def _search(probs, goal, weights, *, num_sections):
+  """Cuts the bracket of each row into equal sections, over and over, and keeps the one with the threshold."""
+  # Floats that are not negative order like their bits. The search is over bits, which it compares as floats.
   bits_dtype = {4: jnp.int32, 8: jnp.int64}[probs.dtype.itemsize]
   goal = goal[..., None]
 
@@ -46,26 +63,20 @@ def _together(probs, goal, weights):
     # Settled: the next float, or at most one token between the two.
     return jnp.any((high - low > 1) & (low_count - high_count > 1))
 
-  def halve(carry):
+  def cut(carry):
     low, high, low_count, high_count = carry
-    middle = low + (high - low) // 2
-    is_enough, count = measure(middle)
-    return (
-      jnp.where(is_enough, middle, low),
-      jnp.where(is_enough, high, middle),
-      jnp.where(is_enough, count, low_count),
-      jnp.where(is_enough, high_count, count),
-    )
+    step = (high - low + num_sections - 1) // num_sections
+    points = [low + jnp.minimum(i * step, high - low) for i in range(1, num_sections)]
+    for point, (is_enough, count) in zip(points, map(measure, points)):
+      # From the lowest on: those with enough raise the lower end, up to the first without, which is the upper one.
+      raises, ends = is_enough & (point < high), ~is_enough & (point < high)
+      low, low_count = jnp.where(raises, point, low), jnp.where(raises, count, low_count)
+      high, high_count = jnp.where(ends, point, high), jnp.where(ends, count, high_count)
+    return low, high, low_count, high_count
 
   high = jax.lax.bitcast_convert_type(jnp.max(probs, axis=-1, keepdims=True), bits_dtype) + 1
   low = jnp.zeros_like(high)
   everything = jnp.full(low.shape, probs.shape[-1], jnp.int32)
   with jax.named_scope(THRESHOLDS):
-    low, *_ = jax.lax.while_loop(unsettled, halve, (low, high, everything, jnp.zeros_like(everything)))
+    low, *_ = jax.lax.while_loop(unsettled, cut, (low, high, everything, jnp.zeros_like(everything)))
   return jax.lax.bitcast_convert_type(low, probs.dtype)
-
-
-def _row_by_row(probs, goal, weights):
-  """The search of each row by itself."""
-  rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[goal.ndim :]), (probs, goal, weights))
-  return jax.lax.map(lambda row: _together(*row), rows).reshape(*goal.shape, 1)
