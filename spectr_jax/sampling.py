@@ -9,18 +9,18 @@ uniform and no noise of the size of the vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from spectr_jax.ops.thresholds import largest_threshold
 
 _BLOCK = 128  # tokens whose sum or minimum is taken at a time
-_MOST_SHARDS = 64  # along the mesh's axis `model`
 
 
 @jax.tree_util.register_dataclass
@@ -151,36 +151,30 @@ def _first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.A
   return index, cumulative[index] - weights[index]
 
 
-def _in_blocks(values: jax.Array, fill: float, num_shards: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def _in_blocks(values: jax.Array, fill: float) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
   """`values` `[V]` in order in blocks `[R, _BLOCK]`, and a function from the index of a block to its first token.
 
   Args:
     values: `[V]`.
     fill: Value of the padding at the end of each shard.
-    num_shards: Equal parts of the vocabulary that share no block.
   """
+  num_shards = _num_shards(values.shape[0])
   width = values.shape[0] // num_shards
   padded = jnp.pad(values.reshape(num_shards, width), ((0, 0), (0, -width % _BLOCK)), constant_values=fill)
   num_blocks = padded.shape[1] // _BLOCK
   return padded.reshape(-1, _BLOCK), lambda row: row // num_blocks * width + row % num_blocks * _BLOCK
 
 
-def _by_shards(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-  """`function` of arrays, the last of them `[V]`, by shards of the vocabulary.
+def _num_shards(vocab_size: int) -> int:
+  """Equal parts of a distribution that may be on different devices, in the program that is being traced.
 
-  A distribution that is sharded over up to `_MOST_SHARDS` devices stays so, since no block crosses the border of a
-  shard. Blocks across borders would make every device gather the distribution. CPUs have a single shard, because
-  there the padding of each is a copy that takes longer than the rest.
-
-  Args:
-    function: A function of the arrays and of `num_shards`, as of `_in_blocks`.
-    *arrays: The arrays.
+  Blocks across their borders would make every device gather the distribution.
   """
-  vocab_size, num_shards = arrays[-1].shape[0], 1
-  while num_shards < _MOST_SHARDS and vocab_size % (2 * num_shards) == 0 and vocab_size // num_shards >= 16 * _BLOCK:
-    num_shards *= 2
-  plain, sharded = (functools.partial(function, num_shards=num) for num in (1, num_shards))
-  return jax.lax.platform_dependent(*arrays, cpu=plain, default=sharded)
+  mesh = jax.sharding.get_abstract_mesh()
+  num_shards = math.prod(
+    size for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != AxisType.Manual
+  )
+  return num_shards if vocab_size % num_shards == 0 else 1
 
 
 def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
@@ -196,11 +190,7 @@ def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
   if weights.shape[0] <= 4 * _BLOCK:
     index, _ = _first_above(weights, uniform * jnp.sum(weights))
     return index.astype(jnp.int32)
-  return _by_shards(_draw, uniform, weights)
-
-
-def _draw(uniform, weights, *, num_shards):
-  blocks, first_of = _in_blocks(weights, 0, num_shards)
+  blocks, first_of = _in_blocks(weights, 0)
   sums = jnp.sum(blocks, axis=-1)
   level = uniform * jnp.sum(sums)
   row, before = _first_above(sums, level)
@@ -243,11 +233,7 @@ def first_arrival(times: jax.Array) -> jax.Array:
   It takes the minimum of every block, then the index within the first block that has the smallest. An argmin over the
   whole vocabulary is not vectorised on CPU.
   """
-  return _by_shards(_first_arrival, times)
-
-
-def _first_arrival(times, *, num_shards):
-  blocks, first_of = _in_blocks(times, jnp.inf, num_shards)
+  blocks, first_of = _in_blocks(times, jnp.inf)
   row = jnp.argmin(jnp.min(blocks, axis=-1))
   return (first_of(row) + jnp.argmin(blocks[row])).astype(jnp.int32)
 

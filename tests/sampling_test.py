@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 from scipy import stats
 
 from spectr_jax import sampling as sampling_module
@@ -315,17 +316,34 @@ def test_rare_tokens_win_races_as_rarely_as_they_should():
 
 
 @pytest.mark.parametrize('num_shards', [1, 4])
-def test_shards_are_drawn_from_as_one_vocabulary(num_shards):
-  """Accelerators take a vocabulary in shards, here with padding at the end of each; sums are exact, as above."""
+def test_shards_are_drawn_from_as_one_vocabulary(monkeypatch, num_shards):
+  """A mesh may hold a vocabulary in shards, here with padding at the end of each; sums are exact, as above."""
+  monkeypatch.setattr(sampling_module, '_num_shards', lambda vocab_size: num_shards)
   rng = np.random.default_rng(5)
   vocab_size = 1300
   weights = rng.multinomial(4096, rng.dirichlet(np.full(vocab_size, 0.3))).astype(np.float32)
   uniforms = np.arange(4096, dtype=np.float32) / 4096
-  draw_rows = jax.jit(jax.vmap(functools.partial(sampling_module._draw, num_shards=num_shards), (0, None)))
+  draw_rows = jax.jit(jax.vmap(lambda *row: draw(*row), (0, None)))
   np.testing.assert_array_equal(draw_rows(uniforms, weights), np.repeat(np.arange(vocab_size), weights.astype(int)))
   times = rng.integers(1, vocab_size // 2, (40, vocab_size)).astype(np.float32)  # with ties
-  first_of_rows = jax.jit(jax.vmap(functools.partial(sampling_module._first_arrival, num_shards=num_shards)))
+  first_of_rows = jax.jit(jax.vmap(lambda row: first_arrival(row)))
   np.testing.assert_array_equal(first_of_rows(times), times.argmin(axis=1))
+
+
+@pytest.mark.parametrize(
+  ('kinds', 'vocab_size', 'num_shards'),
+  [
+    ([AxisType.Manual, AxisType.Auto], 64, 4),
+    ([AxisType.Manual, AxisType.Manual], 64, 1),  # what a device computes for itself is whole
+    ([AxisType.Auto, AxisType.Auto], 64, 8),
+    ([AxisType.Manual, AxisType.Auto], 66, 1),  # and cannot be divided
+  ],
+)
+def test_a_distribution_is_in_shards_where_the_compiler_may_divide_it(kinds, vocab_size, num_shards):
+  assert sampling_module._num_shards(vocab_size) == 1
+  mesh = AbstractMesh((2, 4), ('data', 'model'), axis_types=tuple(kinds))
+  with jax.sharding.use_abstract_mesh(mesh):
+    assert sampling_module._num_shards(vocab_size) == num_shards
 
 
 def test_positive_part_falls_back_only_without_mass():

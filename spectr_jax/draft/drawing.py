@@ -91,7 +91,7 @@ def draw_tree(request: DraftRequest, root_logits: jax.Array, carry: Carry, score
   seen = jnp.asarray(tree.ancestors[np.ix_(tree.parent_nodes, tree.parent_nodes)])
 
   def score(state, first, width):
-    """Computes the distributions of `width` parent nodes from number `first` on."""
+    """Computes the distributions `[B, width, V]` of parent nodes from number `first` on, beside the new state."""
     carry, tokens, probs = state
     nodes = jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)
     # A node that does not exist has the token -1; nothing below it is ever accepted, so any valid id will do.
@@ -102,14 +102,14 @@ def draw_tree(request: DraftRequest, root_logits: jax.Array, carry: Carry, score
     )
     carry, logits = score_fn(carry, ScoredNodes(own, first, depths[nodes[0]], above_own, seen_own))
     laws = logits_to_probs(logits, sampling)
-    return carry, tokens, jax.lax.dynamic_update_slice_in_dim(probs, laws, first, axis=1)
+    return (carry, tokens, jax.lax.dynamic_update_slice_in_dim(probs, laws, first, axis=1)), laws
 
-  def draw(state, first, width, num_children):
-    """Draws `num_children` children for each of `width` parent nodes from number `first` on."""
+  def draw(state, laws, first, num_children):
+    """Draws `num_children` children for each of the parent nodes of `laws`, from number `first` on."""
     carry, tokens, probs = state
+    width = laws.shape[1]
     parents = jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)
     children = first_child[parents]
-    laws = jax.lax.dynamic_slice_in_dim(probs, first, width, axis=1)
     draw_row = jax.vmap(lambda row_key, law, child: request.rule(row_key, law, child, num_children), (None, 0, 0))
     drawn = jax.vmap(draw_row, (0, 0, None))(keys[:, depths[parents[0]]], laws, children).reshape(batch_size, -1)
     if given is not None:
@@ -117,16 +117,16 @@ def draw_tree(request: DraftRequest, root_logits: jax.Array, carry: Carry, score
       drawn = jnp.where(own >= 0, own, drawn)
     return carry, jax.lax.dynamic_update_slice_in_dim(tokens, drawn, children[0] - 1, axis=1), probs
 
-  def descend(state, first, level):
+  def descend(state, laws, first, level):
     for start, width, num_children in level.groups:
-      state = draw(state, first + start, width, num_children)
+      state = draw(state, laws[:, start : start + width], first + start, num_children)
     return state
 
   laws = logits_to_probs(root_logits[:, None], sampling)
   tokens = jnp.zeros((batch_size, tree.num_nodes), jnp.int32)
   probs = jnp.zeros((batch_size, len(tree.parent_nodes), vocab_size), laws.dtype).at[:, :1].set(laws)
   root, *levels = _levels(tree)
-  state = descend((carry, tokens, probs), 0, root)
+  state = descend((carry, tokens, probs), laws, 0, root)
   first = 1
   for level, run in itertools.groupby(levels):
     # Neighbouring depths of one shape, as in long chains, are one loop, so the program does not grow with the depth.
@@ -134,7 +134,7 @@ def draw_tree(request: DraftRequest, root_logits: jax.Array, carry: Carry, score
 
     def one_depth(i, state, level=level, first=first):
       at = first + i * level.width
-      return descend(score(state, at, level.width), at, level)
+      return descend(*score(state, at, level.width), at, level)
 
     with jax.named_scope('depths'):
       state = jax.lax.fori_loop(0, count, one_depth, state)
