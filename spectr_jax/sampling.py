@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from spectr_jax.ops.thresholds import largest_threshold
@@ -177,6 +177,14 @@ def _num_shards(vocab_size: int) -> int:
   return num_shards if vocab_size % num_shards == 0 else 1
 
 
+def _on_each_device(values: jax.Array) -> jax.Array:
+  """`values` of the blocks of a distribution, sent to every device at once; each then goes on by itself."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if all(kind == AxisType.Manual for kind in mesh.axis_types):
+    return values
+  return jax.lax.with_sharding_constraint(values, PartitionSpec())
+
+
 def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
   """Draws a token with probability proportional to its weight, by inversion of the cumulative sum.
 
@@ -191,7 +199,7 @@ def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
     index, _ = _first_above(weights, uniform * jnp.sum(weights))
     return index.astype(jnp.int32)
   blocks, first_of = _in_blocks(weights, 0)
-  sums = jnp.sum(blocks, axis=-1)
+  sums = _on_each_device(jnp.sum(blocks, axis=-1))
   level = uniform * jnp.sum(sums)
   row, before = _first_above(sums, level)
   column, _ = _first_above(blocks[row], level - before)
@@ -234,7 +242,7 @@ def first_arrival(times: jax.Array) -> jax.Array:
   whole vocabulary is not vectorised on CPU.
   """
   blocks, first_of = _in_blocks(times, jnp.inf)
-  row = jnp.argmin(jnp.min(blocks, axis=-1))
+  row = jnp.argmin(_on_each_device(jnp.min(blocks, axis=-1)))
   return (first_of(row) + jnp.argmin(blocks[row])).astype(jnp.int32)
 
 

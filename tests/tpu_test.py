@@ -20,6 +20,7 @@ from spectr_jax.aot import tpu_slices as topology
 from spectr_jax.aot.compile import compile_decode
 from spectr_jax.aot.hlo_report import Memory
 from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.loop import PARTS
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
@@ -81,8 +82,11 @@ def test_the_pair_of_the_paper_decodes_on_one_chip(chips, pair):
   assert report.memory.total < report.chip.memory
   # Well below the 16 GiB: a copy of the caches per draft, or of the laws per node, would show.
   assert report.memory.temporaries < 2**30
-  assert not report.collectives
-  assert report.autoregressive_seconds < report.seconds
+  assert not report.cost.collectives
+  assert report.autoregressive.seconds < report.cost.seconds
+  # Weights are read at least once, and a round has all of its parts.
+  assert report.autoregressive.seconds > 2 * pair['target'].num_params / report.chip.memory_bandwidth
+  assert {name for name, cost in report.parts.items() if cost.launches} >= set(PARTS)
 
 
 @pytest.mark.parametrize(('method', 'tree'), [('autoregressive', TokenTree()), ('speculative', TokenTree.chains(1, 4))])
@@ -96,10 +100,26 @@ def test_decoding_compiles_for_a_slice(chips, pair, method, tree, is_draft_divid
   # Half of the matrices, a whole draft, and a little for everything else.
   weights = 2 * small['target'].num_params * (1 if method == 'autoregressive' else 2 if is_draft_divided else 3) / 2
   assert weights < report.memory.arguments < 1.3 * weights + 2**19
-  assert report.collectives['all-reduce'] > 0
-  assert report.cycles > 0
+  assert report.cost.collectives['all-reduce'] > 0
+  assert report.cost.cycles > 0
   if method == 'autoregressive':
-    assert report.cycles == report.autoregressive_cycles
+    assert report.cost == report.autoregressive
+  elif not is_draft_divided:
+    assert sum(report.parts['draft'].collectives.values()) <= 1  # each device drafts alone
+
+
+def test_a_row_of_its_own_is_computed_on_the_matrix_units(chips, pair):
+  """One row per device, of eight in all: nothing takes much longer than for two rows per device."""
+  sharding = DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips))
+  one, two = (
+    decode_aot.analyse(
+      sharding, 'autoregressive', TokenTree(), **pair, batch_size=rows, prompt_length=32, max_new_tokens=32
+    )
+    for rows in (8, 16)
+  )
+  assert one.cost.cycles < 1.1 * two.cost.cycles
+  # On the vector units products would take most of 1.2 million cycles.
+  assert one.cost.cycles < 0.7e6
 
 
 def test_caches_are_neither_copied_nor_padded(chips, pair):
@@ -165,8 +185,8 @@ def test_the_train_step_compiles_for_a_slice(chips, train_config, teacher):
   # Four rows per device at a time: were all rows of a microbatch on every device, eight times as much.
   logits = 4 * 4 * 512 * 4096 / 2
   assert report.memory.temporaries < (6 if teacher else 2) * logits  # the teacher has larger activations, in float32
-  assert 0 < report.seconds < 1
-  assert report.collectives['all-gather'] > 0
+  assert 0 < report.cost.seconds < 1
+  assert report.cost.collectives['all-gather'] > 0
 
 
 def test_a_train_step_that_does_not_fit_is_refused(chips, train_config):
