@@ -158,13 +158,14 @@ class Program:
       The cost of each part that costs anything, and under '' that of everything outside of them.
     """
     parts = tuple(parts)
-    if loop is None:
-      return self._replay(self._entry, parts, '')
     costs: dict[str, Cost] = {}
-    for operation in self._operations[self._entry]:
-      if operation.kind == 'while' and operation.is_in(loop) and (body := operation.attribute('body')):
-        _merge(costs, self._replay(body, parts, ''))
-    return costs
+    if loop is None:
+      _merge(costs, self._replay(self._entry, parts, ''))
+    else:
+      for operation in self._operations[self._entry]:
+        if operation.kind == 'while' and operation.is_in(loop) and (body := operation.attribute('body')):
+          _merge(costs, self._replay(body, parts, ''))
+    return {part: costs[part] for part in (*parts, '') if part in costs}
 
   def total(self, *, loop: str | None = None) -> Cost:
     """What the program costs.

@@ -99,8 +99,9 @@ class DecodeSharding:
     )
 
   def is_whole(self, drafter: Drafter) -> bool:
-    """Whether each device along `model` drafts by itself: the draft is not divided, and does not read the target."""
-    return not (self.is_draft_divided or drafter.reads_target)
+    """Whether each device along `model` drafts by itself: its parameters are there, and it needs none of the target."""
+    places = jax.tree.leaves(self.of_drafter(drafter))
+    return not drafter.reads_target and all(place.is_fully_replicated for place in places)
 
   def on_each_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of whole arrays, by each device along `model` for itself; within a function of `over_rows`.
