@@ -58,12 +58,12 @@ def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates:
   return jax.lax.platform_dependent(draft_probs, target_probs, num_candidates, cpu=by_chords, default=by_sections)
 
 
+_SECTIONS_LOG2 = 4  # of the sections of a bracket in a pass of an accelerator
+
+
 def _excess(draft_probs, target_probs, num_candidates, gamma):
   beta = overlap(draft_probs, target_probs, gamma)
   return any_accepted(beta, num_candidates) - gamma * beta
-
-
-_SECTIONS_LOG2 = 4
 
 
 def _by_sections(draft_probs, target_probs, num_candidates, *, num_rounds):

@@ -91,21 +91,23 @@ def _rows(laws: jax.Array, places: np.ndarray) -> jax.Array:
 
 
 def _picked(laws: jax.Array, rows: jax.Array) -> jax.Array:
-  """`laws[rows]`; rows that do not exist are arbitrary.
-
-  A TPU would convert all distributions to a layout of single rows before it reads some. There it is a product with
-  zeros and ones, whose terms keep every bit of a float32.
+  """`laws[rows]`.
 
   Args:
     laws: `[R, V]`, distributions.
-    rows: int32 `[M]`.
+    rows: int32 `[M]`, rows that exist.
   """
+  return jax.lax.platform_dependent(laws, rows, tpu=_picked_by_product, default=lambda laws, rows: laws[rows])
 
-  def by_product(laws, rows):
-    is_row = (rows[:, None] == jnp.arange(laws.shape[0])).astype(laws.dtype)
-    return jnp.matmul(is_row, laws, precision=jax.lax.Precision.HIGHEST)
 
-  return jax.lax.platform_dependent(laws, rows, tpu=by_product, default=lambda laws, rows: laws[rows])
+def _picked_by_product(laws, rows):
+  """`_picked` on a TPU, which would convert all distributions to a layout of single rows before it reads some.
+
+  The product with zeros and ones keeps every bit of a float32 that is not close to the smallest one. If a distribution
+  is NaN, all are.
+  """
+  is_row = (rows[:, None] == jnp.arange(laws.shape[0])).astype(laws.dtype)
+  return jnp.matmul(is_row, laws, precision=jax.lax.Precision.HIGHEST)
 
 
 def map_needed(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spectr_jax.ops import on_demand
 from spectr_jax.ops.on_demand import map_needed, where_needed
 
 
@@ -75,3 +76,11 @@ def test_map_needed_leaves_out_what_is_not_needed():
   compiled = jax.jit(jax.vmap(count)).lower(*shapes).compile()
   assert compiled.memory_analysis().temp_size_in_bytes < 4 * 8 * 5000
   assert ' while(' in compiled.as_text()
+
+
+def test_a_tpu_picks_rows_by_a_product_that_keeps_every_bit():
+  rng = np.random.default_rng(2)
+  laws = rng.dirichlet(np.full(3000, 0.05), 6).astype(np.float32)
+  laws[laws < 1e-30] = 0
+  rows = np.array([5, 0, 0, 3])
+  np.testing.assert_array_equal(jax.jit(on_demand._picked_by_product)(laws, rows), laws[rows])
