@@ -16,6 +16,8 @@ from spectr_jax.models.int8 import Int8Kernel, Kernel
 # slots that each query sees.
 Prefix: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 _BLOCK_SIZE = 2**18  # numbers of an int8 kernel that a CPU converts at a time
+_BLOCK_SLOTS = 256  # slots of a cache that a CPU's attention of many queries visits at a time
+_MANY_QUERIES = 64
 
 
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -251,7 +253,10 @@ def attend(
     rows = jnp.repeat(query, 8, axis=1), new_keys, new_values, jnp.repeat(mask, 8, axis=1), prefix
     return plain(*rows)[:, :1]
 
-  if query.shape[1] > 1:
+  if prefix is not None and query.shape[1] >= _MANY_QUERIES:
+    in_blocks = functools.partial(_attend_in_blocks, soft_cap=soft_cap)
+    mixed = jax.lax.platform_dependent(*arguments, cpu=in_blocks, default=plain)
+  elif query.shape[1] > 1:
     mixed = plain(*arguments)
   else:
     mixed = jax.lax.platform_dependent(*arguments, tpu=as_eight, default=plain)
@@ -261,17 +266,51 @@ def attend(
   return mixed
 
 
+def _scores(query, keys, visible, soft_cap):
+  """Scores `[B, H, N, M]` of scaled queries; the smallest number where a key is not visible."""
+  wide = accumulation_dtype(query.dtype)
+  found = jnp.einsum('bnhd,bhdm->bhnm', query, keys, preferred_element_type=wide)
+  if soft_cap is not None:
+    found = soft_cap * jnp.tanh(found / soft_cap)
+  return jnp.where(visible[:, None], found, jnp.finfo(wide).min)
+
+
+def _attend_in_blocks(query, new_keys, new_values, mask, prefix, *, soft_cap):
+  """`_attend` for many queries, over blocks of the prefix as far as any query sees (Milakov and Gimelshein 2018).
+
+  Products are those of the queries' type, to which a CPU's cache in float32 is converted block by block.
+  """
+  keys, values, visible = prefix
+  dtype, num_slots = query.dtype, keys.shape[-1]
+  size = min(_BLOCK_SLOTS, num_slots)
+
+  def add(carry, scores, values):
+    top, total, mixed = carry
+    new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+    weights, kept = jnp.exp(scores - new_top), jnp.exp(top - new_top)
+    found = jnp.einsum('bhnm,bhmd->bhnd', weights.astype(dtype), values.astype(dtype), preferred_element_type=top.dtype)
+    return new_top, kept * total + weights.sum(-1, keepdims=True), kept * mixed + found
+
+  def add_block(i, carry):
+    start = jnp.minimum(i * size, num_slots - size)  # the last block overlaps the one before it
+    block = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+    is_new = start + jnp.arange(size) >= i * size
+    scores = _scores(query, block(keys, axis=3).astype(dtype), block(visible, axis=2) & is_new, soft_cap)
+    return add(carry, scores, block(values, axis=2))
+
+  scores = _scores(query, new_keys, mask, soft_cap)
+  nothing = jnp.full((*scores.shape[:3], 1), jnp.finfo(scores.dtype).min)
+  mixed = jnp.zeros((*scores.shape[:3], values.shape[-1]), scores.dtype)
+  carry = add((nothing, jnp.zeros_like(nothing), mixed), scores, new_values)
+  num_seen = jnp.max(jnp.where(visible, 1 + jnp.arange(num_slots), 0))
+  _, total, mixed = jax.lax.fori_loop(0, (num_seen + size - 1) // size, add_block, carry)
+  return jnp.swapaxes(mixed / total, 1, 2).astype(dtype)
+
+
 def _attend(query, new_keys, new_values, mask, prefix, *, soft_cap):
   """`attend` for scaled queries of as many heads as the keys have, without repeating them."""
   wide = accumulation_dtype(query.dtype)
-  lowest = jnp.finfo(wide).min
-
-  def scores(keys, visible):
-    found = jnp.einsum('bnhd,bhdm->bhnm', query, keys, preferred_element_type=wide)
-    if soft_cap is not None:
-      found = soft_cap * jnp.tanh(found / soft_cap)
-    return jnp.where(visible[:, None], found, lowest)
-
+  scores = functools.partial(_scores, query, soft_cap=soft_cap)
   new_scores = scores(new_keys, mask)
   if prefix is None:
     weights = jax.nn.softmax(new_scores, axis=-1).astype(new_values.dtype)
