@@ -191,7 +191,7 @@ def cache_partition_specs(cache: Any) -> Any:
   return cache.partition_specs()
 
 
-PREFILL_CHUNK = 256  # prompt tokens per call; attention's memory grows with their product with the cache's size
+PREFILL_CHUNK = 128  # prompt tokens per call; attention's memory grows with their product with the cache's size
 
 
 def static_field(default: Any = dataclasses.MISSING) -> Any:

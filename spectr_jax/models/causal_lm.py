@@ -296,15 +296,26 @@ def visible_slots(window: int | None, positions, mask, cache: KVCache) -> tuple[
   return mask & (rank[..., -1:] - rank < window), slots & is_near
 
 
-def project(params, config: CausalLMConfig, layer: int, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+def rotation_of(rope: Rope | None, positions: jax.Array) -> layers.Rotation | None:
+  """The angles of rotary positions; None for learned ones.
+
+  Args:
+    rope: The rotary positions of a layer, or None.
+    positions: int32 `[B, N]`.
+  """
+  if rope is None:
+    return None
+  return layers.rotation(positions, jnp.asarray(rope.frequencies, jnp.float32), magnitude=rope.magnitude)
+
+
+def project(params, config: CausalLMConfig, x: jax.Array, rotation: layers.Rotation | None) -> tuple[jax.Array, ...]:
   """Queries `[B, N, H, head_dim]`, and keys and values `[B, N, K, head_dim]`, normalised and rotated.
 
   Args:
     params: `q`, `k` and `v`, and the gains of their norms if there are any.
     config: The configuration.
-    layer: The layer, which decides the rotary positions.
     x: `[B, N, in]`, the input of attention.
-    positions: int32 `[B, N]`.
+    rotation: As `rotation_of` gives it.
   """
 
   def heads(name):
@@ -313,15 +324,12 @@ def project(params, config: CausalLMConfig, layer: int, x: jax.Array, positions:
   query, key, value = heads('q'), heads('k'), heads('v')
   if config.has_qk_norm:
     query, key = _rms_norm(params['q_norm'], query, config), _rms_norm(params['k_norm'], key, config)
-  rope = config.rope_of(layer)
-  if rope is not None:
-    frequencies = jnp.asarray(rope.frequencies, jnp.float32)
-    query = layers.rotate(query, positions, frequencies, magnitude=rope.magnitude)
-    key = layers.rotate(key, positions, frequencies, magnitude=rope.magnitude)
+  if rotation is not None:
+    query, key = layers.rotate(query, rotation), layers.rotate(key, rotation)
   return query, key, value
 
 
-def attention(params, config: CausalLMConfig, layer: int, x, positions, visible, cache: KVCache):
+def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache):
   """The output of attention `[B, N, embed_dim]`, and the layer's pending keys and values.
 
   Args:
@@ -329,11 +337,11 @@ def attention(params, config: CausalLMConfig, layer: int, x, positions, visible,
     config: The configuration.
     layer: The layer.
     x: `[B, N, in]`, the input of attention.
-    positions: int32 `[B, N]`.
+    rotation: As `rotation_of` gives it.
     visible: The pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees.
     cache: The cache.
   """
-  query, key, value = project(params, config, layer, x, positions)
+  query, key, value = project(params, config, x, rotation)
   pending_mask, slots = visible
   keys, values = cache.append(
     layer,
@@ -362,14 +370,14 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
   return linear(params['down'], hidden)
 
 
-def _block(params, config, layer, x, positions, visible, cache):
+def _block(params, config, layer, x, rotation, visible, cache):
   """The stream after a block, and the layer's pending keys and values."""
 
   def post(name, out):
     return norm(params[name], out, config) if config.has_post_norms else out
 
   normed = norm(params['attention_norm'], x, config)
-  attended, keys, values = attention(params['attention'], config, layer, normed, positions, visible, cache)
+  attended, keys, values = attention(params['attention'], config, layer, normed, rotation, visible, cache)
   after = x + post('attention_post_norm', attended)
   normed = norm(params['mlp_norm'], x if config.is_parallel else after, config)
   return after + post('mlp_post_norm', mlp(params['mlp'], config, normed)), keys, values
@@ -396,11 +404,11 @@ def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
     x += jnp.take(params['position_embedding'], positions, axis=0, mode='clip')
   windows = {config.window(layer) for layer in range(config.num_layers)}
   visible = {window: visible_slots(window, positions, mask, cache) for window in windows}
+  rotations = {rope: rotation_of(rope, positions) for rope in map(config.rope_of, range(config.num_layers))}
   pending, streams = [], [x]
   for layer in range(config.num_layers):
-    x, keys, values = _block(
-      params[f'layer_{layer}'], config, layer, x, positions, visible[config.window(layer)], cache
-    )
+    rotation, seen = rotations[config.rope_of(layer)], visible[config.window(layer)]
+    x, keys, values = _block(params[f'layer_{layer}'], config, layer, x, rotation, seen, cache)
     pending.append((keys, values))
     streams.append(x)
   streams.append(norm(params['final_norm'], x, config))

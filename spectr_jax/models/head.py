@@ -207,7 +207,8 @@ def advance(
     residual = hidden
   if config.has_attention_norm:
     x = causal_lm.norm(params['attention_norm'], x, block)
-  mixed, kept = attend_fn(*causal_lm.project(params['attention'], block, 0, x, positions))
+  rotation = causal_lm.rotation_of(block.rope_of(0), positions)
+  mixed, kept = attend_fn(*causal_lm.project(params['attention'], block, x, rotation))
   x = residual + causal_lm.linear(params['attention']['out'], mixed.reshape(*x.shape[:2], -1))
   x += causal_lm.mlp(params['mlp'], block, causal_lm.norm(params['mlp_norm'], x, block))
   output = causal_lm.norm(params['output_norm'], x, block) if config.has_output_norm else x

@@ -15,6 +15,7 @@ from spectr_jax.models.int8 import Int8Kernel, Kernel
 # Keys `[B, K, head_dim, S]` and values `[B, K, S, head_dim]` of a committed prefix, and bool `[B, 1 or N, S]`, the
 # slots that each query sees.
 Prefix: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+Rotation: TypeAlias = tuple[jax.Array, jax.Array]  # sines and cosines `[B, N, 1, F]`
 _BLOCK_SIZE = 2**18  # numbers of an int8 kernel that a CPU converts at a time
 _BLOCK_SLOTS = 256  # slots of a cache that a CPU's attention of many queries visits at a time
 _MANY_QUERIES = 64
@@ -176,21 +177,39 @@ def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, *, epsilon: float
   return (centred * scale * gain + bias).astype(x.dtype)
 
 
-def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array, *, magnitude: float = 1.0) -> jax.Array:
+def rotation(positions: jax.Array, frequencies: jax.Array, *, magnitude: float = 1.0) -> Rotation:
+  """The angles of rotary position embedding, for `rotate` of all layers.
+
+  Args:
+    positions: int32 `[B, N]`, absolute positions.
+    frequencies: float32 `[F]`, radians per position.
+    magnitude: Factor of the entries that are rotated.
+  """
+
+  def compute(positions):
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    return magnitude * jnp.sin(angles), magnitude * jnp.cos(angles)
+
+  def kept(positions):
+    # The result of a branch is kept. Otherwise XLA's CPU backend computes it in every layer and for every head.
+    zeros = jnp.zeros((*positions.shape, 1, frequencies.shape[0]), jnp.float32)
+    return jax.lax.cond(jnp.any(positions > 0), compute, lambda _: (zeros, zeros + magnitude), positions)
+
+  return jax.lax.platform_dependent(positions, cpu=kept, default=compute)
+
+
+def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
   """Rotary position embedding, which pairs entry i of a head with entry F + i.
 
   Args:
-    x: `[B, N, H, head_dim]`, queries or keys.
-    positions: int32 `[B, N]`, their absolute positions.
-    frequencies: float32 `[F]`, radians per position; entries of a head from 2 F on are not rotated.
-    magnitude: Factor of the entries that are rotated.
+    x: `[B, N, H, head_dim]`, queries or keys; entries of a head from 2 F on are not rotated.
+    rotation: The angles.
 
   Returns:
     The rotated array, of the shape and dtype of `x`.
   """
-  width = 2 * frequencies.shape[0]
-  angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
-  sin, cos = magnitude * jnp.sin(angles), magnitude * jnp.cos(angles)
+  sin, cos = rotation
+  width = 2 * sin.shape[-1]
   first, second = jnp.split(x[..., :width].astype(accumulation_dtype(x.dtype)), 2, axis=-1)
   rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
   return rotated if width == x.shape[-1] else jnp.concatenate([rotated, x[..., width:]], axis=-1)

@@ -93,12 +93,6 @@ class RMSNorm(nn.Module):
     return layers.rms_norm(x, self.param('gain', nn.initializers.ones, (x.shape[-1],)))
 
 
-def _rotate(x, positions):
-  """`layers.rotate` of whole heads with base 10000."""
-  half = x.shape[-1] // 2
-  return layers.rotate(x, positions, 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half))
-
-
 class Block(nn.Module):
   """One pre-norm block; returns the stream and the layer's pending keys and values."""
 
@@ -107,7 +101,7 @@ class Block(nn.Module):
   dropout: float = 0.0
 
   @nn.compact
-  def __call__(self, x, positions, mask, cache: KVCache | None):
+  def __call__(self, x, rotation, mask, cache: KVCache | None):
     cfg = self.config
     drop = nn.Dropout(self.dropout, deterministic=not self.dropout)
     dtype = jnp.dtype(cfg.dtype)
@@ -117,7 +111,7 @@ class Block(nn.Module):
     qkv = Linear(3 * cfg.embed_dim, dtype, name='qkv')(normed)
     qkv = qkv.reshape(*x.shape[:2], cfg.num_heads, 3, cfg.head_dim)
     query, key, value = (qkv[:, :, :, part] for part in range(3))
-    query, key = _rotate(query, positions), _rotate(key, positions)
+    query, key = layers.rotate(query, rotation), layers.rotate(key, rotation)
     keys, values = jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
     prefix = None
     if cache is not None:
@@ -158,9 +152,12 @@ class Transformer(nn.Module):
     embedding = self.param('embedding', init, (cfg.vocab_size, cfg.embed_dim))
     x = self.constrain_fn((layers.take_rows(embedding, tokens) * cfg.embed_dim**0.5).astype(dtype))
     mask = mask[None] if mask.ndim == 2 else mask
+    # Whole heads are rotated, with base 10000.
+    half = cfg.head_dim // 2
+    rotation = layers.rotation(positions, 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half))
     pending, streams = [], [x]
     for layer in range(cfg.num_layers):
-      x, keys, values = block(cfg, layer, self.dropout, name=f'layer_{layer}')(x, positions, mask, cache)
+      x, keys, values = block(cfg, layer, self.dropout, name=f'layer_{layer}')(x, rotation, mask, cache)
       x = self.constrain_fn(x)
       pending.append((keys, values))
       streams.append(x)
