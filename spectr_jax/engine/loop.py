@@ -105,7 +105,7 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
   drafter, rule = decoder.drafter, decoder.method.proposal_rule
   request = DraftRequest(keys, state.sampling, decoder.tree, rule, drafter.growth)
   guess = Drafter.propose
-  if decoder.sharding is not None and decoder.sharding.is_whole(drafter):
+  if decoder.sharding is not None and decoder.sharding.drafts_alone(drafter, len(keys)):
     guess = decoder.sharding.on_each_device(guess)
   proposal = guess(drafter, state.draft_state, state.draft_context(decoder), request)
   # The method was checked against the drafter's declarations, so proposals must agree with them.

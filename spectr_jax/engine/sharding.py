@@ -13,6 +13,10 @@ from spectr_jax.draft import Drafter
 from spectr_jax.model import Model
 from spectr_jax.sharding import DATA, MODEL, only_over, put, replicated, shardings
 
+# By the compiler's count for a draft of 6M: a depth of the tree needs some 13 transfers between TPUs, which are taken to
+# last 3 microseconds each, and a row's distributions of 8 nodes over half of 32,000 tokens 11 microseconds.
+_MOST_ROWS_ALONE = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSharding:
@@ -20,8 +24,8 @@ class DecodeSharding:
 
   Rows and their caches are sharded over `data`. The target is sharded over `model`: its weights by
   `Model.sharding_rules`, its cache by heads, its distributions by tokens. So is the draft if `is_draft_divided`.
-  Otherwise each device along `model` drafts for all rows that they share, since a small draft would wait longer for
-  communication than its computation takes.
+  Otherwise each device along `model` has the whole draft, since a small draft would wait longer for communication than
+  its computation takes.
 
   Attributes:
     mesh: A mesh of `spectr_jax.sharding.make_mesh`.
@@ -98,10 +102,19 @@ class DecodeSharding:
       check_vma=False,
     )
 
-  def is_whole(self, drafter: Drafter) -> bool:
-    """Whether each device along `model` drafts by itself: its parameters are there, and it needs none of the target."""
+  def drafts_alone(self, drafter: Drafter, num_rows: int) -> bool:
+    """Whether each device along `model` drafts by itself, and sends nothing.
+
+    It does with few rows if the drafter's parameters are there and it needs none of the target. With more rows the
+    distributions over the vocabulary, which would be computed on every device, cost more than what is sent.
+
+    Args:
+      drafter: The drafter.
+      num_rows: Rows per device.
+    """
     places = jax.tree.leaves(self.of_drafter(drafter))
-    return not drafter.reads_target and all(place.is_fully_replicated for place in places)
+    is_whole = not drafter.reads_target and all(place.is_fully_replicated for place in places)
+    return is_whole and num_rows <= _MOST_ROWS_ALONE
 
   def on_each_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of whole arrays, by each device along `model` for itself; within a function of `over_rows`.

@@ -90,6 +90,7 @@ def _rows(laws: jax.Array, places: np.ndarray) -> jax.Array:
   return laws[: len(places)] if is_start else laws[places]
 
 
+@jax.custom_batching.custom_vmap
 def _picked(laws: jax.Array, rows: jax.Array) -> jax.Array:
   """`laws[rows]`.
 
@@ -97,7 +98,20 @@ def _picked(laws: jax.Array, rows: jax.Array) -> jax.Array:
     laws: `[R, V]`, distributions.
     rows: int32 `[M]`, rows that exist.
   """
-  return jax.lax.platform_dependent(laws, rows, tpu=_picked_by_product, default=lambda laws, rows: laws[rows])
+  return jax.lax.platform_dependent(laws, rows, tpu=_picked_by_product, default=_picked_in_place)
+
+
+@_picked.def_vmap
+def _picked_for_rows(axis_size, in_batched, laws, rows):
+  # A product reads all distributions. For several rows these are too many to be on the chip.
+  if axis_size == 1:
+    return _picked(laws.reshape(laws.shape[-2:]), rows.reshape(-1))[None], True
+  axes = [0 if is_batched else None for is_batched in in_batched]
+  return jax.vmap(_picked_in_place, axes)(laws, rows), True
+
+
+def _picked_in_place(laws, rows):
+  return laws[rows]
 
 
 def _picked_by_product(laws, rows):
