@@ -95,7 +95,7 @@ def test_decoding_compiles_for_a_slice(chips, pair, method, tree, is_draft_divid
   small = dict(vocab_size=4096, embed_dim=256, num_layers=1, num_heads=4, mlp_dim=256)
   small = {role: dataclasses.replace(config, **small) for role, config in pair.items()}
   sharding = DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips), is_draft_divided=is_draft_divided)
-  report = decode_aot.analyse(sharding, method, tree, **small, batch_size=32, prompt_length=32, max_new_tokens=32)
+  report = decode_aot.analyse(sharding, method, tree, **small, batch_size=16, prompt_length=32, max_new_tokens=32)
   print(f'\n{method}, small\n' + decode_aot.describe(report, (2.0,)))
   # Half of the matrices, a whole draft, and a little for everything else.
   weights = 2 * small['target'].num_params * (1 if method == 'autoregressive' else 2 if is_draft_divided else 3) / 2
