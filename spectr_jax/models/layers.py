@@ -53,17 +53,12 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
   return out.reshape(*x.shape[:-1], kernel.shape[1 - axis])
 
 
-def _dot(x, y, x_axis, y_axis):
+def _dot(x, y, x_axis, y_axis) -> jax.Array:
   wide = accumulation_dtype(x.dtype)
   return jax.lax.dot_general(x, y.astype(x.dtype), (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=wide)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(rows, kernel, axis):
-  """The product of `[R, in]` and a kernel, whose gradients are products of the same types.
-
-  By itself JAX multiplies in the type of the accumulated gradient, float32, which takes a CPU three times as long.
-  """
+def _product_by_jax(rows, kernel, axis) -> jax.Array:
   return _dot(rows, kernel, 1, axis)
 
 
@@ -78,6 +73,9 @@ def _product_backward(axis, operands, gradient):
   return _dot(gradient, kernel, 1, 1 - axis).astype(rows.dtype), by_kernel.astype(kernel.dtype)
 
 
+# The product of `[R, in]` and a kernel, whose gradients are products of the same types. JAX's own multiply in the type
+# of the accumulated gradient, float32, which takes a CPU three times as long.
+_product = jax.custom_vjp(_product_by_jax, nondiff_argnums=(2,))
 _product.defvjp(_product_forward, _product_backward)
 
 
