@@ -1,7 +1,7 @@
 """Probabilities from logits, and draws from them.
 
 Temperature, top-k, top-p and min-p turn logits into the distribution that a token is drawn from. Draft and target use
-the same function. Bisection over the bits of a float finds the thresholds. So nothing is sorted, all ties are kept, and
+the same function. A search over the bits of a float finds the thresholds. So nothing is sorted, all ties are kept, and
 the result does not depend on the order of the vocabulary. Draws invert a two-level cumulative sum, which needs one
 uniform and no noise of the size of the vocabulary.
 """

@@ -101,8 +101,8 @@ class Drafter:
     context_length: The longest prompt plus continuation that it was made for, in tokens, or None for no limit.
     max_depth: The most tokens that it guesses ahead, or None for no limit.
     reads_tokens: Whether it reads the committed text.
-    reads_target: Whether it shares parameters of `DraftContext.target`. One that does not drafts on every device of a
-      mesh by itself, unless it is divided.
+    reads_target: Whether it reads parameters of `DraftContext.target`. If it does not, the devices of a mesh may draft
+      alone (`DecodeSharding.drafts_alone`).
     feature_layers: The target's layers whose hidden states it reads, numbered as in `Model.features_fn`.
     gives: Whether candidates may be given in place of drawn (`Proposal.is_given`).
     mixes: Whether given candidates stand beside drawn ones at a position; a drafter that mixes also gives.
