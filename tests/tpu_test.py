@@ -90,12 +90,12 @@ def test_the_pair_of_the_paper_decodes_on_one_chip(chips, pair):
 
 
 @pytest.mark.parametrize(('method', 'tree'), [('autoregressive', TokenTree()), ('speculative', TokenTree.chains(1, 4))])
-@pytest.mark.parametrize('is_draft_divided', [False, True])
-def test_decoding_compiles_for_a_slice(chips, pair, method, tree, is_draft_divided):
+@pytest.mark.parametrize(('rows', 'is_draft_divided'), [(16, False), (32, False), (32, True)])
+def test_decoding_compiles_for_a_slice(chips, pair, method, tree, rows, is_draft_divided):
   small = dict(vocab_size=4096, embed_dim=256, num_layers=1, num_heads=4, mlp_dim=256)
   small = {role: dataclasses.replace(config, **small) for role, config in pair.items()}
   sharding = DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips), is_draft_divided=is_draft_divided)
-  report = decode_aot.analyse(sharding, method, tree, **small, batch_size=16, prompt_length=32, max_new_tokens=32)
+  report = decode_aot.analyse(sharding, method, tree, **small, batch_size=rows, prompt_length=32, max_new_tokens=32)
   print(f'\n{method}, small\n' + decode_aot.describe(report, (2.0,)))
   # Half of the matrices, a whole draft, and a little for everything else.
   weights = 2 * small['target'].num_params * (1 if method == 'autoregressive' else 2 if is_draft_divided else 3) / 2
@@ -104,8 +104,8 @@ def test_decoding_compiles_for_a_slice(chips, pair, method, tree, is_draft_divid
   assert report.cost.cycles > 0
   if method == 'autoregressive':
     assert report.cost == report.autoregressive
-  elif not is_draft_divided:
-    assert sum(report.parts['draft'].collectives.values()) <= 1  # each device drafts alone
+  elif rows == 16 and not is_draft_divided:
+    assert sum(report.parts['draft'].collectives.values()) <= 1  # for two rows each device drafts alone
 
 
 def test_a_row_of_its_own_is_computed_on_the_matrix_units(chips, pair):
