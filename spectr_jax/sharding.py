@@ -21,34 +21,42 @@ else:
 
 DATA, MODEL = 'data', 'model'
 
-Rules = Sequence[tuple[str, tuple[str | None, ...]]]
+_Rule: TypeAlias = tuple[str, tuple[str | None, ...]]
+Rules: TypeAlias = Sequence[_Rule]
 
-# A kernel in int8 is two arrays: its values are sharded as the kernel would be, its scales as its output channels.
-_VALUES = '(/values)?'
+
+def _matrix(path: str, axes: tuple[str, str], *, channel_axis: int = 1) -> tuple[_Rule, ...]:
+  """The rules of a matrix in every form: an array, values in int8 and the scales of their channels; or transposed."""
+  over_channels = (MODEL,) if axes[channel_axis] == MODEL else ()
+  return (
+    (rf'{path}(/values)?', axes),
+    (rf'{path}/out_in(/values)?', axes[::-1]),
+    (rf'{path}(/out_in)?/scale', over_channels),
+  )
+
 
 # The end of a parameter's path, and the mesh axis that each of its dimensions is sharded over. Tensor parallelism over
 # `model`: attention by heads, the MLP by hidden units, the embedding by tokens. The other dimension is sharded over
 # `data`, so that every parameter and its optimizer state is stored once.
+_EMBEDDINGS = (
+  *_matrix('embedding', (MODEL, DATA), channel_axis=0),
+  *_matrix('unembedding', (DATA, MODEL)),
+)
 TRANSFORMER_RULES = (
-  (rf'embedding{_VALUES}', (MODEL, DATA)),
-  (rf'unembedding{_VALUES}', (DATA, MODEL)),
-  (r'(un)?embedding/scale', (MODEL,)),
-  (rf'(qkv|mlp_in)/kernel{_VALUES}', (DATA, MODEL)),
-  (r'(qkv|mlp_in)/kernel/scale', (MODEL,)),
-  (rf'(attention_out|mlp_out)/kernel{_VALUES}', (MODEL, DATA)),
-  (r'(gain|kernel/scale)', ()),
+  *_EMBEDDINGS,
+  *_matrix('(qkv|mlp_in)/kernel', (DATA, MODEL)),
+  *_matrix('(attention_out|mlp_out)/kernel', (MODEL, DATA)),
+  (r'gain', ()),
 )
 
 # The same placement for the parameters of `spectr_jax.models.causal_lm`.
 CAUSAL_LM_RULES = (
-  (rf'embedding{_VALUES}', (MODEL, DATA)),
-  (rf'unembedding{_VALUES}', (DATA, MODEL)),
-  (r'(un)?embedding/scale', (MODEL,)),
+  *_EMBEDDINGS,
   (r'position_embedding', (None, DATA)),
-  (rf'(attention/[qkv]|mlp/(gate|up))/kernel{_VALUES}', (DATA, MODEL)),
-  (r'(attention/[qkv]|mlp/(gate|up))/(bias|kernel/scale)', (MODEL,)),
-  (rf'(attention/out|mlp/down)/kernel{_VALUES}', (MODEL, DATA)),
-  (r'(gain|bias|kernel/scale)', ()),
+  *_matrix('(attention/(qkv|[qkv])|mlp/(gate_up|gate|up))/kernel', (DATA, MODEL)),
+  (r'(attention/(qkv|[qkv])|mlp/(gate_up|gate|up))/bias', (MODEL,)),
+  *_matrix('(attention/out|mlp/down)/kernel', (MODEL, DATA)),
+  (r'(gain|bias)', ()),
 )
 
 

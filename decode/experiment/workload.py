@@ -83,7 +83,7 @@ def _load_head(options: DecodeOptions, head: HeadFiles, target: Model) -> tuple[
     'dtype': jax.tree.leaves(drafter.params)[0].dtype.name,
     'head': head.format,
   }
-  return drafter, info
+  return drafter.for_decoding(), info
 
 
 def load_models(

@@ -258,6 +258,10 @@ def lookup_drafter(
   return Drafter(corpus, _no_state, propose, _no_state, vocab_size, reads_tokens=True, gives=True, may_pass=True)
 
 
+def _for_decoding(params: _Beside) -> _Beside:
+  return dataclasses.replace(params, drafter=params.drafter.for_decoding())
+
+
 def lookup_beside(
   draft: Model | Drafter,
   *,
@@ -295,6 +299,7 @@ def lookup_beside(
     reprompt_fn=None if drafter.reprompt_fn is None else _reprompt_beside,
     param_shardings_fn=_param_shardings,
     state_shardings_fn=_state_shardings,
+    for_decoding_fn=_for_decoding,
     reads_tokens=True,
     gives=True,
     mixes=True,

@@ -145,6 +145,7 @@ def model_drafter(model: Model) -> Drafter:
     context_length=model.context_length,
     param_shardings_fn=_param_shardings,
     state_shardings_fn=_state_shardings,
+    for_decoding_fn=Model.for_decoding,
   )
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import functions, layers
+from spectr_jax.models.cpu_form import JOINED, for_cpu
 from spectr_jax.models.functions import model_functions
 from spectr_jax.models.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantised
 from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL
@@ -262,6 +264,21 @@ def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
   return (out + params['bias'] if 'bias' in params else out).astype(x.dtype)
 
 
+def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
+  """The products of one input with several kernels, `[..., out]` each, which `cpu_form` may have made one.
+
+  Args:
+    params: Parameters by name, as for `linear`, or of all under the name that `cpu_form.JOINED` gives them.
+    names: The products.
+    x: `[..., in]`.
+    widths: Their numbers of outputs.
+  """
+  joined = params.get(JOINED[names])
+  if joined is None:
+    return [linear(params[name], x) for name in names]
+  return jnp.split(linear(joined, x), np.cumsum(widths)[:-1], axis=-1)
+
+
 def _rms_norm(params, x, config):
   return layers.rms_norm(
     x, params['gain'].astype(layers.accumulation_dtype(x.dtype)) + config.gain_offset, epsilon=config.norm_epsilon
@@ -312,16 +329,15 @@ def project(params, config: CausalLMConfig, x: jax.Array, rotation: layers.Rotat
   """Queries `[B, N, H, head_dim]`, and keys and values `[B, N, K, head_dim]`, normalised and rotated.
 
   Args:
-    params: `q`, `k` and `v`, and the gains of their norms if there are any.
+    params: `q`, `k` and `v`, one by one or joined, and the gains of their norms if there are any.
     config: The configuration.
     x: `[B, N, in]`, the input of attention.
     rotation: As `rotation_of` gives it.
   """
 
-  def heads(name):
-    return linear(params[name], x).reshape(*x.shape[:2], -1, config.head_dim)
-
-  query, key, value = heads('q'), heads('k'), heads('v')
+  widths = [heads * config.head_dim for heads in (config.num_heads, config.num_cached_heads, config.num_cached_heads)]
+  products = linears(params, ('q', 'k', 'v'), x, widths)
+  query, key, value = (found.reshape(*x.shape[:2], -1, config.head_dim) for found in products)
   if config.has_qk_norm:
     query, key = _rms_norm(params['q_norm'], query, config), _rms_norm(params['k_norm'], key, config)
   if rotation is not None:
@@ -365,8 +381,11 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
     x: `[..., embed_dim]`.
   """
   activation = ACTIVATIONS[config.activation]
-  up = linear(params['up'], x)
-  hidden = activation(linear(params['gate'], x)) * up if config.is_gated else activation(up)
+  if config.is_gated:
+    gate, up = linears(params, ('gate', 'up'), x, [config.mlp_dim] * 2)
+    hidden = activation(gate) * up
+  else:
+    hidden = activation(linear(params['up'], x))
   return linear(params['down'], hidden)
 
 
@@ -384,9 +403,7 @@ def _block(params, config, layer, x, rotation, visible, cache):
 
 
 def _embed(params, tokens, *, config):
-  x = layers.take_rows(params['embedding'], tokens)
-  # `_for_decoding` holds bfloat16 as integers of the same bits.
-  x = jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x.astype(config.dtype)
+  x = layers.take_rows(params['embedding'], tokens).astype(config.dtype)
   return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
 
 
@@ -420,17 +437,8 @@ def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
 
 
 def _for_decoding(params, *, config):
-  """The parameters in the form that the default backend decodes fastest.
-
-  To take rows of a bfloat16 embedding, XLA on CPUs converts all of it to float32, once in every program. So it becomes
-  an array of integers with the same bits, and the output head, if it is tied, an array of its own.
-  """
   del config
-  embedding = params['embedding']
-  if isinstance(embedding, Int8Kernel) or embedding.dtype != jnp.bfloat16 or jax.default_backend() != 'cpu':
-    return layers.with_unembedding(params)
-  bits = jax.lax.bitcast_convert_type(embedding, jnp.uint16)
-  return {**params, 'embedding': bits, 'unembedding': params.get('unembedding', embedding.T)}
+  return for_cpu(params)
 
 
 def _init_cache(batch_size, cache_size, *, config):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,6 @@ class Int8Kernel:
   def dequantised(self, dtype: DTypeLike) -> jax.Array:
     """The matrix in a float dtype."""
     return (self.values * jnp.expand_dims(self.scale, 1 - self.channel_axis)).astype(dtype)
-
-
-Kernel: TypeAlias = jax.Array | Int8Kernel
 
 
 def is_int8(leaf: Any) -> bool:

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from spectr_jax.models.int8 import Int8Kernel, Kernel
+from spectr_jax.models.cpu_form import TransposedKernel
+from spectr_jax.models.int8 import Int8Kernel
 
 # Keys `[B, K, head_dim, S]` and values `[B, K, S, head_dim]` of a committed prefix, and bool `[B, 1 or N, S]`, the
 # slots that each query sees.
 Prefix: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+Kernel: TypeAlias = jax.Array | Int8Kernel | TransposedKernel
 Rotation: TypeAlias = tuple[jax.Array, jax.Array]  # sines and cosines `[B, N, 1, F]`
 _BLOCK_SIZE = 2**18  # numbers of an int8 kernel that a CPU converts at a time
 _BLOCK_SLOTS = 256  # slots of a cache that a CPU's attention of many queries visits at a time
@@ -31,25 +33,29 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
 
   Args:
     x: `[..., in]`.
-    kernel: `[in, out]` for axis 0, `[out, in]` for axis 1; of any float dtype, or in int8.
-    axis: The kernel's input axis.
+    kernel: `[in, out]` for axis 0, `[out, in]` for axis 1; of any float dtype, or in int8; or a
+      `TransposedKernel`.
+    axis: The kernel's input axis, where the kernel does not say.
 
   Returns:
     `[..., out]` in the accumulation's dtype.
   """
+  if isinstance(kernel, TransposedKernel):
+    return matmul(x, kernel.out_in, axis=1)
   if isinstance(kernel, Int8Kernel):
     in_blocks = functools.partial(_matmul_in_blocks, axis=axis)
     whole = functools.partial(matmul, axis=axis)
     # A channel's scale is a factor of its sums, so that the integers, which every float dtype holds, are multiplied.
     return jax.lax.platform_dependent(x, kernel.values, cpu=in_blocks, default=whole) * kernel.scale
   rows = x.reshape(-1, x.shape[-1])
-  if rows.shape[0] > 1 or x.dtype != jnp.bfloat16:
-    out = _product(rows, kernel, axis)
-  elif axis == 0 and kernel.dtype == jnp.bfloat16 and kernel.shape[0] % _NUM_PARTS == 0:
-    two = functools.partial(_product_of_two, axis=axis)
-    out = jax.lax.platform_dependent(rows, kernel, cpu=_product_in_parts, default=two)
+  is_row = rows.shape[0] == 1
+  plain = functools.partial(_product_of_two if is_row and x.dtype == jnp.bfloat16 else _product_of_rows, axis=axis)
+  if axis == 1 and rows.shape[0] <= _FEW_ROWS and (x.dtype == jnp.bfloat16 or not is_row):
+    out = jax.lax.platform_dependent(rows, kernel, cpu=_product_of_columns, default=plain)
+  elif axis == 0 and is_row and x.dtype == kernel.dtype == jnp.bfloat16 and kernel.shape[0] % _NUM_PARTS == 0:
+    out = jax.lax.platform_dependent(rows, kernel, cpu=_product_in_parts, default=plain)
   else:
-    out = _product_of_two(rows, kernel, axis=axis)
+    out = plain(rows, kernel)
   return out.reshape(*x.shape[:-1], kernel.shape[1 - axis])
 
 
@@ -77,6 +83,24 @@ def _product_backward(axis, operands, gradient):
 # of the accumulated gradient, float32, which takes a CPU three times as long.
 _product = jax.custom_vjp(_product_by_jax, nondiff_argnums=(2,))
 _product.defvjp(_product_forward, _product_backward)
+
+
+def _product_of_rows(rows, kernel, *, axis):
+  return _product(rows, kernel, axis)
+
+
+_FEW_ROWS = 12  # with more the product of rows is as fast
+
+
+def _product_of_columns(rows, kernel):
+  """The product of a kernel `[out, in]` and few rows as its columns, at least two.
+
+  XLA's CPU backend reads such a kernel in order. Rows become columns one by one, since it turns the product with a
+  transposed array into that of rows, which rearranges the kernel.
+  """
+  columns = [row.reshape(-1, 1) for row in (rows if len(rows) > 1 else [rows[0], rows[0]])]
+  out = _dot(kernel.astype(rows.dtype), jnp.concatenate(columns, axis=1), 1, 0)
+  return jnp.concatenate([out[:, i].reshape(1, -1) for i in range(len(rows))])
 
 
 def _product_of_two(row, kernel, *, axis):
@@ -130,7 +154,7 @@ def take_rows(embedding: Kernel, rows: jax.Array) -> jax.Array:
   """Rows of an embedding.
 
   Args:
-    embedding: `[V, embed_dim]`, of any float dtype or in int8.
+    embedding: `[V, embed_dim]`, of any float dtype, in int8, or uint16, the bits of bfloat16.
     rows: Integers `[...]`.
 
   Returns:
@@ -138,7 +162,8 @@ def take_rows(embedding: Kernel, rows: jax.Array) -> jax.Array:
   """
   if isinstance(embedding, Int8Kernel):
     return jnp.take(embedding.values, rows, axis=0) * jnp.take(embedding.scale, rows)[..., None]
-  return jnp.take(embedding, rows, axis=0)
+  taken = jnp.take(embedding, rows, axis=0)
+  return jax.lax.bitcast_convert_type(taken, jnp.bfloat16) if taken.dtype == jnp.uint16 else taken
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Array:
@@ -360,23 +385,6 @@ def unembed(params: Mapping[str, Any], features: jax.Array) -> jax.Array:
   if 'unembedding' in params:
     return matmul(features, params['unembedding'])
   return matmul(features, params['embedding'], axis=1)
-
-
-def with_unembedding(params: Mapping[str, Any]) -> Mapping[str, Any]:
-  """The parameters in the form that the default backend decodes fastest; the `Model.for_decoding_fn` of networks.
-
-  On CPUs a float32 embedding that is the output head as well gets a copy as `[embed_dim, V]`, which cuts the time for
-  logits of several tokens by a quarter. The copy takes as much memory as the embedding and does not follow changes of
-  it.
-
-  Args:
-    params: As for `unembed`.
-  """
-  embedding = params['embedding']
-  is_float32 = not isinstance(embedding, Int8Kernel) and embedding.dtype == jnp.float32
-  if 'unembedding' in params or not is_float32 or jax.default_backend() != 'cpu':
-    return params
-  return {**params, 'unembedding': jnp.asarray(embedding).T}
 
 
 def check_feature_layers(feature_layers: tuple[int, ...], num_layers: int) -> None:

@@ -1,8 +1,7 @@
 """A decoder-only transformer behind the `Model` seam; the only module that imports Flax.
 
-It has pre-norm RMSNorm, rotary positions, GELU and tied embeddings. Kernels are stored `[in, out]`, the order that
-XLA's CPU backend multiplies in. It would copy kernels of another order at every call on several tokens, which takes up
-to twice the time.
+It has pre-norm RMSNorm, rotary positions, GELU and tied embeddings. Kernels are stored `[in, out]`; `for_decoding`
+stores them as the backend reads them fastest.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import functions, layers
+from spectr_jax.models.cpu_form import for_cpu
 from spectr_jax.models.functions import model_functions
 from spectr_jax.models.int8 import is_int8
 from spectr_jax.sharding import TRANSFORMER_RULES
@@ -80,8 +80,11 @@ class Linear(nn.Module):
   @nn.compact
   def __call__(self, x):
     init = nn.initializers.variance_scaling(self.init_scale, 'fan_in', 'normal', in_axis=-1, out_axis=-2)
-    # Drawn as `[out, in]`, so that a key gives the same numbers as when kernels were stored in that order.
-    kernel = self.param('kernel', lambda key: init(key, (self.features, x.shape[-1])).T)
+    if self.has_variable('params', 'kernel'):  # in a form of `cpu_form` perhaps, whose shape `param` would refuse
+      kernel = self.get_variable('params', 'kernel')
+    else:
+      # Drawn as `[out, in]`, so that a key gives the same numbers as when kernels were stored in that order.
+      kernel = self.param('kernel', lambda key: init(key, (self.features, x.shape[-1])).T)
     return layers.matmul(x, kernel).astype(self.dtype)
 
 
@@ -206,7 +209,7 @@ def _unembed(params, features, *, config):
 
 def _for_decoding(params, *, config):
   del config
-  return layers.with_unembedding(params)
+  return for_cpu(params)
 
 
 def init_params(key: jax.Array, config: TransformerConfig) -> Any:

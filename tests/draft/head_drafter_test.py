@@ -10,12 +10,13 @@ import pytest
 
 import spectr_jax
 from spectr_jax import TokenTree
-from spectr_jax.draft import Likeliest, growing
+from spectr_jax.draft import Likeliest, growing, lookup_beside
 from spectr_jax.draft.head_drafter import head_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
 from spectr_jax.models import causal_lm, head
+from spectr_jax.models.cpu_form import TransposedKernel
 
 V, VD, D = 23, 11, 8
 _TARGET = causal_lm.CausalLMConfig(V, D, 3, 2, 1, 4, 12, 64, rope=causal_lm.Rope((1.0, 0.1)), is_tied=True)
@@ -88,7 +89,8 @@ def test_guesses_of_three_rounds_are_those_of_a_plain_computation(target, name):
   config = _CONFIGS[name]
   drafter = _drafter(config)
   tree = TokenTree.from_parents((0, 0, 1, 1, 2, 3, 6))
-  decoder = Decoder.make(target, drafter, method='traversal', tree=tree, max_new_tokens=20, cache_size=40)
+  fast = drafter.for_decoding()
+  decoder = Decoder.make(target, fast, method='traversal', tree=tree, max_new_tokens=20, cache_size=40)
   prompts = jax.random.randint(jax.random.key(3), (3, 7), 0, V)
   lengths = jnp.array([7, 2, 4])
   state = init_decode(decoder, jax.random.key(2), prompts, lengths)
@@ -109,6 +111,13 @@ def test_guesses_of_three_rounds_are_those_of_a_plain_computation(target, name):
     state, _ = jax.jit(run_round)(decoder, state)
   assert total > 20
   assert int(state.result.lengths.max()) > 3  # some guesses were kept, so caches moved by more than one token
+
+
+def test_lookup_beside_a_head_has_it_in_the_form_for_decoding():
+  drafter = _drafter(_WIDE)
+  beside = lookup_beside(drafter).for_decoding()
+  assert beside.params.drafter.params.keys() == drafter.for_decoding().params.keys()
+  assert isinstance(beside.params.drafter.params['unembedding'], TransposedKernel)
 
 
 @pytest.mark.parametrize('method', ['speculative', 'race_traversal', 'ersd'])

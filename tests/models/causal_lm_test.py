@@ -131,17 +131,6 @@ def test_what_drafters_share(name):
     model.with_features((4,))
 
 
-def test_a_tied_model_for_decoding_has_the_same_logits():
-  model = _model('gemma2')
-  fast = model.for_decoding()
-  np.testing.assert_array_equal(fast.params['unembedding'], model.params['embedding'].T)
-  features = jax.random.normal(jax.random.key(1), (2, 16))
-  expected = model.unembed_fn(model.params, features)
-  np.testing.assert_allclose(fast.unembed_fn(fast.params, features), expected, atol=TOLERANCE)
-  untied = _model('llama')
-  assert untied.for_decoding() is untied
-
-
 def test_parameters_are_of_one_dtype():
   config = dataclasses.replace(LLAMA, dtype='bfloat16')
   model = causal_lm(_model('llama').params, config)
@@ -151,17 +140,25 @@ def test_parameters_are_of_one_dtype():
   assert output.cache.keys[0].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize('name', ['llama', 'gemma2'])  # gemma2 is tied
-def test_a_bfloat16_model_for_decoding_has_the_same_logits(name):
-  config = dataclasses.replace(read_spec(SPECS[name])[1], dtype='bfloat16')
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('name', ['llama', 'gemma2', 'qwen2', 'gpt2'])  # tied and not, with biases, without gates
+def test_a_model_for_decoding_has_the_same_logits(name, dtype):
+  config = dataclasses.replace(read_spec(SPECS[name])[1], dtype=dtype)
   model = causal_lm(_model(name).params, config)
   fast = model.for_decoding()
-  assert fast.params['embedding'].dtype == jnp.uint16  # no program converts the whole embedding
   assert fast.for_decoding() is fast
-  tokens = jnp.array([[1, 2, 3]])
-  np.testing.assert_array_equal(fast.embed_fn(fast.params, tokens), model.embed_fn(model.params, tokens))
-  call = tokens, jnp.arange(3)[None], jnp.tril(jnp.ones((3, 3), bool)), model.init_cache_fn(1, 4)
-  np.testing.assert_allclose(_apply(fast, *call).logits, _apply(model, *call).logits, atol=TOLERANCE)
+  assert 'qkv' in fast.params['layer_0']['attention'] and 'q' not in fast.params['layer_0']['attention']
+  assert ('gate_up' in fast.params['layer_0']['mlp']) == config.is_gated
+  if dtype == 'bfloat16':
+    assert fast.params['embedding'].dtype == jnp.uint16  # no program converts the whole embedding
+  for num_tokens in (1, 3, 14):
+    tokens = jnp.arange(num_tokens)[None]
+    if model.embed_fn is not None:
+      np.testing.assert_array_equal(fast.embed_fn(fast.params, tokens), model.embed_fn(model.params, tokens))
+    mask = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+    call = tokens, jnp.arange(num_tokens)[None], mask, model.init_cache_fn(1, 16)
+    tolerance = TOLERANCE if dtype == 'float32' else 0.05
+    np.testing.assert_allclose(_apply(fast, *call).logits, _apply(model, *call).logits, atol=tolerance)
 
 
 def test_a_float32_cache_holds_the_keys_of_a_bfloat16_model():

@@ -1,0 +1,89 @@
+"""Parameters in the form that CPUs decode fastest: products, joined kernels, shardings."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hub_specs import SPECS
+from jax.sharding import PartitionSpec
+
+from spectr_jax.io.hub.families import read_spec
+from spectr_jax.models import layers
+from spectr_jax.models.causal_lm import causal_lm, init_params
+from spectr_jax.models.cpu_form import JOINED, TransposedKernel, for_cpu, kernels_for_cpu
+from spectr_jax.models.int8 import is_int8, quantised
+from spectr_jax.sharding import CAUSAL_LM_RULES, make_mesh, shardings
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('num_rows', [1, 2, 5, 12, 13, 100])
+def test_a_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtype):
+  rows = jax.random.normal(jax.random.key(0), (num_rows, 48), dtype)
+  kernel = jax.random.normal(jax.random.key(1), (48, 40), dtype)
+  multiply = jax.jit(layers.matmul)
+  found = multiply(rows, TransposedKernel(kernel.T))
+  assert found.dtype == jnp.float32
+  np.testing.assert_allclose(found, np.asarray(rows, np.float64) @ np.asarray(kernel, np.float64), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('num_rows', [1, 3, 20])
+def test_gradients_of_a_product_are_those_of_the_other_order(num_rows):
+  rows = jax.random.normal(jax.random.key(0), (num_rows, 48))
+  kernel = jax.random.normal(jax.random.key(1), (48, 40))
+
+  def loss(rows, kernel, is_transposed):
+    return jnp.sin(layers.matmul(rows, TransposedKernel(kernel.T) if is_transposed else kernel)).sum()
+
+  found, expected = (jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(rows, kernel, is_it) for is_it in (True, False))
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize('num_rows', [1, 5, 20])
+def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows):
+  params = quantised({'kernel': jax.random.normal(jax.random.key(1), (48, 40))})
+  rows = jax.random.normal(jax.random.key(0), (num_rows, 48))
+  fast = kernels_for_cpu(params)['kernel']
+  assert fast.shape == (48, 40)
+  np.testing.assert_allclose(layers.matmul(rows, fast), layers.matmul(rows, params['kernel']), rtol=1e-4, atol=1e-4)
+
+
+def test_products_of_one_input_are_joined_where_they_have_the_same_parameters():
+  def linear(has_bias):
+    return {'kernel': jnp.ones((4, 2))} | ({'bias': jnp.ones(2)} if has_bias else {})
+
+  fast = kernels_for_cpu({name: linear(True) for name in 'qkv'} | {'gate': linear(True), 'up': linear(False)})
+  assert fast.keys() == {'qkv', 'gate', 'up'}
+  assert fast['qkv']['kernel'].out_in.shape == (6, 4) and fast['qkv']['bias'].shape == (6,)
+
+
+@pytest.mark.parametrize('weights', [None, 'int8'])
+def test_every_parameter_is_sharded_as_the_one_that_it_is_made_of(weights):
+  mesh = make_mesh({}, jax.devices()[:1])
+  config = dataclasses.replace(read_spec(SPECS['qwen2'])[1], weights=weights)  # with biases
+  params = init_params(jax.random.key(0), config)
+
+  def specs(params):
+    found = jax.tree_util.tree_leaves_with_path(shardings(mesh, params, CAUSAL_LM_RULES))
+    return {jax.tree_util.keystr(keys, simple=True, separator='/'): place.spec for keys, place in found}
+
+  plain, fast = specs(params), specs(for_cpu(params))
+  checked = 0
+  for path, spec in fast.items():
+    original = path.replace('/out_in', '')
+    for names, joined in JOINED.items():
+      original = original.replace(f'/{joined}/', f'/{names[0]}/')
+    is_matrix = '/out_in' in path and not path.endswith('scale')
+    expected = PartitionSpec(*reversed(plain[original])) if is_matrix else plain[original]
+    assert spec == expected, path
+    checked += is_matrix
+  assert checked == 4 * config.num_layers + (not config.is_tied)
+
+
+def test_other_backends_keep_their_parameters(monkeypatch):
+  config = read_spec(SPECS['llama'])[1]
+  model = causal_lm(init_params(jax.random.key(0), config), config)
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
+  assert model.for_decoding() is model
+  assert not any(map(is_int8, jax.tree.leaves(model.params, is_leaf=is_int8)))
