@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.model import KVCache, Model
-from spectr_jax.models import layers, table, transformer
+from spectr_jax.models import cpu_form, layers, table, transformer
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.tree import TokenTree
 
@@ -235,7 +235,8 @@ def test_bfloat16_follows_float32(target):
 
 @pytest.mark.parametrize(('dtype', 'tolerance'), [('float32', TOLERANCE), ('bfloat16', 0.05)])
 @pytest.mark.parametrize('num_tokens', [1, 2, 12, 13, 40])  # products have forms of their own for few rows
-def test_a_model_for_decoding_has_the_same_logits(target, num_tokens, dtype, tolerance):
+def test_a_model_for_decoding_has_the_same_logits(target, num_tokens, dtype, tolerance, monkeypatch):
+  monkeypatch.setattr(cpu_form, 'LARGE', 1)
   config = dataclasses.replace(transformer.config_of(target), dtype=dtype)
   plain = transformer.transformer_model(target.params, config)
   fast = transformer.for_decoding(plain)
@@ -253,7 +254,9 @@ def test_a_model_for_decoding_has_the_same_logits(target, num_tokens, dtype, tol
   assert np.abs(logits(dataclasses.replace(fast, params=fast.params | halved)) - logits(plain)).max() > 2 * tolerance
 
 
-def test_a_model_for_decoding_is_so_already(target):
+def test_a_model_for_decoding_is_so_already(target, monkeypatch):
+  assert transformer.for_decoding(target) is target  # its kernels are small
+  monkeypatch.setattr(cpu_form, 'LARGE', 1)
   fast = transformer.for_decoding(target)
   assert transformer.for_decoding(fast) is fast
   with pytest.raises(ValueError, match='not a model made by transformer_model'):

@@ -1,8 +1,9 @@
 """Parameters in the form that CPUs decode fastest.
 
 XLA's CPU backend reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product,
-and a product of few rows takes some 80 microseconds beside the time of its bytes. So kernels are transposed, and those
-that multiply the same input become one. `layers.matmul` has the forms of the product; jax 0.10 was measured.
+and a product of few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the
+caches are transposed, and those that multiply the same input become one. `layers.matmul` has the forms of the product;
+jax 0.10 was measured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from spectr_jax.models.int8 import Int8Kernel, is_int8
 
 # The name of the products that become one, by theirs.
 JOINED = {('q', 'k', 'v'): 'qkv', ('gate', 'up'): 'gate_up'}
+LARGE = 2**17  # numbers of a kernel; smaller ones stay as they are
 
 
 @jax.tree_util.register_dataclass
@@ -65,10 +67,10 @@ def _transposed(kernel) -> TransposedKernel:
 
 
 def kernels_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
-  """Parameters whose matrices `kernel` and `unembedding` are joined and transposed, where CPUs compute with them.
+  """Parameters whose large matrices `kernel` and `unembedding` are joined and transposed, where CPUs compute with them.
 
   Args:
-    params: A nested dict, which is returned as it is on other backends.
+    params: A nested dict, which is returned as it is on other backends, or if it is in this form.
   """
   if jax.default_backend() != 'cpu':
     return params
@@ -76,10 +78,11 @@ def kernels_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   def convert(name, node):
     if isinstance(node, Mapping):
       return {key: convert(key, value) for key, value in _joined(node).items()}
-    is_kernel = name in ('kernel', 'unembedding') and not isinstance(node, TransposedKernel) and len(node.shape) == 2
-    return _transposed(node) if is_kernel else node
+    is_plain = name in ('kernel', 'unembedding') and not isinstance(node, TransposedKernel) and len(node.shape) == 2
+    return _transposed(node) if is_plain and node.size >= LARGE else node
 
-  return convert('', params)
+  converted = convert('', params)
+  return params if jax.tree.structure(converted) == jax.tree.structure(params) else converted
 
 
 def for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -89,18 +92,12 @@ def for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   an array of its own: to take rows of bfloat16, XLA would convert all of them to float32, once in every program.
 
   Args:
-    params: A nested dict with `embedding` `[V, D]` and perhaps `unembedding` `[D, V]`. Parameters in this form already
-      are returned as they are.
+    params: A nested dict with `embedding` `[V, D]` and perhaps `unembedding` `[D, V]`.
   """
-  is_done = any(isinstance(leaf, TransposedKernel) for leaf in jax.tree.leaves(params, is_leaf=_is_transposed))
-  if jax.default_backend() != 'cpu' or is_done:
+  if jax.default_backend() != 'cpu':
     return params
   params, embedding = kernels_for_cpu(params), params['embedding']
   if is_int8(embedding) or embedding.dtype != jnp.bfloat16:
     return params
   bits = jax.lax.bitcast_convert_type(embedding, jnp.uint16)
   return {'unembedding': TransposedKernel(embedding), **params, 'embedding': bits}
-
-
-def _is_transposed(node) -> bool:
-  return isinstance(node, TransposedKernel)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from spectr_jax.models import cpu_form
 from spectr_jax.models.cpu_form import TransposedKernel
 from spectr_jax.models.int8 import Int8Kernel
 
@@ -50,7 +51,8 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
   rows = x.reshape(-1, x.shape[-1])
   is_row = rows.shape[0] == 1
   plain = functools.partial(_product_of_two if is_row and x.dtype == jnp.bfloat16 else _product_of_rows, axis=axis)
-  if axis == 1 and rows.shape[0] <= _FEW_ROWS and (x.dtype == jnp.bfloat16 or not is_row):
+  by_columns = axis == 1 and kernel.size >= cpu_form.LARGE and rows.shape[0] <= _FEW_ROWS
+  if by_columns and (x.dtype == jnp.bfloat16 or not is_row):
     out = jax.lax.platform_dependent(rows, kernel, cpu=_product_of_columns, default=plain)
   elif axis == 0 and is_row and x.dtype == kernel.dtype == jnp.bfloat16 and kernel.shape[0] % _NUM_PARTS == 0:
     out = jax.lax.platform_dependent(rows, kernel, cpu=_product_in_parts, default=plain)
@@ -95,7 +97,7 @@ _FEW_ROWS = 12  # with more the product of rows is as fast
 def _product_of_columns(rows, kernel):
   """The product of a kernel `[out, in]` and few rows as its columns, at least two.
 
-  XLA's CPU backend reads such a kernel in order. Rows become columns one by one, since it turns the product with a
+  XLA's CPU backend reads the kernel in order here. Rows become columns one by one, since it turns the product with a
   transposed array into that of rows, which rearranges the kernel.
   """
   columns = [row.reshape(-1, 1) for row in (rows if len(rows) > 1 else [rows[0], rows[0]])]

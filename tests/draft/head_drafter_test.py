@@ -15,8 +15,7 @@ from spectr_jax.draft.head_drafter import head_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
-from spectr_jax.models import causal_lm, head
-from spectr_jax.models.cpu_form import TransposedKernel
+from spectr_jax.models import causal_lm, cpu_form, head
 
 V, VD, D = 23, 11, 8
 _TARGET = causal_lm.CausalLMConfig(V, D, 3, 2, 1, 4, 12, 64, rope=causal_lm.Rope((1.0, 0.1)), is_tied=True)
@@ -85,7 +84,8 @@ def _reference(target, drafter, config, text, guesses):
 
 
 @pytest.mark.parametrize('name', _CONFIGS)
-def test_guesses_of_three_rounds_are_those_of_a_plain_computation(target, name):
+def test_guesses_of_three_rounds_are_those_of_a_plain_computation(target, name, monkeypatch):
+  monkeypatch.setattr(cpu_form, 'LARGE', 1)
   config = _CONFIGS[name]
   drafter = _drafter(config)
   tree = TokenTree.from_parents((0, 0, 1, 1, 2, 3, 6))
@@ -113,11 +113,12 @@ def test_guesses_of_three_rounds_are_those_of_a_plain_computation(target, name):
   assert int(state.result.lengths.max()) > 3  # some guesses were kept, so caches moved by more than one token
 
 
-def test_lookup_beside_a_head_has_it_in_the_form_for_decoding():
+def test_lookup_beside_a_head_has_it_in_the_form_for_decoding(monkeypatch):
+  monkeypatch.setattr(cpu_form, 'LARGE', 1)
   drafter = _drafter(_WIDE)
   beside = lookup_beside(drafter).for_decoding()
   assert beside.params.drafter.params.keys() == drafter.for_decoding().params.keys()
-  assert isinstance(beside.params.drafter.params['unembedding'], TransposedKernel)
+  assert isinstance(beside.params.drafter.params['unembedding'], cpu_form.TransposedKernel)
 
 
 @pytest.mark.parametrize('method', ['speculative', 'race_traversal', 'ersd'])

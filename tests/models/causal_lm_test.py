@@ -11,7 +11,7 @@ from hub_specs import SPECS
 
 from spectr_jax.io.hub.families import FAMILIES, read_spec
 from spectr_jax.model import Model
-from spectr_jax.models import table
+from spectr_jax.models import cpu_form, table
 from spectr_jax.models.causal_lm import CausalLMConfig, Rope, causal_lm, config_of, init_params, param_shapes
 from spectr_jax.tree import TokenTree
 
@@ -142,11 +142,13 @@ def test_parameters_are_of_one_dtype():
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('name', ['llama', 'gemma2', 'qwen2', 'gpt2'])  # tied and not, with biases, without gates
-def test_a_model_for_decoding_has_the_same_logits(name, dtype):
+def test_a_model_for_decoding_has_the_same_logits(name, dtype, monkeypatch):
+  monkeypatch.setattr(cpu_form, 'LARGE', 1)
   config = dataclasses.replace(read_spec(SPECS[name])[1], dtype=dtype)
   model = causal_lm(_model(name).params, config)
   fast = model.for_decoding()
   assert fast.for_decoding() is fast
+  assert isinstance(fast.params['layer_0']['attention']['out']['kernel'], cpu_form.TransposedKernel)
   assert 'qkv' in fast.params['layer_0']['attention'] and 'q' not in fast.params['layer_0']['attention']
   assert ('gate_up' in fast.params['layer_0']['mlp']) == config.is_gated
   if dtype == 'bfloat16':

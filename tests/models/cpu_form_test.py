@@ -10,11 +10,16 @@ from hub_specs import SPECS
 from jax.sharding import PartitionSpec
 
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.models import layers
+from spectr_jax.models import cpu_form, layers
 from spectr_jax.models.causal_lm import causal_lm, init_params
 from spectr_jax.models.cpu_form import JOINED, TransposedKernel, for_cpu, kernels_for_cpu
 from spectr_jax.models.int8 import is_int8, quantised
 from spectr_jax.sharding import CAUSAL_LM_RULES, make_mesh, shardings
+
+
+@pytest.fixture(autouse=True)
+def all_kernels_are_large(monkeypatch):
+  monkeypatch.setattr(cpu_form, 'LARGE', 1)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -79,6 +84,16 @@ def test_every_parameter_is_sharded_as_the_one_that_it_is_made_of(weights):
     assert spec == expected, path
     checked += is_matrix
   assert checked == 4 * config.num_layers + (not config.is_tied)
+
+
+def test_small_kernels_stay_as_they_are(monkeypatch):
+  monkeypatch.setattr(cpu_form, 'LARGE', 48 * 40)
+  params = {'a': {'kernel': jnp.ones((48, 40))}, 'b': {'kernel': jnp.ones((48, 39))}}
+  fast = kernels_for_cpu(params)
+  assert fast['a']['kernel'].out_in.shape == (40, 48)
+  assert fast['b'] == params['b']
+  assert kernels_for_cpu(fast) is fast
+  assert kernels_for_cpu(params['b']) is params['b']
 
 
 def test_other_backends_keep_their_parameters(monkeypatch):
