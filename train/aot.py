@@ -74,6 +74,7 @@ def _teacher(config, mesh: Mesh) -> Teacher | None:
     return None
   sizes = read_config(config.distill_from)
   check_teacher(config, sizes)
+  sizes = dataclasses.replace(sizes, dtype=config.distill_dtype or sizes.dtype)
   params = jax.eval_shape(lambda: transformer_model(init_params(jax.random.key(0), sizes), sizes).params)
   return Teacher(_placed(mesh, params), sizes, config.distill_weight)
 

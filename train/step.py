@@ -13,8 +13,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax.aot import hlo_report as compiled
+from spectr_jax.models.layers import unembed
 from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params
 from spectr_jax.sharding import DATA, divide_rows, replicated, shardings
+from train.blocks import sum_over_blocks
+
+_BLOCK_LOGITS = 2**25  # numbers of the logits that exist at a time on a device
 
 
 def out_of_memory(error: jax.errors.JaxRuntimeError) -> ValueError | None:
@@ -55,6 +59,20 @@ class Teacher:
   weight: float = dataclasses.field(default=1.0, metadata={'static': True})
 
 
+def _packed(params, inputs, model_config, bos_id, *, remat=False, mesh=None, dropout=0.0, dropout_key=None):
+  """Logits `[B, T, V]` and inputs of the output head `[B, T, D]`; a program that uses one does not compute the other."""
+  positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+  document = jnp.cumsum(inputs == bos_id, axis=1)
+  mask = (document[:, :, None] == document[:, None, :]) & (positions[:, :, None] >= positions[:, None, :])
+  dropout = 0.0 if dropout_key is None else dropout
+  network = Transformer(model_config, remat, dropout=dropout, feature_layers=(model_config.num_layers + 1,))
+  if mesh is not None:
+    network = network.clone(constrain_fn=functools.partial(divide_rows, mesh))
+  rngs = None if dropout_key is None else {'dropout': dropout_key}
+  logits, features, _ = network.apply({'params': params}, inputs, positions, mask, rngs=rngs)
+  return logits, features[:, :, 0]
+
+
 def packed_logits(
   params,
   inputs,
@@ -78,14 +96,19 @@ def packed_logits(
     dropout: Probability to drop an entry of a block's output. It has no effect without a key.
     dropout_key: One typed key, or None for no dropout.
   """
-  positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-  document = jnp.cumsum(inputs == bos_id, axis=1)
-  mask = (document[:, :, None] == document[:, None, :]) & (positions[:, :, None] >= positions[:, None, :])
-  network = Transformer(model_config, remat, dropout=0.0 if dropout_key is None else dropout)
-  if mesh is not None:
-    network = network.clone(constrain_fn=functools.partial(divide_rows, mesh))
-  rngs = None if dropout_key is None else {'dropout': dropout_key}
-  return network.apply({'params': params}, inputs, positions, mask, rngs=rngs)[0]
+  options = {'remat': remat, 'mesh': mesh, 'dropout': dropout, 'dropout_key': dropout_key}
+  return _packed(params, inputs, model_config, bos_id, **options)[0]
+
+
+def _losses(logits, targets, teacher_logits, teacher_weight):
+  """The losses `[B, T]` of `token_losses`, from logits `[B, T, V]`; those of the teacher may be None."""
+  if teacher_logits is None:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+  log_probs = jax.nn.log_softmax(logits)
+  losses = teacher_weight * optax.losses.kl_divergence_with_log_targets(log_probs, jax.nn.log_softmax(teacher_logits))
+  if teacher_weight < 1:
+    losses -= (1 - teacher_weight) * jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
+  return losses
 
 
 def token_losses(
@@ -115,15 +138,56 @@ def token_losses(
     Losses `[B, T]`, 0 where there is no target, and weights `[B, T]`, 1 where there is one and 0 elsewhere.
   """
   inputs, targets = rows[:, :-1], rows[:, 1:]
-  logits = packed_logits(params, inputs, model_config, bos_id, **options)
-  weights = (targets != bos_id).astype(jnp.float32)
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+  logits, other = packed_logits(params, inputs, model_config, bos_id, **options), None
   if teacher is not None:
-    laws = packed_logits(teacher.params, inputs, teacher.config, bos_id, mesh=options.get('mesh'))
-    laws = jax.nn.log_softmax(laws)
-    divergence = optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), laws)
-    losses = teacher.weight * divergence + (1 - teacher.weight) * losses
-  return losses * weights, weights
+    other = packed_logits(teacher.params, inputs, teacher.config, bos_id, mesh=options.get('mesh'))
+  weights = (targets != bos_id).astype(jnp.float32)
+  return _losses(logits, targets, other, teacher and teacher.weight) * weights, weights
+
+
+def summed_losses(
+  params,
+  rows,
+  model_config: TransformerConfig,
+  bos_id: int,
+  *,
+  teacher: Teacher | None = None,
+  mesh: Mesh | None = None,
+  **options,
+) -> tuple[jax.Array, jax.Array]:
+  """The sums of `token_losses` and of their weights, for training: the logits of some tokens exist at a time.
+
+  Args:
+    params, rows, model_config, bos_id, teacher, mesh: As in `token_losses`.
+    **options: `remat`, `dropout` and `dropout_key`, as in `packed_logits`.
+  """
+  inputs, targets = rows[:, :-1], rows[:, 1:]
+  weights = (targets != bos_id).astype(jnp.float32)
+  features = _packed(params, inputs, model_config, bos_id, mesh=mesh, **options)[1]
+  constants, data = {}, {'targets': targets, 'weights': weights}
+  if teacher is not None:
+    constants['embedding'] = teacher.params['embedding']
+    data['features'] = _packed(teacher.params, inputs, teacher.config, bos_id, mesh=mesh)[1]
+
+  def sums(embedding, features, constants, data):
+    logits, other = unembed({'embedding': embedding}, features), None
+    if teacher is not None:
+      other = unembed(constants, data['features'])
+    losses = _losses(logits, data['targets'], other, teacher and teacher.weight)
+    return jnp.sum(losses * data['weights']), ()
+
+  def of_rows(embedding, features, constants, data):
+    size = max(1, _BLOCK_LOGITS // (len(features) * model_config.vocab_size))
+    return sum_over_blocks(sums, embedding, features, constants, data, size=size)[0][None]
+
+  if mesh is not None:
+    # Every device sums over its own rows, so that gradients of the output head are added up over devices once.
+    by_rows = PartitionSpec(DATA)
+    of_rows = jax.shard_map(
+      of_rows, mesh=mesh, axis_names={DATA}, in_specs=(PartitionSpec(), by_rows, PartitionSpec(), by_rows),
+      out_specs=by_rows, check_vma=False,
+    )  # fmt: skip
+  return of_rows(params['embedding'], features, constants, data).sum(), weights.sum()
 
 
 def overlaps(params, rows, model_config: TransformerConfig, bos_id: int, *, mesh: Mesh | None = None, teacher: Teacher):
@@ -201,11 +265,9 @@ def make_train_step(
   state_sharding = shardings(mesh, jax.eval_shape(lambda: init_state(0, optimizer, model_config)))
 
   def sum_of_losses(params, rows, dropout_key, teacher):
-    losses, weights = token_losses(
-      params, rows, model_config, bos_id, teacher=teacher, remat=remat, mesh=mesh, dropout=dropout,
-      dropout_key=dropout_key if dropout else None,
-    )  # fmt: skip
-    return losses.sum(), weights.sum()
+    dropout_key = dropout_key if dropout else None
+    options = {'remat': remat, 'mesh': mesh, 'dropout': dropout, 'dropout_key': dropout_key}
+    return summed_losses(params, rows, model_config, bos_id, teacher=teacher, **options)
 
   @functools.partial(
     jax.jit,

@@ -38,6 +38,7 @@ _RULES = (
   ('dropout', 'at least 0 and below 1', lambda x: 0 <= x < 1),
   ('held_out_percent', 'above 0 and below 100', lambda x: 0 < x < 100),
   ('distill_weight', 'above 0 and at most 1', lambda x: 0 < x <= 1),
+  ('distill_dtype', "float32, bfloat16 or empty for the teacher's own", lambda x: x in ('', 'float32', 'bfloat16')),
 )
 
 
@@ -156,7 +157,7 @@ def load_teacher(config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher | None:
   """
   if not config.distill_from:
     return None
-  model, other = load_transformer(config.distill_from)
+  model, other = load_transformer(config.distill_from, dtype=config.distill_dtype or None)
   if other.fingerprint != tokenizer.fingerprint:
     raise ValueError(f'{config.distill_from} has another tokenizer than {config.tokenizer}')
   check_teacher(config, config_of(model))

@@ -65,7 +65,7 @@ def noise_keys(decoder: Decoder, state: DecodeState) -> tuple[jax.Array, jax.Arr
 
 
 def _over_rows(outputs: Callable[[Any, Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Makes a function of a decoder and a state run on each device's rows apart if the decoder has a sharding.
+  """Makes a function of a decoder and a state run on each device's rows apart where the decoder's sharding says so.
 
   Args:
     outputs: What the function returns, as for `DecodeSharding.over_rows`.
@@ -75,7 +75,7 @@ def _over_rows(outputs: Callable[[Any, Any], Any]) -> Callable[[Callable[..., An
     @functools.wraps(function)
     def apply(decoder: Decoder, state: DecodeState, **options):
       local = functools.partial(function, **options)
-      if decoder.sharding is not None:
+      if decoder.sharding is not None and decoder.sharding.rounds_apart(decoder.drafter, state.keys.shape[0]):
         local = decoder.sharding.over_rows(local, state, outputs)
       return local(decoder, state)
 

@@ -102,6 +102,18 @@ class DecodeSharding:
       check_vma=False,
     )
 
+  def rounds_apart(self, drafter: Drafter | None, num_rows: int) -> bool:
+    """Whether rounds run on each device's rows apart.
+
+    A step without a draft does so with few rows only: with more the compiler chooses better layouts for rows of all
+    devices together.
+
+    Args:
+      drafter: The drafter, or None.
+      num_rows: Rows of all devices.
+    """
+    return drafter is not None or num_rows <= _MOST_ROWS_ALONE * self.mesh.shape[DATA]
+
   def drafts_alone(self, drafter: Drafter, num_rows: int) -> bool:
     """Whether each device along `model` drafts by itself, and sends nothing.
 

@@ -149,7 +149,8 @@ def test_a_model_for_decoding_has_the_same_logits(name, dtype, monkeypatch):
   fast = model.for_decoding()
   assert fast.for_decoding() is fast
   assert isinstance(fast.params['layer_0']['attention']['out']['kernel'], cpu_form.TransposedKernel)
-  assert 'qkv' in fast.params['layer_0']['attention'] and 'q' not in fast.params['layer_0']['attention']
+  assert 'qkv' in fast.params['layer_0']['attention']
+  assert 'q' not in fast.params['layer_0']['attention']
   assert ('gate_up' in fast.params['layer_0']['mlp']) == config.is_gated
   if dtype == 'bfloat16':
     assert fast.params['embedding'].dtype == jnp.uint16  # no program converts the whole embedding

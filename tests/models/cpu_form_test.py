@@ -60,7 +60,8 @@ def test_products_of_one_input_are_joined_where_they_have_the_same_parameters():
 
   fast = kernels_for_cpu({name: linear(True) for name in 'qkv'} | {'gate': linear(True), 'up': linear(False)})
   assert fast.keys() == {'qkv', 'gate', 'up'}
-  assert fast['qkv']['kernel'].out_in.shape == (6, 4) and fast['qkv']['bias'].shape == (6,)
+  assert fast['qkv']['kernel'].out_in.shape == (6, 4)
+  assert fast['qkv']['bias'].shape == (6,)
 
 
 @pytest.mark.parametrize('weights', [None, 'int8'])
