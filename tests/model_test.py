@@ -423,3 +423,25 @@ def test_table_model_of_positions():
   )
   # The last table holds for all that follow.
   np.testing.assert_array_equal(output.logits[0], [log_probs[0, 3], log_probs[2, 1], log_probs[2, 2]])
+
+
+@pytest.mark.parametrize('num_tokens', [5, 128, 130, 300])
+def test_causal_attention_in_blocks_is_that_of_all_tokens(num_tokens):
+  keys = jax.random.split(jax.random.key(0), 3)
+  query = jax.random.normal(keys[0], (2, num_tokens, 2, 8))
+  new_keys = jax.random.normal(keys[1], (2, 2, 8, num_tokens))
+  values = jax.random.normal(keys[2], (2, 2, num_tokens, 8))
+  places = jnp.arange(num_tokens)
+  document = places >= 3  # two documents
+  mask = jnp.broadcast_to(
+    (places[:, None] >= places) & (document[:, None] == document), (2, num_tokens, num_tokens)
+  )  # fmt: skip
+
+  def loss(attend):
+    return lambda *arrays: jnp.sum(jnp.sin(attend(*arrays, mask)))
+
+  found, expected = (
+    jax.jit(jax.value_and_grad(loss(attend), (0, 1, 2)))(query, new_keys, values)
+    for attend in (layers.attend_causally, layers.attend)
+  )
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected)

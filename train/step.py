@@ -60,7 +60,7 @@ class Teacher:
 
 
 def _packed(params, inputs, model_config, bos_id, *, remat=False, mesh=None, dropout=0.0, dropout_key=None):
-  """Logits `[B, T, V]` and inputs of the output head `[B, T, D]`; a program that uses one does not compute the other."""
+  """Logits `[B, T, V]` and inputs of the output head `[B, T, D]`; a program computes those that it uses."""
   positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
   document = jnp.cumsum(inputs == bos_id, axis=1)
   mask = (document[:, :, None] == document[:, None, :]) & (positions[:, :, None] >= positions[:, None, :])
@@ -153,12 +153,14 @@ def summed_losses(
   *,
   teacher: Teacher | None = None,
   mesh: Mesh | None = None,
+  unroll: bool = False,
   **options,
 ) -> tuple[jax.Array, jax.Array]:
   """The sums of `token_losses` and of their weights, for training: the logits of some tokens exist at a time.
 
   Args:
     params, rows, model_config, bos_id, teacher, mesh: As in `token_losses`.
+    unroll: Whether the loop over blocks is unrolled, for the compiler's count of operations.
     **options: `remat`, `dropout` and `dropout_key`, as in `packed_logits`.
   """
   inputs, targets = rows[:, :-1], rows[:, 1:]
@@ -178,7 +180,7 @@ def summed_losses(
 
   def of_rows(embedding, features, constants, data):
     size = max(1, _BLOCK_LOGITS // (len(features) * model_config.vocab_size))
-    return sum_over_blocks(sums, embedding, features, constants, data, size=size)[0][None]
+    return sum_over_blocks(sums, embedding, features, constants, data, size=size, unroll=unroll)[0][None]
 
   if mesh is not None:
     # Every device sums over its own rows, so that gradients of the output head are added up over devices once.
@@ -260,13 +262,14 @@ def make_train_step(
     remat: As in `packed_logits`.
     dropout: As in `packed_logits`.
     seed: Seed of the dropout. The dropped entries depend on it, the step and the microbatch.
-    unroll: Whether the loop over microbatches is unrolled, for the compiler's count of operations.
+    unroll: Whether the loops over microbatches and blocks of tokens are unrolled, for the compiler's count of
+      operations.
   """
   state_sharding = shardings(mesh, jax.eval_shape(lambda: init_state(0, optimizer, model_config)))
 
   def sum_of_losses(params, rows, dropout_key, teacher):
     dropout_key = dropout_key if dropout else None
-    options = {'remat': remat, 'mesh': mesh, 'dropout': dropout, 'dropout_key': dropout_key}
+    options = {'remat': remat, 'mesh': mesh, 'dropout': dropout, 'dropout_key': dropout_key, 'unroll': unroll}
     return summed_losses(params, rows, model_config, bos_id, teacher=teacher, **options)
 
   @functools.partial(

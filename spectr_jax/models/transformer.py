@@ -116,13 +116,14 @@ class Block(nn.Module):
     query, key, value = (qkv[:, :, :, part] for part in range(3))
     query, key = layers.rotate(query, rotation), layers.rotate(key, rotation)
     keys, values = jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
-    prefix = None
-    if cache is not None:
+    if cache is None:
+      mixed = layers.attend_causally(query, keys, values, mask)
+    else:
       keys, values = cache.append(self.layer, keys, values, num_pending_slots=mask.shape[-1])
       committed = layers.committed_slots(cache.keys[self.layer].shape[-1], cache.lengths)
       prefix = cache.keys[self.layer], cache.values[self.layer], committed
-    mixed = layers.attend(query, keys, values, mask, prefix).reshape(x.shape)
-    x = x + drop(Linear(cfg.embed_dim, dtype, residual_scale, name='attention_out')(mixed))
+      mixed = layers.attend(query, keys, values, mask, prefix)
+    x = x + drop(Linear(cfg.embed_dim, dtype, residual_scale, name='attention_out')(mixed.reshape(x.shape)))
     hidden = Linear(cfg.mlp_dim, dtype, name='mlp_in')(RMSNorm(name='mlp_norm')(x))
     x = x + drop(Linear(cfg.embed_dim, dtype, residual_scale, name='mlp_out')(nn.gelu(hidden)))
     return x, keys, values

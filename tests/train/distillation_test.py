@@ -9,8 +9,9 @@ import pytest
 from spectr_jax import load_model, save_model
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import TransformerConfig, config_of, init_params, transformer_model
+from spectr_jax.sharding import make_mesh
 from train import step
-from train.train import train
+from train.train import load_teacher, train
 
 _init_params = jax.jit(init_params, static_argnames='config')
 NETWORK = dict(embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
@@ -81,6 +82,24 @@ def test_a_distilled_draft_comes_nearer_to_its_target(tmp_path, make_config):
   plain = train(config, tmp_path / 'plain')
   assert outcome.held_out['overlap'] > plain.held_out['overlap'] + 0.01
   assert first <= last
+
+
+def test_a_teacher_computes_in_the_type_of_the_configuration(tmp_path, make_config):
+  config = make_config()
+  network = TransformerConfig(config.vocab_size, max_length=24, **NETWORK)
+  model = transformer_model(_init_params(jax.random.key(0), config=network), network)
+  tokenizer = Tokenizer.load(config.tokenizer)
+  save_model(tmp_path / 'target', model, tokenizer)
+  config.distill_from = str(tmp_path / 'target')
+  mesh = make_mesh({}, jax.devices()[:1])
+  for dtype, expected in (('', 'float32'), ('bfloat16', 'bfloat16')):
+    config.distill_dtype = dtype
+    teacher = load_teacher(config, tokenizer, mesh)
+    assert teacher.config.dtype == expected
+    assert teacher.params['embedding'].dtype == expected
+  config.distill_dtype = 'float16'
+  with pytest.raises(ValueError, match="config.distill_dtype must be float32, bfloat16 or empty for the teacher's own"):
+    train(config, tmp_path / 'run')
 
 
 def test_teachers_that_cannot_teach(tmp_path, make_config, documents):
