@@ -8,6 +8,7 @@ import math
 import jax
 from jax.sharding import Mesh
 
+from spectr_jax.models.layers import CAUSAL_BLOCK
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.sharding import shardings
 from train.step import init_state, make_optimizer
@@ -52,7 +53,7 @@ def state_entries(config, model_config: TransformerConfig, mesh: Mesh) -> list[E
 
 
 def forward_flops(config: TransformerConfig, num_rows: int, seq_len: int) -> float:
-  """Floating-point operations of the matrix products of a forward pass, with attention scores over whole rows.
+  """Floating-point operations of the products of a forward pass, with attention as `attend_causally` computes it.
 
   Args:
     config: Sizes of the transformer.
@@ -60,7 +61,9 @@ def forward_flops(config: TransformerConfig, num_rows: int, seq_len: int) -> flo
     seq_len: Tokens in a row.
   """
   tokens = num_rows * seq_len
-  per_layer = 2 * (4 * config.embed_dim**2 + 2 * config.embed_dim * config.mlp_dim) + 4 * seq_len * config.embed_dim
+  ends = [min(start + CAUSAL_BLOCK, seq_len) for start in range(0, seq_len, CAUSAL_BLOCK)]
+  num_keys = sum((end - start) * end for start, end in zip([0, *ends], ends)) / seq_len  # that a query reads
+  per_layer = 2 * (4 * config.embed_dim**2 + 2 * config.embed_dim * config.mlp_dim) + 4 * num_keys * config.embed_dim
   return tokens * (config.num_layers * per_layer + 2 * config.vocab_size * config.embed_dim)
 
 

@@ -22,7 +22,7 @@ Rotation: TypeAlias = tuple[jax.Array, jax.Array]  # sines and cosines `[B, N, 1
 _BLOCK_SIZE = 2**18  # numbers of an int8 kernel that a CPU converts at a time
 _BLOCK_SLOTS = 256  # slots of a cache that a CPU's attention of many queries visits at a time
 _MANY_QUERIES = 64
-_CAUSAL_BLOCK = 128  # queries that read the same keys
+CAUSAL_BLOCK = 128  # queries that read the same keys
 
 
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -321,8 +321,8 @@ def attend_causally(query: jax.Array, keys: jax.Array, values: jax.Array, mask: 
     `[B, N, H, head_dim]` in the query's dtype.
   """
   blocks = []
-  for start in range(0, query.shape[1], _CAUSAL_BLOCK):
-    end = start + _CAUSAL_BLOCK
+  for start in range(0, query.shape[1], CAUSAL_BLOCK):
+    end = start + CAUSAL_BLOCK
     blocks.append(attend(query[:, start:end], keys[..., :end], values[:, :, :end], mask[:, start:end, :end]))
   return jnp.concatenate(blocks, axis=1)
 

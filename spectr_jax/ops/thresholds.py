@@ -15,6 +15,7 @@ import jax.numpy as jnp
 THRESHOLDS = 'thresholds'  # the search's scope in compiled programs
 THRESHOLD_PASSES = 8  # the most that it takes in float32 on an accelerator
 _NUM_SECTIONS = 16
+_NUM_PARTS = 8
 
 
 def largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | None) -> jax.Array:
@@ -34,19 +35,27 @@ def largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | No
 
 def _together(probs, goal, weights):
   """One search for all rows, which ends with the slowest of them; the plain form."""
-  return _search(probs, goal, weights, num_sections=_NUM_SECTIONS)
+  return _search(probs, goal, weights, num_sections=_NUM_SECTIONS, sum_fn=functools.partial(jnp.sum, axis=-1))
 
 
 def _row_by_row(probs, goal, weights):
   """The search of each row by itself."""
-  bisect = functools.partial(_search, num_sections=2)
+  bisect = functools.partial(_search, num_sections=2, sum_fn=_sum_in_parts)
   if goal.size == 1:
     return bisect(probs, goal, weights)
   rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[goal.ndim :]), (probs, goal, weights))
   return jax.lax.map(lambda row: bisect(*row), rows).reshape(*goal.shape, 1)
 
 
-def _search(probs, goal, weights, *, num_sections):
+def _sum_in_parts(values):
+  """The sum over the last axis. XLA's CPU backend adds up parts as vectors, and a whole row number by number."""
+  if values.shape[-1] % _NUM_PARTS == 0:
+    parts = values.reshape(*values.shape[:-1], _NUM_PARTS, -1)
+    values = functools.reduce(jnp.add, (parts[..., i, :] for i in range(_NUM_PARTS)))
+  return jnp.sum(values, axis=-1)
+
+
+def _search(probs, goal, weights, *, num_sections, sum_fn):
   """Cuts the bracket of each row into equal sections, over and over, and keeps the one with the threshold."""
   # Floats that are not negative order like their bits. The search is over bits, which it compares as floats.
   bits_dtype = {4: jnp.int32, 8: jnp.int64}[probs.dtype.itemsize]
@@ -54,9 +63,10 @@ def _search(probs, goal, weights, *, num_sections):
 
   def measure(threshold):
     kept = probs >= jax.lax.bitcast_convert_type(threshold, probs.dtype)
-    count = jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32)
-    mass = count if weights is None else jnp.sum(jnp.where(kept, weights, 0), axis=-1, keepdims=True)
-    return mass >= goal, count
+    # As floats, which hold numbers of tokens up to 2^24 exactly and are added up with the masses.
+    count = sum_fn(kept.astype(probs.dtype))[..., None]
+    mass = count if weights is None else sum_fn(jnp.where(kept, weights, 0))[..., None]
+    return mass >= goal, count.astype(jnp.int32)
 
   def unsettled(carry):
     low, high, low_count, high_count = carry
