@@ -51,8 +51,8 @@ def _joined(params: Mapping[str, Any]) -> dict[str, Any]:
   """The parameters of products and others, with those of `JOINED` as one."""
   params = dict(params)
   for names, joined in JOINED.items():
-    parts = [params.get(name) for name in names]
-    if all(isinstance(part, Mapping) and part.keys() == parts[0].keys() for part in parts):
+    parts = [params[name] for name in names if isinstance(params.get(name), Mapping)]
+    if len(parts) == len(names) and all(part.keys() == parts[0].keys() for part in parts):
       axes = {'kernel': 1, 'bias': 0}
       params[joined] = {leaf: _side_by_side([part[leaf] for part in parts], axes[leaf]) for leaf in parts[0]}
       for name in names:
@@ -66,6 +66,10 @@ def _transposed(kernel) -> TransposedKernel:
   return TransposedKernel(kernel.T)
 
 
+def _is_large(kernel: Any) -> bool:
+  return len(kernel.shape) == 2 and kernel.size >= LARGE
+
+
 def kernels_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   """Parameters whose large matrices `kernel` and `unembedding` are joined and transposed, where CPUs compute with them.
 
@@ -75,11 +79,11 @@ def kernels_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   if jax.default_backend() != 'cpu':
     return params
 
-  def convert(name, node):
+  def convert(name: str, node: Any) -> Any:
     if isinstance(node, Mapping):
       return {key: convert(key, value) for key, value in _joined(node).items()}
-    is_plain = name in ('kernel', 'unembedding') and not isinstance(node, TransposedKernel) and len(node.shape) == 2
-    return _transposed(node) if is_plain and node.size >= LARGE else node
+    is_kernel = name in ('kernel', 'unembedding') and not isinstance(node, TransposedKernel)
+    return _transposed(node) if is_kernel and _is_large(node) else node
 
   converted = convert('', params)
   return params if jax.tree.structure(converted) == jax.tree.structure(params) else converted

@@ -153,7 +153,7 @@ def _matmul_in_blocks(x: jax.Array, values: jax.Array, *, axis: int) -> jax.Arra
   return jax.lax.fori_loop(0, -(-num_channels // size), multiply, out)
 
 
-def take_rows(embedding: Kernel, rows: jax.Array) -> jax.Array:
+def take_rows(embedding: jax.Array | Int8Kernel, rows: jax.Array) -> jax.Array:
   """Rows of an embedding.
 
   Args:

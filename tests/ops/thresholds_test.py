@@ -18,10 +18,11 @@ def _by_sorting(probs, goal, weights):
 
 @pytest.mark.parametrize('form', ['_together', '_row_by_row'])
 @pytest.mark.parametrize('is_weighted', [False, True])
-def test_every_form_keeps_what_sorting_keeps(form, is_weighted):
+@pytest.mark.parametrize('vocab_size', [12, 16])  # a multiple of the parts of a sum, and none
+def test_every_form_keeps_what_sorting_keeps(form, is_weighted, vocab_size):
   rng = np.random.default_rng(0)
   # Eighths and sums of them are exact; there are ties and zeros, and the last rows ask for more than there is.
-  probs = np.float32(rng.integers(0, 9, (3, 5, 12)) / 8)
+  probs = np.float32(rng.integers(0, 9, (3, 5, vocab_size)) / 8)
   weights = probs if is_weighted else np.ones_like(probs)
   goal = np.float32(rng.integers(1, 8, (3, 5)))
   goal[-1] = 100
