@@ -9,7 +9,6 @@ uniform and no noise of the size of the vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
@@ -19,6 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from spectr_jax.ops.thresholds import largest_threshold
+from spectr_jax.sharding import shards_in_program
 
 _BLOCK = 128  # tokens whose sum or minimum is taken at a time
 
@@ -158,23 +158,11 @@ def _in_blocks(values: jax.Array, fill: float) -> tuple[jax.Array, Callable[[jax
     values: `[V]`.
     fill: Value of the padding at the end of each shard.
   """
-  num_shards = _num_shards(values.shape[0])
+  num_shards = shards_in_program(values.shape[0])
   width = values.shape[0] // num_shards
   padded = jnp.pad(values.reshape(num_shards, width), ((0, 0), (0, -width % _BLOCK)), constant_values=fill)
   num_blocks = padded.shape[1] // _BLOCK
   return padded.reshape(-1, _BLOCK), lambda row: row // num_blocks * width + row % num_blocks * _BLOCK
-
-
-def _num_shards(vocab_size: int) -> int:
-  """Equal parts of a distribution that may be on different devices, in the program that is being traced.
-
-  Blocks across their borders would make every device gather the distribution.
-  """
-  mesh = jax.sharding.get_abstract_mesh()
-  num_shards = math.prod(
-    size for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != AxisType.Manual
-  )
-  return num_shards if vocab_size % num_shards == 0 else 1
 
 
 def _on_each_device(values: jax.Array) -> jax.Array:

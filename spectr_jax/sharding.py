@@ -186,6 +186,21 @@ def put(tree: Any, places: Any) -> Any:
   return jax.tree.map(put_one, tree, places)
 
 
+def shards_in_program(size: int) -> int:
+  """Equal parts of an axis that may be on different devices, in the program that is being traced.
+
+  Blocks across their borders would be sent between devices.
+
+  Args:
+    size: Size of the axis. If it cannot be divided, it is one part.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  num_shards = math.prod(
+    size for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != AxisType.Manual
+  )
+  return num_shards if size % num_shards == 0 else 1
+
+
 def is_primary() -> bool:
   """Tells whether this process prints and writes for all of them; it is process 0."""
   return jax.process_index() == 0

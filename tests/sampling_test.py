@@ -12,6 +12,7 @@ from scipy import stats
 
 from spectr_jax import sampling as sampling_module
 from spectr_jax.sampling import SamplingParams, arrivals, draw, first_arrival, logits_to_probs, positive_part_or
+from spectr_jax.sharding import shards_in_program
 
 LARGEST_UNIFORM = np.float32(1 - 2.0**-24)
 
@@ -318,7 +319,7 @@ def test_rare_tokens_win_races_as_rarely_as_they_should():
 @pytest.mark.parametrize('num_shards', [1, 4])
 def test_shards_are_drawn_from_as_one_vocabulary(monkeypatch, num_shards):
   """A mesh may hold a vocabulary in shards, here with padding at the end of each; sums are exact, as above."""
-  monkeypatch.setattr(sampling_module, '_num_shards', lambda vocab_size: num_shards)
+  monkeypatch.setattr(sampling_module, 'shards_in_program', lambda vocab_size: num_shards)
   rng = np.random.default_rng(5)
   vocab_size = 1300
   weights = rng.multinomial(4096, rng.dirichlet(np.full(vocab_size, 0.3))).astype(np.float32)
@@ -340,10 +341,10 @@ def test_shards_are_drawn_from_as_one_vocabulary(monkeypatch, num_shards):
   ],
 )
 def test_a_distribution_is_in_shards_where_the_compiler_may_divide_it(kinds, vocab_size, num_shards):
-  assert sampling_module._num_shards(vocab_size) == 1
+  assert shards_in_program(vocab_size) == 1
   mesh = AbstractMesh((2, 4), ('data', 'model'), axis_types=tuple(kinds))
   with jax.sharding.use_abstract_mesh(mesh):
-    assert sampling_module._num_shards(vocab_size) == num_shards
+    assert shards_in_program(vocab_size) == num_shards
 
 
 def test_positive_part_falls_back_only_without_mass():

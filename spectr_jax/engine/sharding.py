@@ -87,6 +87,9 @@ class DecodeSharding:
     So nothing moves along `data`, and operations see how many rows they really have. Along `model` arrays keep their
     shardings, and the compiler divides the work.
 
+    Rows may need different numbers of trips of a loop, so no loop that depends on rows may make all devices wait. A
+    sum along `model` waits for the devices of these rows only. Parts that move between devices wait for all on CPUs.
+
     Args:
       function: A function whose rows do not depend on each other.
       rows: Its second argument, or shapes: arrays with rows in front, and scalars.

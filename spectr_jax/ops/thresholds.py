@@ -12,6 +12,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.sharding import shards_in_program
+
 THRESHOLDS = 'thresholds'  # the search's scope in compiled programs
 THRESHOLD_PASSES = 8  # the most that it takes in float32 on an accelerator
 _NUM_SECTIONS = 16
@@ -48,10 +50,16 @@ def _row_by_row(probs, goal, weights):
 
 
 def _sum_in_parts(values):
-  """The sum over the last axis. XLA's CPU backend adds up parts as vectors, and a whole row number by number."""
-  if values.shape[-1] % _NUM_PARTS == 0:
-    parts = values.reshape(*values.shape[:-1], _NUM_PARTS, -1)
+  """The sum over the last axis. XLA's CPU backend adds up parts as vectors, and a whole row number by number.
+
+  Each shard of a mesh has parts of its own, so one sum per shard is all that devices exchange. To move parts between
+  them would stop the program: on CPUs that waits for every device, and those of other rows may be done searching.
+  """
+  num_shards = shards_in_program(values.shape[-1])
+  if values.shape[-1] % (num_shards * _NUM_PARTS) == 0:
+    parts = values.reshape(*values.shape[:-1], num_shards, _NUM_PARTS, -1)
     values = functools.reduce(jnp.add, (parts[..., i, :] for i in range(_NUM_PARTS)))
+    return jnp.sum(values, axis=(-2, -1))
   return jnp.sum(values, axis=-1)
 
 
