@@ -32,6 +32,7 @@ def sum_over_blocks(
     size: The most tokens of a row in a block.
     unroll: Whether the loop over blocks is unrolled, for the compiler's count of operations.
   """
+  constants, data = jax.lax.stop_gradient((constants, data))
   length = jax.tree.leaves(inputs)[0].shape[1]
   num_blocks = -(-length // size)
   if num_blocks == 1:
@@ -63,16 +64,35 @@ def _sum(fn, unroll, params, inputs, constants, data):
   return jax.lax.scan(add, _zeros(shapes), (inputs, data), unroll=unroll)[0]
 
 
-def _sum_forward(fn, unroll, params, inputs, constants, data):
-  differentiate = jax.value_and_grad(fn, (0, 1), has_aux=True)
+def _keep(tree, is_wanted):
+  """The tree with None in place of the leaves that are not wanted."""
+  return jax.tree.map(lambda leaf, wanted: leaf if wanted else None, tree, is_wanted)
+
+
+def _complete(kept, tree):
+  """The tree with the leaves that `_keep` kept."""
+  return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, kept, tree, is_leaf=lambda x: x is None)
+
+
+def _sum_forward(fn, unroll, *primals):
+  params, inputs, constants, data = jax.tree.map(lambda x: x.value, primals)
+  # Gradients are taken by what they are asked for alone: those of a frozen output head cost as much as its logits.
+  by_param, by_input = jax.tree.map(lambda x: x.perturbed, primals[:2])
+
+  def of_block(some_params, some_inputs, inputs, data):
+    return fn(_complete(some_params, params), _complete(some_inputs, inputs), constants, data)
+
+  differentiate = jax.value_and_grad(of_block, (0, 1), has_aux=True)
+  wanted = _keep(params, by_param)
 
   def add(carry, block):
-    sums, (by_params, by_inputs) = differentiate(params, block[0], constants, block[1])
+    inputs, data = block
+    sums, (by_params, by_inputs) = differentiate(wanted, _keep(inputs, by_input), inputs, data)
     return _add(carry, (sums, by_params)), by_inputs
 
   first = jax.tree.map(lambda x: x[0], (inputs, data))
   shapes = jax.eval_shape(lambda block: fn(params, block[0], constants, block[1]), first)
-  (sums, by_params), by_inputs = jax.lax.scan(add, _zeros((shapes, params)), (inputs, data), unroll=unroll)
+  (sums, by_params), by_inputs = jax.lax.scan(add, _zeros((shapes, wanted)), (inputs, data), unroll=unroll)
   return sums, (by_params, by_inputs)
 
 
@@ -82,4 +102,4 @@ def _sum_backward(fn, unroll, gradients, cotangents):
   return *jax.tree.map(lambda x: (scale * x).astype(x.dtype), gradients), None, None
 
 
-_sum.defvjp(_sum_forward, _sum_backward)
+_sum.defvjp(_sum_forward, _sum_backward, symbolic_zeros=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from spectr_jax.models import layers
+from train.blocks import sum_over_blocks
 
 # Inputs of an output head, `[B, T, D]`, and the output head, `[D, Vd]`.
 Step: TypeAlias = tuple[jax.Array, jax.Array]
@@ -33,22 +34,6 @@ class HeadBatch:
   lengths: jax.Array
   starts: jax.Array
   features: jax.Array
-
-
-def _sum_over_chunks(sums: Callable[..., list[jax.Array]], size: int, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
-  """The sums of `sums(*arrays)` over chunks of `size` entries of axis 1, computed anew for the gradient."""
-  length = arrays[0].shape[1]
-  num_chunks = -(-length // size)
-  if num_chunks == 1:
-    return sums(*arrays)
-
-  def chunks(x):
-    padded = jnp.pad(x, [(0, 0), (0, num_chunks * size - length)] + [(0, 0)] * (x.ndim - 2))
-    return jnp.moveaxis(padded.reshape(len(x), num_chunks, size, *x.shape[2:]), 1, 0)
-
-  body = jax.checkpoint(lambda totals, some: (jax.tree.map(jnp.add, totals, sums(*some)), None))
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums, *arrays))
-  return jax.lax.scan(body, zeros, tuple(map(chunks, arrays)))[0]
 
 
 def head_loss(
@@ -80,30 +65,29 @@ def head_loss(
   places = jnp.arange(batch.tokens.shape[1] - 2)
   # Entry i guesses token i + 2, whose distribution the target has at token i + 1.
   counts_here = (places + 2 < batch.lengths[:, None]) & (places + 2 >= batch.starts[:, None])
-  masks = [counts_here & (places >= step) for step in range(len(steps))]
-  features = batch.features[:, 1:-1, -1].astype(outputs[0].dtype)
+  masks = jnp.stack([counts_here & (places >= step) for step in range(len(steps))], axis=-1)
+  counts = jnp.maximum(masks.sum((0, 1)), 1).astype(layers.accumulation_dtype(outputs[0].dtype))
+  weights = decay ** jnp.arange(len(steps), dtype=counts.dtype)
+  data = {'features': batch.features[:, 1:-1, -1].astype(outputs[0].dtype), 'masks': masks.astype(counts.dtype)}
+  constants = {'unembedding': unembedding, 'scales': weights / jnp.sum(weights) / counts}
+  own_kernels = list({id(kernel): kernel for kernel in kernels}.values())  # steps may share one
+  kernel_of = [next(i for i, own in enumerate(own_kernels) if own is kernel) for kernel in kernels]
 
-  def sums(features, masks, *outputs):
-    """Cross entropy, overlap and equal likeliest tokens, each `[num_steps]`.
-
-    They are arrays of their own, so that those that a program does not use are not computed.
-    """
-    log_q = jax.nn.log_softmax(layers.matmul(features, unembedding), axis=-1)
+  def sums(own_kernels, outputs, constants, data):
+    """The loss, but for a constant; and cross entropy, overlap and equal likeliest tokens, each `[num_steps]`."""
+    log_q = jax.nn.log_softmax(layers.matmul(data['features'], constants['unembedding']), axis=-1)
     q, best = jnp.exp(log_q), jnp.argmax(log_q, axis=-1)
     found = []
-    for step, (output, kernel) in enumerate(zip(outputs, kernels, strict=True)):
-      log_p = jax.nn.log_softmax(layers.matmul(output, kernel), axis=-1)
+    for step, output in enumerate(outputs):
+      log_p = jax.nn.log_softmax(layers.matmul(output, own_kernels[kernel_of[step]]), axis=-1)
       cross_entropy, overlap = -jnp.sum(q * log_p, axis=-1), jnp.sum(jnp.minimum(q, jnp.exp(log_p)), axis=-1)
       is_best = jnp.argmax(log_p, axis=-1) == best
-      mask = masks[..., step].astype(log_p.dtype)
-      found.append([jnp.sum(x * mask) for x in (cross_entropy, overlap, is_best)])
-    return [jnp.stack(sums_of_steps) for sums_of_steps in zip(*found, strict=True)]
+      found.append([jnp.sum(x * data['masks'][..., step]) for x in (cross_entropy, overlap, is_best)])
+    cross_entropy, overlap, greedy = (jnp.stack(sums_of_steps) for sums_of_steps in zip(*found, strict=True))
+    return jnp.sum(constants['scales'] * (cross_entropy - tv_weight * overlap)), (cross_entropy, overlap, greedy)
 
-  arrays = features, jnp.stack(masks, axis=-1), *outputs
-  chunk_size = max(1, _MAX_LOGITS // (len(batch.tokens) * unembedding.shape[-1]))
-  totals = _sum_over_chunks(sums, chunk_size, arrays)
-  counts = jnp.maximum(jnp.stack([mask.sum() for mask in masks]), 1).astype(totals[0].dtype)
-  cross_entropy, acceptance, greedy = (total / counts for total in totals)
-  weights = decay ** jnp.arange(len(steps), dtype=counts.dtype)
-  loss = jnp.sum(weights * (cross_entropy + tv_weight * (1 - acceptance))) / jnp.sum(weights)
-  return loss, {'cross_entropy': cross_entropy, 'acceptance': acceptance, 'greedy': greedy, 'count': counts}
+  size = max(1, _MAX_LOGITS // (len(batch.tokens) * unembedding.shape[-1]))
+  total, means = sum_over_blocks(sums, own_kernels, list(outputs), constants, data, size=size)
+  cross_entropy, acceptance, greedy = (each / counts for each in means)
+  found = {'cross_entropy': cross_entropy, 'acceptance': acceptance, 'greedy': greedy, 'count': counts}
+  return total + tv_weight, found
