@@ -171,6 +171,10 @@ def put(tree: Any, places: Any) -> Any:
     The arrays with these shardings.
   """
 
+  def part_by_part(array, place):
+    # `jax.device_put` would compare the processes' arrays with one another.
+    return jax.make_array_from_callback(array.shape, place, np.asarray(array).__getitem__)
+
   def put_one(array, place):
     if isinstance(array, Tracer):
       return array
@@ -179,9 +183,8 @@ def put(tree: Any, places: Any) -> Any:
     if jax.process_count() == 1:
       return jax.device_put(array, place)
     if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-      data = jax.device_put(np.asarray(jax.random.key_data(array)), place)
-      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    return jax.device_put(np.asarray(array), place)
+      return jax.random.wrap_key_data(part_by_part(jax.random.key_data(array), place), impl=jax.random.key_impl(array))
+    return part_by_part(array, place)
 
   return jax.tree.map(put_one, tree, places)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -26,18 +25,16 @@ from spectr_jax.io.load import load_model
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm
-from spectr_jax.sharding import DATA, is_primary, make_mesh, replicated
-from train.checkpoint import Checkpoints
+from spectr_jax.sharding import DATA, is_primary, make_mesh, put, replicated
 from train.config_rules import Rule, at_least, check_fields, finite_at_least_0
 from train.eagle3_head import Eagle3Kind
 from train.head_data import Shard, Sizes, features_shape, generate_shard
 from train.head_kind import HeadKind, load_params
 from train.head_step import HeadBatch, head_loss
 from train.medusa_head import MedusaKind
-from train.metrics import MetricWriter
+from train.run import Run
 from train.step import make_optimizer
 from train.text_sources import Files
-from train.train import Outcome, check_losses, place, termination
 
 _WIDTH = 64  # texts of a batch are padded to a multiple of this
 _TIMEOUT_MS = 24 * 3600 * 1000  # for the text of all processes
@@ -193,8 +190,8 @@ class _Data:
     return HeadBatch(shard.tokens[rows, :width], shard.lengths[rows], shard.starts[rows], shard.features[rows, :width])
 
 
-class HeadTraining:
-  """A training run: its data and program, its state, and its log.
+class HeadTraining(Run):
+  """A run that trains a head.
 
   Args:
     config: The experiment, as `configs/head.py` describes.
@@ -208,7 +205,7 @@ class HeadTraining:
 
   def __init__(self, config, target_path: epath.PathLike, workdir: epath.Path, *, allow_fallback: bool):
     kind = check_config(config)
-    self.config, self.workdir = config, workdir
+    super().__init__(config, workdir)
     self.mesh = make_config_mesh(config)
     target, tokenizer = load_model(target_path, dtype=config.data_dtype)
     try:
@@ -230,26 +227,24 @@ class HeadTraining:
       self.target_ids = self.data.target_ids(target.vocab_size, self.head.num_ids)
     rows = unembedding if self.target_ids is None else unembedding[:, self.target_ids]
     frozen = jax.tree.map(lambda x: x.astype(config.dtype), self.head.frozen_params(target))
-    self.frozen = self._replicate(frozen | {'unembedding': rows})
+    frozen |= {'unembedding': rows}
+    self.frozen = put(frozen, jax.tree.map(lambda _: replicated(self.mesh), frozen))
     self.optimizer = make_optimizer(config)
     make_state = functools.partial(self._init_state, target, rows, params)
     whole = replicated(self.mesh)
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), jax.eval_shape(make_state))
-    workdir.mkdir(parents=True, exist_ok=True)
-    self.checkpoints = Checkpoints(workdir, config.keep_checkpoints)
-    self.state: dict[str, Any] = self.checkpoints.restore(like, allow_fallback=allow_fallback) or self._replicate(
-      make_state()
-    )
-    self.step = int(self.state['step'])
-    self.writer = MetricWriter(workdir, self.step) if is_primary() else None
+    places = jax.tree.map(lambda _: whole, jax.eval_shape(make_state))
+
+    def init():
+      # Updates donate the state, so it shares no array with the target.
+      return put(jax.tree.map(jnp.copy, make_state()), places)
+
+    self.begin(make_state, places, init=init, allow_fallback=allow_fallback)
+    self._batches = self.data.batches(self.step)
     self._advance = jax.jit(self._update, donate_argnums=0, out_shardings=whole)
     self._measure = jax.jit(self._loss, out_shardings=whole)
     if is_primary():
       count = sum(x.size for x in jax.tree.leaves(self.state['params']))
       print(f'{count:,} trained parameters on {self.mesh.size} devices; at step {self.step}', flush=True)
-
-  def _replicate(self, arrays):
-    return place(arrays, jax.tree.map(lambda _: replicated(self.mesh), arrays))
 
   def _init_state(self, target: Model, rows: jax.Array, params: dict[str, Any] | None) -> dict[str, Any]:
     if params is None:
@@ -267,7 +262,7 @@ class HeadTraining:
     return {'params': params, 'opt_state': opt_state, 'step': state['step'] + 1}, loss
 
   def _place(self, batch: HeadBatch) -> HeadBatch:
-    return place(batch, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec(DATA)), batch))
+    return put(batch, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec(DATA)), batch))
 
   def evaluate(self) -> dict[str, float]:
     """Means over the held-out conversations: the loss, and by depth of the guess `acceptance_1`, `greedy_1`, ..."""
@@ -299,44 +294,17 @@ class HeadTraining:
       save_drafter(self.workdir / 'head', self.drafter(), info=info, overwrite=True)
     multihost_utils.sync_global_devices('the head is written')
 
-  def run(self) -> Outcome:
-    """Trains to the last step and writes the head; SIGTERM saves a checkpoint and ends the run."""
-    config, found = self.config, None
-    losses, since, stop_now = [], time.perf_counter(), False
-    batches = self.data.batches(self.step)
-    with termination(config.log_every) as is_told_to_stop, contextlib.closing(self.checkpoints):
-      while self.step < config.num_steps and not stop_now:
-        self.state, loss = self._advance(self.state, self.frozen, self._place(next(batches)))
-        losses.append(loss)
-        self.step += 1
-        is_last = self.step == config.num_steps
-        stop_now = is_told_to_stop(self.step)
-        save_now = is_last or stop_now or self.step % config.checkpoint_every == 0
-        eval_now = is_last or self.step % config.eval_every == 0
-        if not (save_now or eval_now or self.step % config.log_every == 0):
-          continue
-        losses = [float(loss) for loss in losses]
-        check_losses(self.step - len(losses) + 1, losses)
-        metrics = {
-          'train_loss': float(np.mean(losses)),
-          'seconds_per_step': (time.perf_counter() - since) / len(losses),
-        }
-        if eval_now:
-          found = self.evaluate()
-          metrics |= {f'held_out_{name}': value for name, value in found.items()}
-        if self.writer:
-          self.writer.write(self.step, metrics)
-          print(f'step {self.step}: ' + ', '.join(f'{k} {v:.3f}' for k, v in metrics.items()), flush=True)
-        if save_now:
-          self.checkpoints.save(self.state)
-        losses, since = [], time.perf_counter()
-    if self.writer:
-      self.writer.close()
-    if self.step < config.num_steps:
-      return Outcome(self.step, None)
-    found = self.evaluate() if found is None else found
-    self.keep_head(found)
-    return Outcome(self.step, found)
+  def advance(self) -> jax.Array:
+    self.state, loss = self._advance(self.state, self.frozen, self._place(next(self._batches)))
+    return loss
+
+  def rates(self, seconds_per_step: float) -> dict[str, float]:
+    return {'seconds_per_step': seconds_per_step}
+
+  def finish(self, found: dict[str, float] | None) -> dict[str, float]:
+    final = self.evaluate() if found is None else found
+    self.keep_head(final)
+    return final
 
 
 def make_config_mesh(config) -> Mesh:

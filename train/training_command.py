@@ -11,8 +11,8 @@ from ml_collections import config_flags
 from common import processes
 from spectr_jax.sharding import is_primary
 from train import config_flag
+from train.run import Outcome
 from train.step import out_of_memory
-from train.train import Outcome
 
 CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment, a file of configs/.', lock_config=True)
 WORKDIR = flags.DEFINE_string('workdir', None, 'Data, checkpoints, metrics and the trained network go here.')

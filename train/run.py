@@ -1,0 +1,204 @@
+"""The loop of training, whatever is trained: steps, evaluation, checkpoints, the log, and the end of a run."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from spectr_jax.sharding import is_primary
+from train.checkpoint import Checkpoints
+from train.metrics import MetricWriter
+
+# Shows the metrics of a step, and the held-out ones where the step was evaluated.
+Show: TypeAlias = Callable[[dict[str, float], dict[str, float] | None], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """The end of a run.
+
+  Attributes:
+    step: Number of steps done. If `config.patience` is set, the steps of the best model.
+    held_out: The final held-out metrics, or None if the run was stopped before its end.
+  """
+
+  step: int
+  held_out: dict[str, float] | None
+
+
+@jax.jit
+def _is_finite(tree) -> jax.Array:
+  """Returns whether every number of a tree is finite."""
+  return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
+
+
+def _check_losses(first_step: int, losses: list[float]) -> None:
+  for step, loss in enumerate(losses, start=first_step):
+    if not math.isfinite(loss):
+      raise ValueError(f'loss is {loss} at step {step}: stopped; the last checkpoint is from before')
+
+
+@contextlib.contextmanager
+def _termination(every: int) -> Iterator[Callable[[int], bool]]:
+  """Yields a function of the step that returns whether to stop after it, because SIGTERM has arrived.
+
+  Several processes must agree on it. They do so every `every` steps.
+  """
+  has_come = []
+  try:
+    before = signal.signal(signal.SIGTERM, lambda *_: has_come.append(True))
+  except ValueError:  # only the main thread may handle signals
+    yield lambda step: False
+    return
+
+  def is_told_to_stop(step):
+    if jax.process_count() == 1:
+      return bool(has_come)
+    return step % every == 0 and bool(np.any(multihost_utils.process_allgather(np.array(bool(has_come)))))
+
+  try:
+    yield is_told_to_stop
+  finally:
+    signal.signal(signal.SIGTERM, before)
+
+
+class Run(abc.ABC):
+  """A training run: its state, its checkpoints and its log. What is trained is a subclass's.
+
+  Attributes:
+    config: The experiment, with `num_steps` and with `log_every`, `eval_every` and `checkpoint_every` in steps.
+    workdir: The run's directory.
+    state: Arrays by name, all that a checkpoint has; `step` is one of them.
+    step: Number of steps done, known without waiting for the devices.
+  """
+
+  def __init__(self, config, workdir: epath.Path):
+    self.config, self.workdir = config, workdir
+
+  def begin(
+    self, make_state: Callable[[], Any], sharding: Any, *, init: Callable[[], Any] | None = None, allow_fallback: bool
+  ) -> None:
+    """Takes the state of the newest checkpoint, or makes one.
+
+    Args:
+      make_state: Makes the state of a new run.
+      sharding: A tree of shardings of the same structure.
+      init: Makes it with these shardings; None to compile `make_state`.
+      allow_fallback: Whether to continue from an older checkpoint if the newest is damaged.
+
+    Raises:
+      ValueError: The newest checkpoint is damaged or of another configuration.
+    """
+    self.workdir.mkdir(parents=True, exist_ok=True)
+    self.checkpoints = Checkpoints(self.workdir, self.config.keep_checkpoints)
+    shapes = jax.eval_shape(make_state)
+    like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, sharding)
+    state = self.checkpoints.restore(like, allow_fallback=allow_fallback)
+    if state is None:
+      state = (init or jax.jit(make_state, out_shardings=sharding))()
+    self.state: dict[str, Any] = state
+    self.step = int(state['step'])
+    self._writer = MetricWriter(self.workdir, self.step) if is_primary() else None
+
+  @property
+  def is_over(self) -> bool:
+    return bool(self.step >= self.config.num_steps)
+
+  @abc.abstractmethod
+  def advance(self) -> jax.Array:
+    """Starts the next step, of index `step`, and returns its loss without waiting for it."""
+
+  @abc.abstractmethod
+  def rates(self, seconds_per_step: float) -> dict[str, float]:
+    """Metrics of speed."""
+
+  @abc.abstractmethod
+  def evaluate(self) -> dict[str, float]:
+    """Held-out metrics of the current parameters."""
+
+  def keep_if_best(self, found: dict[str, float]) -> None:
+    """Called after every evaluation; does nothing by itself."""
+    del found
+
+  @abc.abstractmethod
+  def finish(self, found: dict[str, float] | None) -> dict[str, float]:
+    """Writes what was trained, and returns the final held-out metrics.
+
+    Args:
+      found: Those of the last step, if it was evaluated just now.
+    """
+
+  @contextlib.contextmanager
+  def showing(self) -> Iterator[Show]:
+    """What shows the run to the user while it goes on: here a line per step that is logged."""
+
+    def show(metrics, found):
+      metrics |= {f'held_out_{name}': value for name, value in (found or {}).items()}
+      if is_primary():
+        print(f'step {self.step}: ' + ', '.join(f'{name} {value:.3f}' for name, value in metrics.items()), flush=True)
+
+    yield show
+
+  def _log(self, metrics: dict[str, float]) -> None:
+    if self._writer:
+      self._writer.write(self.step, metrics)
+
+  def run(self) -> Outcome:
+    """Trains to the end and writes what was trained; SIGTERM saves a checkpoint and ends the run.
+
+    Raises:
+      ValueError: The loss or the parameters are not finite, or a file could not be written.
+    """
+    config = self.config
+    losses, since, stop_now, found, final = [], time.perf_counter(), False, None, None
+    with (
+      _termination(config.log_every) as is_told_to_stop,
+      self.showing() as show,
+      contextlib.closing(self.checkpoints),
+    ):
+      while not self.is_over and not stop_now:
+        losses.append(self.advance())
+        self.step += 1
+        found = None
+        is_last = self.step == config.num_steps
+        stop_now = is_told_to_stop(self.step)
+        save_now = is_last or stop_now or self.step % config.checkpoint_every == 0
+        eval_now = is_last or self.step % config.eval_every == 0
+        if not (save_now or eval_now or self.step % config.log_every == 0):
+          continue
+        losses = [float(loss) for loss in losses]
+        _check_losses(self.step - len(losses) + 1, losses)
+        # The loss belongs to the parameters before the step. It can be finite although the step's result is not.
+        if (save_now or eval_now) and not _is_finite(self.state):
+          raise ValueError(
+            f'parameters are not finite after step {self.step}: stopped; the last checkpoint is from before'
+          )
+        metrics = {'train_loss': float(np.mean(losses))} | self.rates((time.perf_counter() - since) / len(losses))
+        if eval_now:
+          found = self.evaluate()
+          self.keep_if_best(found)
+        show(dict(metrics), found)
+        self._log(metrics | {f'held_out_{name}': value for name, value in (found or {}).items()})
+        if save_now or self.is_over:
+          self.checkpoints.save(self.state)
+        losses, since = [], time.perf_counter()
+      # SIGTERM does not interrupt this, since the run ends here anyway.
+      if self.is_over:
+        final = self.finish(found)
+    if final:
+      self._log({f'final_{name}': value for name, value in final.items()})
+    if self._writer:
+      self._writer.close()
+    return Outcome(self.step, final)
