@@ -125,18 +125,22 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     share = min_p[..., None].astype(probs.dtype)
     return jnp.where(share > 0, keep_from(probs, share * jnp.max(probs, axis=-1, keepdims=True)), probs)
 
-  def restrict(probs):
-    probs = jax.lax.cond(jnp.any(top_k > 0), keep_top_k, lambda x: x, probs)
-    probs = jax.lax.cond(jnp.any(top_p < 1), keep_top_p, lambda x: x, probs)
-    probs = jax.lax.cond(jnp.any(min_p > 0), keep_min_p, lambda x: x, probs)
-    largest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), probs.shape[-1], dtype=probs.dtype)
+  def keep_most_likely(probs):
+    largest = jax.nn.one_hot(jax.vmap(jax.vmap(_argmin))(-logits), probs.shape[-1], dtype=probs.dtype)
     largest = jnp.where(jnp.isnan(probs[..., :1]), jnp.nan, largest)
     return jnp.where(is_greedy[..., None], largest, probs)
 
-  # One branch around all filters, since each branch holds a copy of the distributions.
-  is_restricted = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0) | is_greedy)
+  def filter_all(probs):
+    probs = jax.lax.cond(jnp.any(top_k > 0), keep_top_k, lambda x: x, probs)
+    probs = jax.lax.cond(jnp.any(top_p < 1), keep_top_p, lambda x: x, probs)
+    probs = jax.lax.cond(jnp.any(min_p > 0), keep_min_p, lambda x: x, probs)
+    return keep_most_likely(probs)
+
+  # One choice between all of it, since each holds a copy of the distributions.
+  has_filters = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
+  case = jnp.where(has_filters, 2, jnp.any(is_greedy).astype(jnp.int32))
   with jax.named_scope(FILTERS):
-    return jax.lax.cond(is_restricted, restrict, lambda x: x, probs)
+    return jax.lax.switch(case, [lambda x: x, keep_most_likely, filter_all], probs)
 
 
 def _first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -223,15 +227,20 @@ def arrivals(key: jax.Array, probs: jax.Array) -> jax.Array:
   return jnp.where(is_possible, exponentials / jnp.where(is_possible, probs, 1), jnp.inf)
 
 
-def first_arrival(times: jax.Array) -> jax.Array:
-  """The token that arrives first, int32 scalar; of equal times `[V]` the one with the lowest index.
+def _argmin(values: jax.Array) -> jax.Array:
+  """The index of the smallest of `values` `[V]`, int32 scalar; of equal ones the lowest.
 
   It takes the minimum of every block, then the index within the first block that has the smallest. An argmin over the
   whole vocabulary is not vectorised on CPU.
   """
-  blocks, first_of = _in_blocks(times, jnp.inf)
+  blocks, first_of = _in_blocks(values, jnp.inf)
   row = jnp.argmin(_on_each_device(jnp.min(blocks, axis=-1)))
   return (first_of(row) + jnp.argmin(blocks[row])).astype(jnp.int32)
+
+
+def first_arrival(times: jax.Array) -> jax.Array:
+  """The token that arrives first, int32 scalar; of equal times `[V]` the one with the lowest index."""
+  return _argmin(times)
 
 
 def positive_part(weights: jax.Array) -> jax.Array:

@@ -180,7 +180,18 @@ def _failures(state: DecodeState, proposal: Proposal, target_probs: jax.Array) -
 
 def _put(rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
   """`rows` `[B, S, ...]` with `values` `[B, D, ...]` at `slots` `[B, D]`; slots beyond S are dropped."""
-  return jax.vmap(lambda row, slots, values: row.at[slots].set(values, mode='drop'))(rows, slots, values)
+
+  def put(rows, values):
+    return jax.vmap(lambda row, slots, values: row.at[slots].set(values, mode='drop'))(rows, slots, values)
+
+  def put_bits(rows, values):
+    bits = [jax.lax.bitcast_convert_type(array, jnp.uint16) for array in (rows, values)]
+    return jax.lax.bitcast_convert_type(put(*bits), jnp.bfloat16)
+
+  if rows.dtype != jnp.bfloat16:
+    return put(rows, values)
+  # XLA's CPU backend would convert all rows to float32 and back.
+  return jax.lax.platform_dependent(rows, values, cpu=put_bits, default=put)
 
 
 def _emitted(proposal: Proposal, verdict: Verdict) -> jax.Array:
