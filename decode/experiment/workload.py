@@ -59,6 +59,17 @@ def read_corpus(files: Files) -> list[str]:
   return documents
 
 
+def _dtype_of(model: Model) -> str:
+  """The type that a model computes in: that of its embedded tokens, or where it has none to give, of its caches."""
+
+  def example():
+    if model.embed_fn is None:
+      return model.init_cache_fn(1, 1).keys[0]
+    return model.embed_fn(model.params, jnp.zeros((1,), jnp.int32))
+
+  return jax.eval_shape(example).dtype.name
+
+
 def _load_model(options: DecodeOptions, path: str, mesh: Mesh | None) -> tuple[Model, TokenizerBase, dict[str, Any]]:
   """A model, its tokenizer and its description."""
   types = {'dtype': options.dtype or None, 'weights': options.weights or None}
@@ -68,7 +79,7 @@ def _load_model(options: DecodeOptions, path: str, mesh: Mesh | None) -> tuple[M
   info = {
     'path': portable(path),
     'num_params': sum(array.size for array in params),
-    'dtype': jax.eval_shape(lambda: model.init_cache_fn(1, 1)).keys[0].dtype.name,
+    'dtype': _dtype_of(model),
     'tokenizer': tokenizer.fingerprint,
   }
   return model, tokenizer, info | ({'weights': options.weights} if options.weights else {})

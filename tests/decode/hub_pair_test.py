@@ -1,15 +1,19 @@
 """A pair as public models come: special tokens at any ids, two padded vocabularies, conversations."""
 
+import dataclasses
+
 import jax
 import pytest
 import tiny_hub
+from hub_specs import SPECS
 
 import spectr_jax
 from decode import trace
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
+from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.hub_tokenizer import load_hub_tokenizer
-from spectr_jax.models import transformer
+from spectr_jax.models import causal_lm, transformer
 
 _SIZES = {'target': 320, 'draft': 304}
 _QUESTION = 'the owl <|im_end|>'
@@ -50,6 +54,16 @@ def test_a_conversation_is_decoded(options):
   assert unknown
   assert all(draft in (0, None) and target > 0 for _, draft, target in unknown)  # emitted, but never drafted
   assert {names[str(token)] for token, *_ in unknown} == {f'⟨{token}⟩' for token, *_ in unknown}
+
+
+def test_results_say_what_type_a_model_computes_in(options, tmp_path, monkeypatch):
+  """Which is not that of its caches."""
+  config = read_spec(SPECS['llama'])[1]
+  config = dataclasses.replace(config, vocab_size=320, context_length=96, dtype='bfloat16', cache_dtype='float32')
+  model = causal_lm.causal_lm(causal_lm.init_params(jax.random.key(0), config), config)
+  tokenizer = load_hub_tokenizer(tmp_path / 'tokenizer')
+  monkeypatch.setattr(spectr_jax, 'load_model', lambda path, **options: (model, tokenizer))
+  assert Workload.load(options).info['models']['target']['dtype'] == 'bfloat16'
 
 
 def test_what_a_tokenizer_means_differently_is_named(options, tmp_path, monkeypatch):
