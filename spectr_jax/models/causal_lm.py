@@ -253,19 +253,30 @@ def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
   return params if config.weights is None else quantised(params)
 
 
+def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
+  """The product with a kernel, and a bias if there is one; `[..., out]` in the dtype of `x`.
+
+  Args:
+    params: `kernel` `[in, out]` and perhaps `bias` `[out]`.
+    x: `[..., in]`.
+  """
+  out = layers.matmul(x, params['kernel'])
+  return (out + params['bias'] if 'bias' in params else out).astype(x.dtype)
+
+
 def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
   """The products of one input with several kernels, `[..., out]` each, which `cpu_form` may have made one.
 
   Args:
-    params: Parameters by name, as for `layers.linear`, or of all under the name that `cpu_form.JOINED` gives them.
+    params: Parameters by name, as for `linear`, or of all under the name that `cpu_form.JOINED` gives them.
     names: The products.
     x: `[..., in]`.
     widths: Their numbers of outputs.
   """
   joined = params.get(JOINED[names])
   if joined is None:
-    return [layers.linear(params[name], x) for name in names]
-  return jnp.split(layers.linear(joined, x), np.cumsum(widths)[:-1], axis=-1)
+    return [linear(params[name], x) for name in names]
+  return jnp.split(linear(joined, x), np.cumsum(widths)[:-1], axis=-1)
 
 
 def _rms_norm(params, x, config):
@@ -358,7 +369,7 @@ def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, 
   mixed = layers.attend(
     query, keys, values, pending_mask, prefix, scale=config.query_scale, soft_cap=config.attention_soft_cap
   )
-  return layers.linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
+  return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
 
 
 def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
@@ -369,19 +380,18 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
     config: The configuration.
     x: `[..., embed_dim]`.
   """
-  activation = ACTIVATIONS[config.activation]
-  if not config.is_gated:
-    return layers.feed_forward(x, params['up'], params['down'], activation)
-  joined = params.get(JOINED['gate', 'up'])
-  if joined is None:
-    hidden = activation(layers.linear(params['gate'], x)) * layers.linear(params['up'], x)
-    return layers.linear(params['down'], hidden)
 
-  def gated(products):
-    gate, up = jnp.split(products, 2, axis=-1)
-    return activation(gate) * up
+  def activation(products):
+    # Rounded once, as in PyTorch. To round after each of its operations takes CPUs longer than these.
+    wide = products.astype(layers.accumulation_dtype(products.dtype))
+    return ACTIVATIONS[config.activation](wide).astype(products.dtype)
 
-  return layers.feed_forward(x, joined, params['down'], gated)
+  if config.is_gated:
+    gate, up = linears(params, ('gate', 'up'), x, [config.mlp_dim] * 2)
+    hidden = activation(gate) * up
+  else:
+    hidden = activation(linear(params['up'], x))
+  return linear(params['down'], hidden)
 
 
 def _block(params, config, layer, x, rotation, visible, cache):

@@ -164,7 +164,7 @@ def hidden_of_features(params: Mapping[str, Any], config: HeadConfig, features: 
   joined = features.reshape(*features.shape[:-2], -1)
   if config.features_norm == 'joint':
     joined = causal_lm.norm(params['features_norm'], joined, config.block)
-  return layers.linear(params['features'], joined) if config.has_features_kernel else joined
+  return causal_lm.linear(params['features'], joined) if config.has_features_kernel else joined
 
 
 # Attention: from queries `[B, N, H, head_dim]`, keys and values `[B, N, K, head_dim]` to the mixed values
@@ -202,14 +202,14 @@ def advance(
     hidden = causal_lm.norm(params['hidden_norm'], hidden, block)
   x = jnp.concatenate([embedded, hidden], axis=-1)
   if config.join == 'linear':
-    x = residual = layers.linear(params['join'], x)
+    x = residual = causal_lm.linear(params['join'], x)
   elif config.is_residual_normed:
     residual = hidden
   if config.has_attention_norm:
     x = causal_lm.norm(params['attention_norm'], x, block)
   rotation = causal_lm.rotation_of(block.rope_of(0), positions)
   mixed, kept = attend_fn(*causal_lm.project(params['attention'], block, x, rotation))
-  x = residual + layers.linear(params['attention']['out'], mixed.reshape(*x.shape[:2], -1))
+  x = residual + causal_lm.linear(params['attention']['out'], mixed.reshape(*x.shape[:2], -1))
   x += causal_lm.mlp(params['mlp'], block, causal_lm.norm(params['mlp_norm'], x, block))
   output = causal_lm.norm(params['output_norm'], x, block) if config.has_output_norm else x
   return (output if config.is_output_normed else x), output, kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -95,22 +95,15 @@ def _product_of_rows(rows, kernel, *, axis):
 _FEW_ROWS = 12  # with more the product of rows is as fast
 
 
-def _to_columns(rows):
-  """Rows as columns, at least two.
-
-  They become columns one by one, since XLA turns the product with a transposed array into that of rows, which
-  rearranges the kernel.
-  """
-  return jnp.concatenate([row.reshape(-1, 1) for row in (rows if len(rows) > 1 else [rows[0], rows[0]])], axis=1)
-
-
-def _to_rows(columns, num_rows):
-  return jnp.concatenate([columns[:, i].reshape(1, -1) for i in range(num_rows)])
-
-
 def _product_of_columns(rows, kernel):
-  """The product of a kernel `[out, in]`, which XLA's CPU backend reads in order here, and few rows as its columns."""
-  return _to_rows(_dot(kernel.astype(rows.dtype), _to_columns(rows), 1, 0), len(rows))
+  """The product of a kernel `[out, in]` and few rows as its columns, at least two.
+
+  XLA's CPU backend reads the kernel in order here. Rows become columns one by one, since it turns the product with a
+  transposed array into that of rows, which rearranges the kernel.
+  """
+  columns = [row.reshape(-1, 1) for row in (rows if len(rows) > 1 else [rows[0], rows[0]])]
+  out = _dot(kernel.astype(rows.dtype), jnp.concatenate(columns, axis=1), 1, 0)
+  return jnp.concatenate([out[:, i].reshape(1, -1) for i in range(len(rows))])
 
 
 def _product_of_two(row, kernel, *, axis):
@@ -158,55 +151,6 @@ def _matmul_in_blocks(x: jax.Array, values: jax.Array, *, axis: int) -> jax.Arra
 
   out = jnp.zeros((*x.shape[:-1], num_channels), accumulation_dtype(x.dtype))
   return jax.lax.fori_loop(0, -(-num_channels // size), multiply, out)
-
-
-def _affine(params, x):
-  out = matmul(x, params['kernel'])
-  return out + params['bias'] if 'bias' in params else out
-
-
-def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
-  """The product with a kernel, and a bias if there is one; `[..., out]` in the dtype of `x`.
-
-  Args:
-    params: `kernel` `[in, out]` and perhaps `bias` `[out]`.
-    x: `[..., in]`.
-  """
-  return _affine(params, x).astype(x.dtype)
-
-
-def feed_forward(
-  x: jax.Array, into: Mapping[str, Any], out: Mapping[str, Any], activate: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-  """Two of `linear` with hidden units between them, `[..., out]` in the dtype of `x`.
-
-  With kernels in the form for CPUs the hidden units are computed from sums that are not rounded to the dtype of `x`. To
-  round them takes CPUs longer than the rest of it.
-
-  Args:
-    x: `[..., in]`.
-    into: Parameters of the first product, as for `linear`.
-    out: Those of the second.
-    activate: Computes the hidden units from the first product, number by number or from halves of the last axis.
-  """
-  kernels = [params['kernel'] for params in (into, out)]
-  if not all(isinstance(kernel, TransposedKernel) for kernel in kernels):
-    return linear(out, activate(linear(into, x)))
-  rows = x.reshape(-1, x.shape[-1])
-  is_float = all(isinstance(kernel.out_in, jax.Array) for kernel in kernels)
-  if not is_float or x.dtype != jnp.bfloat16 or len(rows) > _FEW_ROWS:
-    return linear(out, activate(_affine(into, x)).astype(x.dtype))
-
-  # XLA would compute a hidden unit where it writes it into a column, one at a time. So columns stay columns.
-  def of_columns(params, columns):
-    found = _dot(params['kernel'].out_in.astype(x.dtype), columns, 1, 0)
-    return found + params['bias'][:, None] if 'bias' in params else found
-
-  columns = _to_columns(rows)
-  # Hidden units are one row, since XLA makes vectors of the last axis alone.
-  hidden = activate(of_columns(into, columns).reshape(-1)).astype(x.dtype)
-  found = of_columns(out, hidden.reshape(-1, columns.shape[1])).astype(x.dtype)
-  return _to_rows(found, len(rows)).reshape(*x.shape[:-1], -1)
 
 
 def take_rows(embedding: jax.Array | Int8Kernel, rows: jax.Array) -> jax.Array:

@@ -70,19 +70,22 @@ class TransformerConfig:
     return self.vocab_size * self.embed_dim + self.num_layers * per_layer + self.embed_dim
 
 
-class Kernel(nn.Module):
-  """The parameters of `layers.linear` without a bias, a learned kernel `[in, features]`."""
+class Linear(nn.Module):
+  """`layers.matmul` with a learned kernel `[in, features]` and no bias."""
 
   features: int
+  dtype: Any
   init_scale: float = 1.0
 
   @nn.compact
-  def __call__(self, num_inputs):
-    if self.has_variable('params', 'kernel'):  # in a form of `cpu_form` perhaps, whose shape `param` would refuse
-      return {'kernel': self.get_variable('params', 'kernel')}
+  def __call__(self, x):
     init = nn.initializers.variance_scaling(self.init_scale, 'fan_in', 'normal', in_axis=-1, out_axis=-2)
-    # Drawn as `[out, in]`, so that a key gives the same numbers as when kernels were stored in that order.
-    return {'kernel': self.param('kernel', lambda key: init(key, (self.features, num_inputs)).T)}
+    if self.has_variable('params', 'kernel'):  # in a form of `cpu_form` perhaps, whose shape `param` would refuse
+      kernel = self.get_variable('params', 'kernel')
+    else:
+      # Drawn as `[out, in]`, so that a key gives the same numbers as when kernels were stored in that order.
+      kernel = self.param('kernel', lambda key: init(key, (self.features, x.shape[-1])).T)
+    return layers.matmul(x, kernel).astype(self.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -104,10 +107,11 @@ class Block(nn.Module):
   def __call__(self, x, rotation, mask, cache: KVCache | None):
     cfg = self.config
     drop = nn.Dropout(self.dropout, deterministic=not self.dropout)
+    dtype = jnp.dtype(cfg.dtype)
     residual_scale = 1.0 / (2 * cfg.num_layers)
-    kernel = Kernel(3 * cfg.embed_dim, name='qkv')(cfg.embed_dim)
+    normed = RMSNorm(name='attention_norm')(x)
     # Ordered by heads, then by query, key and value, so that a shard has all three for each of its heads.
-    qkv = layers.linear(kernel, RMSNorm(name='attention_norm')(x))
+    qkv = Linear(3 * cfg.embed_dim, dtype, name='qkv')(normed)
     qkv = qkv.reshape(*x.shape[:2], cfg.num_heads, 3, cfg.head_dim)
     query, key, value = (qkv[:, :, :, part] for part in range(3))
     query, key = layers.rotate(query, rotation), layers.rotate(key, rotation)
@@ -119,12 +123,9 @@ class Block(nn.Module):
       committed = layers.committed_slots(cache.keys[self.layer].shape[-1], cache.lengths)
       prefix = cache.keys[self.layer], cache.values[self.layer], committed
       mixed = layers.attend(query, keys, values, mask, prefix)
-    mixed = mixed.reshape(x.shape)
-    x = x + drop(layers.linear(Kernel(cfg.embed_dim, residual_scale, name='attention_out')(cfg.embed_dim), mixed))
-    into = Kernel(cfg.mlp_dim, name='mlp_in')(cfg.embed_dim)
-    out = Kernel(cfg.embed_dim, residual_scale, name='mlp_out')(cfg.mlp_dim)
-    hidden = layers.feed_forward(RMSNorm(name='mlp_norm')(x), into, out, nn.gelu)
-    x = x + drop(hidden)
+    x = x + drop(Linear(cfg.embed_dim, dtype, residual_scale, name='attention_out')(mixed.reshape(x.shape)))
+    hidden = Linear(cfg.mlp_dim, dtype, name='mlp_in')(RMSNorm(name='mlp_norm')(x))
+    x = x + drop(Linear(cfg.embed_dim, dtype, residual_scale, name='mlp_out')(nn.gelu(hidden)))
     return x, keys, values
 
 

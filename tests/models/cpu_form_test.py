@@ -54,33 +54,6 @@ def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows):
   np.testing.assert_allclose(layers.matmul(rows, fast), layers.matmul(rows, params['kernel']), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize('weights', [None, 'int8'])
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('num_rows', [1, 2, 7, 12, 13])
-def test_hidden_units_are_those_of_the_kernels_in_the_other_order(num_rows, dtype, weights):
-  """With biases and a gate, whose halves are not alike."""
-  keys = iter(jax.random.split(jax.random.key(0), 5))
-  shapes = {'into': (48, 80), 'out': (40, 24)}
-  params = {
-    name: {'kernel': jax.random.normal(next(keys), shape) / 7, 'bias': jax.random.normal(next(keys), shape[1:])}
-    for name, shape in shapes.items()
-  }
-  x = jax.random.normal(next(keys), (1, num_rows, 48), dtype)
-
-  def gated(products):
-    gate, up = jnp.split(products, 2, axis=-1)
-    return jax.nn.silu(gate) * up
-
-  run = jax.jit(lambda params: layers.feed_forward(x, params['into'], params['out'], gated))
-  params = quantised(params) if weights else jax.tree.map(lambda x: x.astype(dtype), params)
-  found, expected = run(kernels_for_cpu(params)), run(params)
-  assert found.dtype == x.dtype
-  assert found.shape == expected.shape == (1, num_rows, 24)
-  tolerance = {'float32': 1e-5, 'bfloat16': 0.02}[dtype]
-  wide = [np.asarray(each, np.float64) for each in (found, expected)]
-  np.testing.assert_allclose(*wide, rtol=tolerance, atol=tolerance * np.abs(wide[1]).max())
-
-
 def test_products_of_one_input_are_joined_where_they_have_the_same_parameters():
   def linear(has_bias):
     return {'kernel': jnp.ones((4, 2))} | ({'bias': jnp.ones(2)} if has_bias else {})
