@@ -21,7 +21,7 @@ Kernel: TypeAlias = jax.Array | Int8Kernel | TransposedKernel
 Rotation: TypeAlias = tuple[jax.Array, jax.Array]  # sines and cosines `[B, N, 1, F]`
 _BLOCK_SIZE = 2**18  # numbers of an int8 kernel that a CPU converts at a time
 _BLOCK_SLOTS = 256  # slots of a cache that a CPU's attention of many queries visits at a time
-_MANY_QUERIES = 64
+_MANY_QUERIES = 24
 CAUSAL_BLOCK = 128  # queries that read the same keys
 
 
