@@ -151,6 +151,15 @@ def test_temperature_zero_is_the_first_largest():
   np.testing.assert_array_equal(_laws(logits, temperature=0.0), np.eye(4)[[1, 0, 1]])
 
 
+@pytest.mark.parametrize('vocab_size', [300, 512])
+def test_greedy_takes_the_first_of_the_likeliest_of_many(vocab_size):
+  """Also where equal logits are in several blocks of tokens, and beside a filter."""
+  logits = np.random.default_rng(0).integers(-9, 9, (20, vocab_size)).astype(np.float64)
+  expected = np.eye(vocab_size)[logits.argmax(axis=1)]
+  for more in ({}, {'top_k': 5}):
+    np.testing.assert_array_equal(_laws(logits, temperature=0.0, **more), expected)
+
+
 @pytest.mark.parametrize('temperature', [1e-3, 1e-20, 1e-30, 1e-37, 2e-38, 1e-40])
 def test_tiny_temperatures_are_nearly_greedy(temperature):
   laws = _laws(np.array([[50.0, 3.0, -np.inf], [-200.0, -100.0, -100.5]]), temperature=temperature)

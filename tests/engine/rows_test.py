@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys, slow_but
+from spectr_jax.engine.loop import _put
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -89,3 +91,15 @@ def test_sampling_parameters_of_a_row_alone(tables):
       tables, 'spectr', make_keys(4)[one], PROMPTS[one], LENGTHS[one], temperature=temperature[row], top_p=top_p[row]
     )
     assert_same(alone, jax.tree.map(lambda x: x[one], mixed))  # noqa: B023
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_values_are_put_at_their_slots_in_every_dtype(dtype):
+  rows = jnp.arange(24.0).reshape(2, 4, 3).astype(dtype) / 7
+  values = -jnp.arange(12.0).reshape(2, 2, 3).astype(dtype) / 7
+  slots = jnp.array([[1, 3], [2, 4]])  # the last one is beyond the rows
+  expected = np.array(rows)
+  expected[0, [1, 3]], expected[1, 2] = values[0], values[1, 0]
+  found = jax.jit(_put)(rows, slots, values)
+  assert found.dtype == dtype
+  np.testing.assert_array_equal(found, expected)

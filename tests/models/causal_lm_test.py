@@ -12,7 +12,7 @@ from hub_specs import SPECS
 from spectr_jax.io.hub.families import FAMILIES, read_spec
 from spectr_jax.model import Model
 from spectr_jax.models import cpu_form, table
-from spectr_jax.models.causal_lm import CausalLMConfig, Rope, causal_lm, config_of, init_params, param_shapes
+from spectr_jax.models.causal_lm import CausalLMConfig, Rope, causal_lm, config_of, init_params, mlp, param_shapes
 from spectr_jax.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -162,6 +162,15 @@ def test_a_model_for_decoding_has_the_same_logits(name, dtype, monkeypatch):
     call = tokens, jnp.arange(num_tokens)[None], mask, model.init_cache_fn(1, 16)
     tolerance = TOLERANCE if dtype == 'float32' else 0.05
     np.testing.assert_allclose(_apply(fast, *call).logits, _apply(model, *call).logits, atol=tolerance)
+
+
+def test_activations_are_rounded_once():
+  config = dataclasses.replace(LLAMA, dtype='bfloat16')
+  x = jnp.linspace(-4, 4, 64).reshape(1, 64, 1).astype('bfloat16')
+  one = {'kernel': jnp.ones((1, 1), 'bfloat16')}
+  found = jax.jit(lambda x: mlp({'gate': one, 'up': one, 'down': one}, config, x))(x)
+  unit = jax.nn.silu(np.float32(x)).astype('bfloat16')
+  np.testing.assert_array_equal(found, (unit * x).astype('bfloat16'))
 
 
 def test_a_float32_cache_holds_the_keys_of_a_bfloat16_model():

@@ -32,6 +32,25 @@ def test_sums_and_gradients_are_those_of_all_tokens(size):
   np.testing.assert_allclose(jax.jit(loss, static_argnums=2)(kernel, inputs, size)[0], expected[0][0], rtol=1e-5)
 
 
+@pytest.mark.parametrize(('by', 'num_products'), [((0,), 2), ((1,), 2), ((0, 1), 3)])
+def test_gradients_are_taken_by_what_they_are_asked_for_alone(by, num_products):
+  """A frozen output head costs no product of its own."""
+  kernel, inputs = jnp.ones((5, 6)) / 3, jnp.arange(70.0).reshape(2, 7, 5) / 35
+  weights = jnp.arange(14.0).reshape(2, 7)
+
+  def sums(kernel, inputs, _, weights):
+    return jnp.sum(jax.nn.logsumexp(inputs @ kernel, axis=-1) * weights), ()
+
+  def loss(kernel, inputs, size):
+    return sum_over_blocks(sums, kernel, inputs, (), weights, size=size)[0]
+
+  grad = jax.grad(loss, by)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), grad(kernel, inputs, 3), grad(kernel, inputs, 7)
+  )
+  assert str(jax.make_jaxpr(grad, static_argnums=2)(kernel, inputs, 3)).count('dot_general') == num_products
+
+
 @pytest.mark.parametrize('share', [None, 1.0, 0.25])
 def test_the_loss_of_training_is_the_sum_of_the_losses_of_tokens(share, monkeypatch):
   config = TransformerConfig(40, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32, max_length=24)
