@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys, slow_but
+
 from spectr_jax.engine.loop import _put
 
 pytestmark = pytest.mark.usefixtures('highest')
