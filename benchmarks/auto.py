@@ -26,7 +26,7 @@ from benchmarks.speed import SHAPES, make_model
 from common import command_line
 from common.output_files import OutputFiles
 from common.program_memory import describe_groups
-from decode.auto import prediction as auto
+from decode.auto.prediction import predict_all
 from decode.experiment import metrics, report
 from decode.experiment.options import AUTO
 from decode.experiment.run import measure
@@ -124,7 +124,7 @@ if __name__ == '__main__':
           workload = with_shapes(workload)
         if len(workload.batches) < 2:
           raise ValueError(f'intervals are over batches: num_prompts must be above batch_size {options.batch_size}')
-        found = compare_predictions(workload, auto.predict_all(workload, notify), notify)
+        found = compare_predictions(workload, predict_all(workload, notify), notify)
       outputs.write(output=json.dumps(found, indent=2) + '\n')
     for row in sorted(found['settings'], key=lambda row: -row['measured']):
       predicted, measured = row['predicted'], row['measured']

@@ -13,9 +13,8 @@ import tiny_hub
 from hub_specs import SPECS
 
 import spectr_jax
-from benchmarks import auto as auto_benchmark
-from benchmarks import drafters, growth, real_models, refill, speed
-from decode.auto import prediction as auto
+from benchmarks import auto, drafters, growth, real_models, refill, speed
+from decode.auto.prediction import predict_all
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
 from spectr_jax.io.hub.families import read_spec
@@ -97,9 +96,9 @@ def test_auto():
   options = DecodeOptions(
     method=('auto',), num_drafts=(1,), draft_length=(2,), num_prompts=4, max_new_tokens=4, calibration_prompts=2
   )
-  workload = auto_benchmark.with_shapes(Workload.load(options))
-  predictions = auto.predict_all(workload, lambda *_: None)
-  found = auto_benchmark.compare_predictions(workload, predictions, lambda *_: None)
+  workload = auto.with_shapes(Workload.load(options))
+  predictions = predict_all(workload, lambda *_: None)
+  found = auto.compare_predictions(workload, predictions, lambda *_: None)
   assert found['run']['models'] == {
     role: {'shape': shape, 'num_params': TINY.num_params, 'dtype': 'float32'}
     for role, shape in (('target', 'A'), ('draft', 'B'))

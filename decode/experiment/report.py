@@ -21,7 +21,7 @@ from common.program_memory import describe_groups
 from decode.auto.prediction import Prediction
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
-from decode.experiment.run import DecodeRun, Measurement, Summary
+from decode.experiment.results import DecodeRun, Measurement, Summary
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Notify, model_title
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Continuation, StopStrings, finish_reason

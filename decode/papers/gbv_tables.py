@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from decode.experiment.run import Summary
+from decode.experiment.results import Summary
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Notify
 from decode.papers import published

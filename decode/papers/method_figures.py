@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decode.auto.calibrate import LONGEST_CHAIN, kept_bounds
+from decode.auto.acceptance import LONGEST_CHAIN, kept_bounds
 from decode.experiment import metrics
 from decode.experiment.laws import written_log_probs
 from decode.experiment.run import measure, run_decode

@@ -13,7 +13,7 @@ from decode.experiment import metrics
 from decode.experiment.options import AUTO, DecodeOptions, fitting
 from decode.experiment.prompt_sets import SPEC_BENCH_TASKS
 from decode.experiment.prompts import Prompt, take_evenly
-from decode.experiment.run import DecodeRun
+from decode.experiment.results import DecodeRun
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Notify
 from decode.papers import published

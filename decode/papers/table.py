@@ -13,7 +13,8 @@ from rich.table import Table as RichTable
 
 from common.program_memory import describe_groups
 from decode.experiment.prompts import take_first
-from decode.experiment.run import DecodeRun, Summary, run_decode
+from decode.experiment.results import DecodeRun, Summary
+from decode.experiment.run import run_decode
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Notify, Pick, model_title
 from decode.papers import table_panels

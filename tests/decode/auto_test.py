@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from decode.auto import prediction as auto
+from decode.auto import calibration, grid, prediction
 from decode.experiment.options import AUTO_GRID, AUTO_TREES, DecodeOptions
 from decode.experiment.run import run_decode
 from decode.experiment.workload import Workload
@@ -20,7 +20,7 @@ def _options(**changes):
 
 
 def test_the_grid_has_every_lossless_method_and_no_setting_twice():
-  settings = auto.grid(_options())
+  settings = grid.grid(_options())
   assert {setting.method.name for setting in settings} == {name for name, m in METHODS.items() if m.is_lossless}
   assert all(setting.method.is_lossless for setting in settings)
   singles = {setting.method.name for setting in settings if setting.num_drafts == 1}
@@ -31,7 +31,7 @@ def test_the_grid_has_every_lossless_method_and_no_setting_twice():
 
 
 def test_a_tree_that_some_methods_cannot_use_is_for_the_others():
-  settings = auto.grid(_options(tree=('prefix:2,1', 'specinfer'), draft_length=(4,)))
+  settings = grid.grid(_options(tree=('prefix:2,1', 'specinfer'), draft_length=(4,)))
   assert {str(s) for s in settings if s.method.name == 'spectr'} == {'spectr prefix:2,1', 'spectr specinfer'}
   assert not any(setting.method.name == 'block' for setting in settings)
 
@@ -44,7 +44,7 @@ def test_a_tree_that_some_methods_cannot_use_is_for_the_others():
   ],
 )
 def test_the_grid_with_lookup_has_every_lossless_method_that_takes_its_guesses(draft, takes, singles):
-  settings = auto.grid(_options(draft=draft))
+  settings = grid.grid(_options(draft=draft))
   wanted = {name for name, m in METHODS.items() if m.is_lossless and m.max_drafts != 0 and getattr(m, takes)}
   assert {setting.method.name for setting in settings} == wanted | {'autoregressive'}
   assert {setting.method.name for setting in settings if setting.num_drafts == 1} == singles
@@ -55,7 +55,7 @@ def _trees(settings, name):
 
 
 def test_greedy_decoding_is_compared_with_trees_of_likeliest_guesses_and_single_drafts():
-  settings = auto.grid(_options(temperature=0.0))
+  settings = grid.grid(_options(temperature=0.0))
   # One method stands for all, since they keep the same.
   first = next(
     name for name, each in METHODS.items() if each.takes_given and each.takes_grown and each.max_drafts is None
@@ -65,7 +65,7 @@ def test_greedy_decoding_is_compared_with_trees_of_likeliest_guesses_and_single_
     assert _trees(settings, name) >= set(AUTO_TREES) if name == first else not _trees(settings, name) & set(AUTO_TREES)
   assert {setting.num_drafts for setting in settings if setting.spec and setting.spec.name == 'chains'} == {1}
   assert _trees(settings, 'speculative') == {'chains'}
-  several = auto.grid(_options(temperature=0.0, num_drafts=(1, 3)))
+  several = grid.grid(_options(temperature=0.0, num_drafts=(1, 3)))
   assert {setting.num_drafts for setting in several if setting.spec and setting.spec.name == 'chains'} == {1, 3}
 
 
@@ -74,38 +74,33 @@ def test_greedy_decoding_is_compared_with_trees_of_likeliest_guesses_and_single_
   [{'temperature': 0.5}, {'temperature': 0.0, 'draft': 'lookup'}, {'temperature': 0.0, 'tree': ('prefix:2',)}],
 )
 def test_no_other_grid_has_them(changes):
-  assert not any(setting.growth for setting in auto.grid(_options(**changes)))
+  assert not any(setting.growth for setting in grid.grid(_options(**changes)))
 
 
 def test_growing_trees_are_compared_with_others_where_methods_take_them():
   trees = 'chains', 'likeliest:2,2', 'confident:2,1'
-  settings = auto.grid(_options(tree=trees, num_drafts=(2,), draft_length=(2,)))
+  settings = grid.grid(_options(tree=trees, num_drafts=(2,), draft_length=(2,)))
   assert _trees(settings, 'race_traversal') == set(trees)
   assert _trees(settings, 'traversal') == {'chains', 'confident:2,1'}  # takes no guesses that are not drawn
   assert _trees(settings, 'block') == {'chains'}
-  from_one = auto.grid(_options(tree=trees, growth_threshold=0.1, num_drafts=(2,), draft_length=(2,)))
+  from_one = grid.grid(_options(tree=trees, growth_threshold=0.1, num_drafts=(2,), draft_length=(2,)))
   assert _trees(from_one, 'spectr') == {'chains', 'likeliest:2,2 from 0.1', 'confident:2,1 from 0.1'}
 
 
 def test_trees_that_are_deeper_than_the_draft_guesses_are_left_out():
-  assert {setting.draft_length for setting in auto.grid(_options(), 4)} == {0, 2, 4}
+  assert {setting.draft_length for setting in grid.grid(_options(), 4)} == {0, 2, 4}
   with pytest.raises(ValueError, match='^the draft guesses 1 tokens ahead, and all trees are deeper$'):
-    auto.grid(_options(), 1)
+    grid.grid(_options(), 1)
 
 
 def test_the_fastest_growing_tree_is_tuned():
-  settings = auto.grid(_options(tree=('chains', 'confident:4,4'), num_drafts=(2,), draft_length=(2,)))
-  seconds = {str(setting): 2.0 for setting in settings} | {'spectr confident:4,4': 1.0}
-  predictions = sorted(
-    (auto.Prediction(setting, 1, 1 / seconds[str(setting)], 1, 0, 0, 0, True) for setting in settings),
-    key=lambda found: -found.tokens_per_second,
-  )
-  found = auto.tuned(predictions)
-  assert [str(setting) for setting in found] == [f'spectr confident:4,4 from {t:g}' for t in auto._THRESHOLDS]
-  assert [setting.growth.threshold for setting in found] == list(auto._THRESHOLDS)
-  assert not auto.tuned([each for each in predictions if each.setting.growth is None])
-  given = dataclasses.replace(predictions[0], setting=found[0])  # a threshold that the user chose
-  assert not auto.tuned([given])
+  settings = grid.grid(_options(tree=('chains', 'confident:4,4'), num_drafts=(2,), draft_length=(2,)))
+  ordered = sorted(settings, key=lambda setting: str(setting) != 'spectr confident:4,4')
+  found = grid.tuned(ordered)
+  assert [str(setting) for setting in found] == [f'spectr confident:4,4 from {t:g}' for t in grid._THRESHOLDS]
+  assert [setting.growth.threshold for setting in found] == list(grid._THRESHOLDS)
+  assert not grid.tuned([setting for setting in ordered if setting.growth is None])
+  assert not grid.tuned(found[:1])  # a threshold that the user chose
   with pytest.raises(ValueError, match='autoregressive grows no trees'):
     settings[0].with_threshold(0.1)
 
@@ -117,14 +112,14 @@ def _calibration(settings, *, draft=0.5e-3, node=0.1e-3, rest=1e-3, rate=0.8, pr
     size, length = setting.tree.num_nodes, setting.draft_length
     name = f'chains {setting.num_drafts}x{length}' if size else 'none'
     drafts[name], targets[size] = draft * length, 3e-3 + node * size
-    if auto.source_of(setting, settings) != setting:
+    if grid.source_of(setting, settings) != setting:
       continue
     kept = [round(1000 * rate ** (depth + 1)) for depth in range(length)]
-    observations[str(setting)] = auto.Observation(
+    observations[str(setting)] = calibration.Observation(
       num_prompts=10, num_batches=10, num_tokens=1000 + sum(kept), num_calls=1000, kept=kept, num_rounds=1000,
       prefill_seconds=prefill, round_seconds=drafts[name] + targets[size] + rest * (1 + 0.01 * size),
     )  # fmt: skip
-  return auto.Calibration({'device': 'test'}, drafts, targets, observations)
+  return calibration.Calibration({'device': 'test'}, drafts, targets, observations)
 
 
 def test_seconds_of_a_group_are_those_of_the_first_groups_time():
@@ -132,7 +127,7 @@ def test_seconds_of_a_group_are_those_of_the_first_groups_time():
     calls = np.array(calls)
     return seconds, seconds / 100, 7, Generation(calls, 2 * calls, calls, calls[:, None], calls, 0 * calls)
 
-  found = auto._observation([batch(3.0, [5, 6]), batch(5.0, [7, 7])], 3, pace=2)  # the last row is a copy
+  found = calibration._observation([batch(3.0, [5, 6]), batch(5.0, [7, 7])], 3, pace=2)  # the last row is a copy
   assert (found.prefill_seconds, found.round_seconds) == (2.0, 0.02)
   assert (found.num_calls, found.num_tokens, found.num_rounds, found.kept) == (18, 36, 14, [18])
 
@@ -141,7 +136,7 @@ def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch
   options = _options(
     **pair, prompts=str(prompt_file), num_prompts=2, num_drafts=(2,), draft_length=(1,), max_new_tokens=4
   )
-  alone, spectr = (each for each in auto.grid(options) if each.method.name in ('autoregressive', 'spectr'))
+  alone, spectr = (each for each in grid.grid(options) if each.method.name in ('autoregressive', 'spectr'))
   now, tick = 0.0, 1.0  # every look at the clock takes a tick
 
   def look():
@@ -158,17 +153,17 @@ def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch
     prepare(spectr)
     yield [alone, spectr]
 
-  monkeypatch.setattr(auto, 'time', types.SimpleNamespace(perf_counter=look))
-  monkeypatch.setattr(auto, 'in_groups', groups)
-  found = auto._observe(Workload.load(options), [alone, spectr], lambda *_: None)
+  monkeypatch.setattr(calibration, 'time', types.SimpleNamespace(perf_counter=look))
+  monkeypatch.setattr(calibration, 'in_groups', groups)
+  found = calibration._observe(Workload.load(options), [alone, spectr], lambda *_: None)
   assert set(found) == {str(alone), str(spectr)}
   assert [each.prefill_seconds for each in found.values()] == [1.0, 1.0]
   assert all(0.25 <= each.round_seconds <= 1 for each in found.values())
 
 
 def test_predictions_are_those_of_the_closed_form():
-  settings = auto.grid(_options())
-  found = {str(p.setting): p for p in auto.predict(_calibration(settings), settings)}
+  settings = grid.grid(_options())
+  found = {str(p.setting): p for p in prediction.predict(_calibration(settings), settings)}
   alone = found['autoregressive']
   assert alone.tokens_per_call == 1
   assert alone.tokens_per_second == pytest.approx(100 / (2e-3 + 100 * 4e-3))
@@ -189,36 +184,55 @@ def test_predictions_are_those_of_the_closed_form():
 
 
 def test_the_round_of_shorter_drafts_is_that_of_the_reference_and_its_own_share():
-  settings = auto.grid(_options(num_drafts=(4,), draft_length=(2, 8)))
+  settings = grid.grid(_options(num_drafts=(4,), draft_length=(2, 8)))
   by_name = {str(setting): setting for setting in settings}
   longest, short = by_name['specinfer K=4 L=8'], by_name['specinfer K=4 L=2']
-  assert str(auto.reference_of(short, settings)) == 'spectr K=4 L=2'
-  assert auto.source_of(short, settings) == longest
-  calibration = _calibration(settings)
+  assert str(grid.reference_of(short, settings)) == 'spectr K=4 L=2'
+  assert grid.source_of(short, settings) == longest
+  measured = _calibration(settings)
   for name, seconds in (('spectr K=4 L=2', 0.030), ('spectr K=4 L=8', 0.050), ('specinfer K=4 L=8', 0.058)):
-    observation = calibration.observations[name]
-    calibration.observations[name] = dataclasses.replace(observation, round_seconds=seconds)
-  found = {str(p.setting): p.round_seconds for p in auto.predict(calibration, settings)}
+    observation = measured.observations[name]
+    measured.observations[name] = dataclasses.replace(observation, round_seconds=seconds)
+  found = {str(p.setting): p.round_seconds for p in prediction.predict(measured, settings)}
   assert found['specinfer K=4 L=8'] == pytest.approx(0.058)
   assert found['specinfer K=4 L=2'] == pytest.approx(0.030 + 0.008 / 4)
 
 
 def test_the_fastest_is_chosen_and_speculation_left_where_it_does_not_pay():
-  settings = auto.grid(_options())
-  predictions = auto.predict(_calibration(settings), settings)
+  settings = grid.grid(_options())
+  predictions = prediction.predict(_calibration(settings), settings)
   assert predictions == sorted(predictions, key=lambda found: -found.tokens_per_second)
-  assert auto.choose(predictions) == predictions[0].setting
+  assert prediction.choose(predictions) == predictions[0].setting
   assert predictions[0].setting.tree.num_nodes
   # Where every node costs as much as a call, as at large batches, nothing is better than no guess.
-  predictions = auto.predict(_calibration(settings, node=4e-3), settings)
-  assert auto.choose(predictions).method.name == 'autoregressive'
+  predictions = prediction.predict(_calibration(settings, node=4e-3), settings)
+  assert prediction.choose(predictions).method.name == 'autoregressive'
+
+
+def test_processes_whose_clocks_differ_choose_alike(monkeypatch):
+  settings = grid.grid(_options())
+  first = prediction.predict(_calibration(settings), settings)
+  own = prediction.predict(_calibration(settings, node=4e-3), settings)
+  assert prediction.choose(own) != prediction.choose(first)
+  sent = []
+
+  def broadcast(order):
+    sent.append(np.asarray(order))
+    return sent[0]
+
+  monkeypatch.setattr(prediction.jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(prediction.multihost_utils, 'broadcast_one_to_all', broadcast)
+  in_first, in_other = (prediction._ranked(found) for found in (first, own))
+  assert in_first == in_other == [found.setting for found in first]
+  assert not np.array_equal(sent[0], sent[1])
+  assert prediction.choose(own) == prediction.choose(first)
 
 
 def test_a_calibration_is_the_same_after_a_file(tmp_path):
-  settings = auto.grid(_options())
-  calibration = _calibration(settings)
-  (tmp_path / 'calibration.json').write_text(calibration.to_json())
-  assert auto.Calibration.read(tmp_path / 'calibration.json') == calibration
+  settings = grid.grid(_options())
+  measured = _calibration(settings)
+  (tmp_path / 'calibration.json').write_text(measured.to_json())
+  assert calibration.Calibration.read(tmp_path / 'calibration.json') == measured
 
 
 @pytest.mark.parametrize('text', ['', '[]', '{"format": 0}', '{"format": 1}', '{"format": 1, "conditions": {}}'])
@@ -227,17 +241,17 @@ def test_what_is_no_calibration(tmp_path, text):
   with pytest.raises(
     ValueError, match='x.json is no calibration' if text else 'x.json is not JSON .*--calibration writes one'
   ):
-    auto.Calibration.read(tmp_path / 'x.json')
+    calibration.Calibration.read(tmp_path / 'x.json')
 
 
 def test_a_calibration_for_something_else_is_refused():
-  settings = auto.grid(_options())
-  calibration = _calibration(settings)
-  calibration.check({'device': 'test'}, settings, 'f')
+  settings = grid.grid(_options())
+  measured = _calibration(settings)
+  measured.check({'device': 'test'}, settings, 'f')
   with pytest.raises(ValueError, match='f was measured with device test, not other; name a new file'):
-    calibration.check({'device': 'other'}, settings, 'f')
+    measured.check({'device': 'other'}, settings, 'f')
   with pytest.raises(ValueError, match='f was measured for another grid, without speculative K=1'):
-    calibration.check({}, auto.grid(_options(draft_length=(2, 16))), 'f')
+    measured.check({}, grid.grid(_options(draft_length=(2, 16))), 'f')
 
 
 @pytest.mark.parametrize(
@@ -261,7 +275,7 @@ def test_lookup_is_measured(tmp_path, pair, prompt_file, monkeypatch, is_beside)
   path = tmp_path / 'calibration.json'
   few = 'autoregressive', 'spectr', 'race'
   monkeypatch.setattr(
-    auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
+    grid, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
   )
   draft = f'lookup+{pair["draft"]}' if is_beside else 'lookup'
   options = _options(
@@ -281,7 +295,7 @@ def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
   path = tmp_path / 'calibration.json'
   few = {name: METHODS[name] for name in ('autoregressive', 'spectr', 'race')}
   monkeypatch.setattr(
-    auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
+    grid, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
   )
   options = _options(
     **pair, prompts=str(prompt_file), num_drafts=(2,), draft_length=(1, 3), batch_size=2, max_new_tokens=8,
@@ -318,7 +332,7 @@ def test_drafts_of_every_kind_are_measured_with_growing_trees(
 ):
   few = 'autoregressive', 'spectr', 'race'
   monkeypatch.setattr(
-    auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
+    grid, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
   )
   is_mixed, path = kind == 'lookup beside a head', tmp_path / 'calibration.json'
   draft = {'model': pair['draft'], 'head': tiny_head_file}.get(kind, f'lookup+{tiny_head_file}')
@@ -328,9 +342,9 @@ def test_drafts_of_every_kind_are_measured_with_growing_trees(
     max_new_tokens=8, calibration=str(path), calibration_prompts=2,
   )  # fmt: skip
   compiled = []
-  observe = auto._observe
+  observe = calibration._observe
   monkeypatch.setattr(
-    auto, '_observe', lambda *a, **k: (observe(*a, **k), compiled.append(run_rounds._cache_size()))[0]
+    calibration, '_observe', lambda *a, **k: (observe(*a, **k), compiled.append(run_rounds._cache_size()))[0]
   )
   run = run_decode(options)
   found = {str(each.setting): each for each in run.predictions}
@@ -340,7 +354,7 @@ def test_drafts_of_every_kind_are_measured_with_growing_trees(
   assert names | {'autoregressive'} <= set(found)
   assert all(each.tokens_per_second > 0 and each.tokens_per_call >= 1 for each in run.predictions)
   further = set(found) - names - {'autoregressive'}
-  assert len(further) == (0 if is_mixed else len(auto._THRESHOLDS))
+  assert len(further) == (0 if is_mixed else len(grid._THRESHOLDS))
   assert len({name.partition(' from ')[0] for name in further}) == (not is_mixed)
   assert len(set(compiled)) == 1  # other thresholds compile nothing
   assert run_decode(options).predictions == run.predictions

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from decode import trace
-from decode.auto import prediction
+from decode.auto.grid import grid, reference_of
 from decode.experiment.options import DecodeOptions
 from spectr_jax import METHODS, Method
 from spectr_jax.couplings import Explanation, Maximal
@@ -70,9 +70,9 @@ def test_the_trace_page_shows_it(pair):
 
 @pytest.mark.usefixtures('registered')
 def test_auto_predicts_it():
-  settings = prediction.grid(DecodeOptions(method=('auto',), num_drafts=(1, 2), draft_length=(2, 4)))
+  settings = grid(DecodeOptions(method=('auto',), num_drafts=(1, 2), draft_length=(2, 4)))
   mine = [setting for setting in settings if setting.method.name == 'own']
   assert [setting.draft_length for setting in mine] == [2, 4]
   # It declares that it decides token by token, so it needs no decoding of its own.
   shared = [setting for setting in settings if setting.method.name == 'speculative']
-  assert [prediction.reference_of(setting, settings) for setting in mine] == shared
+  assert [reference_of(setting, settings) for setting in mine] == shared

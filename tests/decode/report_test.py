@@ -12,7 +12,7 @@ from common.output_files import OutputFiles
 from decode.experiment import report
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
-from decode.experiment.run import DecodeRun, Measurement
+from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.settings import expand
 from spectr_jax import Tokenizer
 

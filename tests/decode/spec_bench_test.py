@@ -8,7 +8,7 @@ import pytest
 from exhibit_checks import request_of
 
 from decode.experiment.options import DecodeOptions
-from decode.experiment.run import DecodeRun, Measurement
+from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.settings import expand
 from decode.experiment.workload import describe
 from decode.papers import published, spec_bench, table

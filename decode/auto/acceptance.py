@@ -10,12 +10,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 from etils import epath
 
 from common.json_file import read_json
+from common.program_memory import make_room
+from decode.experiment.laws import target_texts, written_log_probs
 from decode.experiment.settings import Setting
+from decode.experiment.workload import Notify, Workload
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
+from spectr_jax.sharding import fetch
 from spectr_jax.theory import stateless_kept_bound
 
 # A rate with fewer visits than this is too inaccurate and counts as not measured.
@@ -218,3 +223,59 @@ def read_acceptance(path: epath.PathLike) -> dict[str, Acceptance]:
       if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise ValueError(f'{path}: the rates of {method} must be from 0 to 1, or null where not measured; got {rate!r}')
   return rates
+
+
+def choose_trees(
+  workload: Workload, settings: list[Setting], given: dict[str, Acceptance] | None, notify: Notify
+) -> tuple[list[Setting], dict[str, Acceptance]]:
+  """The settings with `optimal` trees chosen, and the rates by method that they were chosen from.
+
+  Rates that no file gives are measured, or bounded, on the prompts, with a seed that the options do not use.
+
+  Args:
+    workload: Models and prompts.
+    settings: The settings.
+    given: The rates by method, from `read_acceptance`; None to measure them.
+    notify: Called with the current activity, and with the number of settings as the steps in total.
+
+  Raises:
+    ValueError: The given rates lack a method, or the rates do not determine a tree.
+  """
+  options = workload.options
+  budgets = {}
+  for setting in settings:
+    if setting.spec is not None and setting.spec.name == 'optimal':
+      method = setting.method
+      budgets[method] = max(budgets.get(method, 0), setting.spec.numbers[0])
+  if not budgets:
+    return settings, {}
+  acceptance: dict[str, Acceptance] = {}
+  seed = (options.seeds[-1] + 1) % 2**32
+  keys = workload.keys(seed)
+  for method, budget in budgets.items():
+
+    def measure(tree: TokenTree, method=method) -> Statistics:
+      notify(f'{method.name}: measuring acceptance on a tree of {tree.num_nodes} nodes', 0, len(settings))
+      setting = Setting(method, tree=tree)
+      found = [fetch(workload.generate(setting, keys, rows, statistics=True).statistics) for rows in workload.batches]
+      return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(workload.prompts)], *found)
+
+    name = rates_name(method)
+    make_room(is_joint=workload.is_joint)
+    if given is None and is_chosen_by_bound(method):
+      notify(f"{method.name}: bounding what is kept of chains, on the target's own texts", 0, len(settings))
+      texts = target_texts(workload, seed)
+      acceptance[name] = bound_kept(*written_log_probs(workload, (workload.draft, workload.target), texts))
+    elif given is None:
+      acceptance[name] = measure_acceptance(method, budget, measure)
+    elif name in given:
+      acceptance[name] = given[name]
+    else:
+      raise ValueError(f'{options.acceptance} has no acceptance of {name}; it has {"; ".join(given)}')
+  chosen = [
+    choose_tree(setting, acceptance[rates_name(setting.method)])
+    if setting.spec is not None and setting.spec.name == 'optimal'
+    else setting
+    for setting in settings
+  ]
+  return chosen, acceptance

@@ -1,0 +1,247 @@
+"""The results of a run: `DecodeRun`, with one `Measurement` per setting and seed, and one `Summary` per setting."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from decode.auto.acceptance import Acceptance, has_independent_children
+from decode.auto.prediction import Prediction
+from decode.experiment import metrics
+from decode.experiment.options import DecodeOptions
+from decode.experiment.prompts import Prompt
+from decode.experiment.settings import Setting, baseline_of
+from spectr_jax import Statistics
+from spectr_jax.io.tokenizer import TokenizerBase
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+  """The results of one setting on all P prompts with one seed, in R = P * num_samples rows.
+
+  The samples of a prompt are one after another.
+
+  Attributes:
+    setting, seed: The setting and seed.
+    tokens: int32 `[R, max_new_tokens]`, -1 after a row's end.
+    origins: int32 `[R, max_new_tokens]`, as in `spectr_jax.Generation`.
+    lengths: int32 `[R]`, tokens emitted.
+    calls: int32 `[R]`, target calls.
+    accepted_by_depth: int32 `[R, L]`, at `[i, d]` the rounds of row i that kept at least d + 1 drafted tokens.
+    batch_seconds: `[number of batches]`, wall time of each batch, with prefill and without compilation.
+    baseline_seconds: `[number of batches]`, wall time of autoregressive decoding (`baseline_of` the settings), in turns
+      with this setting; None if that was not run.
+    rounds: Rounds that the device ran, without those after stop texts. A batch runs until its last row is done.
+    statistics: Statistics of each row, or None if not requested.
+    logprobs: float32 `[R, max_new_tokens]`, as in `spectr_jax.Generation`, or None if not requested.
+  """
+
+  setting: Setting
+  seed: int
+  tokens: np.ndarray
+  origins: np.ndarray
+  lengths: np.ndarray
+  calls: np.ndarray
+  accepted_by_depth: np.ndarray
+  batch_seconds: np.ndarray
+  baseline_seconds: np.ndarray | None
+  rounds: int
+  statistics: Statistics | None = None
+  logprobs: np.ndarray | None = None
+
+  @property
+  def seconds(self) -> float:
+    return float(self.batch_seconds.sum())
+
+  def take(self, rows: np.ndarray) -> Measurement:
+    """The results of some prompts, where every batch is one prompt.
+
+    Args:
+      rows: int `[N]`, indices of prompts.
+    """
+    names = (
+      'tokens',
+      'origins',
+      'lengths',
+      'calls',
+      'accepted_by_depth',
+      'batch_seconds',
+      'baseline_seconds',
+      'logprobs',
+    )
+    arrays = {name: getattr(self, name) for name in names}
+    taken = {name: None if array is None else array[rows] for name, array in arrays.items()}
+    statistics = jax.tree.map(lambda array: array[rows], self.statistics)
+    return dataclasses.replace(self, **taken, rounds=int(taken['calls'].sum()), statistics=statistics)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+  """A setting's results over one seed or several.
+
+  Attributes:
+    setting: The setting.
+    num_tokens, num_calls: Numbers of emitted tokens and target calls.
+    block_efficiency: `num_tokens / num_calls`.
+    interval: The 95% interval of `block_efficiency` over prompts, None for a single prompt.
+    acceptance_by_position: `[L]`, the share of rounds that kept at least d + 1 drafted tokens.
+    seconds: Time of all batches, without compilation.
+    num_rounds: Rounds that the device ran, each for a whole batch.
+    tokens_per_second: New tokens per second. Settings that were not timed together compare less reliably.
+    speedup: Tokens per second relative to autoregressive decoding in turns with the setting, None if that was not run.
+    speedup_interval: The 95% interval of `speedup` over batches, None for a single batch and for autoregressive
+      decoding itself.
+    round_cost: Time of a round relative to an autoregressive step, None if that was not run.
+    tokens_per_round: Tokens per round and row, where rows that wait for the rest of their batch count.
+    share_of_optimum: Accepted tokens relative to the most that token-level verification could accept on average at the
+      positions visited; None if not requested, or for methods without several i.i.d. candidates.
+    share_interval: The 95% interval of `share_of_optimum` over prompts.
+    seconds_per_round: Seconds of the whole `round`, with its share of the prefill, of its parts `draft`, `target` and
+      `verification`, and of the `rest`; empty if not requested. The rest may be negative, since parts are timed alone.
+  """
+
+  setting: Setting
+  num_tokens: int
+  num_calls: int
+  block_efficiency: float
+  interval: tuple[float, float] | None
+  acceptance_by_position: list[float]
+  seconds: float
+  num_rounds: int
+  tokens_per_second: float
+  speedup: float | None
+  speedup_interval: tuple[float, float] | None
+  round_cost: float | None
+  tokens_per_round: float
+  share_of_optimum: float | None = None
+  share_interval: tuple[float, float] | None = None
+  seconds_per_round: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRun:
+  """All results of a run.
+
+  Attributes:
+    options: The options.
+    info: Flags, versions, device, models, number of prompts that were too long, and groups of settings that took turns
+      (`timed_together`), as JSON values.
+    prompts: The prompts.
+    tokenizer: The models' tokenizer.
+    settings: The settings that were run: the grid with all trees chosen.
+    measurements: One per setting and seed.
+    acceptance: The rates by method that `optimal` trees were chosen from; see `decode.auto.acceptance`.
+    node_costs: Time of a target call by its number of tokens, relative to a call on one token; only for settings slower
+      than autoregressive decoding.
+    part_seconds: Seconds of a round's parts by setting, see `decode.experiment.latency.time_parts`; empty if not
+      requested.
+    predictions: The predictions that `auto` chose from, the fastest first; empty without `auto`.
+  """
+
+  options: DecodeOptions
+  info: dict[str, Any]
+  prompts: list[Prompt]
+  tokenizer: TokenizerBase
+  settings: list[Setting]
+  measurements: list[Measurement]
+  acceptance: dict[str, Acceptance] = dataclasses.field(default_factory=dict)
+  node_costs: dict[int, float] = dataclasses.field(default_factory=dict)
+  part_seconds: dict[Setting, dict[str, float]] = dataclasses.field(default_factory=dict)
+  predictions: list[Prediction] = dataclasses.field(default_factory=list)
+
+  def _of(self, setting: Setting | None, seeds) -> list[Measurement]:
+    seeds = self.options.seeds if seeds is None else seeds
+    return [found for found in self.measurements if found.seed in seeds and found.setting == setting]
+
+  def take(self, rows: np.ndarray) -> DecodeRun:
+    """The same run on some of its prompts.
+
+    Args:
+      rows: int `[N]`, indices of prompts.
+
+    Raises:
+      ValueError: Prompts or samples were decoded together, so that none has a time of its own.
+    """
+    if self.options.num_samples > 1:
+      raise ValueError(f'samples are timed together: num_samples must be 1, got {self.options.num_samples}')
+    if min(self.options.batch_size, len(self.prompts)) > 1:
+      raise ValueError(f'prompts are timed by batch: batch_size must be 1, got {self.options.batch_size}')
+    measurements = [found.take(rows) for found in self.measurements]
+    return dataclasses.replace(self, prompts=[self.prompts[row] for row in rows], measurements=measurements)
+
+  def _per_prompt(self, values: np.ndarray) -> np.ndarray:
+    """The sum over the samples of each prompt, `[P]`, of values `[R]`."""
+    return values.reshape(len(self.prompts), self.options.num_samples).sum(axis=1)
+
+  def batch_speeds(self, setting: Setting, seeds=None) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Tokens and seconds of each batch, for the setting and, if it was run, for autoregressive decoding.
+
+    Args:
+      setting: The setting.
+      seeds: Seeds to add up; None for all.
+
+    Returns:
+      One pair of arrays `[number of batches]` for the setting, and one for autoregressive decoding if that was run.
+    """
+    starts = range(0, len(self.prompts), self.options.batch_size)
+    own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
+
+    def tokens(group):
+      return np.add.reduceat(self._per_prompt(sum(found.lengths for found in group)), starts)
+
+    speeds = tokens(own), sum(found.batch_seconds for found in own)
+    return (speeds, (tokens(baseline), sum(found.baseline_seconds for found in own))) if baseline else (speeds,)
+
+  def summarize(self, setting: Setting, seeds=None) -> Summary:
+    """The results of one setting.
+
+    Args:
+      setting: The setting.
+      seeds: Seeds to combine; None for all.
+    """
+    own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
+    num_rounds, seconds = sum(found.rounds for found in own), sum(found.seconds for found in own)
+    speedup, speedup_interval, round_cost = None, None, None
+    if baseline:
+      speeds, others = self.batch_speeds(setting, seeds)
+      speedup = metrics.ratio(*speeds) / metrics.ratio(*others)
+      if len(speeds[0]) > 1 and setting != baseline_of(self.settings):
+        speedup_interval = metrics.compare(speeds, others)[1:]
+      round_cost = seconds / num_rounds / (float(others[1].sum()) / sum(found.rounds for found in baseline))
+    # The continuations of one prompt are one unit of the sample.
+    tokens = self._per_prompt(sum(found.lengths for found in own))
+    calls = self._per_prompt(sum(found.calls for found in own))
+    parts = self.part_seconds.get(setting, {})
+    if parts:
+      whole = seconds / num_rounds
+      parts = {'round': whole} | parts | {'rest': whole - sum(parts.values())}
+    num_batches = -(-len(self.prompts) // self.options.batch_size)
+    rows_per_batch = len(self.prompts) * self.options.num_samples / num_batches
+    share, share_interval = None, None
+    is_compared = setting.method.max_drafts is None and has_independent_children(setting.method)
+    if self.options.share_of_optimum and is_compared:
+      accepted = self._per_prompt(sum(found.statistics.accepts.sum((1, 2)) for found in own))
+      optimum = self._per_prompt(sum(found.statistics.optimum for found in own))
+      share = metrics.ratio(accepted, optimum)
+      share_interval = metrics.ratio_interval(accepted, optimum)
+    return Summary(
+      setting=setting,
+      num_tokens=int(tokens.sum()),
+      num_calls=int(calls.sum()),
+      block_efficiency=metrics.ratio(tokens, calls),
+      interval=metrics.ratio_interval(tokens, calls),
+      acceptance_by_position=metrics.acceptance_by_position(sum(found.accepted_by_depth for found in own), calls),
+      seconds=seconds,
+      num_rounds=num_rounds,
+      tokens_per_second=int(tokens.sum()) / seconds,
+      speedup=speedup,
+      speedup_interval=speedup_interval,
+      round_cost=round_cost,
+      tokens_per_round=int(tokens.sum()) / (num_rounds * rows_per_batch),
+      share_of_optimum=share,
+      share_interval=share_interval,
+      seconds_per_round=parts,
+    )
