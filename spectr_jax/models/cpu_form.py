@@ -2,13 +2,16 @@
 
 XLA's CPU backend reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product,
 and a product of few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the
-caches are transposed, and those that multiply the same input become one. `layers.matmul` has the forms of the product;
-jax 0.10 was measured.
+caches are transposed, and those that multiply the same input become one. Without units for bfloat16 products (AMX) a
+step in bfloat16 would take twice as long so, and its kernels keep their order. `layers.matmul` has the forms of the
+product; jax 0.10 was measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +23,7 @@ from spectr_jax.models.int8 import Int8Kernel, is_int8
 # The name of the products that become one, by theirs.
 JOINED = {('q', 'k', 'v'): 'qkv', ('gate', 'up'): 'gate_up'}
 LARGE = 2**17  # numbers of a kernel; smaller ones stay as they are
+_CPU_INFO = pathlib.Path('/proc/cpuinfo')
 
 
 @jax.tree_util.register_dataclass
@@ -66,8 +70,20 @@ def _transposed(kernel) -> TransposedKernel:
   return TransposedKernel(kernel.T)
 
 
-def _is_large(kernel: Any) -> bool:
-  return len(kernel.shape) == 2 and kernel.size >= LARGE
+@functools.cache
+def multiplies_bfloat16() -> bool:
+  """Whether this processor has units for products of bfloat16 matrices (AMX), as far as Linux says so."""
+  try:
+    return 'amx_bf16' in _CPU_INFO.read_text()
+  except OSError:
+    return False
+
+
+def _gains(kernel: Any) -> bool:
+  """Whether products with a kernel are faster in the other order."""
+  if len(kernel.shape) != 2 or kernel.size < LARGE:
+    return False
+  return is_int8(kernel) or kernel.dtype != jnp.bfloat16 or multiplies_bfloat16()
 
 
 def kernels_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,7 +99,7 @@ def kernels_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(node, Mapping):
       return {key: convert(key, value) for key, value in _joined(node).items()}
     is_kernel = name in ('kernel', 'unembedding') and not isinstance(node, TransposedKernel)
-    return _transposed(node) if is_kernel and _is_large(node) else node
+    return _transposed(node) if is_kernel and _gains(node) else node
 
   converted = convert('', params)
   return params if jax.tree.structure(converted) == jax.tree.structure(params) else converted
@@ -104,4 +120,5 @@ def for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   if is_int8(embedding) or embedding.dtype != jnp.bfloat16:
     return params
   bits = jax.lax.bitcast_convert_type(embedding, jnp.uint16)
-  return {'unembedding': TransposedKernel(embedding), **params, 'embedding': bits}
+  head = TransposedKernel(embedding) if _gains(embedding) else embedding.T
+  return {'unembedding': head, **params, 'embedding': bits}

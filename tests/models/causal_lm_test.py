@@ -140,15 +140,19 @@ def test_parameters_are_of_one_dtype():
   assert output.cache.keys[0].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+# Processors with units for bfloat16 products, and others.
+@pytest.mark.parametrize(('dtype', 'has_units'), [('float32', False), ('bfloat16', True), ('bfloat16', False)])
 @pytest.mark.parametrize('name', ['llama', 'gemma2', 'qwen2', 'gpt2'])  # tied and not, with biases, without gates
-def test_a_model_for_decoding_has_the_same_logits(name, dtype, monkeypatch):
+def test_a_model_for_decoding_has_the_same_logits(name, dtype, has_units, monkeypatch):
   monkeypatch.setattr(cpu_form, 'LARGE', 1)
+  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: has_units)
   config = dataclasses.replace(read_spec(SPECS[name])[1], dtype=dtype)
   model = causal_lm(_model(name).params, config)
   fast = model.for_decoding()
   assert fast.for_decoding() is fast
-  assert isinstance(fast.params['layer_0']['attention']['out']['kernel'], cpu_form.TransposedKernel)
+  is_transposed = dtype == 'float32' or has_units
+  for kernel in (fast.params['layer_0']['attention']['out']['kernel'], fast.params.get('unembedding')):
+    assert kernel is None or isinstance(kernel, cpu_form.TransposedKernel) == is_transposed
   assert 'qkv' in fast.params['layer_0']['attention']
   assert 'q' not in fast.params['layer_0']['attention']
   assert ('gate_up' in fast.params['layer_0']['mlp']) == config.is_gated

@@ -97,6 +97,23 @@ def test_small_kernels_stay_as_they_are(monkeypatch):
   assert kernels_for_cpu(params['b']) is params['b']
 
 
+def test_bfloat16_kernels_stay_in_order_on_processors_without_units_for_them(monkeypatch):
+  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: False)
+  params = {'kernel': jnp.ones((3, 4), jnp.bfloat16), 'unembedding': jnp.ones((3, 4))}
+  fast = kernels_for_cpu(params)
+  assert fast['kernel'] is params['kernel']
+  assert isinstance(fast['unembedding'], TransposedKernel)
+
+
+@pytest.mark.parametrize(('text', 'has_units'), [('flags : fpu amx_bf16 avx', True), ('flags : fpu avx512f', False)])
+def test_linux_says_whether_there_are_units_for_bfloat16_products(text, has_units, tmp_path, monkeypatch):
+  (tmp_path / 'cpuinfo').write_text(text)
+  monkeypatch.setattr(cpu_form, '_CPU_INFO', tmp_path / 'cpuinfo')
+  assert cpu_form.multiplies_bfloat16.__wrapped__() == has_units
+  monkeypatch.setattr(cpu_form, '_CPU_INFO', tmp_path / 'nothing')  # another system
+  assert not cpu_form.multiplies_bfloat16.__wrapped__()
+
+
 def test_other_backends_keep_their_parameters(monkeypatch):
   config = read_spec(SPECS['llama'])[1]
   model = causal_lm(init_params(jax.random.key(0), config), config)
