@@ -52,6 +52,24 @@ class Observation:
   def tokens_per_call(self) -> float:
     return self.num_tokens / self.num_calls
 
+  def joined(self, other: Observation) -> Observation:
+    """The observation of both, whose seconds are means over batches.
+
+    Args:
+      other: The same setting's, of other runs.
+    """
+    sums = ('num_prompts', 'num_batches', 'num_tokens', 'num_calls', 'num_rounds')
+    weights = [each.num_batches for each in (self, other)]
+    means = {
+      name: float(np.average([getattr(each, name) for each in (self, other)], weights=weights))
+      for name in ('prefill_seconds', 'round_seconds')
+    }
+    return Observation(
+      **{name: getattr(self, name) + getattr(other, name) for name in sums},
+      **means,
+      kept=[a + b for a, b in zip(self.kept, other.kept, strict=True)],
+    )
+
   def share_of_tokens(self, draft_length: int) -> float:
     """The tokens per call with shorter drafts, relative to those observed, for methods that decide token by token."""
     counts = np.array(self.kept) / self.num_calls
@@ -213,11 +231,11 @@ def _observation(runs: list[tuple], num_prompts: int, *, pace: float) -> Observa
   )
 
 
-def _first_prompts(workload: Workload) -> Workload:
-  """The first prompts, with a seed that the options' runs do not use."""
+def _first_prompts(workload: Workload, turn: int = 0) -> Workload:
+  """The first prompts, with a seed that neither the options' runs nor other turns use."""
   options = workload.options
   some = workload.take(max(options.calibration_prompts, 2 * workload.batch_size))
-  seed = (options.seeds[-1] + 2) % 2**32  # the first unused seed is for acceptance rates
+  seed = (options.seeds[-1] + 2 + turn) % 2**32  # the first unused seed is for acceptance rates
   return dataclasses.replace(some, options=dataclasses.replace(options, seed=seed, num_seeds=1))
 
 
@@ -236,6 +254,12 @@ def calibrate(workload: Workload, settings: list[Setting], notify: Notify) -> Ca
   return Calibration(conditions_of(workload), *costs, _observe(some, observed, notify))
 
 
+def _observe_more(calibration, workload, settings, baseline, notify) -> dict[str, Observation]:
+  """Observations of some settings and of autoregressive decoding beside them, in seconds of the calibration's pace."""
+  pace = calibration.observations[str(baseline)].round_seconds
+  return _observe(workload, list(dict.fromkeys([baseline, *settings])), notify, pace=pace)
+
+
 def with_thresholds(
   calibration: Calibration, workload: Workload, settings: list[Setting], baseline: Setting, notify: Notify
 ) -> Calibration:
@@ -251,10 +275,30 @@ def with_thresholds(
   some = _first_prompts(workload)
   notify('auto: timing growth from other thresholds', 0, 1)
   draft_seconds, _ = _measure_costs(some, settings)
-  pace = calibration.observations[str(baseline)].round_seconds
-  observations = _observe(some, [baseline, *settings], notify, pace=pace)
+  observations = _observe_more(calibration, some, settings, baseline, notify)
   return dataclasses.replace(
     calibration,
     draft_seconds=draft_seconds | calibration.draft_seconds,
     observations=observations | calibration.observations,
   )
+
+
+def with_finalists(
+  calibration: Calibration, workload: Workload, settings: list[Setting], baseline: Setting, notify: Notify
+) -> Calibration:
+  """The calibration with a second observation of the fastest settings, with another seed.
+
+  The largest of many predictions is too large on average: its setting was lucky. And the fastest settings may have been
+  timed in different groups, minutes apart. Here they take turns.
+
+  Args:
+    calibration: The measurements of the grid.
+    workload: Models and prompts.
+    settings: The settings predicted to be the fastest.
+    baseline: Autoregressive decoding, whose time the seconds are scaled by.
+    notify: Called with the current activity, the steps done and the steps in total.
+  """
+  observations = dict(calibration.observations)
+  for name, found in _observe_more(calibration, _first_prompts(workload, 1), settings, baseline, notify).items():
+    observations[name] = observations[name].joined(found) if name in observations else found
+  return dataclasses.replace(calibration, observations=observations)

@@ -17,6 +17,8 @@ the same tree, plus the difference of the two on the longest drafts, scaled by t
 where rounds are counted until the batch's last row is done. Rounds in which lookup has no guess are shorter; they are
 part of the mean round that is decoded, and lower its rest; so are rounds whose trees stop growing early. docs/auto.md
 compares this with the closed form of the literature.
+
+The settings that are predicted to be the fastest are decoded once more, side by side, before one is chosen.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from common.output_files import OutputFiles
-from decode.auto.calibration import Calibration, calibrate, conditions_of, with_thresholds
+from decode.auto.calibration import Calibration, calibrate, conditions_of, with_finalists, with_thresholds
 from decode.auto.grid import grid, reference_of, source_of, tree_name_of, tuned
 from decode.experiment.settings import Setting, baseline_of
 from decode.experiment.workload import Notify, Workload
 from spectr_jax import Drafter
 from spectr_jax.sharding import is_primary
+
+_NUM_FINALISTS = 6  # settings that are observed again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +79,8 @@ def predict(calibration: Calibration, settings: list[Setting]) -> list[Predictio
 
   predictions = []
   for setting in settings:
-    source = source_of(setting, settings)
+    is_observed = str(setting) in calibration.observations
+    source = setting if is_observed else source_of(setting, settings)
     seen = calibration.observations[str(source)]
     draft, target = parts(setting)
     rest_seconds, yields = rest(source), 1.0
@@ -96,7 +101,7 @@ def predict(calibration: Calibration, settings: list[Setting]) -> list[Predictio
         draft_seconds=draft,
         target_seconds=target,
         rest_seconds=rest_seconds,
-        is_observed=source == setting,
+        is_observed=is_observed,
       )
     )
   return sorted(predictions, key=lambda found: -found.tokens_per_second)
@@ -110,6 +115,12 @@ def _ranked(predictions: list[Prediction]) -> list[Setting]:
   by_name = sorted(settings, key=str)
   order = np.array([by_name.index(setting) for setting in settings], np.int32)
   return [by_name[place] for place in multihost_utils.broadcast_one_to_all(order)]
+
+
+def _finalists(predictions: list[Prediction]) -> list[Setting]:
+  """The settings to observe again: the fastest ones, at most a quarter of all, or none if that is fewer than two."""
+  number = min(_NUM_FINALISTS, len(predictions) // 4)
+  return _ranked(predictions)[:number] if number > 1 else []
 
 
 def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
@@ -137,6 +148,9 @@ def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
       further = tuned(_ranked(predict(calibration, settings)))
       if further:
         calibration = with_thresholds(calibration, workload, further, baseline_of(settings), notify)
+      finalists = _finalists(predict(calibration, settings + further))
+      if finalists:
+        calibration = with_finalists(calibration, workload, finalists, baseline_of(settings), notify)
       files.write(calibration=calibration.to_json())
   return predict(calibration, settings + further)
 

@@ -228,6 +228,50 @@ def test_processes_whose_clocks_differ_choose_alike(monkeypatch):
   assert prediction.choose(own) == prediction.choose(first)
 
 
+def test_observations_are_joined_by_their_batches():
+  one = calibration.Observation(2, 2, 30, 20, [8, 2], 12, 1.0, 0.1)
+  other = calibration.Observation(6, 6, 50, 30, [15, 5], 20, 2.0, 0.2)
+  found = one.joined(other)
+  assert found == calibration.Observation(8, 8, 80, 50, [23, 7], 32, 1.75, found.round_seconds)
+  assert found.round_seconds == pytest.approx(0.175)
+
+
+def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch):
+  settings = grid.grid(_options())
+  first, seconds = _calibration(settings), _calibration(settings).observations
+  lucky = next(found for found in prediction.predict(first, settings)[3:] if found.is_observed).setting
+
+  def with_time(factor):
+    return dataclasses.replace(seconds[str(lucky)], round_seconds=factor * seconds[str(lucky)].round_seconds)
+
+  first.observations[str(lucky)] = with_time(0.6)
+  predictions = prediction.predict(first, settings)
+  assert prediction.choose(predictions) == lucky
+  finalists = prediction._finalists(predictions)
+  assert finalists == [found.setting for found in predictions[: prediction._NUM_FINALISTS]]
+  assert not prediction._finalists(predictions[:7])  # a quarter is a single one
+  unseen = next(setting for setting in settings if str(setting) not in seconds)
+  alone = settings[0]
+
+  def observe(workload, some, notify, pace):
+    assert some == [alone, *finalists, unseen]
+    assert pace == seconds[str(alone)].round_seconds
+    own = {str(lucky): with_time(1.8), str(unseen): dataclasses.replace(seconds[str(alone)], num_tokens=1234)}
+    return {str(each): own.get(str(each)) or seconds[str(grid.source_of(each, settings))] for each in some}
+
+  seeds = []
+  monkeypatch.setattr(calibration, '_observe', observe)
+  monkeypatch.setattr(calibration, '_first_prompts', lambda workload, turn=0: seeds.append(turn))
+  again = calibration.with_finalists(first, None, [*finalists, unseen], alone, None)
+  assert seeds == [1]
+  assert again.observations[str(lucky)].round_seconds == pytest.approx(1.2 * seconds[str(lucky)].round_seconds)
+  assert again.observations[str(lucky)].num_tokens == 2 * seconds[str(lucky)].num_tokens
+  predictions = {found.setting: found for found in prediction.predict(again, settings)}
+  assert prediction.choose(list(predictions.values())) != lucky
+  assert predictions[unseen].is_observed
+  assert predictions[unseen].tokens_per_call == 1.234
+
+
 def test_a_calibration_is_the_same_after_a_file(tmp_path):
   settings = grid.grid(_options())
   measured = _calibration(settings)
