@@ -260,7 +260,7 @@ def _observe_more(calibration, workload, settings, baseline, notify) -> dict[str
   return _observe(workload, list(dict.fromkeys([baseline, *settings])), notify, pace=pace)
 
 
-def with_thresholds(
+def observe_thresholds(
   calibration: Calibration, workload: Workload, settings: list[Setting], baseline: Setting, notify: Notify
 ) -> Calibration:
   """The calibration with measurements of a growing tree from other thresholds, on the same prompts.
@@ -283,7 +283,7 @@ def with_thresholds(
   )
 
 
-def with_finalists(
+def observe_finalists(
   calibration: Calibration, workload: Workload, settings: list[Setting], baseline: Setting, notify: Notify
 ) -> Calibration:
   """The calibration with a second observation of the fastest settings, with another seed.

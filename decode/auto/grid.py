@@ -67,9 +67,13 @@ def tuned(settings: list[Setting]) -> list[Setting]:
     settings: All settings of the grid, the fastest first.
   """
   growing = [setting for setting in settings if setting.growth is not None]
-  if not growing or growing[0].growth.threshold:
-    return []
-  return [growing[0].with_threshold(threshold) for threshold in _THRESHOLDS]
+  return with_thresholds(growing[:1])
+
+
+def with_thresholds(settings: list[Setting]) -> list[Setting]:
+  """The settings whose trees grow from 0, with each of the other thresholds."""
+  growing = [each for each in settings if each.growth is not None and not each.growth.threshold]
+  return [setting.with_threshold(threshold) for setting in growing for threshold in _THRESHOLDS]
 
 
 def _is_chains(setting: Setting) -> bool:

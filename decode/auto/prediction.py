@@ -31,8 +31,8 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from common.output_files import OutputFiles
-from decode.auto.calibration import Calibration, calibrate, conditions_of, with_finalists, with_thresholds
-from decode.auto.grid import grid, reference_of, source_of, tree_name_of, tuned
+from decode.auto.calibration import Calibration, calibrate, conditions_of, observe_finalists, observe_thresholds
+from decode.auto.grid import grid, reference_of, source_of, tree_name_of, tuned, with_thresholds
 from decode.experiment.settings import Setting, baseline_of
 from decode.experiment.workload import Notify, Workload
 from spectr_jax import Drafter
@@ -139,18 +139,19 @@ def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
   if options.calibration and epath.Path(options.calibration).exists():
     calibration = Calibration.read(options.calibration)
     calibration.check(conditions, settings, options.calibration)
-    further = tuned(_ranked(predict(calibration, settings)))
-    calibration.check(conditions, further, options.calibration)
+    # Those that were measured: the finalists' second run may have made another tree the fastest that grows.
+    further = [setting for setting in with_thresholds(settings) if str(setting) in calibration.observations]
+    calibration.check(conditions, further or tuned(settings), options.calibration)
   else:
     # The file is opened before anything is measured, to find out whether it is writable. One process writes.
     with OutputFiles(calibration=options.calibration if is_primary() else None) as files:
       calibration = calibrate(workload, settings, notify)
       further = tuned(_ranked(predict(calibration, settings)))
       if further:
-        calibration = with_thresholds(calibration, workload, further, baseline_of(settings), notify)
+        calibration = observe_thresholds(calibration, workload, further, baseline_of(settings), notify)
       finalists = _finalists(predict(calibration, settings + further))
       if finalists:
-        calibration = with_finalists(calibration, workload, finalists, baseline_of(settings), notify)
+        calibration = observe_finalists(calibration, workload, finalists, baseline_of(settings), notify)
       files.write(calibration=calibration.to_json())
   return predict(calibration, settings + further)
 

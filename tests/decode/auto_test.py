@@ -262,7 +262,7 @@ def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch):
   seeds = []
   monkeypatch.setattr(calibration, '_observe', observe)
   monkeypatch.setattr(calibration, '_first_prompts', lambda workload, turn=0: seeds.append(turn))
-  again = calibration.with_finalists(first, None, [*finalists, unseen], alone, None)
+  again = calibration.observe_finalists(first, None, [*finalists, unseen], alone, None)
   assert seeds == [1]
   assert again.observations[str(lucky)].round_seconds == pytest.approx(1.2 * seconds[str(lucky)].round_seconds)
   assert again.observations[str(lucky)].num_tokens == 2 * seconds[str(lucky)].num_tokens
