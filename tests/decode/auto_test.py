@@ -403,6 +403,11 @@ def test_drafts_of_every_kind_are_measured_with_growing_trees(
   assert len(set(compiled)) == 1  # other thresholds compile nothing
   assert run_decode(options).predictions == run.predictions
   content = json.loads(path.read_text())
+  prompts = {name: each['num_prompts'] for name, each in content['observations'].items()}
+  twice = {name for name, number in prompts.items() if number == 2 * min(prompts.values())}
+  num_finalists = len(found) // 4 if len(found) >= 8 else 0
+  assert num_finalists <= len(twice) <= num_finalists + 1
+  assert not twice or 'autoregressive' in twice  # beside the fastest
   content['observations'] = {n: each for n, each in content['observations'].items() if ' from ' not in n}
   path.write_text(json.dumps(content))
   if not is_mixed:
