@@ -30,6 +30,7 @@ from decode.experiment.options import DRAFT_MESHES
 from spectr_jax.aot.compile import compile_decode
 from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost, Program
 from spectr_jax.aot.hlo_report import Memory, ProgramReport
+from spectr_jax.aot.kernels import take_schedules
 from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import PARTS, ROUNDS
@@ -172,8 +173,9 @@ def analyse(
 
   def costs(compiled, trips):
     dearest = (FILTERS,) if is_filtered else ()
+    text = compiled.as_text()
     program = Program(
-      compiled.as_text(), chip, collective_seconds=collective_seconds, trips=trips, dearest=dearest
+      text, chip, collective_seconds=collective_seconds, trips=trips, dearest=dearest, kernels=take_schedules(text)
     )  # fmt: skip
     return program.cost(PARTS, loop=ROUNDS)
 

@@ -225,6 +225,9 @@ class Model:
     embed_fn: `(params, tokens[...]) -> [..., D]`, the input of block 0, or None. Drafters may share it.
     unembed_fn: `(params, features[..., D]) -> logits[..., V]`, the output head, or None. Drafters may share it.
     for_decoding_fn: `params -> params` in the form that the default backend decodes fastest, or None.
+    tpu_apply_fn: `apply_fn` for the calls of a round on a TPU that has the whole model and the whole rows, or None. It may
+      use kernels, which the compiler cannot shard. Its first call takes a cache without pending tokens; the cache that
+      it returns is for its next call or for `commit_fn`.
   """
 
   params: Any
@@ -240,6 +243,7 @@ class Model:
   embed_fn: Callable[..., jax.Array] | None = static_field(None)
   unembed_fn: Callable[..., jax.Array] | None = static_field(None)
   for_decoding_fn: Callable[[Any], Any] | None = static_field(None)
+  tpu_apply_fn: Callable[..., ModelOutput] | None = static_field(None)
 
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: jax.Array, cache: Any) -> ModelOutput:
     """Scores tokens after the committed prefix.
@@ -254,6 +258,10 @@ class Model:
       The logits after each token, and the cache with the tokens pending.
     """
     return self.apply_fn(self.params, tokens, positions, mask, cache)
+
+  def on_one_tpu(self) -> Model:
+    """The model whose calls are those of `tpu_apply_fn`; the model itself if it has none."""
+    return self if self.tpu_apply_fn is None else dataclasses.replace(self, apply_fn=self.tpu_apply_fn)
 
   def with_features(self, layers: tuple[int, ...]) -> Model:
     """The model whose calls also return the hidden states of `layers`; the model itself for no layers.
@@ -419,6 +427,7 @@ def _resized_unembed_fn(unembed_fn, sizes):
 
 _RESIZED = {
   'apply_fn': _resized_apply_fn,
+  'tpu_apply_fn': _resized_apply_fn,
   'features_fn': _resized_features_fn,
   'embed_fn': _resized_embed_fn,
   'unembed_fn': _resized_unembed_fn,

@@ -18,6 +18,8 @@ from spectr_jax.aot.tpu_slices import Chip
 
 # Beside the time of the bytes. Nothing that is known here says what it is on a chip.
 COLLECTIVE_SECONDS = 3e-6
+# What the compiler's estimate gives the smallest of other operations.
+_LAUNCH_CYCLES = 1817
 COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
 
 
@@ -84,6 +86,11 @@ class _Operation:
     found = re.search(r'op_name="([^"]*)"', self.line)
     return found[1] if found else ''
 
+  @property
+  def is_kernel(self) -> bool:
+    """Whether this is a Pallas kernel."""
+    return self.kind == 'custom-call' and 'custom_call_target="tpu_custom_call"' in self.line
+
   def attribute(self, name: str) -> str | None:
     """The computation that an attribute names."""
     found = re.search(rf'\b{name}=%?([\w.\-]+)', self.line)
@@ -114,6 +121,7 @@ class Program:
     trips: Numbers of iterations of the loops for which the text has none, by the `jax.named_scope` directly around the
       loop. A loop that counts up to a constant has that number; one of which nothing is known has one iteration.
     dearest: Scopes in which a conditional counts as its dearest branch; elsewhere it is the cheapest one.
+    kernels: Cycles of Pallas kernels by the names of their operations, see `kernels.take_schedules`; a launch is added.
 
   Raises:
     ValueError: The text has no main computation.
@@ -127,8 +135,10 @@ class Program:
     collective_seconds: float = COLLECTIVE_SECONDS,
     trips: Mapping[str, int] = types.MappingProxyType({}),
     dearest: Collection[str] = (),
+    kernels: Mapping[str, int] = types.MappingProxyType({}),
   ):
     self._chip, self._latency, self._trips, self._dearest = chip, collective_seconds, trips, dearest
+    self._kernels = kernels
     self._operations: dict[str, list[_Operation]] = {}
     entry = name = None
     for line in text.splitlines():
@@ -141,6 +151,7 @@ class Program:
     if entry is None:
       raise ValueError('the text is not a compiled program: it has no computation marked ENTRY')
     self._entry = entry
+    self._shapes = {each.name: each.shape for body in self._operations.values() for each in body}
     self._replayed: dict[tuple[str, Sequence[str], str], dict[str, Cost]] = {}
 
   def cost(self, parts: Sequence[str] = (), *, loop: str | None = None) -> dict[str, Cost]:
@@ -215,14 +226,29 @@ class Program:
         moved = size if is_inside == 1 else 0 if is_inside else 2 * size  # from memory to memory it passes twice
         free['memory'] = ends[operation.name] = max(clock, free['memory']) + moved / self._chip.memory_bandwidth
         spend(Cost(memory_bytes=moved))
-      elif cycles := re.search(r'"estimated_cycles":"(\d+)"', operation.line):
-        seconds = int(cycles[1]) / self._chip.clock
-        spend(Cost(seconds, int(cycles[1]), 1))
+      elif cycles := self._cycles(operation):
+        seconds = cycles / self._chip.clock
+        if operation.is_kernel:  # beside its work it copies what is not on the chip
+          seconds = max(seconds, self._streamed(operation) / self._chip.memory_bandwidth)
+        spend(Cost(seconds, cycles, 1))
         clock += seconds
       if inner := self._called(operation, parts, part):
         _merge(costs, inner)
         clock += sum(cost.seconds for cost in inner.values())
     return costs
+
+  def _cycles(self, operation: _Operation) -> int:
+    if operation.is_kernel:
+      if operation.name not in self._kernels:
+        raise ValueError(f'nothing is known of the cycles of the kernel {operation.name}')
+      return _LAUNCH_CYCLES + self._kernels[operation.name]
+    found = re.search(r'"estimated_cycles":"(\d+)"', operation.line)
+    return int(found[1]) if found else 0
+
+  def _streamed(self, kernel: _Operation) -> int:
+    """Bytes of a kernel's operands and results that are in memory."""
+    shapes = [self._shapes.get(name, '') for name in kernel.operands] + kernel.shape.strip('()').split(', ')
+    return sum(sum(_sizes(shape)) for shape in shapes if 'S(' not in shape)
 
   def _called(self, operation: _Operation, parts: tuple[str, ...], part: str) -> dict[str, Cost]:
     """The cost by part of what an operation calls."""

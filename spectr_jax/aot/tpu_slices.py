@@ -8,6 +8,7 @@ import os
 
 import jax
 
+from spectr_jax.aot.kernels import write_schedules
 from spectr_jax.sharding import Device
 
 
@@ -68,6 +69,7 @@ def describe_topology(name: str) -> list[Device]:
     ('ALLOW_MULTIPLE_LIBTPU_LOAD', '1'),
   ):  # fmt: skip
     os.environ.setdefault(variable, value)
+  write_schedules()
   try:
     devices = list(topologies.get_topology_desc(platform='tpu', topology_name=name).devices)
   except Exception as error:  # the plug-in raises many types

@@ -50,6 +50,7 @@ class DraftRequest:
     growth: The rule by which rows grow their trees, `Drafter.growth`.
     given: int32 `[B, N]`, tokens fixed before anything is drawn; -1 for nodes that are drawn. None if all are drawn,
       and where trees grow. A drafter that draws by `draw_tree` takes them.
+    is_on_one_tpu: Whether one TPU serves the whole request, so that kernels can be used; static.
   """
 
   keys: jax.Array
@@ -58,6 +59,7 @@ class DraftRequest:
   rule: ProposalRule = static_field()
   growth: Growth | None = None
   given: jax.Array | None = None
+  is_on_one_tpu: bool = static_field(False)
 
 
 @jax.tree_util.register_dataclass

@@ -77,6 +77,7 @@ def _with_previous(state: ModelDrafterState, seen: jax.Array) -> jax.Array:
 
 def _propose(model: Model, state: ModelDrafterState, context: DraftContext, request: DraftRequest) -> Proposal:
   tree = request.tree
+  model = model.on_one_tpu() if request.is_on_one_tpu else model
   root_position = context.lengths[:, None] - 1
 
   def score(cache, nodes: ScoredNodes):

@@ -21,6 +21,7 @@ from spectr_jax.engine.result import (
   ORIGIN_DRAFT,
   Generation,
 )
+from spectr_jax.engine.sharding import platform_of
 from spectr_jax.engine.state import DecodeState, constrain
 from spectr_jax.engine.statistics import round_statistics
 from spectr_jax.model import ModelOutput
@@ -103,10 +104,13 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
     batch_size, vocab_size = state.keys.shape[0], decoder.target.vocab_size
     return Proposal(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros((batch_size, 0, vocab_size)))
   drafter, rule = decoder.drafter, decoder.method.proposal_rule
-  request = DraftRequest(keys, state.sampling, decoder.tree, rule, drafter.growth)
-  guess = Drafter.propose
-  if decoder.sharding is not None and decoder.sharding.drafts_alone(drafter, len(keys)):
-    guess = decoder.sharding.on_each_device(guess)
+  guess, sharding = Drafter.propose, decoder.sharding
+  is_alone = sharding is None or sharding.drafts_alone(drafter, len(keys))
+  request = DraftRequest(
+    keys, state.sampling, decoder.tree, rule, drafter.growth, is_on_one_tpu=is_alone and platform_of(sharding) == 'tpu'
+  )
+  if sharding is not None and is_alone:
+    guess = sharding.on_each_device(guess)
   proposal = guess(drafter, state.draft_state, state.draft_context(decoder), request)
   # The method was checked against the drafter's declarations, so proposals must agree with them.
   for field, declared, is_declared in (('is_given', 'gives', drafter.gives), ('parents', 'grows', drafter.grows)):

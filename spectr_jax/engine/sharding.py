@@ -18,6 +18,15 @@ from spectr_jax.sharding import DATA, MODEL, only_over, put, replicated, shardin
 _MOST_ROWS_ALONE = 3
 
 
+def platform_of(sharding: DecodeSharding | None) -> str:
+  """The platform of the devices that decode: `tpu`, `cpu` or `gpu`.
+
+  Args:
+    sharding: The sharding, or None for the default device.
+  """
+  return jax.default_backend() if sharding is None else sharding.mesh.devices.flat[0].platform
+
+
 @dataclasses.dataclass(frozen=True)
 class DecodeSharding:
   """The sharding of decoding over a mesh `data` x `model`.

@@ -1,0 +1,114 @@
+"""Cycles of Pallas kernels, from the schedules that the TPU compiler writes to files.
+
+The text of a compiled program does not say what a kernel costs. But the compiler schedules a kernel instruction by
+instruction, and can be told to write the schedules down: the bundles of instructions, of which a core issues one per
+cycle, and the chains of dependent instructions in every basic block, with their latencies.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections import Counter
+
+_ARGUMENTS = 'LIBTPU_INIT_ARGS'  # the compiler reads them once, when it is loaded
+_BUNDLES, _CHAINS = 'final_bundles', 'critical-path'
+# An address, the mark of a control target, and one `>` for each loop around the bundle.
+_BUNDLE = re.compile(r'\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:((?: ?>)*) ')
+_LIMIT = re.compile(r'%(p\d+_p\d+) = scmp\.\w+\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/')
+_BRANCH = re.compile(r'sbr\.rel \(!%(p\d+_p\d+)\) target = \$region(\d+)')
+_BLOCK = re.compile(r'region(\d+) \{.*? parent=(-?\d+)\}')
+_KERNEL = re.compile(r'%([\w.\-]+) = [^\n]*? custom-call\([^\n]*custom_call_target="tpu_custom_call"')
+_LENGTH = re.compile(r'Length to end: (\d+)')
+
+
+def schedule_cycles(bundles: str, chains: str) -> int:
+  """Cycles of a kernel: for each loop's body, and what is in no loop, the larger of its bundles and its chains.
+
+  Bodies count as often as their loops turn, branches as taken, and copies from memory as done. The loop over a kernel's
+  grid has a turn or two in addition, in which it waits for the first and the last copy.
+
+  Args:
+    bundles: The schedule.
+    chains: The chains of all basic blocks, which follow one another.
+
+  Raises:
+    ValueError: A loop has no constant limit.
+  """
+  num_bundles: Counter[int] = Counter()  # by loop, in the order of their heads; 0 is in none
+  outer, limits, loop_of_test, loop_of_region = {0: 0}, {0: 1}, {}, {}
+  inside = [0]
+  for line in bundles.splitlines():
+    if not (found := _BUNDLE.match(line)):
+      continue
+    is_head, depth = found[1] == 'LB', found[2].count('>')
+    if '{}' not in line:  # empty bundles have no marks
+      del inside[depth + 1 - is_head :]
+    if is_head:
+      outer[len(outer)] = inside[-1]
+      inside.append(len(outer) - 1)
+    num_bundles[inside[-1]] += 1
+    if test := _LIMIT.search(line):
+      limits[inside[-1]], loop_of_test[test[1]] = int(test[2]), inside[-1]
+    # The branch back to a loop's first region.
+    if (branch := _BRANCH.search(line)) and branch[1] in loop_of_test:
+      loop_of_region[branch[2]] = loop_of_test.pop(branch[1])
+  if missing := outer.keys() - limits.keys():
+    raise ValueError(f'{len(missing)} of the {len(outer) - 1} loops of a kernel have no constant limit')
+
+  blocks = [(_BLOCK.search(text), _LENGTH.search(text)) for text in chains.split('New basic block in region: ')[1:]]
+  parents = {block[1]: block[2] for block, _ in blocks if block}
+  length: Counter[int] = Counter()
+  for block, longest in blocks:
+    region = block[1] if block else None
+    while region is not None and region not in loop_of_region:
+      region = parents.get(region)
+    # The first instruction of a chain has the longest way to its end.
+    length[loop_of_region.get(region, 0)] += int(longest[1]) if longest else 0
+
+  def turns(loop: int) -> int:
+    return limits[loop] * (turns(outer[loop]) if loop else 1)
+
+  return sum(turns(loop) * max(num_bundles[loop], length[loop]) for loop in outer)
+
+
+@functools.cache
+def write_schedules() -> pathlib.Path:
+  """Tells the compiler to write its schedules, and returns their folder. It must not have been loaded yet."""
+  folder = pathlib.Path(tempfile.mkdtemp(prefix='tpu_schedules_'))
+  atexit.register(shutil.rmtree, folder, ignore_errors=True)
+  own = (
+    f'--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true'
+    f' --xla_jf_dump_llo_pass_label_regex=^({_BUNDLES}|{_CHAINS})$'
+  )
+  os.environ[_ARGUMENTS] = f'{os.environ.get(_ARGUMENTS, "")} {own}'.strip()
+  return folder
+
+
+def take_schedules(text: str) -> dict[str, int]:
+  """The cycles of a program's kernels by the names of their operations; removes the schedules of all programs.
+
+  Args:
+    text: The text of the program, which was compiled last.
+
+  Raises:
+    ValueError: There is no schedule of a kernel, or more than one.
+  """
+  files = list(write_schedules().iterdir())
+  cycles = {}
+  for name in _KERNEL.findall(text):
+    own = [
+      [path for path in files if re.fullmatch(rf'\d+-{re.escape(name)}-\d+-{kind}\.txt', path.name)]
+      for kind in (_BUNDLES, _CHAINS)
+    ]
+    if [len(paths) for paths in own] != [1, 1]:
+      raise ValueError(f'there must be one schedule of the kernel {name}, found {len(own[0])}')
+    cycles[name] = schedule_cycles(*(paths[0].read_text() for paths in own))
+  for path in files:
+    path.unlink()
+  return cycles
