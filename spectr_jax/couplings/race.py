@@ -15,7 +15,9 @@ from spectr_jax.couplings.given import given_set, with_given
 from spectr_jax.couplings.kseq import any_accepted
 from spectr_jax.couplings.selection import Pick
 from spectr_jax.ops.class_sums import sums_by_class
+from spectr_jax.ops.kernels import as_kernel
 from spectr_jax.ops.on_demand import where_needed
+from spectr_jax.ops.race_fit import fit_races
 
 
 def _classes(
@@ -255,11 +257,16 @@ class Race:
       Log weights `[C]`; bool `[C]`, the classes that win against the others; the distribution `[C]` of the picked
       class.
     """
-    dtype = masses.dtype
-    goal, is_high, low_mass = _goal(masses, num_candidates, has_given)
-    mass = masses[:, 0]
-    is_possible = mass > 0 if has_given is None else (mass > 0).at[0].set(has_given)
-    num_nodes, pad = (64, 14.0) if dtype.itemsize == 4 else (160, 32.0)
+    if has_given is not None or masses.dtype != jnp.float32:
+      return self._fit(masses, num_candidates, has_given)
+    nodes, spacing = self._integral(masses.dtype)
+    options = {'num_rounds': self.num_rounds, 'step': self.step, 'log_range': self.log_range}
+    kernel = functools.partial(fit_races, nodes=nodes, spacing=spacing, **options)
+    return as_kernel(self._fit, kernel, masses, num_candidates)
+
+  def _integral(self, dtype):
+    """The points of the integral and their weights, of a trapezoidal sum."""
+    num_nodes, pad = (64, 14.0) if jnp.dtype(dtype).itemsize == 4 else (160, 32.0)
     # Substituting z = e^y makes the integrand smooth and small at both ends, where a trapezoidal sum is most accurate.
     # In the left tail e^{-w z} is 1; the right tail is below e^{-e^3.5}.
     y = np.linspace(-pad, self.log_range + 3.5, num_nodes)
@@ -267,7 +274,15 @@ class Race:
     spacing = nodes * (y[1] - y[0])
     spacing[[0, -1]] /= 2
     spacing[0] += nodes[0]
-    nodes, spacing = nodes.astype(dtype), spacing.astype(dtype)
+    return nodes.astype(dtype), spacing.astype(dtype)
+
+  def _fit(self, masses, num_candidates, has_given=None):
+    """`fit` of one race, the plain form."""
+    dtype = masses.dtype
+    goal, is_high, low_mass = _goal(masses, num_candidates, has_given)
+    mass = masses[:, 0]
+    is_possible = mass > 0 if has_given is None else (mass > 0).at[0].set(has_given)
+    nodes, spacing = self._integral(dtype)
     sides = jnp.stack([is_high, ~is_high])
 
     # Full precision, since losslessness depends on the distribution that these products give.

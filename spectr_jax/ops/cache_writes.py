@@ -52,21 +52,19 @@ def _scatter_integers(array, pending, *where, axis: int):
 
 
 def _select(array, pending, path, slots, *, axis: int):
-  """Writes by a product with one term per entry for every slot of the cache.
+  """Writes by a product with one term per pending entry for every slot of the cache.
 
   For a scatter, XLA on TPUs keeps the cache with slots in front and pads the rest to multiples of 8 heads and 128
   numbers. That takes several times the memory, and a conversion for attention in every round.
   """
-  size = array.shape[axis]
+  size, num_pending = array.shape[axis], pending.shape[axis]
   wide = tuple(i for i in range(1, 4) if i != axis)
-  new = jnp.take_along_axis(pending, jnp.expand_dims(path, wide), axis=axis)
-  new = jnp.where(jnp.expand_dims(slots < size, wide), new, 0)
+  # An entry may not be finite where nothing reads it, and 0 times it would not be 0.
+  is_from = path[:, :, None] == jnp.arange(num_pending)
   is_here = slots[:, :, None] == jnp.arange(size)
+  is_read = jnp.any(is_from & (slots < size)[:, :, None], axis=1)
+  new = jnp.where(jnp.expand_dims(is_read, wide), pending, 0)
   # A product with zeros and a single one is exact.
-  spread = jnp.einsum(
-    {2: 'bhid,bis->bhsd', 3: 'bhdi,bis->bhds'}[axis],
-    new,
-    is_here.astype(new.dtype),
-    precision=jax.lax.Precision.HIGHEST,
-  )
+  goes = jnp.einsum('bjm,bjs->bms', is_from.astype(new.dtype), is_here.astype(new.dtype))
+  spread = jnp.einsum({2: 'bhmd,bms->bhsd', 3: 'bhdm,bms->bhds'}[axis], new, goes, precision=jax.lax.Precision.HIGHEST)
   return jnp.where(jnp.expand_dims(is_here.any(axis=1), wide), spread, array)

@@ -124,6 +124,19 @@ def _picked_by_product(laws, rows):
   return jnp.matmul(is_row, laws, precision=jax.lax.Precision.HIGHEST)
 
 
+def _sum_over(is_own: jax.Array, values: jax.Array) -> jax.Array:
+  """The value of each of K places, `[K, ...]`; 0 or False for a place without one.
+
+  Args:
+    is_own: bool `[K, M]`, in every row at most one True: the entry at that place.
+    values: `[M, ...]`.
+  """
+  is_own = is_own.reshape(*is_own.shape, *[1] * (values.ndim - 1))
+  if values.dtype == bool:
+    return jnp.any(is_own & values, axis=1)
+  return jnp.sum(jnp.where(is_own, values, jnp.zeros((), values.dtype)), axis=1, dtype=values.dtype)
+
+
 def map_needed(
   function: Callable[..., Any],
   is_needed: jax.Array,
@@ -170,17 +183,21 @@ def map_needed(
 
   def in_parts(is_needed, otherwise, arrays, items):
     size = num_entries if at_once is None else min(at_once, num_entries)
-    order = jnp.pad(needed_first(is_needed), (0, size), constant_values=num_entries)
+    entries = jnp.arange(num_entries)
+    # The place of each needed entry among all needed ones, as a sum, which is one operation.
+    rank = jnp.sum(is_needed & (entries <= entries[:, None]), axis=1) - 1
 
     def is_unfinished(carry):
       return carry[0] < jnp.sum(is_needed)
 
     def compute(carry):
       start, results = carry
-      entries = jax.lax.dynamic_slice_in_dim(order, start, size)
-      own = (_picked(array, jnp.asarray(place)[entries]) for array, place in zip(arrays, places))
-      computed = jax.vmap(function)(*own, *(x[entries] for x in jax.tree.leaves(items)))
-      return start + size, jax.tree.map(lambda x, y: x.at[entries].set(y, mode='drop'), results, computed)
+      # Masks take the entries and put the results, which is one operation each where a gather or a scatter is several.
+      is_place = is_needed & (rank == start + jnp.arange(size)[:, None])
+      own = (_picked(array, _sum_over(is_place, jnp.asarray(place))) for array, place in zip(arrays, places))
+      computed = jax.vmap(function)(*own, *(_sum_over(is_place, x) for x in jax.tree.leaves(items)))
+      is_here = jnp.any(is_place, axis=0)
+      return start + size, jax.tree.map(lambda x, y: choose(is_here, _sum_over(is_place.T, y), x), results, computed)
 
     return jax.lax.while_loop(is_unfinished, compute, (jnp.zeros((), jnp.int32), otherwise))[1]
 

@@ -14,6 +14,7 @@ from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.given import with_given
 from spectr_jax.couplings.race import Race
 from spectr_jax.ops.on_demand import map_needed
+from spectr_jax.ops.tree_steps import first_kept, race_credits
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import TokenTree
@@ -269,33 +270,9 @@ class RaceTraversal(RecordedVerifier):
 
   # The credits, and the acceptances that follow from them.
 
-  def _divisor(self, shares, kept_back, is_before, is_sibling):
-    """1 - sum of m before each context of a depth, `[W]`.
-
-    The shares of siblings sum to 1. So this is the sum of s - m over the siblings before, and of s over the others. In
-    this form nothing cancels.
-    """
-    return jnp.sum(jnp.where(is_sibling, jnp.where(is_before, kept_back, shares), 0), axis=-1)
-
   def _log_credits(self, contexts: _Contexts, races: _Races):
     """log P by slot, `[L + 1, W]`; in logarithms, since products of many ratios underflow."""
-
-    def next_depth(log_credit, depth):
-      is_candidate, stands, shares, log_ratios, is_before, is_sibling = depth
-      log_above = jnp.sum(jnp.where(is_candidate, log_credit[:, None], 0), axis=0)
-      log_passed = jnp.minimum(0, log_above + log_ratios)
-      divisor = self._divisor(shares, -shares * jnp.expm1(log_passed), is_before, is_sibling)
-      is_open = stands & (shares > 0)
-      log_next = jnp.log(jnp.where(is_open, shares / jnp.where(is_open, divisor, 1), 1)) + log_passed
-      log_next = jnp.where(is_open, jnp.minimum(log_next, 0), -jnp.inf)
-      return log_next, log_next
-
-    root = jnp.where(jnp.arange(races.shares.shape[1]) == 0, 0, -jnp.inf).astype(races.shares.dtype)
-    depths = (
-      contexts.is_candidate, contexts.stands[1:], races.shares, races.log_ratios, races.is_before, races.is_sibling,
-    )  # fmt: skip
-    with jax.named_scope('credits'):
-      return jnp.concatenate([root[None], jax.lax.scan(next_depth, root, depths)[1]])
+    return race_credits(contexts.is_candidate, races.is_before, races.is_sibling, races.shares, races.log_ratios)
 
   def _excess(self, tree: Tree, proposal: Proposal, target_probs, races: _Races, log_credits, is_open):
     """S by row of `Proposal.probs`, `[R]`; 0 where no candidate follows, or where `is_open` `[R]` is False."""
@@ -353,23 +330,7 @@ class RaceTraversal(RecordedVerifier):
 
   def _first_kept(self, tree: Tree, contexts: _Contexts, races: _Races, is_kept):
     """The node of the first context in the order of visits that is kept; int32 scalar."""
-    slots = _slots(tree)
-    num_slots, num_nodes = slots.nodes.shape[1], tree.num_nodes + 1
-    ranks = jnp.sum(races.is_before, axis=-1, dtype=jnp.int32)
-
-    def shallower(found, depth):
-      """`found` `[W]`: the first node kept from each context on, -1 for none."""
-      is_child, ranks, is_kept, nodes = depth
-      # Ranks first, then nodes: the smallest pair has the first child below which something is kept.
-      pairs = jnp.where(is_child & (found >= 0), ranks * num_nodes + found, num_slots * num_nodes)
-      smallest = jnp.min(pairs, axis=-1)
-      own = jnp.where(is_kept, nodes, -1)
-      return jnp.where(smallest < num_slots * num_nodes, smallest % num_nodes, own), None
-
-    deepest = jnp.where(is_kept[-1], slots.nodes[-1], -1)
-    depths = contexts.is_child, ranks, is_kept[:-1], jnp.asarray(slots.nodes[:-1])
-    with jax.named_scope('visits'):
-      return jax.lax.scan(shallower, deepest, depths, reverse=True)[0][0]
+    return first_kept(contexts.is_child, races.is_before, is_kept, jnp.asarray(_slots(tree).nodes, jnp.int32))
 
   def _arrivals(self, contexts: _Contexts, races: _Races, keep_probs):
     """The probability that each context is visited, that is, that all before it are rejected, by slot `[L + 1, W]`."""
