@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.sampling import arrivals, draw
+from spectr_jax.sampling import arrivals, draw_several
 
 
 @jax.tree_util.register_dataclass
@@ -105,10 +105,9 @@ class Independent:
   are_exchangeable: bool = dataclasses.field(default=True, init=False)
 
   def __call__(self, key, probs, first_child, num_children):
-    def draw_child(child):
-      return draw(jax.random.uniform(jax.random.fold_in(key, child), dtype=probs.dtype), probs)
-
-    return jax.vmap(draw_child)(first_child + jnp.arange(num_children))
+    children = first_child + jnp.arange(num_children)
+    uniforms = jax.vmap(lambda child: jax.random.uniform(jax.random.fold_in(key, child), dtype=probs.dtype))(children)
+    return draw_several(uniforms, probs)
 
   def probability(self, probs, tokens):
     """The product of the tokens' probabilities.

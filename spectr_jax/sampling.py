@@ -17,10 +17,13 @@ from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
+from spectr_jax.ops.kernels import launch
 from spectr_jax.ops.thresholds import largest_threshold
 from spectr_jax.sharding import shards_in_program
 
 _BLOCK = 128  # tokens whose sum or minimum is taken at a time
+_SMALL = 4 * _BLOCK  # vocabularies that are not cut into blocks
+_MOST_DRAWS = 16  # from one distribution that a kernel takes
 
 
 @jax.tree_util.register_dataclass
@@ -169,10 +172,14 @@ def _in_blocks(values: jax.Array, fill: float) -> tuple[jax.Array, Callable[[jax
   return padded.reshape(-1, _BLOCK), lambda row: row // num_blocks * width + row % num_blocks * _BLOCK
 
 
+def _is_on_each_device() -> bool:
+  """Whether no axis of a mesh is left over which the compiler could divide a distribution."""
+  return all(kind == AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types)
+
+
 def _on_each_device(values: jax.Array) -> jax.Array:
   """`values` of the blocks of a distribution, sent to every device at once; each then goes on by itself."""
-  mesh = jax.sharding.get_abstract_mesh()
-  if all(kind == AxisType.Manual for kind in mesh.axis_types):
+  if _is_on_each_device():
     return values
   return jax.lax.with_sharding_constraint(values, PartitionSpec())
 
@@ -187,7 +194,37 @@ def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
   Returns:
     The token, int32 scalar; never one of weight 0.
   """
-  if weights.shape[0] <= 4 * _BLOCK:
+  return draw_several(uniform[None], weights)[0]
+
+
+def draw_several(uniforms: jax.Array, weights: jax.Array) -> jax.Array:
+  """Draws tokens from one distribution, each as `draw` does.
+
+  Args:
+    uniforms: `[K]`, in [0, 1).
+    weights: `[V]`, not negative, with any positive sum.
+
+  Returns:
+    int32 `[K]`; never a token of weight 0.
+  """
+
+  def plain(uniforms, weights):
+    return jax.vmap(_draw, (0, None))(uniforms, weights)
+
+  def kernel(uniforms, laws):
+    from spectr_jax.ops.token_draws import draw_tokens
+
+    return (draw_tokens(uniforms, laws),)
+
+  fits = weights.shape[0] % _BLOCK == 0 and len(uniforms) <= _MOST_DRAWS
+  if weights.dtype != jnp.float32 or weights.shape[0] <= _SMALL or not fits or not _is_on_each_device():
+    return plain(uniforms, weights)
+  plain_rows = jax.vmap(lambda *row: (plain(*row),))
+  return launch(plain_rows, kernel, uniforms[None].astype(weights.dtype), weights[None])[0][0]
+
+
+def _draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
+  if weights.shape[0] <= _SMALL:
     index, _ = _first_above(weights, uniform * jnp.sum(weights))
     return index.astype(jnp.int32)
   blocks, first_of = _in_blocks(weights, 0)

@@ -18,9 +18,9 @@ from collections import Counter
 
 _ARGUMENTS = 'LIBTPU_INIT_ARGS'  # the compiler reads them once, when it is loaded
 _BUNDLES, _CHAINS = 'final_bundles', 'critical-path'
-# An address, the mark of a control target, and one `>` for each loop around the bundle.
-_BUNDLE = re.compile(r'\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:((?: ?>)*) ')
-_LIMIT = re.compile(r'%(p\d+_p\d+) = scmp\.\w+\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/')
+# An address and the mark of a control target, `LB` for the head of a loop.
+_BUNDLE = re.compile(r'\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:')
+_LIMIT = re.compile(r'%(p\d+_p\d+) = scmp\.\w+\.s32\.totalorder (?:\(%\w+\), )?%\w+, (\d+) /\* loop exit test \*/')
 _BRANCH = re.compile(r'sbr\.rel \(!%(p\d+_p\d+)\) target = \$region(\d+)')
 _BLOCK = re.compile(r'region(\d+) \{.*? parent=(-?\d+)\}')
 _KERNEL = re.compile(r'%([\w.\-]+) = [^\n]*? custom-call\([^\n]*custom_call_target="tpu_custom_call"')
@@ -41,25 +41,22 @@ def schedule_cycles(bundles: str, chains: str) -> int:
     ValueError: A loop has no constant limit.
   """
   num_bundles: Counter[int] = Counter()  # by loop, in the order of their heads; 0 is in none
-  outer, limits, loop_of_test, loop_of_region = {0: 0}, {0: 1}, {}, {}
+  outer, limits, tests, loop_of_region = {0: 0}, {0: 1}, {}, {}
   inside = [0]
   for line in bundles.splitlines():
     if not (found := _BUNDLE.match(line)):
       continue
-    is_head, depth = found[1] == 'LB', found[2].count('>')
-    if '{}' not in line:  # empty bundles have no marks
-      del inside[depth + 1 - is_head :]
-    if is_head:
+    if found[1] == 'LB':
       outer[len(outer)] = inside[-1]
       inside.append(len(outer) - 1)
     num_bundles[inside[-1]] += 1
-    if test := _LIMIT.search(line):
-      limits[inside[-1]], loop_of_test[test[1]] = int(test[2]), inside[-1]
-    # The branch back to a loop's first region.
-    if (branch := _BRANCH.search(line)) and branch[1] in loop_of_test:
-      loop_of_region[branch[2]] = loop_of_test.pop(branch[1])
+    # A test may stand anywhere before its branch, which goes back to the first region of the loop.
+    tests |= {name: int(limit) for name, limit in _LIMIT.findall(line)}
+    if (branch := _BRANCH.search(line)) and branch[1] in tests and len(inside) > 1:
+      loop_of_region[branch[2]] = inside[-1]
+      limits[inside.pop()] = tests.pop(branch[1])
   if missing := outer.keys() - limits.keys():
-    raise ValueError(f'{len(missing)} of the {len(outer) - 1} loops of a kernel have no constant limit')
+    raise ValueError(f'{len(missing)} of the {len(outer) - 1} loops have no constant limit')
 
   blocks = [(_BLOCK.search(text), _LENGTH.search(text)) for text in chains.split('New basic block in region: ')[1:]]
   parents = {block[1]: block[2] for block, _ in blocks if block}
@@ -108,7 +105,10 @@ def take_schedules(text: str) -> dict[str, int]:
     ]
     if [len(paths) for paths in own] != [1, 1]:
       raise ValueError(f'there must be one schedule of the kernel {name}, found {len(own[0])}')
-    cycles[name] = schedule_cycles(*(paths[0].read_text() for paths in own))
+    try:
+      cycles[name] = schedule_cycles(*(paths[0].read_text() for paths in own))
+    except ValueError as error:
+      raise ValueError(f'the kernel {name} cannot be counted: {error}') from error
   for path in files:
     path.unlink()
   return cycles

@@ -124,7 +124,8 @@ def draw_tree(request: DraftRequest, root_logits: jax.Array, carry: Carry, score
 
   laws = logits_to_probs(root_logits[:, None], sampling)
   tokens = jnp.zeros((batch_size, tree.num_nodes), jnp.int32)
-  probs = jnp.zeros((batch_size, len(tree.parent_nodes), vocab_size), laws.dtype).at[:, :1].set(laws)
+  # Every row is written before it is read.
+  probs = jax.lax.empty((batch_size, len(tree.parent_nodes), vocab_size), laws.dtype).at[:, :1].set(laws)
   root, *levels = _levels(tree)
   state = descend((carry, tokens, probs), laws, 0, root)
   first = 1

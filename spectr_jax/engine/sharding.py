@@ -15,7 +15,7 @@ from spectr_jax.sharding import DATA, MODEL, only_over, put, replicated, shardin
 
 # By the compiler's count for a draft of 6M: a depth of the tree needs some 13 transfers between TPUs, taken to last 3
 # microseconds each, and a row's distributions of 8 nodes over half of 32,000 tokens take 11 microseconds.
-_MOST_ROWS_ALONE = 3
+_MOST_ROWS_ALONE = 8
 
 
 def platform_of(sharding: DecodeSharding | None) -> str:

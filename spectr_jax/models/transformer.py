@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.model import KVCache, Model, ModelOutput
-from spectr_jax.models import functions, fused_layers, layers
+from spectr_jax.models import functions, layers
 from spectr_jax.models.cpu_form import for_cpu
 from spectr_jax.models.functions import model_functions
-from spectr_jax.models.fused_layers import FusedCache
 from spectr_jax.models.int8 import is_int8
 from spectr_jax.sharding import TRANSFORMER_RULES
 
@@ -191,12 +190,14 @@ def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
 
 def _apply_on_tpu(params, tokens, positions, mask, cache, *, config):
   """`_apply` by a kernel, if it takes such calls."""
+  from spectr_jax.models import fused_layers  # takes seconds to import
+
   if isinstance(cache, KVCache):
     if any(is_int8(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_int8)) or not fused_layers.fits(
       config, tokens.shape[0], mask.shape[-1], cache.keys[0].shape[-1]
     ):
       return _apply(params, tokens, positions, mask, cache, config=config, feature_layers=())
-    cache = FusedCache.of(cache, mask.shape[-1])
+    cache = fused_layers.FusedCache.of(cache, mask.shape[-1])
   mask = mask[None] if mask.ndim == 2 else mask
   fused = fused_layers.fuse(params, config)
   x = _embed(params, tokens, config=config)

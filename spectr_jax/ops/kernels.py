@@ -7,7 +7,6 @@ than the operations on a few thousand numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +64,7 @@ def as_kernel(
 
   @one.def_vmap
   def several(num_entries, in_batched, *arrays):
-    results = _launch(jax.vmap(plain), kernel, *_batched(num_entries, in_batched, arrays))
+    results = launch(jax.vmap(plain), kernel, *_batched(num_entries, in_batched, arrays))
     return results, (True,) * len(results)
 
   return one(*arrays)
@@ -77,8 +76,13 @@ def _batched(num_entries, in_batched, arrays):
   ]
 
 
-def _launch(plain, kernel, *arrays):
-  """`plain` of the arrays of M entries. Entries of several rows are entries of one launch."""
+def launch(plain, kernel, *arrays):
+  """`plain(*arrays)` of the arrays of M entries, on a TPU by one call of a kernel; entries of rows are entries.
+
+  Args:
+    plain: Takes arrays `[M, ...]` and returns a tuple of arrays `[M, ...]`.
+    kernel, *arrays: As of `as_kernel`.
+  """
 
   @jax.custom_batching.custom_vmap
   def call(*arrays):
@@ -87,14 +91,14 @@ def _launch(plain, kernel, *arrays):
   @call.def_vmap
   def of_rows(num_rows, in_batched, *arrays):
     arrays = _batched(num_rows, in_batched, arrays)
-    results = _launch(plain, kernel, *(x.reshape(-1, *x.shape[2:]) for x in arrays))
+    results = launch(plain, kernel, *(x.reshape(-1, *x.shape[2:]) for x in arrays))
     return tuple(x.reshape(num_rows, -1, *x.shape[1:]) for x in results), (True,) * len(results)
 
   return call(*arrays)
 
 
 def _on_each_device(function):
-  """`function` of arrays that are the same on all devices over which the compiler divides work; it divides no kernel."""
+  """`function` of arrays that are the same on all devices where the compiler divides work; it divides no kernel."""
   mesh = jax.sharding.get_abstract_mesh()
   axes = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind != AxisType.Manual}
   if not axes:
