@@ -225,9 +225,9 @@ class Model:
     embed_fn: `(params, tokens[...]) -> [..., D]`, the input of block 0, or None. Drafters may share it.
     unembed_fn: `(params, features[..., D]) -> logits[..., V]`, the output head, or None. Drafters may share it.
     for_decoding_fn: `params -> params` in the form that the default backend decodes fastest, or None.
-    tpu_apply_fn: `apply_fn` for the calls of a round on a TPU that has the whole model and the whole rows, or None. It may
-      use kernels, which the compiler cannot shard. Its first call takes a cache without pending tokens; the cache that
-      it returns is for its next call or for `commit_fn`.
+    tpu_apply_fn: `apply_fn` for the calls of a round on a TPU that has the whole model and whole rows, or None. It may
+      use kernels, which the compiler cannot shard. The first call takes a cache without pending tokens. The cache that
+      it returns is for the next call or for `commit_fn`.
   """
 
   params: Any

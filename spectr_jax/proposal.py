@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.sampling import arrivals, draw_several
+from spectr_jax.sampling import arrivals, draw, draw_several
 
 
 @jax.tree_util.register_dataclass

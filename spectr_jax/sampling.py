@@ -106,10 +106,7 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   temperature, top_k, top_p, min_p = (getattr(sampling, name)[:, None] for name in SAMPLING_NAMES)
   is_greedy = temperature == 0
   scale = jnp.where(is_greedy, 1, jnp.maximum(temperature, 1e-30)).astype(logits.dtype)  # 1/scale must be finite
-  # The maximum is subtracted before the division. After it, logits at a small temperature could overflow; and a fused
-  # program may divide twice with different rounding, so that logits would differ from their own maximum.
-  weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / scale[..., None])
-  probs = weights / jnp.sum(weights, axis=-1, keepdims=True)
+  probs = _softmax(logits, scale)
 
   def keep_from(probs, threshold):
     kept = jnp.where(probs >= threshold, probs, 0)
@@ -144,6 +141,32 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   case = jnp.where(has_filters, 2, jnp.any(is_greedy).astype(jnp.int32))
   with jax.named_scope(FILTERS):
     return jax.lax.switch(case, [lambda x: x, keep_most_likely, filter_all], probs)
+
+
+def _softmax(logits: jax.Array, scale: jax.Array) -> jax.Array:
+  """The softmax of logits `[B, N, V]` divided by `[B, 1]`."""
+
+  def plain(logits, scale):
+    # The maximum is subtracted before the division. After it, logits at a small temperature could overflow; and a fused
+    # program may divide twice with different rounding, so that logits would differ from their own maximum.
+    weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / scale[..., None])
+    return (weights / jnp.sum(weights, axis=-1, keepdims=True),)
+
+  def kernel(logits, scale):
+    from spectr_jax.ops.softmax import scaled_softmax
+
+    return (scaled_softmax(logits, scale),)
+
+  if not _fits_kernels(logits):
+    return plain(logits, scale)[0]
+  rows = logits.reshape(-1, logits.shape[-1])
+  return launch(plain, kernel, rows, jnp.broadcast_to(scale, logits.shape[:-1]).reshape(-1))[0].reshape(logits.shape)
+
+
+def _fits_kernels(weights: jax.Array) -> bool:
+  """Whether kernels take distributions `[..., V]`: in float32, of whole registers, and not divided over devices."""
+  width = weights.shape[-1]
+  return weights.dtype == jnp.float32 and width > _SMALL and width % _BLOCK == 0 and _is_on_each_device()
 
 
 def _first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -216,8 +239,7 @@ def draw_several(uniforms: jax.Array, weights: jax.Array) -> jax.Array:
 
     return (draw_tokens(uniforms, laws),)
 
-  fits = weights.shape[0] % _BLOCK == 0 and len(uniforms) <= _MOST_DRAWS
-  if weights.dtype != jnp.float32 or weights.shape[0] <= _SMALL or not fits or not _is_on_each_device():
+  if not _fits_kernels(weights) or len(uniforms) > _MOST_DRAWS:
     return plain(uniforms, weights)
   plain_rows = jax.vmap(lambda *row: (plain(*row),))
   return launch(plain_rows, kernel, uniforms[None].astype(weights.dtype), weights[None])[0][0]

@@ -6,6 +6,7 @@ import pytest
 
 from spectr_jax.aot.cost import Cost, Program
 from spectr_jax.aot.hlo_report import Memory
+from spectr_jax.aot.kernels import schedule_cycles
 from spectr_jax.aot.tpu_slices import Chip
 
 # A cycle is a millisecond, and so is a KiB from memory; between devices a millisecond moves 512 bytes.
@@ -199,3 +200,73 @@ def test_a_program_without_memory_analysis_is_refused():
 
   with pytest.raises(ValueError, match='does not report how much memory'):
     Memory.of(Unanalysed())
+
+
+_KERNEL = (
+  '%kernel.1 = (f32[256]{0:T(128)}, f32[256]{0:T(128)S(1)}) custom-call(%p, %q), custom_call_target="tpu_custom_call"'
+)
+
+
+def test_a_kernel_takes_a_launch_and_its_work_or_the_time_of_its_bytes():
+  lines = '%p = f32[1024]{0:T(128)} parameter(0)', '%q = f32[1024]{0:T(128)S(1)} parameter(1)', _KERNEL
+  found = Program(_entry(*lines), _CHIP, kernels={'kernel.1': 100}).total()
+  launch = found.cycles - 100
+  assert 1000 < launch < 3000
+  assert found == Cost(seconds=pytest.approx(1e-3 * (launch + 100)), cycles=launch + 100, launches=1)
+  # It reads p and writes its first result while it works; q and the second result are on the chip.
+  large = [line.replace('[1024]', f'[{2**20}]') for line in lines]
+  found = Program(_entry(*large), _CHIP, kernels={'kernel.1': 100}).total()
+  assert found.seconds == pytest.approx(1e-3 * (4 * 2**20 + 1024) / 1024)
+
+
+def test_a_kernel_of_which_nothing_is_known_is_refused():
+  with pytest.raises(ValueError, match='nothing is known of the cycles of the kernel kernel.1'):
+    Program(_entry(_KERNEL), _CHIP).total()
+
+
+# As the compiler writes schedules, shortened: a loop of 8 turns around one of 3. The test of the outer loop stands in
+# the inner one, empty bundles have no marks, and texts of an instruction may go over several lines.
+_BUNDLES = """\
+= control target key start
+LB: loop body
+= control target key end
+
+     0   :  { %s1 = smov 0 }
+   0x1   :  { %2 = dma.hbm_to_vmem [thread:$0]
+base_bounds: (6, 32) }
+   0x2 LB: > { %s3 = sphi 0 }
+   0x3   :  {}
+   0x4 LB: >> { %s4 = sphi 0 }
+   0x5   : >> { %p5_p0 = scmp.ge.s32.totalorder %s4_s2, 3 /* loop exit test */ }
+   0x6   : >> { %p6_p1 = scmp.ge.s32.totalorder (%p5_p0), %s3_s4, 8 /* loop exit test */ }
+   0x7   : > { %7 = sbr.rel (!%p5_p0) target = $region20 }
+   0x8   : > { %v8 = vadd.f32 %v1, %v2  ;;  %9 = sbr.rel (%p9_p2) target = $region30 }
+   0x9   :  { %10 = sbr.rel (!%p6_p1) target = $region10 }
+   0xa   :  { %11 = vst %v8 }
+"""
+_CHAINS = """\
+New basic block in region: region0 {members=2 hlo=kernel.1 parent=-1}
+  Length to end: 1, %s1 = smov 0
+
+New basic block in region: region10 {members=3 hlo=kernel.1 parent=0}
+  Length to end: 2, %s3 = sphi 0
+  Length to end: 1, %s3 = smov 0
+
+New basic block in region: region20 {members=3 hlo=kernel.1 parent=10}
+  Length to end: 90, %v1 = vld
+  Length to end: 7, %v2 = vmul
+
+New basic block in region: region30 {members=3 hlo=kernel.1 parent=10}
+  Length to end: 1, %v3 = vld
+"""
+
+
+def test_a_schedule_takes_its_bundles_or_its_chains():
+  # Outside: 3 bundles. The outer loop: 4 bundles, chains of 2 and 1. The inner one: 4 bundles, a chain of 90.
+  assert schedule_cycles(_BUNDLES, _CHAINS) == 3 + 8 * (4 + 3 * 90)
+  assert schedule_cycles(_BUNDLES, _CHAINS.replace(' 90,', ' 1,')) == 3 + 8 * (4 + 3 * 4)
+
+
+def test_a_schedule_with_a_loop_of_unknown_length_is_refused():
+  with pytest.raises(ValueError, match='1 of the 2 loops have no constant limit'):
+    schedule_cycles(_BUNDLES.replace('(%p5_p0), %s3_s4, 8', '(%p5_p0), %s3_s4, %s5_s6'), _CHAINS)

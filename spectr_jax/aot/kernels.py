@@ -80,8 +80,7 @@ def write_schedules() -> pathlib.Path:
   folder = pathlib.Path(tempfile.mkdtemp(prefix='tpu_schedules_'))
   atexit.register(shutil.rmtree, folder, ignore_errors=True)
   own = (
-    f'--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true'
-    f' --xla_jf_dump_llo_pass_label_regex=^({_BUNDLES}|{_CHAINS})$'
+    f'--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=^({_BUNDLES}|{_CHAINS})$'
   )
   os.environ[_ARGUMENTS] = f'{os.environ.get(_ARGUMENTS, "")} {own}'.strip()
   return folder

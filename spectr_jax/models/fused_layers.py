@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from spectr_jax.model import KVCache
-from spectr_jax.models import layers
 
 if TYPE_CHECKING:
   from spectr_jax.models.transformer import TransformerConfig
@@ -133,12 +131,8 @@ class FusedCache:
 
     # Only what is on the path can be kept.
     on_path = path[None, :, :, None]
-    keys, values = (
-      by_heads(jnp.take_along_axis(x, on_path, axis=2)) for x in (self.pending_keys, self.pending_values)
-    )
-    cache = dataclasses.replace(
-      self.cache, pending_keys=tuple(jnp.swapaxes(keys, 3, 4)), pending_values=tuple(values)
-    )
+    keys, values = (by_heads(jnp.take_along_axis(x, on_path, axis=2)) for x in (self.pending_keys, self.pending_values))
+    cache = dataclasses.replace(self.cache, pending_keys=tuple(jnp.swapaxes(keys, 3, 4)), pending_values=tuple(values))
     return cache.commit(jnp.broadcast_to(jnp.arange(path.shape[1]), path.shape), num_committed)
 
 
@@ -226,7 +220,9 @@ def _kernel(
     top = jnp.maximum(new_scores.max(-1, keepdims=True), old_scores.max(-1, keepdims=True))
     new_weights, old_weights = jnp.exp(new_scores - top), jnp.exp(old_scores - top)
     total = new_weights.sum(-1, keepdims=True) + old_weights.sum(-1, keepdims=True)
-    found = (dot(new_weights.astype(dtype), own_values) + dot(old_weights.astype(dtype), values[0, row], axis=1)) / total
+    found = (
+      dot(new_weights.astype(dtype), own_values) + dot(old_weights.astype(dtype), values[0, row], axis=1)
+    ) / total
     by_head = (found[i * num_tokens : (i + 1) * num_tokens] * mine for i, mine in enumerate(of_head))
     mixed[tokens] = functools.reduce(jnp.add, by_head)
 

@@ -267,7 +267,12 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
     context_length=config.max_length,
     sharding_rules=TRANSFORMER_RULES,
     **model_functions(
-      config, apply=_apply, init_cache=_init_cache, embed=_embed, unembed=_unembed, for_decoding=_for_decoding,
+      config,
+      apply=_apply,
+      init_cache=_init_cache,
+      embed=_embed,
+      unembed=_unembed,
+      for_decoding=_for_decoding,
       tpu_apply=_apply_on_tpu,
     ),
   )
