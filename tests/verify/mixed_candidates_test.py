@@ -99,7 +99,7 @@ def _shares(race, positions):
 
 
 def test_one_position_is_close_to_the_optimum():
-  """The worst has two tokens of ratios below the lowest class, which finer classes and more rounds do not tell apart."""
+  """The worst has two tokens of ratios below the lowest class, which finer classes and more rounds do not part."""
   shares, fine = (_shares(race, _positions(0, 48, vocab_size=4)) for race in (Race(), _FINE))
   for found in (shares, fine):
     assert np.mean(found) > 0.9999
