@@ -1,4 +1,4 @@
-"""Models in Hugging Face's transformers, for `benchmarks.speed`, `real_models` and `drafters`.
+"""Models in Hugging Face's transformers, for `benchmarks.speed`, `speed_of_sizes`, `real_models` and `drafters`.
 
 They need `pip install torch transformers`. Llama has the same parts as the project's transformer (RMSNorm, rotary
 positions, tied embeddings) and a gate in the MLP. With 2/3 of the MLP's hidden width it has as many weights.
@@ -6,17 +6,20 @@ positions, tied embeddings) and a gate in the MLP. With 2/3 of the MLP's hidden 
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from spectr_jax.models.transformer import TransformerConfig
 
+VERSION = transformers.__version__
 _DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
 
 
@@ -44,6 +47,29 @@ def make_model(config: TransformerConfig, dtype: str) -> LlamaForCausalLM:
     )
   )
   return model.to(_DTYPES[dtype]).eval()
+
+
+def make_public(folder: str, dtype: str, device: str):
+  """A model of a public model's sizes with random weights, made on the device, which never ends by itself.
+
+  Args:
+    folder: A folder with `config.json`.
+    dtype: `float32` or `bfloat16`.
+    device: `cuda` or `cpu`.
+  """
+  torch.set_num_threads(os.cpu_count())
+  torch.manual_seed(0)
+  architecture = json.loads((pathlib.Path(folder) / 'config.json').read_text())['architectures'][0]
+  made = getattr(transformers, architecture)
+  config = made.config_class.from_pretrained(folder)
+  config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+  before = torch.get_default_dtype()
+  torch.set_default_dtype(_DTYPES[dtype])
+  try:
+    with torch.device(device):
+      return made(config).eval()
+  finally:
+    torch.set_default_dtype(before)
 
 
 def load_gguf(path: str, dtype: str):
@@ -81,7 +107,7 @@ def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Calla
     max_new_tokens: Number of new tokens.
     **options: Further options of the model's `generate`.
   """
-  tokens = torch.tensor(np.asarray(prompts), dtype=torch.long)
+  tokens = torch.tensor(np.asarray(prompts), dtype=torch.long, device=model.device)
   mask = torch.ones_like(tokens)
 
   def sample():

@@ -2,7 +2,9 @@
 
 Command   pip install torch transformers
           python -m benchmarks.speed --output=speed.json
-Models    target A and draft B of benchmarks/README.md, random weights
+          python -m benchmarks.speed --target_config=configs/hub/llama_3_8b --head --output=sizes.json
+Models    target A and draft B of benchmarks/README.md, random weights; with `--target_config` random ones of a public
+          model's sizes (`benchmarks.speed_of_sizes`)
 Peer      `generate` with its dynamic cache, and with a static cache and torch.compile; with a draft `assistant_model`
           and a constant number of guesses. `--nopeer` leaves it out
 
@@ -33,6 +35,7 @@ from common.output_files import OutputFiles
 from decode.experiment import latency
 from decode.experiment.workload import describe_machine
 from spectr_jax import Decoder, TokenTree
+from spectr_jax.engine.state import DecodeState
 from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
 
 SHAPES = {
@@ -94,8 +97,14 @@ def time_steps(calls: dict[str, Call], num_runs: int) -> dict[str, dict]:
   }
 
 
-def prompts(batch_size: int) -> np.ndarray:
-  return np.random.default_rng(0).integers(0, 32000, (batch_size, PROMPT_LENGTH)).astype(np.int32)
+def prompts(batch_size: int, vocab_size: int = 32000) -> np.ndarray:
+  """Random prompts, int32 `[batch_size, PROMPT_LENGTH]`.
+
+  Args:
+    batch_size: Rows.
+    vocab_size: V.
+  """
+  return np.random.default_rng(0).integers(0, vocab_size, (batch_size, PROMPT_LENGTH)).astype(np.int32)
 
 
 def own_call(models, rows: np.ndarray, method: str, tree: TokenTree | None, max_new_tokens: int | None = None) -> Call:
@@ -174,6 +183,50 @@ def round_calls(dtype: str, draft_length: int, has_peer: bool) -> dict[str, Call
   return calls
 
 
+def make_decoder(target, draft, method: str, tree: TokenTree | None) -> Decoder:
+  """A decoder of `NEW_TOKENS` tokens behind prompts of `PROMPT_LENGTH`.
+
+  Args:
+    target: The target.
+    draft: A model or drafter, or None.
+    method: Name of the method.
+    tree: The tree of guesses, or None.
+  """
+  return Decoder.make(
+    target, draft, method=method, tree=tree, max_new_tokens=NEW_TOKENS, cache_size=PROMPT_LENGTH + NEW_TOKENS
+  )
+
+
+def begin(decoder: Decoder, rows: np.ndarray) -> DecodeState:
+  """The state behind the prompts.
+
+  Args:
+    decoder: The decoder.
+    rows: Prompts, int32 `[B, P]`.
+  """
+  return spectr_jax.init_decode(decoder, jax.random.key(0), rows, np.full(len(rows), rows.shape[1]))
+
+
+def round_seconds(decoder: Decoder, rows: np.ndarray, num_runs: int, num_rounds: int | None = None) -> list[float]:
+  """Seconds per round of each run, without the prompts' prefill. One untimed run comes first.
+
+  Args:
+    decoder: The decoder.
+    rows: Prompts, int32 `[B, P]`.
+    num_runs: Number of timed runs.
+    num_rounds: The most rounds of a run; None for all.
+  """
+
+  def run():
+    state = jax.block_until_ready(begin(decoder, rows))
+    start = time.perf_counter()
+    state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, num_rounds))
+    return (time.perf_counter() - start) / int(state.result.num_target_calls.max())
+
+  run()
+  return [run() for _ in range(num_runs)]
+
+
 def parts(dtype: str, method: str, num_drafts: int, draft_length: int, num_runs: int) -> dict[str, float]:
   """Milliseconds of a round and of its parts, each of which is a separate program.
 
@@ -184,26 +237,12 @@ def parts(dtype: str, method: str, num_drafts: int, draft_length: int, num_runs:
     draft_length: L.
     num_runs: Number of timed runs.
   """
-  tree = TokenTree.chains(num_drafts, draft_length)
-
-  decoder = Decoder.make(
-    make_model('A', dtype), make_model('B', 'float32'), method=method, tree=tree, max_new_tokens=NEW_TOKENS,
-    cache_size=PROMPT_LENGTH + NEW_TOKENS,
-  )  # fmt: skip
-
-  def begin():
-    return spectr_jax.init_decode(decoder, jax.random.key(0), prompts(1), np.array([PROMPT_LENGTH]))
-
-  found = latency.time_parts(decoder, begin(), num_runs)
-
-  def rounds():
-    state = jax.block_until_ready(begin())
-    start = time.perf_counter()
-    state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state))
-    return (time.perf_counter() - start) / int(state.result.num_target_calls.max())
-
-  rounds()
-  found['round'] = float(np.median([rounds() for _ in range(num_runs)]))
+  decoder = make_decoder(
+    make_model('A', dtype), make_model('B', 'float32'), method, TokenTree.chains(num_drafts, draft_length)
+  )
+  rows = prompts(1)
+  found = latency.time_parts(decoder, begin(decoder, rows), num_runs)
+  found['round'] = float(np.median(round_seconds(decoder, rows, num_runs)))
   return {name: 1e3 * seconds for name, seconds in found.items()}
 
 
@@ -290,11 +329,33 @@ if __name__ == '__main__':
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 5, 'Runs of each, in turns.', lower_bound=1)
   _PEER = flags.DEFINE_bool('peer', True, "Whether to run Hugging Face's transformers as well.")
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
+  _TARGET = flags.DEFINE_string(
+    'target_config',
+    None,
+    'Folder with config.json: sizes of the target in place of A and B. The first of --dtype counts; rounds have as many'
+    ' rows as steps, and --output, which is needed, may hold results of an earlier run that was ended.',
+  )
+  _DRAFT = flags.DEFINE_string(
+    'draft_config', 'configs/hub/draft_160m_of_llama_3', 'Folder with config.json: sizes of the draft, likewise.'
+  )
+  _HEAD = flags.DEFINE_bool('head', False, "Whether a head of EAGLE-3's sizes drafts as well, likewise.")
+  _PEER_DEVICE = flags.DEFINE_enum('peer_device', 'cuda', ['cuda', 'cpu'], 'Where transformers run, likewise.')
 
   def main(argv):
     del argv
+    batch_sizes = command_line.parse_numbers('batch_size', _BATCH_SIZE.value)
+    if _TARGET.value is not None:
+      from benchmarks import speed_of_sizes
+
+      if _OUTPUT.value is None:
+        raise ValueError('--target_config needs --output')
+      sizes = speed_of_sizes.Sizes(
+        _TARGET.value, _DRAFT.value, _HEAD.value, _DTYPE.value[0], tuple(batch_sizes), _NUM_RUNS.value,
+        _PEER_DEVICE.value if _PEER.value else None,
+      )  # fmt: skip
+      speed_of_sizes.run(sizes, _OUTPUT.value)
+      return
     with OutputFiles(output=_OUTPUT.value) as files:
-      batch_sizes = command_line.parse_numbers('batch_size', _BATCH_SIZE.value)
       found = measure(_DTYPE.value, batch_sizes, _NUM_RUNS.value, _PEER.value)
       found = {'run': describe_machine()} | found
       files.write(output=json.dumps(found, indent=2) + '\n')

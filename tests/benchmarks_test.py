@@ -1,11 +1,7 @@
 """Benchmarks at sizes where nothing is worth measuring: they run, and what they say adds up."""
 
 import dataclasses
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -140,27 +136,3 @@ def test_growth(monkeypatch):
   rows = [{'point': dataclasses.asdict(point)} | row for point, row in zip(few, (one, four))]
   monkeypatch.setattr(growth, 'AXES', {'rows': tuple(few)})
   assert growth.draw(rows, 'race_block').startswith(b'\x89PNG')
-
-
-def test_speed_on_a_gpu_in_pieces(tmp_path):
-  env = {
-    **os.environ, 'OUT': str(tmp_path), 'PYTHON': sys.executable, 'BATCHES': '1 2', 'SHAPES': 'none',
-    'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true',
-    'DECODE': '--method=autoregressive,spectr --num_prompts=2 --max_new_tokens=4 --num_drafts=2 --draft_length=1',
-  }  # fmt: skip
-
-  def script(**more):
-    command = ROOT / 'benchmarks' / 'gpu_speed.sh'
-    return subprocess.run([command], cwd=ROOT, env=env | more, capture_output=True, text=True, timeout=500)
-
-  ended = script(SECONDS_PER_PIECE='5')
-  assert (ended.returncode, ended.stdout.splitlines()[-1]) == (3, 'out of time: run again')
-  ended = script()
-  assert ended.returncode == 0, ended
-  for batch in (1, 2):
-    found = json.loads((tmp_path / f'batch_{batch}.json').read_text())
-    assert found['run']['flags']['batch_size'] == batch
-  assert list((tmp_path / 'profile').rglob('*.xplane.pb'))
-  before = (tmp_path / 'batch_2.json').stat().st_mtime
-  assert script().returncode == 0
-  assert (tmp_path / 'batch_2.json').stat().st_mtime == before

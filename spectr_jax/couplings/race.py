@@ -39,6 +39,12 @@ def _classes(
   return jnp.clip(leading(ratios) - leading(jnp.asarray(lowest, ratios.dtype)), 0, num_classes - 1).astype(jnp.int32)
 
 
+def _occurs(mass: jax.Array, num_candidates: jax.Array, has_given: jax.Array | None) -> jax.Array:
+  """The probability that a candidate of a class is there, `[C]`, from the draft's masses; the others as for `_goal`."""
+  occurs = any_accepted(mass, num_candidates)
+  return occurs if has_given is None else occurs.at[0].set(has_given)
+
+
 def _goal(
   masses: jax.Array, num_candidates: jax.Array, has_given: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -68,8 +74,7 @@ def _goal(
   law = masses[:, 1] + jnp.diff(reserved, prepend=jnp.zeros((), excess.dtype))
   # No class is picked more often than it occurs. Rounded sums can ask for more of a very rare class, whose weight would
   # then grow until all others are cut off.
-  occurs = any_accepted(masses[:, 0], num_candidates)
-  law = jnp.clip(law, 0, occurs if has_given is None else occurs.at[0].set(has_given))
+  law = jnp.clip(law, 0, _occurs(masses[:, 0], num_candidates, has_given))
   is_excess = excess[tightest] > 0
   return law, ~is_excess | (place > tightest), jnp.where(is_excess, below[tightest], 0)
 
@@ -98,13 +103,16 @@ class Race:
       pt(x) = n p(x) w(x) Int e^{-w(x) z} phi(z)^{n-1} e^{-W z} dz    for x outside D,
       pt(d) = q(d) / q(D) Int W e^{-W z} phi(z)^n dz                  for d in D,
 
-  with phi as before, and e^{-w z} replaced by 1 on D. Within D the pick is proportional to q.
+  with phi as before, and e^{-w z} replaced by 1 on D. Within D the pick is proportional to q. D competes with every
+  class of its side, at very different odds. So positions that may have given candidates take the finer race of
+  `beside_given`.
 
   Attributes:
     num_classes: Number of classes of q/p, from 1/23 upwards. It limits how close the acceptance comes to the optimum.
     octave_bits: Each octave of q/p is cut into 2^octave_bits classes.
     num_rounds: Rounds of fitting.
-    step: The change of a log weight per round, as a multiple of the log of the missing factor; at most 2.
+    step: The change of a log weight per round, as a multiple of the log of the missing factor, at most 2; beside given
+      candidates, of the factor that the odds lack, at most 1.
     log_range: Weights on one side differ at most by e^log_range.
   """
 
@@ -121,9 +129,21 @@ class Race:
     law='p̃',
   )
 
+  def beside_given(self) -> Race:
+    """The race for positions that may have given candidates: more and finer classes, more rounds, a wider range."""
+    return dataclasses.replace(
+      self,
+      num_classes=4 * self.num_classes,
+      octave_bits=self.octave_bits + 2,
+      num_rounds=self.num_rounds + 2,
+      step=self.step / 2,
+      log_range=self.log_range + 4,
+    )
+
   def __call__(self, draft_probs, target_probs, candidates, is_valid, is_given=None) -> Pick:
     if is_given is not None:
-      return self._pick_mixed(draft_probs, target_probs, candidates, is_valid, is_given & is_valid)
+      race = self.beside_given()
+      return race._pick_mixed(draft_probs, target_probs, candidates, is_valid, is_given & is_valid)
     num_valid = jnp.sum(is_valid)
     is_some, is_many = num_valid > 0, num_valid > 1
     # With one candidate the picked token has the draft's distribution.
@@ -247,6 +267,10 @@ class Race:
     above the cut is picked half as often as the goal asks. Its log weight rises by `step` log 2, minus the rise of the
     largest of the three.
 
+    Beside given candidates it is the factor that the odds lack with which a class is picked where it occurs. A single
+    drawn candidate has odds of w/W against the given ones. Where these are 9 and should be 99, the probability lacks a
+    tenth alone, and the weight eleven times.
+
     Args:
       masses: `[C, 2]`, the masses of draft and target by class, in ascending order of q/p.
       num_candidates: n, above 1; with given candidates the number of the drawn ones, at least 1.
@@ -266,10 +290,11 @@ class Race:
 
   def _integral(self, dtype):
     """The points of the integral and their weights, of a trapezoidal sum."""
-    num_nodes, pad = (64, 14.0) if jnp.dtype(dtype).itemsize == 4 else (160, 32.0)
+    distance, pad = (0.4683, 14.0) if jnp.dtype(dtype).itemsize == 4 else (0.2988, 32.0)
     # Substituting z = e^y makes the integrand smooth and small at both ends, where a trapezoidal sum is most accurate.
     # In the left tail e^{-w z} is 1; the right tail is below e^{-e^3.5}.
-    y = np.linspace(-pad, self.log_range + 3.5, num_nodes)
+    last = self.log_range + 3.5
+    y = np.linspace(-pad, last, 1 + round((last + pad) / distance))
     nodes = np.exp(y)
     spacing = nodes * (y[1] - y[0])
     spacing[[0, -1]] /= 2
@@ -304,10 +329,20 @@ class Race:
         law = law.at[0].set(weights[0] * jnp.sum(jnp.where(sides[:, :1], others * phi, 0)))
       return jnp.where(is_possible, law, 0)
 
+    def measure(law):
+      log_law = jnp.log(jnp.maximum(law, 1e-30))
+      if has_given is None:
+        return log_law
+      # With some slack, since a class that is nearly always picked where it occurs has nothing to gain: its weight
+      # would grow without end and leave no range to the others.
+      occurs = _occurs(mass, num_candidates, has_given)
+      return log_law - jnp.log(jnp.maximum(occurs - law, 0) + 0.01 * occurs + 1e-4)
+
+    wanted = measure(goal)
+
     def improve(_, log_weights):
-      floor = 1e-30
-      missing = jnp.log(jnp.maximum(goal, floor)) - jnp.log(jnp.maximum(winner(log_weights), floor))
-      moved = jnp.where(is_possible, log_weights + self.step * missing, -jnp.inf)
+      moved = log_weights + self.step * (wanted - measure(winner(log_weights)))
+      moved = jnp.where(is_possible, moved, -jnp.inf)
       largest = jnp.max(jnp.where(sides, moved, -jnp.inf), axis=-1)
       largest = jnp.where(is_high, largest[0], largest[1])
       # A side without any possible class has no largest weight and needs none.

@@ -224,21 +224,22 @@ class RaceTraversal(RecordedVerifier):
     is_valid = contexts.is_candidate[slots.of_laws]
     by_row = guesses[slots.of_laws[0] + 1]
     given, is_given, of_rows, candidates = None, None, None, (by_row, is_valid)
+    race = self.race if proposal.is_given is None else self.race.beside_given()
     # A single candidate is always picked, so the picked token has the draft's distribution.
-    alone = is_valid.astype(dtype), jnp.ones((len(is_valid), self.race.num_classes), dtype)
+    alone = is_valid.astype(dtype), jnp.ones((len(is_valid), race.num_classes), dtype)
     number = contexts.num_candidates
     if proposal.is_given is not None:
       is_given = jnp.where(slots.is_node, proposal.is_given[slots.nodes - 1], False)
       of_rows = is_valid & is_given[slots.of_laws[0] + 1]
       candidates = (*candidates, of_rows)
       own_probs = jax.vmap(lambda node, tokens: target_probs[node, tokens])(tree.parent_nodes, jnp.maximum(by_row, 0))
-      alone = jax.vmap(self.race.without_race)(own_probs, by_row, is_valid, of_rows)
+      alone = jax.vmap(race.without_race)(own_probs, by_row, is_valid, of_rows)
       is_there = contexts.is_candidate & is_given[1:, None, :]
       number += jnp.any(is_there, axis=-1) - jnp.sum(is_there, axis=-1)
     own = jnp.where(contexts.stands[slots.of_laws], number[slots.of_laws], 0)
     with jax.named_scope('races'):
       picks, scale = map_needed(
-        self.race.select, own > 1, alone, _law_rows(tree, proposal, target_probs), candidates, at_once=RACES_AT_ONCE
+        race.select, own > 1, alone, _law_rows(tree, proposal, target_probs), candidates, at_once=RACES_AT_ONCE
       )
     if of_rows is not None:
       tokens = jnp.where(of_rows, by_row, target_probs.shape[1])
@@ -254,7 +255,7 @@ class RaceTraversal(RecordedVerifier):
     tokens = jnp.maximum(guesses[1:], 0)
     p = proposal.probs[rows, tokens]
     q = target_probs[jnp.take_along_axis(jnp.asarray(slots.nodes[:-1]), above, axis=1), tokens]
-    picked = jax.vmap(jax.vmap(self.race.picked_probs))(p, q, scale[rows])
+    picked = jax.vmap(jax.vmap(race.picked_probs))(p, q, scale[rows])
     if given is not None and is_given is not None:
       is_member = jnp.any(contexts.is_same[1:] & is_given[1:, None, :], axis=-1)
       picked = jnp.where(is_member, q * given.scale[rows], picked)
@@ -265,8 +266,10 @@ class RaceTraversal(RecordedVerifier):
 
   def _picked_probs(self, p, q, scale, given):
     """pt `[V]` of a row, with its entries at given candidates; `given` is the row's, or None."""
-    picked = self.race.picked_probs(p, q, scale)
-    return picked if given is None else with_given(picked, q, given.tokens, given.scale)
+    if given is None:
+      return self.race.picked_probs(p, q, scale)
+    picked = self.race.beside_given().picked_probs(p, q, scale)
+    return with_given(picked, q, given.tokens, given.scale)
 
   # The credits, and the acceptances that follow from them.
 

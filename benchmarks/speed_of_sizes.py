@@ -1,0 +1,376 @@
+"""The part of `benchmarks.speed` about sizes of public models: a target, a draft and a head with random weights.
+
+No checkpoint is read and none is written: the sizes come from `config.json`, and the weights are made on the device.
+For each number of rows a step of autoregressive decoding is measured beside its floor, and rounds of `spectr` and
+`race_traversal` with the draft and with the head, whole and by parts; then some rounds are profiled. The floor is the
+time to read what a step reads of the target's weights, at the rate of a copy in the same process; caches do not count.
+Random models agree only by chance, so a round is what counts, and not the tokens that it keeps.
+
+The results are written after every measurement. Those that are there are not measured again, so that a run that was
+ended goes on with the same command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from benchmarks import real_models, speed
+from common.output_files import OutputFiles
+from configs import head as head_experiment
+from decode.experiment import latency
+from decode.experiment.workload import describe_machine
+from spectr_jax import Model, TokenTree
+from spectr_jax.draft import Drafter, head_drafter
+from spectr_jax.io.hub.load import read_hub_config
+from spectr_jax.models import causal_lm, head
+from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.head import HeadConfig
+from train.eagle3_head import Eagle3Kind
+
+SEED = 0
+METHODS = 'race_traversal', 'spectr'
+TREES = (1, 4), (4, 8), (4, 16)  # K drafts of L tokens
+NUM_ROUNDS = 16  # of a timed run
+PROFILED = 'race_traversal', (4, 8)
+HEAD_TOKENS = 32000  # tokens that the head guesses, as EAGLE-3 has them
+COPIED = 2**28  # numbers of a copy
+UNITS = 'step', 'round'
+OWN, PEER = 'spectr_jax with prefill, 1 row', 'transformers with prefill, 1 row'
+Result = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """What is measured.
+
+  Attributes:
+    target: Folder with the target's `config.json`.
+    draft: The same for the draft.
+    has_head: Whether a head of EAGLE-3's sizes drafts as well.
+    dtype: Type of weights and activations.
+    batch_sizes: Numbers of rows.
+    num_runs: Timed runs of each measurement.
+    peer_device: Where Hugging Face's transformers run, `cuda` or `cpu`; None to leave them out.
+  """
+
+  target: str
+  draft: str
+  has_head: bool
+  dtype: str
+  batch_sizes: tuple[int, ...]
+  num_runs: int
+  peer_device: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+  """The target and what drafts for it, by name."""
+
+  target: Model
+  drafts: dict[str, Model | Drafter]
+
+
+def head_config(target: CausalLMConfig) -> HeadConfig:
+  """The sizes of EAGLE-3's head for a target.
+
+  Args:
+    target: The target, of at least 6 layers.
+  """
+  config = head_experiment.get_config('eagle3')
+  config.update({'vocab_size': min(HEAD_TOKENS, target.vocab_size), 'has_unembedding': True, 'dtype': target.dtype})
+  return Eagle3Kind.of(config, target).config
+
+
+def bytes_per_step(config: CausalLMConfig) -> int:
+  """Bytes of the weights that a step reads; of an embedding that is no output head it reads a row per token.
+
+  Args:
+    config: The model.
+  """
+  shapes = causal_lm.param_shapes(config)
+  if not config.is_tied:
+    del shapes['embedding']
+  return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def copy_rate() -> float:
+  """Bytes per second that a copy reads and writes, the best of several copies of 1 GiB."""
+  array, copied = jnp.ones(COPIED, jnp.float32), jax.jit(lambda x: x + 1)
+
+  def seconds():
+    start = time.perf_counter()
+    jax.block_until_ready(copied(array))
+    return time.perf_counter() - start
+
+  seconds()
+  return 2 * array.nbytes / min(seconds() for _ in range(10))
+
+
+def make_models(sizes: Sizes) -> Models:
+  """The models with random weights, made on the device.
+
+  Args:
+    sizes: What is measured.
+  """
+  target_key, draft_key, head_key = jax.random.split(jax.random.key(SEED), 3)
+
+  def model(key, folder):
+    config = read_hub_config(folder, dtype=sizes.dtype)
+    return config, causal_lm.causal_lm(causal_lm.init_params(key, config), config).for_decoding()
+
+  config, target = model(target_key, sizes.target)
+  drafts: dict[str, Model | Drafter] = {'draft': model(draft_key, sizes.draft)[1].with_vocab_size(config.vocab_size)}
+  if sizes.has_head:
+    own = head_config(config)
+    drafts['head'] = head_drafter(head.init_params(head_key, own), own, config.vocab_size).for_decoding()
+  return Models(target, drafts)
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+  """Milliseconds: median, lowest and highest."""
+  times = 1e3 * np.array(seconds)
+  return {'median': float(np.median(times)), 'low': float(times.min()), 'high': float(times.max())}
+
+
+def measure_steps(models: Models, sizes: Sizes, batch_size: int) -> Result:
+  """Steps of autoregressive decoding, and their floor.
+
+  Args:
+    models: The models.
+    sizes: What is measured.
+    batch_size: Rows.
+  """
+  decoder = speed.make_decoder(models.target, None, 'autoregressive', None)
+  rows = speed.prompts(batch_size, models.target.vocab_size)
+  step = spread(speed.round_seconds(decoder, rows, sizes.num_runs, NUM_ROUNDS))
+  rate = copy_rate()
+  floor = 1e3 * bytes_per_step(causal_lm.config_of(models.target)) / rate
+  return {
+    'step': step,
+    'copy_bytes_per_second': rate,
+    'floor': floor,
+    'floor_share': floor / step['median'],
+    'tokens_per_second': 1e3 * batch_size / step['median'],
+  }
+
+
+def measure_rounds(
+  models: Models, sizes: Sizes, batch_size: int, draft: str, method: str, num_drafts: int, draft_length: int
+) -> Result:
+  """Rounds, and their parts, each of which is a separate program.
+
+  Args:
+    models: The models.
+    sizes: What is measured.
+    batch_size: Rows.
+    draft: `draft` or `head`.
+    method: Name of the method.
+    num_drafts: K.
+    draft_length: L.
+  """
+  tree = TokenTree.chains(num_drafts, draft_length)
+  decoder = speed.make_decoder(models.target, models.drafts[draft], method, tree)
+  rows = speed.prompts(batch_size, models.target.vocab_size)
+  found: Result = {'round': spread(speed.round_seconds(decoder, rows, sizes.num_runs, NUM_ROUNDS))}
+  parts = latency.time_parts(decoder, speed.begin(decoder, rows), max(sizes.num_runs, 3))
+  found['parts'] = {name: 1e3 * seconds for name, seconds in parts.items()}
+  found['verification_share'] = found['parts']['verification'] / found['round']['median']
+  return found
+
+
+def measure_profile(models: Models, directory: epath.Path) -> Result:
+  """Records some rounds of the first kind of draft for one row.
+
+  Args:
+    models: The models.
+    directory: Where the profile goes.
+  """
+  method, shape = PROFILED
+  decoder = speed.make_decoder(models.target, models.drafts['draft'], method, TokenTree.chains(*shape))
+  rows = speed.prompts(1, models.target.vocab_size)
+  speed.round_seconds(decoder, rows, 1, 1)
+  latency.profile(decoder, speed.begin(decoder, rows), directory, num_rounds=4)
+  return {'directory': directory.name, 'method': method, 'num_drafts': shape[0], 'draft_length': shape[1]}
+
+
+def measure_peer(sizes: Sizes, device: str) -> Result:
+  """Steps and rounds of Hugging Face's transformers for one row, prefill included; it runs in a process of its own.
+
+  Args:
+    sizes: What is measured.
+    device: `cuda` or `cpu`.
+
+  Returns:
+    Times by name, or `left_out` with the reason.
+  """
+  try:
+    import torch
+
+    from benchmarks import peer
+  except ImportError as error:
+    return {'left_out': str(error)}
+  if device == 'cuda' and not torch.cuda.is_available():
+    return {'left_out': 'this torch finds no CUDA device'}
+  target, draft = (peer.make_public(path, sizes.dtype, device) for path in (sizes.target, sizes.draft))
+  rows, draft_length = speed.prompts(1, target.config.vocab_size), TREES[0][1]
+  counter, num_new = peer.count_calls(target), speed.NEW_TOKENS
+
+  def counted(sample):
+    def call():
+      before = counter[0]
+      sample()
+      return counter[0] - before
+
+    return call
+
+  calls = {
+    'transformers, step': counted(peer.sampler(target, rows, num_new)),
+    'transformers, round': counted(peer.assisted_sampler(target, draft, rows, num_new, draft_length)),
+  }
+  versions = {'torch': torch.__version__, 'transformers': peer.VERSION}
+  return {'versions': versions, 'times': speed.time_steps(calls, sizes.num_runs)}
+
+
+def measure_beside_peer(models: Models, sizes: Sizes) -> Result:
+  """The same as `measure_peer` of this library, prefill included.
+
+  Args:
+    models: The models.
+    sizes: What is measured.
+  """
+  rows, target = speed.prompts(1, models.target.vocab_size), models.target
+  tree = TokenTree.chains(*TREES[0])
+  calls = {
+    'spectr_jax, step': speed.own_call((target, None), rows, 'autoregressive', None),
+    'spectr_jax, round': speed.own_call((target, models.drafts['draft']), rows, 'speculative', tree),
+  }
+  return {'times': speed.time_steps(calls, sizes.num_runs)}
+
+
+def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Callable[[Models], Result]]]:
+  """Everything that is measured on the device, by name.
+
+  Args:
+    sizes: What is measured.
+    directory: Where the profile goes.
+  """
+  if sizes.peer_device is not None:
+    yield OWN, lambda models: measure_beside_peer(models, sizes)
+  for batch_size in sizes.batch_sizes:
+    yield f'steps, {batch_size} rows', functools.partial(measure_steps, sizes=sizes, batch_size=batch_size)
+    for draft in ('draft', 'head')[: 1 + sizes.has_head]:
+      for num_drafts, draft_length in TREES:
+        for method in METHODS:
+          yield (
+            f'{method} {num_drafts} x {draft_length}, {draft}, {batch_size} rows',
+            functools.partial(
+              measure_rounds, sizes=sizes, batch_size=batch_size, draft=draft, method=method, num_drafts=num_drafts,
+              draft_length=draft_length,
+            ),
+          )  # fmt: skip
+  yield 'profile', lambda models: measure_profile(models, directory)
+
+
+def describe(name: str, found: Result) -> str:
+  """A line about a result.
+
+  Args:
+    name: Its name.
+    found: The result.
+  """
+
+  def times(found):
+    return f'{found["median"]:.2f} ms ({found["low"]:.2f} to {found["high"]:.2f})'
+
+  if 'step' in found:
+    said = f'{times(found["step"])}, {found["tokens_per_second"]:.1f} tokens/s; floor {found["floor"]:.2f} ms'
+    return f'{name}: {said}, {found["floor_share"]:.0%} of the step'
+  if 'round' in found:
+    parts = ', '.join(f'{part} {value:.2f}' for part, value in found['parts'].items())
+    return f'{name}: {times(found["round"])}; {parts}; verification {found["verification_share"]:.1%} of a round'
+  if 'times' in found:
+    return f'{name}: ' + '; '.join(f'{key} {times(value)}' for key, value in found['times'].items())
+  return f'{name}: {found}'
+
+
+def describe_run(sizes: Sizes) -> dict[str, Any]:
+  """What all results of a file share, as JSON values: others may be added with other rows or with the peer.
+
+  Args:
+    sizes: What is measured.
+  """
+  flags = {name: getattr(sizes, name) for name in ('target', 'draft', 'has_head', 'dtype', 'num_runs')}
+  params = {name: read_hub_config(flags[name], dtype=sizes.dtype).num_params for name in ('target', 'draft')}
+  shared = {'flags': flags, 'seed': SEED, 'prompt_length': speed.PROMPT_LENGTH, 'num_params': params}
+  return describe_machine() | shared
+
+
+def describe_ratios(results: dict[str, Result]) -> list[str]:
+  """Lines about how much faster this library is than transformers, if both were measured.
+
+  Args:
+    results: All results by name.
+  """
+  if OWN not in results or PEER not in results:
+    return []
+  own, peer = results[OWN]['times'], results[PEER]['times']
+  ratios = {unit: peer[f'transformers, {unit}']['median'] / own[f'spectr_jax, {unit}']['median'] for unit in UNITS}
+  return [f'{unit}: {ratio:.2f} times as fast as transformers' for unit, ratio in ratios.items()]
+
+
+def run(sizes: Sizes, output: epath.PathLike) -> None:
+  """Measures what the file lacks and prints everything.
+
+  Args:
+    sizes: What is measured.
+    output: The JSON file, which may hold results of an earlier run. A profile goes to a folder of its name.
+
+  Raises:
+    ValueError: The file holds results of other sizes or of another machine, or some measurements failed.
+  """
+  path, failed, models = epath.Path(output), 0, None
+  kept = json.loads(path.read_text()) if path.exists() else {}
+  results: dict[str, Result] = kept.get('results', {})
+  peer = None
+  if sizes.peer_device is not None and PEER not in results:
+    # Before this process takes the device's memory.
+    peer = real_models.in_own_process(measure_peer, sizes, sizes.peer_device)
+  described = describe_run(sizes)
+  if kept and kept['run'] != described:
+    raise ValueError(f'{path} holds results of another machine or of other flags: {kept["run"]}')
+
+  with OutputFiles(output=output) as files:
+
+    def keep(name, found):
+      results[name] = found
+      files.write(output=json.dumps({'run': described, 'results': results}, indent=2) + '\n')
+
+    if peer is not None and 'left_out' in peer:
+      print(f'transformers are left out: {peer["left_out"]}', flush=True)
+    elif peer is not None:
+      keep(PEER, peer)
+      print(describe(PEER, peer), flush=True)
+    for name, measure in measurements(sizes, path.parent / f'{path.stem}_profile'):
+      if name not in results:
+        models = models or make_models(sizes)
+        try:
+          keep(name, measure(models))
+        except jax.errors.JaxRuntimeError as error:  # such as too little memory: the others are measured all the same
+          failed += 1
+          print(f'{name}: FAILED, {str(error).splitlines()[0]}', flush=True)
+          continue
+      print(describe(name, results[name]), flush=True)
+  print('\n'.join(describe_ratios(results)))
+  if failed:
+    raise ValueError(f'{failed} measurements failed')

@@ -1,0 +1,114 @@
+"""Speed of public models' sizes with random weights, at sizes where nothing is worth measuring."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import jax
+import pytest
+from hub_specs import SPECS
+
+from benchmarks import speed, speed_of_sizes
+from spectr_jax.io.hub.load import read_hub_config
+from spectr_jax.models import head
+
+ROOT = pathlib.Path(__file__).parents[1]
+_HUB = ROOT / 'configs' / 'hub'
+
+
+def _write(folder, **sizes):
+  folder.mkdir()
+  config = SPECS['llama'] | {'vocab_size': 64, 'max_position_embeddings': 64, **sizes}
+  (folder / 'config.json').write_text(json.dumps(config))
+  return str(folder)
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+  monkeypatch.setattr(speed, 'NEW_TOKENS', 6)
+  monkeypatch.setattr(speed, 'PROMPT_LENGTH', 4)
+  monkeypatch.setattr(speed_of_sizes, 'NUM_ROUNDS', 2)
+  monkeypatch.setattr(speed_of_sizes, 'COPIED', 2**16)
+  monkeypatch.setattr(speed_of_sizes, 'METHODS', ('race_traversal',))
+  monkeypatch.setattr(speed_of_sizes, 'TREES', ((2, 2),))
+  monkeypatch.setattr(speed_of_sizes, 'PROFILED', ('race_traversal', (2, 2)))
+  target = _write(tmp_path / 'target', num_hidden_layers=6)
+  draft = _write(tmp_path / 'draft', num_hidden_layers=1, tie_word_embeddings=True)
+  return speed_of_sizes.Sizes(target, draft, True, 'bfloat16', (2,), 2, None)
+
+
+def test_what_is_there_is_not_measured_again(tiny, tmp_path, capsys, monkeypatch):
+  output = tmp_path / 'sizes.json'
+  speed_of_sizes.run(tiny, output)
+  written = json.loads(output.read_text())
+  drafts = [f'race_traversal 2 x 2, {draft}, 2 rows' for draft in ('draft', 'head')]
+  assert list(written['results']) == ['steps, 2 rows', *drafts, 'profile']
+  assert written['run']['num_params']['target'] == read_hub_config(tiny.target).num_params
+  assert written['run']['device']['kind'] == jax.devices()[0].device_kind
+  assert list((tmp_path / 'sizes_profile').rglob('*.xplane.pb'))
+  steps, rounds = written['results']['steps, 2 rows'], written['results'][drafts[1]]
+  assert steps['step']['low'] <= steps['step']['median'] <= steps['step']['high']
+  num_bytes = speed_of_sizes.bytes_per_step(read_hub_config(tiny.target, dtype='bfloat16'))
+  assert steps['floor'] == 1e3 * num_bytes / steps['copy_bytes_per_second']
+  assert set(rounds['parts']) == {'draft', 'target', 'verification'}
+  share = f'verification {rounds["verification_share"]:.1%} of a round'
+  assert share in capsys.readouterr().out
+
+  del written['results'][drafts[0]]
+  output.write_text(json.dumps(written))
+  monkeypatch.setattr(speed_of_sizes, 'measure_rounds', lambda *_, draft, **__: {'measured': draft})
+  speed_of_sizes.run(tiny, output)
+  assert json.loads(output.read_text())['results'] == written['results'] | {drafts[0]: {'measured': 'draft'}}
+  assert share in capsys.readouterr().out
+  with pytest.raises(ValueError, match='other flags'):
+    speed_of_sizes.run(dataclasses.replace(tiny, num_runs=3), output)
+
+
+def test_what_fails_does_not_stop_the_rest(tiny, tmp_path, capsys, monkeypatch):
+  def fail(*_, **__):
+    raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory')
+
+  monkeypatch.setattr(speed_of_sizes, 'measure_rounds', fail)
+  monkeypatch.setattr(speed_of_sizes, 'measure_profile', lambda *_: {})
+  monkeypatch.setattr(speed_of_sizes, 'make_models', lambda _: 'models')
+  monkeypatch.setattr(speed_of_sizes, 'measure_steps', lambda *_, **__: {})
+  with pytest.raises(ValueError, match='2 measurements failed'):
+    speed_of_sizes.run(tiny, tmp_path / 'sizes.json')
+  assert set(json.loads((tmp_path / 'sizes.json').read_text())['results']) == {
+    'steps, 2 rows',
+    'profile',
+  }
+  assert 'FAILED, RESOURCE_EXHAUSTED' in capsys.readouterr().out
+
+
+def test_the_peer_is_named_where_it_is_left_out(tiny, tmp_path, capsys, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'torch', None)
+  monkeypatch.setattr(speed_of_sizes.real_models, 'in_own_process', lambda function, *arguments: function(*arguments))
+  monkeypatch.setattr(speed_of_sizes, 'measurements', lambda *_: [])
+  speed_of_sizes.run(dataclasses.replace(tiny, peer_device='cuda'), tmp_path / 'sizes.json')
+  assert 'transformers are left out: import of torch halted' in capsys.readouterr().out
+
+
+def test_ratios_are_those_of_medians():
+  times = {'step': 2.0, 'round': 3.0}
+  results = {
+    speed_of_sizes.OWN: {'times': {f'spectr_jax, {unit}': {'median': value} for unit, value in times.items()}},
+    speed_of_sizes.PEER: {'times': {f'transformers, {unit}': {'median': 6.0} for unit in times}},
+  }
+  assert speed_of_sizes.describe_ratios(results) == [
+    'step: 3.00 times as fast as transformers', 'round: 2.00 times as fast as transformers'
+  ]  # fmt: skip
+
+
+def test_sizes_of_the_default_models():
+  target, draft = (read_hub_config(_HUB / name, dtype='bfloat16') for name in ('llama_3_8b', 'draft_160m_of_llama_3'))
+  assert (target.num_params, draft.num_params) == (8_030_261_248, 160_743_040)
+  # All but the embedding of the target; the draft's is its output head.
+  assert speed_of_sizes.bytes_per_step(target) == 2 * (target.num_params - 128_256 * 4096)
+  assert speed_of_sizes.bytes_per_step(draft) == 2 * draft.num_params
+  own = speed_of_sizes.head_config(target)
+  assert own.feature_layers == (2, 16, 29)
+  assert own.block.vocab_size == 32000
+  inputs = 3 * 4096 + (2 * 4096 + 2 * 2 * 1024) + 4096 + 3 * 14336 + 32000 + 4  # of width 4096, four norms among them
+  assert sum(leaf.size for leaf in jax.tree.leaves(head.param_shapes(own))) == 4096 * inputs + 32000
