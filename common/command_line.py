@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import sys
@@ -38,6 +39,12 @@ def _parse_flags(argv: list[str]) -> list[str]:
   return rest
 
 
+def _collect_rarely() -> None:
+  """Makes garbage collection rare: tracing programs makes many objects, few of them in cycles."""
+  gc.freeze()
+  gc.set_threshold(50_000, 20, 50)
+
+
 def run(main: Callable[[list[str]], None]) -> None:
   """Runs a command under absl: parses flags, sets up the compilation cache and calls `main`.
 
@@ -57,6 +64,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     if len(argv) > 1:
       _fail(f'unexpected argument {argv[1]!r}; options are given as --name=value')
     try:
+      _collect_rarely()
       keep_compiled(cache_dir.value)
       main(argv)
     except (ValueError, OSError, ImportError) as error:  # a remote path may need a package that is not installed

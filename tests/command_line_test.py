@@ -1,5 +1,9 @@
 """Options with structure: what their parsers read and what they refuse."""
 
+import pathlib
+import subprocess
+import sys
+
 import pytest
 
 from common.command_line import parse_name_and_ints, parse_numbers, parse_paths, parse_sizes
@@ -98,3 +102,10 @@ def test_paths_are_named():
   for bad in ([], ['a='], ['x', 'x'], ['']):
     with pytest.raises(ValueError, match='draft'):
       parse_paths('draft', bad)
+
+
+def test_commands_collect_garbage_rarely():
+  code = 'import gc; from common import command_line; command_line.run(lambda argv: print(gc.get_threshold()[0]))'
+  command = [sys.executable, '-c', code, '--compilation_cache_dir=']
+  ran = subprocess.run(command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
+  assert (ran.stdout, ran.returncode) == ('50000\n', 0), ran.stderr

@@ -99,3 +99,8 @@ def test_imports_have_no_side_effects():
   names, changed = _run(_SIDE_EFFECTS, 'spectr_jax', 'common', 'decode', 'train')
   assert {'spectr_jax.io.model_files', 'common.processes', 'decode.main', 'train.checkpoint'} <= set(names)
   assert changed == {}
+
+
+def test_decoding_does_not_wait_for_what_only_its_report_needs():
+  code = 'import decode.main, json, sys; print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))'
+  assert not {'matplotlib', 'scipy', 'tensorboardX'} & set(_run(code))

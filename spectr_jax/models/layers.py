@@ -120,6 +120,10 @@ def _product_in_parts(row, kernel):
   XLA's CPU backend rearranges a bfloat16 kernel at every product. Here the kernel's parts are weighted and summed in
   one pass, and a float32 product adds up what is left of the input axis.
   """
+  if kernel.size >= cpu_form.LARGE:
+    # Bound to the row, the kernel is converted where it is read. XLA would convert all kernels before the loop of
+    # decoding, and every step would read a float32 copy of the model, twice the bytes.
+    row, kernel = jax.lax.optimization_barrier((row, kernel))
   parts = kernel.reshape(_NUM_PARTS, -1, kernel.shape[1]).astype(jnp.float32)
   weights = row.reshape(_NUM_PARTS, -1, 1).astype(jnp.float32)
   partial = functools.reduce(jnp.add, (weights[i] * parts[i] for i in range(_NUM_PARTS)))

@@ -86,3 +86,17 @@ def test_gradients_of_a_product_are_products(axis, dtype):
   for ours, theirs in zip(found, expected, strict=True):
     assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
     np.testing.assert_allclose(ours.astype('float32'), theirs.astype('float32'), rtol=tolerance, atol=tolerance)
+
+
+def test_a_loop_of_products_with_a_bfloat16_row_keeps_no_float32_copy_of_the_kernel():
+  kernel = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+
+  @jax.jit
+  def multiply(row, kernel, num_steps):
+    return jax.lax.fori_loop(0, num_steps, lambda _, row: layers.matmul(row, kernel).astype(row.dtype), row)
+
+  # With the pass that moves code out of loops, which the tests do without.
+  compiled = multiply.lower(jax.ShapeDtypeStruct((1, 512), jnp.bfloat16), kernel, 8).compile(
+    {'xla_disable_hlo_passes': ''}
+  )
+  assert compiled.memory_analysis().temp_size_in_bytes < 2 * kernel.size
