@@ -24,6 +24,7 @@ from ml_collections import config_flags
 
 from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Program
 from spectr_jax.aot.hlo_report import Memory, ProgramReport
+from spectr_jax.aot.kernels import take_schedules
 from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.io.model_files import read_config
 from spectr_jax.models.transformer import init_params, transformer_model
@@ -117,8 +118,9 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
     collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
   """
   compiled, seconds = compile_step(config, mesh)
+  take_schedules(compiled.as_text())  # removes them: those of the program without loops count
   unrolled = compile_step(config, mesh, unroll=True)[0]
-  chip = chip_of(mesh.devices.flat[0])
+  chip, text = chip_of(mesh.devices.flat[0]), unrolled.as_text()
   model_config = check_config(config)
   flops = plan.train_flops(model_config, config.batch_size, config.seq_len, remat=config.remat)
   if config.distill_from:
@@ -129,7 +131,7 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
     chip=chip,
     flops=unrolled.cost_analysis()['flops'],
     closed_form_flops=flops / mesh.size,
-    parts=Program(unrolled.as_text(), chip, collective_seconds=collective_seconds).cost(),
+    parts=Program(text, chip, collective_seconds=collective_seconds, kernels=take_schedules(text)).cost(),
     tokens=config.batch_size * config.seq_len,
     compile_seconds=seconds,
   )
