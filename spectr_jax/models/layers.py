@@ -85,9 +85,18 @@ def _product_forward(rows, kernel, axis):
 def _product_backward(axis, operands, gradient):
   rows, kernel = operands
   gradient = gradient.astype(rows.dtype)
-  joined = tuple(range(rows.ndim - 1))
-  by_kernel = _dot(rows, gradient, joined, joined) if axis == 0 else _dot(gradient, rows, joined, joined)
-  return _dot(gradient, kernel, (rows.ndim - 1,), (1 - axis,)).astype(rows.dtype), by_kernel.astype(kernel.dtype)
+
+  def by_kernel(x, y):
+    axes = tuple(range(x.ndim - 1))
+    return _dot(x, y, axes, axes)
+
+  def by_kernel_of_joined(x, y):
+    return by_kernel(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
+
+  operands = (rows, gradient) if axis == 0 else (gradient, rows)
+  # XLA's CPU backend would transpose a copy of an operand to join its axes.
+  of_kernel = jax.lax.platform_dependent(*operands, tpu=by_kernel, default=by_kernel_of_joined)
+  return _dot(gradient, kernel, (rows.ndim - 1,), (1 - axis,)).astype(rows.dtype), of_kernel.astype(kernel.dtype)
 
 
 # The product of `[..., in]` and a kernel, whose gradients are products of the same types. JAX's own multiply in the
