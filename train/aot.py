@@ -24,6 +24,7 @@ from ml_collections import config_flags
 
 from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Program
 from spectr_jax.aot.hlo_report import Memory, ProgramReport
+from spectr_jax.aot.kernels import take_schedules
 from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.io.model_files import read_config
 from spectr_jax.models.transformer import init_params, transformer_model
@@ -38,7 +39,7 @@ class Report(ProgramReport):
   """The compiler's figures for a train step. Its inputs are the state, the batch and, for distillation, the teacher.
 
   Attributes:
-    flops: Floating-point operations of a step, per device.
+    flops: Floating-point operations of a step, per device; those of kernels by the closed form.
     closed_form_flops: Floating-point operations of the matrix products per device, by the closed form, including a
       teacher's forward pass.
     tokens: Tokens of a step, on all devices.
@@ -117,19 +118,26 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
     collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
   """
   compiled, seconds = compile_step(config, mesh)
+  take_schedules(compiled.as_text())  # removes them: those of the program without loops count
   unrolled = compile_step(config, mesh, unroll=True)[0]
-  chip = chip_of(mesh.devices.flat[0])
+  chip, text = chip_of(mesh.devices.flat[0]), unrolled.as_text()
   model_config = check_config(config)
-  flops = plan.train_flops(model_config, config.batch_size, config.seq_len, remat=config.remat)
+  sizes = config.batch_size, config.seq_len
+  flops = plan.train_flops(model_config, *sizes, remat=config.remat)
+  of_attention = (4 if config.remat else 3) * plan.attention_flops(model_config, *sizes)
   if config.distill_from:
-    flops += plan.forward_flops(read_config(config.distill_from), config.batch_size, config.seq_len)
+    teacher_config = read_config(config.distill_from)
+    flops += plan.forward_flops(teacher_config, *sizes)
+    of_attention += plan.attention_flops(teacher_config, *sizes)
+  kernels = take_schedules(text)
   return Report(
     devices=mesh.size,
     memory=Memory.of(compiled),
     chip=chip,
-    flops=unrolled.cost_analysis()['flops'],
+    # The compiler counts no operations of kernels, which are those of attention.
+    flops=unrolled.cost_analysis()['flops'] + (of_attention / mesh.size if kernels else 0),
     closed_form_flops=flops / mesh.size,
-    parts=Program(unrolled.as_text(), chip, collective_seconds=collective_seconds).cost(),
+    parts=Program(text, chip, collective_seconds=collective_seconds, kernels=kernels).cost(),
     tokens=config.batch_size * config.seq_len,
     compile_seconds=seconds,
   )

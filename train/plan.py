@@ -52,19 +52,30 @@ def state_entries(config, model_config: TransformerConfig, mesh: Mesh) -> list[E
   return entries
 
 
-def forward_flops(config: TransformerConfig, num_rows: int, seq_len: int) -> float:
-  """Floating-point operations of the products of a forward pass, with attention as `attend_causally` computes it.
+def attention_flops(config: TransformerConfig, num_rows: int, seq_len: int) -> float:
+  """Floating-point operations of attention's products in a forward pass, as `attend_causally` computes them.
 
   Args:
     config: Sizes of the transformer.
     num_rows: Rows of the batch.
     seq_len: Tokens in a row.
   """
-  tokens = num_rows * seq_len
   ends = [min(start + CAUSAL_BLOCK, seq_len) for start in range(0, seq_len, CAUSAL_BLOCK)]
   num_keys = sum((end - start) * end for start, end in zip([0, *ends], ends)) / seq_len  # that a query reads
-  per_layer = 2 * (4 * config.embed_dim**2 + 2 * config.embed_dim * config.mlp_dim) + 4 * num_keys * config.embed_dim
-  return tokens * (config.num_layers * per_layer + 2 * config.vocab_size * config.embed_dim)
+  return num_rows * seq_len * config.num_layers * 4 * num_keys * config.embed_dim
+
+
+def forward_flops(config: TransformerConfig, num_rows: int, seq_len: int) -> float:
+  """Floating-point operations of the products of a forward pass, with attention as `attention_flops` counts it.
+
+  Args:
+    config: Sizes of the transformer.
+    num_rows: Rows of the batch.
+    seq_len: Tokens in a row.
+  """
+  per_layer = 2 * (4 * config.embed_dim**2 + 2 * config.embed_dim * config.mlp_dim)
+  of_tokens = num_rows * seq_len * (config.num_layers * per_layer + 2 * config.vocab_size * config.embed_dim)
+  return of_tokens + attention_flops(config, num_rows, seq_len)
 
 
 def train_flops(config: TransformerConfig, num_rows: int, seq_len: int, *, remat: bool = False) -> float:

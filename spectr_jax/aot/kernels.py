@@ -89,6 +89,9 @@ def write_schedules() -> pathlib.Path:
 def take_schedules(text: str) -> dict[str, int]:
   """The cycles of a program's kernels by the names of their operations; removes the schedules of all programs.
 
+  The compiler schedules equal kernels once, under the name of one of them. The others get the cycles of the slowest
+  kernel whose name is the same without its number.
+
   Args:
     text: The text of the program, which was compiled last.
 
@@ -96,18 +99,27 @@ def take_schedules(text: str) -> dict[str, int]:
     ValueError: There is no schedule of a kernel, or more than one.
   """
   files = list(write_schedules().iterdir())
-  cycles = {}
-  for name in _KERNEL.findall(text):
+  cycles, slowest = {}, Counter()
+  names = _KERNEL.findall(text)
+  for name in names:
     own = [
       [path for path in files if re.fullmatch(rf'\d+-{re.escape(name)}-\d+-{kind}\.txt', path.name)]
       for kind in (_BUNDLES, _CHAINS)
     ]
-    if [len(paths) for paths in own] != [1, 1]:
+    if max(map(len, own)) > 1:
       raise ValueError(f'there must be one schedule of the kernel {name}, found {len(own[0])}')
-    try:
-      cycles[name] = schedule_cycles(*(paths[0].read_text() for paths in own))
-    except ValueError as error:
-      raise ValueError(f'the kernel {name} cannot be counted: {error}') from error
+    if all(own):
+      try:
+        cycles[name] = schedule_cycles(*(paths[0].read_text() for paths in own))
+      except ValueError as error:
+        raise ValueError(f'the kernel {name} cannot be counted: {error}') from error
+      slowest[_stem(name)] = max(slowest[_stem(name)], cycles[name])
   for path in files:
     path.unlink()
-  return cycles
+  if missing := [name for name in names if _stem(name) not in slowest]:
+    raise ValueError(f'there is no schedule of the kernel {missing[0]}')
+  return {name: cycles.get(name, slowest[_stem(name)]) for name in names}
+
+
+def _stem(name: str) -> str:
+  return re.sub(r'(\.\d+)+$', '', name)

@@ -57,33 +57,50 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
     out = jax.lax.platform_dependent(rows, kernel, cpu=_product_of_columns, default=plain)
   elif axis == 0 and is_row and x.dtype == kernel.dtype == jnp.bfloat16 and kernel.shape[0] % _NUM_PARTS == 0:
     out = jax.lax.platform_dependent(rows, kernel, cpu=_product_in_parts, default=plain)
+  elif x.ndim == 3 and x.shape[1] >= _MANY_TOKENS:
+    return plain(x, kernel)
   else:
     out = plain(rows, kernel)
   return out.reshape(*x.shape[:-1], kernel.shape[1 - axis])
 
 
-def _dot(x, y, x_axis, y_axis) -> jax.Array:
+# With so many tokens a row they are not joined with the rows. On TPUs attention reads and writes arrays whose minor
+# axis in memory is that of tokens, and XLA would copy these twice to join both axes.
+_MANY_TOKENS = 64
+
+
+def _dot(x, y, x_axes, y_axes) -> jax.Array:
   wide = accumulation_dtype(x.dtype)
-  return jax.lax.dot_general(x, y.astype(x.dtype), (((x_axis,), (y_axis,)), ((), ())), preferred_element_type=wide)
+  return jax.lax.dot_general(x, y.astype(x.dtype), ((x_axes, y_axes), ((), ())), preferred_element_type=wide)
 
 
 def _product_by_jax(rows, kernel, axis) -> jax.Array:
-  return _dot(rows, kernel, 1, axis)
+  return _dot(rows, kernel, (rows.ndim - 1,), (axis,))
 
 
 def _product_forward(rows, kernel, axis):
-  return _dot(rows, kernel, 1, axis), (rows, kernel)
+  return _product_by_jax(rows, kernel, axis), (rows, kernel)
 
 
 def _product_backward(axis, operands, gradient):
   rows, kernel = operands
   gradient = gradient.astype(rows.dtype)
-  by_kernel = _dot(rows, gradient, 0, 0) if axis == 0 else _dot(gradient, rows, 0, 0)
-  return _dot(gradient, kernel, 1, 1 - axis).astype(rows.dtype), by_kernel.astype(kernel.dtype)
+
+  def by_kernel(x, y):
+    axes = tuple(range(x.ndim - 1))
+    return _dot(x, y, axes, axes)
+
+  def by_kernel_of_joined(x, y):
+    return by_kernel(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
+
+  operands = (rows, gradient) if axis == 0 else (gradient, rows)
+  # XLA's CPU backend would transpose a copy of an operand to join its axes.
+  of_kernel = jax.lax.platform_dependent(*operands, tpu=by_kernel, default=by_kernel_of_joined)
+  return _dot(gradient, kernel, (rows.ndim - 1,), (1 - axis,)).astype(rows.dtype), of_kernel.astype(kernel.dtype)
 
 
-# The product of `[R, in]` and a kernel, whose gradients are products of the same types. JAX's own multiply in the type
-# of the accumulated gradient, float32, which takes a CPU three times as long.
+# The product of `[..., in]` and a kernel, whose gradients are products of the same types. JAX's own multiply in the
+# type of the accumulated gradient, float32, which takes a CPU three times as long.
 _product = jax.custom_vjp(_product_by_jax, nondiff_argnums=(2,))
 _product.defvjp(_product_forward, _product_backward)
 
@@ -102,7 +119,7 @@ def _product_of_columns(rows, kernel):
   transposed array into that of rows, which rearranges the kernel.
   """
   columns = [row.reshape(-1, 1) for row in (rows if len(rows) > 1 else [rows[0], rows[0]])]
-  out = _dot(kernel.astype(rows.dtype), jnp.concatenate(columns, axis=1), 1, 0)
+  out = _dot(kernel.astype(rows.dtype), jnp.concatenate(columns, axis=1), (1,), (0,))
   return jnp.concatenate([out[:, i].reshape(1, -1) for i in range(len(rows))])
 
 
