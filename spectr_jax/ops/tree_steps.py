@@ -6,7 +6,6 @@ that goes through the depths by itself.
 
 from __future__ import annotations
 
-
 import jax
 import jax.numpy as jnp
 
