@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 MOST_TOKENS = 2**18  # per row on a device: eight rows of them are in the vector memory, twice
 _ROWS = 8
-_CHUNK = 1024  # tokens of each row that are added up at a time
+_CHUNK = 2048  # tokens of each row that are added up at a time
 _MEMORY = 64 * 2**20
 _HIGHEST = 0x3F800001  # the bits of the float after 1: no probability is larger
 _WHOLE_SECTIONS, _PART_SECTIONS = 4, 8
@@ -51,6 +51,8 @@ def _sums(probs_ref, thresholds, is_weighted):
   from jax.experimental import pallas as pl
 
   size = probs_ref.shape[1]
+  # Once for all lanes, and not in every turn of the loop.
+  thresholds = [jnp.broadcast_to(threshold, (_ROWS, 128)) for threshold in thresholds]
   zero = tuple(jnp.zeros((_ROWS, 128), jnp.float32) for _ in thresholds)
 
   def add(probs, totals):
@@ -71,7 +73,8 @@ def _sums(probs_ref, thresholds, is_weighted):
   if rest := size % 128:
     probs = probs_ref[:, size - rest :]
     sums = [
-      total + jnp.sum(jnp.where(probs >= threshold, probs if is_weighted else 1.0, 0.0), axis=1, keepdims=True)
+      total
+      + jnp.sum(jnp.where(probs >= threshold[:, :rest], probs if is_weighted else 1.0, 0.0), axis=1, keepdims=True)
       for total, threshold in zip(sums, thresholds)
     ]
   return sums
@@ -109,24 +112,24 @@ def keep_rows(probs: jax.Array, goal: jax.Array, *, is_weighted: bool, interpret
     goal = goal_ref[...]
     threshold = _as_floats(jnp.where(goal > 0, _search(probs_ref, goal, is_weighted), 0))
     (mass,) = _sums(probs_ref, [threshold], True)
-    mass = jnp.where(goal > 0, mass, 1)
+    threshold, mass = (jnp.broadcast_to(x, (_ROWS, 128)) for x in (threshold, jnp.where(goal > 0, mass, 1)))
 
     def keep(start, width):
       place = pl.ds(start, width)
       probs = probs_ref[:, place]
-      kept_ref[:, place] = jnp.where(probs >= threshold, probs, 0) / mass
+      kept_ref[:, place] = jnp.where(probs >= threshold[:, :width], probs, 0) / mass[:, :width]
 
     size = probs_ref.shape[1]
     num_chunks = size // _CHUNK
-
     if num_chunks:
 
       @pl.loop(0, num_chunks)
       def _(i):
-        keep(i * _CHUNK, _CHUNK)
+        for j in range(0, _CHUNK, 128):
+          keep(i * _CHUNK + j, 128)
 
-    if rest := size % _CHUNK:
-      keep(size - rest, rest)
+    for start in range(num_chunks * _CHUNK, size, 128):
+      keep(start, min(128, size - start))
 
   return _call(kernel, probs, [goal[:, None]], [(probs.shape[1], jnp.float32)], interpret, 'keep_largest')[0]
 
@@ -134,43 +137,54 @@ def keep_rows(probs: jax.Array, goal: jax.Array, *, is_weighted: bool, interpret
 def step_parts(
   probs: jax.Array,
   goal: jax.Array,
-  bracket: jax.Array,
+  low: jax.Array,
+  high: jax.Array,
   sums: jax.Array,
   *,
   is_weighted: bool,
   interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-  """A step of the search over rows that are divided over devices: the next bracket, and the sums that narrow it.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """A step of the search over rows that are divided over devices: the next brackets, and the sums that narrow them.
 
   Args:
     probs: float32 `[M, V]`, the parts of the rows on this device.
-    goal: float32 `[M]`.
-    bracket: int32 `[M, 2]`, the ends of the brackets as bits.
+    goal: float32 `[M, 1]`.
+    low, high: int32 `[M, 1]`, the ends of the brackets as bits.
     sums: float32 `[M, S]`, over all devices, of the tokens from the points between the sections of the bracket on; -1
       to keep the bracket.
     is_weighted: Whether tokens weigh their probability; otherwise each weighs 1.
     interpret: Whether to run without a TPU, for tests.
 
   Returns:
-    The next `bracket`, and the sums of the tokens on this device.
+    The next `low` and `high`, and the sums of the tokens on this device.
   """
 
-  def kernel(goal_ref, bracket_ref, total_ref, probs_ref, next_ref, sums_ref):
-    low, high = _narrow_by(bracket_ref[...], total_ref[...], goal_ref[...])
-    next_ref[...] = _side_by_side([low, high], next_ref.shape)
-    thresholds = [_as_floats(point) for point in _points(low, high, _PART_SECTIONS)]
+  def kernel(goal_ref, low_ref, high_ref, total_ref, probs_ref, next_low_ref, next_high_ref, sums_ref):
+    low, high = _narrow_by(low_ref[...], high_ref[...], total_ref[...], goal_ref[...])
+    next_low_ref[...], next_high_ref[...] = low, high
+    points = _as_floats(_inner_points(low, high))
+    thresholds = [points[:, i : i + 1] for i in range(_PART_SECTIONS - 1)]
     sums_ref[...] = _side_by_side(_sums(probs_ref, thresholds, is_weighted), sums_ref.shape)
 
-  outputs = [(2, jnp.int32), (_PART_SECTIONS - 1, jnp.float32)]
-  return tuple(_call(kernel, probs, [goal[:, None], bracket, sums], outputs, interpret, 'step_thresholds'))
+  outputs = [(1, jnp.int32), (1, jnp.int32), (_PART_SECTIONS - 1, jnp.float32)]
+  return tuple(_call(kernel, probs, [goal, low, high, sums], outputs, interpret, 'step_thresholds'))
 
 
-def _narrow_by(bracket, sums, goal):
-  """The bracket `[M, 1]` twice that sums `[M, S]` leave of `bracket` `[M, 2]`; `goal` is `[M, 1]`."""
-  low, high = bracket[:, :1], bracket[:, 1:]
-  is_enough = [(sums[:, i : i + 1] >= goal) for i in range(_PART_SECTIONS - 1)]
-  found = _narrow(low, high, _points(low, high, _PART_SECTIONS), is_enough)
-  return [jnp.where(sums[:, :1] < 0, old, new) for old, new in zip((low, high), found)]
+def _inner_points(low, high):
+  """The points between the sections of brackets `[M, 1]`, `[M, S]`; see `_points`."""
+  shape = len(low), _PART_SECTIONS - 1
+  step = (high - low + _PART_SECTIONS - 1) // _PART_SECTIONS
+  return jnp.minimum(low + (1 + jax.lax.broadcasted_iota(jnp.int32, shape, 1)) * step, high)
+
+
+def _narrow_by(low, high, sums, goal):
+  """The brackets `[M, 1]` that the sums `[M, S]` from the points on leave of others; `goal` is `[M, 1]`."""
+  points = _inner_points(low, high)
+  # Rounded sums, too, do not grow as tokens are left out, so those with enough are the first ones.
+  is_new, is_enough = (points < high) & (sums >= 0), sums >= goal
+  next_low = jnp.max(jnp.where(is_new & is_enough, points, low), axis=1, keepdims=True)
+  next_high = jnp.min(jnp.where(is_new & ~is_enough, points, high), axis=1, keepdims=True)
+  return next_low, next_high
 
 
 def _side_by_side(columns, shape):
@@ -207,31 +221,30 @@ def search_parts(step_fn, total_fn, goal: jax.Array) -> jax.Array:
   """The thresholds of rows that are divided over devices; run by each device.
 
   Args:
-    step_fn: `step_parts` of the rows, as a function of bracket and sums.
+    step_fn: `step_parts` of the rows, as a function of brackets and sums.
     total_fn: The sum of an array over devices.
-    goal: float32 `[M]`.
+    goal: float32 `[M, 1]`.
 
   Returns:
-    `[M]`, the largest floats at which the tokens from there on weigh `goal` or more; 0 where all weigh less.
+    `[M, 1]`, the largest floats at which the tokens from there on weigh `goal` or more; 0 where all weigh less.
   """
 
   def step(_, carry):
-    bracket, sums = step_fn(*carry)
-    return bracket, total_fn(sums)
+    low, high, sums = step_fn(*carry)
+    return low, high, total_fn(sums)
 
-  bracket = jnp.broadcast_to(jnp.array([0, _HIGHEST], jnp.int32), (len(goal), 2))
+  low = jnp.zeros(goal.shape, jnp.int32)
   sums = jnp.full((len(goal), _PART_SECTIONS - 1), -1, jnp.float32)
-  bracket, sums = jax.lax.fori_loop(0, _num_passes(_PART_SECTIONS), step, (bracket, sums))
-  return _as_floats(_narrow_by(bracket, sums, goal[:, None])[0][:, 0])
+  low, high, sums = jax.lax.fori_loop(0, _num_passes(_PART_SECTIONS), step, (low, jnp.full_like(low, _HIGHEST), sums))
+  return _as_floats(_narrow_by(low, high, sums, goal)[0])
 
 
-def step_parts_plainly(probs, goal, bracket, sums, *, is_weighted: bool):
+def step_parts_plainly(probs, goal, low, high, sums, *, is_weighted: bool):
   """`step_parts`, the plain form."""
-  low, high = _narrow_by(bracket, sums, goal[:, None])
-  thresholds = _as_floats(jnp.stack(_points(low, high, _PART_SECTIONS), axis=1))
-  kept = probs[:, None] >= thresholds
+  low, high = _narrow_by(low, high, sums, goal)
+  kept = probs[:, None] >= _as_floats(_inner_points(low, high))[..., None]
   found = jnp.sum(jnp.where(kept, probs[:, None] if is_weighted else 1.0, 0.0), axis=-1)
-  return jnp.concatenate([low, high], axis=1), found
+  return low, high, found
 
 
 def is_covered(probs: jax.Array, num_shards: int) -> bool:

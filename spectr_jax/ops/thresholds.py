@@ -91,7 +91,7 @@ def _keep_by_kernel(probs, goal, *, is_weighted):
   with jax.named_scope(THRESHOLDS):
     found = jax.shard_map(
       search, in_specs=(divided, PartitionSpec()), out_specs=PartitionSpec(), axis_names=set(axes), check_vma=False
-    )(rows, goals)
+    )(rows, goals[:, None])
   return _keep_from(probs, found.reshape(*goal.shape, 1), goal)
 
 

@@ -20,16 +20,16 @@ def _rows(vocab_size):
 
 def _kept_in_parts(probs, goal, is_weighted, step=threshold_kernels.step_parts, **options):
   """What a search over two parts of each row keeps."""
-  parts = [jnp.asarray(part) for part in np.split(probs, 2, axis=1)]
+  parts, goal = [jnp.asarray(part) for part in np.split(probs, 2, axis=1)], goal[:, None]
 
-  def step_both(bracket, sums):
-    found = [step(part, goal, bracket, sums, is_weighted=is_weighted, **options) for part in parts]
-    np.testing.assert_array_equal(found[0][0], found[1][0])
-    return found[0][0], jnp.stack([sums for _, sums in found])
+  def step_both(low, high, sums):
+    first, second = (step(part, goal, low, high, sums, is_weighted=is_weighted, **options) for part in parts)
+    np.testing.assert_array_equal(first[:2], second[:2])
+    return *first[:2], jnp.stack([first[2], second[2]])
 
   with jax.disable_jit():
     found = threshold_kernels.search_parts(step_both, lambda sums: sums.sum(0), goal)
-  return probs >= np.asarray(found)[:, None]
+  return probs >= np.asarray(found)
 
 
 def _kept_by(form):
@@ -82,12 +82,11 @@ def test_rows_are_divided_by_what_is_kept_or_stay_as_they_are():
   np.testing.assert_allclose(_keep_rows(probs, everything, False), whole, rtol=2e-6, atol=1e-37)
 
 
-@pytest.mark.parametrize('num_sections', [4, 8])
-def test_passes_are_enough(num_sections):
+def test_passes_are_enough():
   """The last pass leaves neighbouring floats, whichever section is kept."""
-  rng = np.random.default_rng(0)
-  low, high = jnp.zeros(100, jnp.int32), jnp.full(100, threshold_kernels._HIGHEST)
-  goal = jnp.asarray(rng.integers(0, threshold_kernels._HIGHEST, 100), jnp.int32)
+  highest, num_sections = threshold_kernels._HIGHEST, threshold_kernels._WHOLE_SECTIONS
+  low, high = jnp.zeros(100, jnp.int32), jnp.full(100, highest)
+  goal = jnp.asarray(np.random.default_rng(0).integers(0, highest, 100), jnp.int32)
   for _ in range(threshold_kernels._num_passes(num_sections)):
     points = threshold_kernels._points(low, high, num_sections)
     low, high = jax.jit(threshold_kernels._narrow)(low, high, points, [point <= goal for point in points])
