@@ -131,7 +131,7 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   def keep_most_likely(probs):
     first = jax.lax.platform_dependent(logits, largest, cpu=_first_largest_in_blocks, default=_first_largest)
     largest_only = jnp.where(jnp.arange(probs.shape[-1]) == first[..., None], 1, 0).astype(probs.dtype)
-    largest_only = jnp.where(jnp.isnan(probs[..., :1]), jnp.nan, largest_only)
+    largest_only = jnp.where(jnp.isnan(probs), jnp.nan, largest_only)
     return jnp.where(is_greedy[..., None], largest_only, probs)
 
   def filter_all(probs):

@@ -201,20 +201,23 @@ def _call(kernel, probs, columns, outputs, interpret, name):
   from jax.experimental.pallas import tpu as pltpu
 
   num_rows, size = probs.shape
+  if num_rows < _ROWS:  # fewer would be in a layout of their own, which takes five times as long
+    *columns, probs = (jnp.pad(x, ((0, _ROWS - num_rows), (0, 0))) for x in (*columns, probs))
 
   def block(width):
     return pl.BlockSpec((_ROWS, width), lambda i: (i, 0))
 
-  return pl.pallas_call(
+  found = pl.pallas_call(
     kernel,
     grid=(pl.cdiv(num_rows, _ROWS),),
     in_specs=[*(block(x.shape[1]) for x in columns), block(size)],
     out_specs=[block(width) for width, _ in outputs],
-    out_shape=[jax.ShapeDtypeStruct((num_rows, width), dtype) for width, dtype in outputs],
+    out_shape=[jax.ShapeDtypeStruct((len(probs), width), dtype) for width, dtype in outputs],
     interpret=interpret,
     compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY),
     name=name,
   )(*columns, probs)
+  return [x[:num_rows] for x in found]
 
 
 def search_parts(step_fn, total_fn, goal: jax.Array) -> jax.Array:

@@ -48,9 +48,7 @@ def _kernel(uniforms, laws, tokens):
       # whatever rounding does to the sums.
       new = block, jnp.broadcast_to(before, wide), jnp.full(wide, i, jnp.int32)
       is_own = [(mass > 0) & (before <= level) for level in levels]
-      found = tuple(
-        tuple(jnp.where(mine, x, y) for x, y in zip(new, own)) for mine, own in zip(is_own, found)
-      )
+      found = tuple(tuple(jnp.where(mine, x, y) for x, y in zip(new, own)) for mine, own in zip(is_own, found))
       before = before + mass
     return before, found
 
@@ -63,9 +61,7 @@ def _kernel(uniforms, laws, tokens):
   lane = jax.lax.broadcasted_iota(jnp.int32, wide, 1)
   for i, (level, (weights, before, index)) in enumerate(zip(levels, found)):
     # Likewise within the block: nothing stands before the first token with any mass, exactly.
-    below = jnp.dot(
-      weights, is_before, precision=jax.lax.Precision.HIGHEST, preferred_element_type=laws.dtype
-    )
+    below = jnp.dot(weights, is_before, precision=jax.lax.Precision.HIGHEST, preferred_element_type=laws.dtype)
     is_own = (weights > 0) & (below <= level - before)
     last = jnp.max(jnp.where(is_own, lane, 0), axis=1, keepdims=True)
     tokens[:, i : i + 1] = index[:, :1] * BLOCK + last

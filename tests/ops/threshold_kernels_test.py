@@ -77,6 +77,7 @@ def test_rows_are_divided_by_what_is_kept_or_stay_as_they_are():
     _keep_rows(probs, goal, True), thresholds._keep_largest(probs, goal, is_weighted=True), rtol=2e-6
   )
   np.testing.assert_array_equal(np.asarray(_keep_rows(probs, goal, True))[1::2], probs[1::2])
+  np.testing.assert_array_equal(_keep_rows(probs[:3], goal[:3], True), _keep_rows(probs, goal, True)[:3])
   everything = jnp.full(len(probs), 2000.0)
   whole = probs / probs.sum(1, keepdims=True)
   np.testing.assert_allclose(_keep_rows(probs, everything, False), whole, rtol=2e-6, atol=1e-37)
