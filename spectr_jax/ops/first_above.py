@@ -24,7 +24,8 @@ def first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Ar
   """
   if weights.dtype != jnp.float32:
     return search(weights, level)
-  return as_kernel(search, first_above_kernel, weights, level)
+  index, before = as_kernel(search, first_above_kernel, weights, level)
+  return index, before
 
 
 def search(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array]:

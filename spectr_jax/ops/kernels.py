@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import core
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec
@@ -28,7 +29,7 @@ def _run(*arrays, **functions):
 @_kernel_p.def_abstract_eval
 def _shapes(*arrays, plain, kernel):
   del kernel
-  return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(plain, *arrays)]
+  return [core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(plain, *arrays)]
 
 
 def _lower_for_tpu(context, *arrays, plain, kernel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -162,11 +163,10 @@ class Walk(RecordedVerifier):
     if is_explained or not isinstance(self.coupling, KSeq) or proposal.is_given is not None:
       (node, depth, residual), decisions = by_steps()
     else:
-      node, depth, residual = jax.lax.platform_dependent(
-        cpu=lambda: by_steps()[0], default=lambda: self._by_table(tree, proposal, target_probs, uniforms)
-      )
+      table = functools.partial(self._by_table, self.coupling, tree, proposal, target_probs, uniforms)
+      node, depth, residual = jax.lax.platform_dependent(cpu=lambda: by_steps()[0], default=table)
       decisions = None
-    decisions = {'accept': decisions} if is_explained else {}
+    decisions = {} if decisions is None else {'accept': decisions}
     return stop_at(tree, node, residual, uniforms[depth, 1], state, decisions)
 
   def _path(self, tree: Tree, proposal: Proposal, target_probs, uniforms, *, is_explained: bool):
@@ -189,14 +189,13 @@ class Walk(RecordedVerifier):
         describe=describe if is_explained else None,
       )
 
-  def _by_table(self, tree: Tree, proposal: Proposal, target_probs, uniforms):
+  def _by_table(self, coupling: KSeq, tree: Tree, proposal: Proposal, target_probs, uniforms):
     """The node where the walk stops, its depth, and the residual there, by a table of what follows each node.
 
     An accelerator takes no longer for the positions after all nodes than for one. So the thresholds are found together,
     for nodes that the walk does not reach as well.
     """
-    coupling, size = self.coupling, tree.num_nodes + 1
-    all_nodes = jnp.arange(size)
+    all_nodes = jnp.arange(tree.num_nodes + 1)
 
     def after(node):
       return next_position(tree, proposal, target_probs, node, is_pooled=self.is_pooled)

@@ -28,7 +28,7 @@ def test_the_table_leads_where_the_steps_do(tree, tokens, is_pooled):
       proposal = type(row)(tokens, probs)
       (node, depth, _), _ = walk._path(tree, proposal, target_probs, uniforms, is_explained=False)
       residual = walk._step(tree, proposal, target_probs, node)[1].residual
-      return (node, depth, residual), walk._by_table(tree, proposal, target_probs, uniforms)
+      return (node, depth, residual), walk._by_table(KSeq(), tree, proposal, target_probs, uniforms)
 
     for seed in range(4):
       row, target_probs = make_guesses(seed, tree, 6, tokens, zero_share=0.2, agreement=0.5)
