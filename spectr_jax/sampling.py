@@ -17,8 +17,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
+from spectr_jax.ops.first_above import first_above, search
 from spectr_jax.ops.kernels import launch
-from spectr_jax.ops.thresholds import largest_threshold
+from spectr_jax.ops.thresholds import keep_largest
 from spectr_jax.sharding import shards_in_program
 
 _BLOCK = 128  # tokens whose sum or minimum is taken at a time
@@ -108,33 +109,33 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   scale = jnp.where(is_greedy, 1, jnp.maximum(temperature, 1e-30)).astype(logits.dtype)  # 1/scale must be finite
   probs = _softmax(logits, scale)
 
-  def keep_from(probs, threshold):
-    kept = jnp.where(probs >= threshold, probs, 0)
-    return kept / jnp.sum(kept, axis=-1, keepdims=True)
-
-  def keep(probs, goal, weights):
-    return keep_from(probs, largest_threshold(probs, goal, weights))
+  def goals(goal, is_used):
+    """The goals of all nodes of the rows, `[B, N]`; 0 where a row does not use a filter."""
+    return jnp.broadcast_to(jnp.where(is_used, goal, 0).astype(probs.dtype), probs.shape[:-1])
 
   def keep_top_k(probs):
-    return jnp.where(top_k[..., None] > 0, keep(probs, jnp.where(top_k > 0, top_k, 1), None), probs)
+    return keep_largest(probs, goals(top_k, top_k > 0), is_weighted=False)
 
   def keep_top_p(probs):
-    return jnp.where(top_p[..., None] < 1, keep(probs, top_p, probs), probs)
+    return keep_largest(probs, goals(top_p, top_p < 1), is_weighted=True)
 
   def keep_min_p(probs):
     share = min_p[..., None].astype(probs.dtype)
-    return jnp.where(share > 0, keep_from(probs, share * jnp.max(probs, axis=-1, keepdims=True)), probs)
+    kept = jnp.where(probs >= share * jnp.max(probs, axis=-1, keepdims=True), probs, 0)
+    return jnp.where(share > 0, kept / jnp.sum(kept, axis=-1, keepdims=True), probs)
 
   def keep_most_likely(probs):
-    largest = jax.nn.one_hot(jax.vmap(jax.vmap(_argmin))(-logits), probs.shape[-1], dtype=probs.dtype)
-    largest = jnp.where(jnp.isnan(probs[..., :1]), jnp.nan, largest)
-    return jnp.where(is_greedy[..., None], largest, probs)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    first = jax.lax.platform_dependent(logits, largest, cpu=_first_largest_in_blocks, default=_first_largest)
+    largest_only = jnp.where(jnp.arange(probs.shape[-1]) == first[..., None], 1, 0).astype(probs.dtype)
+    largest_only = jnp.where(jnp.isnan(probs), jnp.nan, largest_only)
+    return jnp.where(is_greedy[..., None], largest_only, probs)
 
   def filter_all(probs):
     probs = jax.lax.cond(jnp.any(top_k > 0), keep_top_k, lambda x: x, probs)
     probs = jax.lax.cond(jnp.any(top_p < 1), keep_top_p, lambda x: x, probs)
     probs = jax.lax.cond(jnp.any(min_p > 0), keep_min_p, lambda x: x, probs)
-    return keep_most_likely(probs)
+    return jax.lax.cond(jnp.any(is_greedy), keep_most_likely, lambda x: x, probs)
 
   # One choice between all of it, since each holds a copy of the distributions.
   has_filters = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
@@ -169,16 +170,16 @@ def _fits_kernels(weights: jax.Array) -> bool:
   return weights.dtype == jnp.float32 and width > _SMALL and width % _BLOCK == 0 and _is_on_each_device()
 
 
-def _first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The first index of positive weight whose cumulative sum exceeds `level`, and the sum before it."""
-  cumulative = jnp.cumsum(weights)
-  # Rounding can leave every sum at or below the level, and a parallel sum can rise at a weight of 0. So only positive
-  # weights are eligible, and the last of them is taken if no sum is above.
-  is_positive = weights > 0
-  is_above = (cumulative > level) & is_positive
-  last_positive = weights.shape[0] - 1 - jnp.argmax(is_positive[::-1])
-  index = jnp.where(jnp.any(is_above), jnp.argmax(is_above), last_positive)
-  return index, cumulative[index] - weights[index]
+def _first_largest_in_blocks(logits: jax.Array, largest: jax.Array) -> jax.Array:
+  """As `_first_largest`; an argmin over a whole vocabulary is not vectorised on CPU."""
+  del largest
+  return jax.vmap(jax.vmap(_argmin))(-logits)
+
+
+def _first_largest(logits: jax.Array, largest: jax.Array) -> jax.Array:
+  """The index of the first largest of `logits` `[B, N, V]`, int32 `[B, N]`; `largest` `[B, N, 1]` is their maximum."""
+  place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+  return jnp.min(jnp.where(logits == largest, place, logits.shape[-1] - 1), axis=-1)
 
 
 def _in_blocks(values: jax.Array, fill: float) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
@@ -247,13 +248,12 @@ def draw_several(uniforms: jax.Array, weights: jax.Array) -> jax.Array:
 
 def _draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
   if weights.shape[0] <= _SMALL:
-    index, _ = _first_above(weights, uniform * jnp.sum(weights))
-    return index.astype(jnp.int32)
+    return search(weights, uniform * jnp.sum(weights))[0]
   blocks, first_of = _in_blocks(weights, 0)
   sums = _on_each_device(jnp.sum(blocks, axis=-1))
   level = uniform * jnp.sum(sums)
-  row, before = _first_above(sums, level)
-  column, _ = _first_above(blocks[row], level - before)
+  row, before = first_above(sums, level)
+  column, _ = first_above(blocks[row], level - before)
   return (first_of(row) + column).astype(jnp.int32)
 
 

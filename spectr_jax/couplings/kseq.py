@@ -81,8 +81,12 @@ def _by_sections(draft_probs, target_probs, num_candidates, *, num_rounds):
     betas = jnp.stack([overlap(draft_probs, target_probs, points[i]) for i in range(num_sections + 1)])
     excesses = any_accepted(betas, num_candidates) - points * betas
     # Without an excess at the lower end, as for n = 1, the root is there.
-    first = jnp.argmax((excesses <= 0) | (steps == num_sections))
-    return points[jnp.maximum(first - 1, 0)], points[first]
+    first = jnp.min(jnp.where((excesses <= 0) | (steps == num_sections), steps, num_sections))
+
+    def at(place):  # a sum with one term, which is one operation where an index is several
+      return jnp.sum(jnp.where(steps == place, points, 0))
+
+    return at(jnp.maximum(first - 1, 0)), at(first)
 
   one = jnp.ones((), draft_probs.dtype)
   num_passes = (num_rounds + _SECTIONS_LOG2 - 1) // _SECTIONS_LOG2
@@ -189,10 +193,32 @@ class KSeq:
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     num_candidates = jnp.maximum(jnp.sum(is_valid), 1)
     gamma = self._gamma_of(draft_probs, target_probs, num_candidates)
+    return self.outcome(draft_probs, target_probs, candidates, is_valid, gamma)
+
+  def accept_probs(self, draft_probs, target_probs, is_valid, gamma) -> jax.Array:
+    """The probability that each candidate is accepted, `[n]`.
+
+    Args:
+      draft_probs, target_probs: `[n]`, the probabilities of the candidates.
+      is_valid: bool `[n]`.
+      gamma: Scalar, the threshold.
+    """
+    return one_after_another(jnp.minimum(1, ratio(target_probs, draft_probs) / gamma), is_valid)
+
+  def outcome(self, draft_probs, target_probs, candidates, is_valid, gamma) -> Outcome:
+    """The possible outcomes with a given threshold.
+
+    Args:
+      draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
+      gamma: Scalar, the threshold.
+    """
+    num_candidates = jnp.maximum(jnp.sum(is_valid), 1)
     beta = overlap(draft_probs, target_probs, gamma)
-    accept = jnp.minimum(1, ratio(target_probs[candidates], draft_probs[candidates]) / gamma)
     # The limit of (1 - (1 - beta)^n) / beta for beta -> 0 is n.
     is_possible = beta > 0
     scale = jnp.where(is_possible, any_accepted(beta, num_candidates) / jnp.where(is_possible, beta, 1), num_candidates)
     covered = jnp.minimum(draft_probs, target_probs / gamma) * scale
-    return Outcome(one_after_another(accept, is_valid), positive_part_or(target_probs - covered, target_probs))
+    return Outcome(
+      self.accept_probs(draft_probs[candidates], target_probs[candidates], is_valid, gamma),
+      positive_part_or(target_probs - covered, target_probs),
+    )

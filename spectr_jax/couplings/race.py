@@ -286,7 +286,8 @@ class Race:
     nodes, spacing = self._integral(masses.dtype)
     options = {'num_rounds': self.num_rounds, 'step': self.step, 'log_range': self.log_range}
     kernel = functools.partial(fit_races, nodes=nodes, spacing=spacing, **options)
-    return as_kernel(self._fit, kernel, masses, num_candidates)
+    log_weights, is_high, law = as_kernel(self._fit, kernel, masses, num_candidates)
+    return log_weights, is_high, law
 
   def _integral(self, dtype):
     """The points of the integral and their weights, of a trapezoidal sum."""

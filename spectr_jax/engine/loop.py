@@ -25,6 +25,7 @@ from spectr_jax.engine.sharding import platform_of
 from spectr_jax.engine.state import DecodeState, constrain
 from spectr_jax.engine.statistics import round_statistics
 from spectr_jax.model import ModelOutput
+from spectr_jax.ops.layouts import in_rows
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree
@@ -166,8 +167,9 @@ def judge(
   verifier, tree = decoder.method.verifier, decoder.tree
   decide = verifier.explain if is_explained else lambda *row: (verifier.verify(*row), None)
   with jax.named_scope(LAWS):
-    target_probs = logits_to_probs(logits, state.sampling)
+    target_probs = in_rows(logits_to_probs(logits, state.sampling))
   with jax.named_scope(VERIFY):
+    rows = dataclasses.replace(rows, probs=in_rows(rows.probs))
     verdict, record = jax.vmap(lambda key, row, target, own: decide(key, tree.of_row(row.parents), row, target, own))(
       keys, rows, target_probs, state.verifier_state
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec
 
@@ -27,19 +27,24 @@ def _run(*arrays, **functions):
 
 @_kernel_p.def_abstract_eval
 def _shapes(*arrays, plain, kernel):
+  del arrays, kernel
+  return plain.out_avals
+
+
+def _lower_plainly(context, *arrays, plain, kernel):
   del kernel
-  return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(plain, *arrays)]
+  return mlir.lower_fun(jaxpr_as_fun(plain), multiple_results=True)(context, *arrays)
 
 
 def _lower_for_tpu(context, *arrays, plain, kernel):
   axes = context.module_context.axis_context
   # Where the compiler divides work over devices, it cannot divide a kernel.
-  is_divided = not hasattr(axes, 'manual_axes') and getattr(axes, 'num_devices', 1) > 1
-  function = plain if is_divided else kernel
-  return mlir.lower_fun(lambda *arrays: function(*arrays), multiple_results=True)(context, *arrays)
+  if not hasattr(axes, 'manual_axes') and getattr(axes, 'num_devices', 1) > 1:
+    return _lower_plainly(context, *arrays, plain=plain, kernel=kernel)
+  return mlir.lower_fun(lambda *arrays: kernel(*arrays), multiple_results=True)(context, *arrays)
 
 
-mlir.register_lowering(_kernel_p, mlir.lower_fun(lambda *arrays, plain, kernel: plain(*arrays), multiple_results=True))
+mlir.register_lowering(_kernel_p, _lower_plainly)
 mlir.register_lowering(_kernel_p, _lower_for_tpu, platform='tpu')
 
 
@@ -80,13 +85,14 @@ def launch(plain, kernel, *arrays):
   """`plain(*arrays)` of the arrays of M entries, on a TPU by one call of a kernel; entries of rows are entries.
 
   Args:
-    plain: Takes arrays `[M, ...]` and returns a tuple of arrays `[M, ...]`.
+    plain: Takes arrays `[M, ...]` and returns a tuple of arrays `[M, ...]`. It must not close over traced values.
     kernel, *arrays: As of `as_kernel`.
   """
 
   @jax.custom_batching.custom_vmap
   def call(*arrays):
-    return _on_each_device(lambda *arrays: tuple(_kernel_p.bind(*arrays, plain=plain, kernel=kernel)))(*arrays)
+    traced = jax.make_jaxpr(plain)(*arrays)
+    return _on_each_device(lambda *arrays: tuple(_kernel_p.bind(*arrays, plain=traced, kernel=kernel)))(*arrays)
 
   @call.def_vmap
   def of_rows(num_rows, in_batched, *arrays):

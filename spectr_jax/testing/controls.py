@@ -70,8 +70,17 @@ class OneTicket(Race):
 class CreditNotDivided(RaceTraversal):
   """Race traversal with credit m in place of m / (1 - sum of m before), which keeps late contexts too rarely."""
 
-  def _divisor(self, shares, kept_back, is_before, is_sibling):
-    return jnp.ones_like(shares)
+  def _log_credits(self, contexts, races):
+    def next_depth(log_credit, depth):
+      is_candidate, shares, log_ratios = depth
+      log_above = jnp.sum(jnp.where(is_candidate, log_credit[:, None], 0), axis=0)
+      log_next = jnp.log(jnp.where(shares > 0, shares, 1)) + jnp.minimum(0, log_above + log_ratios)
+      log_next = jnp.where(shares > 0, log_next, -jnp.inf)
+      return log_next, log_next
+
+    root = jnp.where(jnp.arange(races.shares.shape[1]) == 0, 0, -jnp.inf).astype(races.shares.dtype)
+    below = jax.lax.scan(next_depth, root, (contexts.is_candidate, races.shares, races.log_ratios))[1]
+    return jnp.concatenate([root[None], below])
 
 
 @dataclasses.dataclass(frozen=True)

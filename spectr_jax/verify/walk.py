@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spectr_jax.couplings.coupling import Coupling, Outcome, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.given import Given
+from spectr_jax.couplings.kseq import KSeq
+from spectr_jax.ops.on_demand import map_needed
 from spectr_jax.proposal import Independent, Proposal, ProposalRule
 from spectr_jax.sampling import draw
 from spectr_jax.verify.position import Position, next_position
@@ -17,6 +21,8 @@ from spectr_jax.verify.record import Decisions, Record, run_steps
 from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
 
 _GIVEN = Given()
+# Positions whose thresholds an accelerator finds together; chains rarely have more with several candidates.
+_THRESHOLDS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +156,22 @@ class Walk(RecordedVerifier):
       return stop_at(tree, 0, target_probs[0], uniforms[0, 1], state, {})
     tree = with_arrays(tree)
 
+    def by_steps():
+      (node, depth, _), decisions = self._path(tree, proposal, target_probs, uniforms, is_explained=is_explained)
+      return (node, depth, self._step(tree, proposal, target_probs, node)[1].residual), decisions
+
+    if is_explained or not isinstance(self.coupling, KSeq) or proposal.is_given is not None:
+      (node, depth, residual), decisions = by_steps()
+    else:
+      table = functools.partial(self._by_table, self.coupling, tree, proposal, target_probs, uniforms)
+      node, depth, residual = jax.lax.platform_dependent(cpu=lambda: by_steps()[0], default=table)
+      decisions = None
+    decisions = {} if decisions is None else {'accept': decisions}
+    return stop_at(tree, node, residual, uniforms[depth, 1], state, decisions)
+
+  def _path(self, tree: Tree, proposal: Proposal, target_probs, uniforms, *, is_explained: bool):
+    """The carry at the end of the walk, and the decisions if they are asked for."""
+
     # The walk needs acceptances alone. The residual is computed once, after the walk, at the node where it stops.
     # Inside the loop every depth would compute one, and under vmap for all rows.
     def walk(carry):
@@ -159,16 +181,59 @@ class Walk(RecordedVerifier):
       return self._decision(uniforms, carry, following, *seen)
 
     with jax.named_scope('path'):
-      (node, depth, _), decisions = run_steps(
+      return run_steps(
         lambda carry: carry[2],
         walk,
         self._start(),
         num_steps=tree.max_depth + 1,
         describe=describe if is_explained else None,
       )
-    _, outcome = self._step(tree, proposal, target_probs, node)
-    decisions = {'accept': decisions} if is_explained else {}
-    return stop_at(tree, node, outcome.residual, uniforms[depth, 1], state, decisions)
+
+  def _by_table(self, coupling: KSeq, tree: Tree, proposal: Proposal, target_probs, uniforms):
+    """The node where the walk stops, its depth, and the residual there, by a table of what follows each node.
+
+    An accelerator takes no longer for the positions after all nodes than for one. So the thresholds are found together,
+    for nodes that the walk does not reach as well.
+    """
+    all_nodes = jnp.arange(tree.num_nodes + 1)
+
+    def after(node):
+      return next_position(tree, proposal, target_probs, node, is_pooled=self.is_pooled)
+
+    positions = jax.vmap(after)(all_nodes)
+    number = jnp.sum(positions.is_valid, axis=1)
+    law_rows = jnp.asarray(tree.law_index)
+    rows = law_rows[positions.node]
+    nodes = tree.parent_nodes
+    is_searched = (number[nodes] > 1) & (positions.node[nodes] == nodes)
+    with jax.named_scope('gammas'):
+      gammas = map_needed(
+        coupling.gamma,
+        is_searched,
+        jnp.ones(len(nodes), target_probs.dtype),
+        ((proposal.probs, np.arange(len(nodes))), (target_probs, nodes)),
+        (number[nodes],),
+        at_once=_THRESHOLDS_AT_ONCE,
+      )
+    gammas = gammas[jnp.maximum(rows, 0)]
+    p = proposal.probs[jnp.maximum(rows, 0)[:, None], positions.tokens]
+    q = target_probs[positions.node[:, None], positions.tokens]
+    accept_probs = jax.vmap(coupling.accept_probs)(p, q, positions.is_valid, gammas)
+    is_accepted = (uniforms[jnp.asarray(tree.depths), :1] < jnp.cumsum(accept_probs, axis=1)) & (accept_probs > 0)
+    chosen = jnp.argmax(is_accepted, axis=1)
+    following = jnp.take_along_axis(positions.nodes, chosen[:, None], axis=1)[:, 0]
+    following = jnp.where(jnp.any(is_accepted, axis=1), following, all_nodes)
+    # Twice as far with every turn, up to the last depth.
+    for _ in range(tree.max_depth.bit_length()):
+      following = jnp.sum(jnp.where(following[:, None] == all_nodes, following, 0), axis=1)
+    end = following[0]
+    node = positions.node[end]
+    position = after(node)
+    outcome = coupling.outcome(
+      position.draft_probs, position.target_probs, position.tokens, position.is_valid, gammas[end]
+    )
+    residual = jnp.where(jnp.any(position.is_valid), outcome.residual, position.target_probs)
+    return node.astype(jnp.int32), jnp.asarray(tree.depths, jnp.int32)[end], residual
 
   def law(self, tree, proposal, target_probs, state):
     del state
