@@ -25,6 +25,7 @@ _BRANCH = re.compile(r'sbr\.rel \(!%(p\d+_p\d+)\) target = \$region(\d+)')
 _BLOCK = re.compile(r'region(\d+) \{.*? parent=(-?\d+)\}')
 _KERNEL = re.compile(r'%([\w.\-]+) = [^\n]*? custom-call\([^\n]*custom_call_target="tpu_custom_call"')
 _LENGTH = re.compile(r'Length to end: (\d+)')
+_slowest: Counter[str] = Counter()  # cycles of kernels so far, by their names without numbers
 
 
 def schedule_cycles(bundles: str, chains: str) -> int:
@@ -89,8 +90,8 @@ def write_schedules() -> pathlib.Path:
 def take_schedules(text: str) -> dict[str, int]:
   """The cycles of a program's kernels by the names of their operations; removes the schedules of all programs.
 
-  The compiler schedules equal kernels once, under the name of one of them. The others get the cycles of the slowest
-  kernel whose name is the same without its number.
+  A process of the compiler schedules equal kernels once, under the name of one of them. The others, also those of later
+  programs, get the cycles of the slowest kernel so far whose name is the same without its number.
 
   Args:
     text: The text of the program, which was compiled last.
@@ -99,7 +100,7 @@ def take_schedules(text: str) -> dict[str, int]:
     ValueError: There is no schedule of a kernel, or more than one.
   """
   files = list(write_schedules().iterdir())
-  cycles, slowest = {}, Counter()
+  cycles: dict[str, int] = {}
   names = _KERNEL.findall(text)
   for name in names:
     own = [
@@ -113,12 +114,12 @@ def take_schedules(text: str) -> dict[str, int]:
         cycles[name] = schedule_cycles(*(paths[0].read_text() for paths in own))
       except ValueError as error:
         raise ValueError(f'the kernel {name} cannot be counted: {error}') from error
-      slowest[_stem(name)] = max(slowest[_stem(name)], cycles[name])
+      _slowest[_stem(name)] = max(_slowest[_stem(name)], cycles[name])
   for path in files:
     path.unlink()
-  if missing := [name for name in names if _stem(name) not in slowest]:
+  if missing := [name for name in names if _stem(name) not in _slowest]:
     raise ValueError(f'there is no schedule of the kernel {missing[0]}')
-  return {name: cycles.get(name, slowest[_stem(name)]) for name in names}
+  return {name: cycles.get(name, _slowest[_stem(name)]) for name in names}
 
 
 def _stem(name: str) -> str:

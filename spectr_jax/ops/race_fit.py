@@ -29,7 +29,7 @@ def fit_races(
   Args:
     masses: float32 `[M, C, 2]`.
     num_candidates: float32 `[M]`, n.
-    nodes, spacing: The points and the weights of the integral, of any number that is a multiple of 8.
+    nodes, spacing: The points and the weights of the integral.
     num_rounds, step, log_range: As in `Race`.
     interpret: Whether to run without a TPU, for tests.
 
@@ -40,7 +40,9 @@ def fit_races(
 
   num_races, num_classes, _ = masses.shape
   tiny = jnp.finfo(masses.dtype).tiny
-  integral = jnp.asarray([nodes, spacing], masses.dtype).reshape(2, -1, _UNROLLED, 1)
+  integral = jnp.asarray([nodes, spacing], masses.dtype)
+  # A point of weight 0 adds nothing.
+  integral = jnp.pad(integral, ((0, 0), (0, -len(nodes) % _UNROLLED))).reshape(2, -1, _UNROLLED, 1)
 
   def kernel(integral_ref, masses_ref, number_ref, weights_ref, is_high_ref, law_ref):
     mass, target = masses_ref[0], masses_ref[1]
