@@ -183,14 +183,17 @@ def analyse(
   compiled = compile_with(method, tree)
   seconds = time.perf_counter() - start
   tree = get_method(method).tree_for(tree)
+  parts = costs(compiled, _trips(tree))
+  # Without nodes it is the step of autoregressive decoding.
+  step = costs(compile_with('autoregressive', None), _trips(TokenTree())) if tree.num_nodes else parts
   return Report(
     devices=sharding.mesh.size,
     batch_size=batch_size,
     memory=Memory.of(compiled),
     chip=chip,
     target_flops=matmul_flops(model, batch_size * (tree.num_nodes + 1)) / sharding.mesh.size,
-    parts=costs(compiled, _trips(tree)),
-    autoregressive=sum(costs(compile_with('autoregressive', None), _trips(TokenTree())).values(), Cost()),
+    parts=parts,
+    autoregressive=sum(step.values(), Cost()),
     compile_seconds=seconds,
   )
 
