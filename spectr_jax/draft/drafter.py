@@ -105,6 +105,7 @@ class Drafter:
     reads_tokens: Whether it reads the committed text.
     reads_target: Whether it reads parameters of `DraftContext.target`. If it does not, the devices of a mesh may draft
       alone (`DecodeSharding.drafts_alone`).
+    has_kernels: Whether it computes requests on one TPU (`DraftRequest.is_on_one_tpu`) with kernels of its own.
     feature_layers: The target's layers whose hidden states it reads, numbered as in `Model.features_fn`.
     gives: Whether candidates may be given in place of drawn (`Proposal.is_given`).
     mixes: Whether given candidates stand beside drawn ones at a position; a drafter that mixes also gives.
@@ -129,6 +130,7 @@ class Drafter:
   max_depth: int | None = static_field(None)
   reads_tokens: bool = static_field(False)
   reads_target: bool = static_field(False)
+  has_kernels: bool = static_field(False)
   feature_layers: tuple[int, ...] = static_field(())
   gives: bool = static_field(False)
   mixes: bool = static_field(False)

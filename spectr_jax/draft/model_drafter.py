@@ -147,6 +147,7 @@ def model_drafter(model: Model) -> Drafter:
     param_shardings_fn=_param_shardings,
     state_shardings_fn=_state_shardings,
     for_decoding_fn=Model.for_decoding,
+    has_kernels=model.tpu_apply_fn is not None,
   )
 
 

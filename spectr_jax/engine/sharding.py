@@ -13,9 +13,11 @@ from spectr_jax.draft import Drafter
 from spectr_jax.model import Model
 from spectr_jax.sharding import DATA, MODEL, only_over, put, replicated, shardings
 
-# By the compiler's count for a draft of 6M: a depth of the tree needs some 13 transfers between TPUs, taken to last 3
-# microseconds each, and a row's distributions of 8 nodes over half of 32,000 tokens take 11 microseconds.
-_MOST_ROWS_ALONE = 8
+# By the compiler's count, with transfers between TPUs taken to last 3 microseconds each. Eight rows of a draft of 6M with
+# kernels take 1.3 ms of a round alone and 2.8 divided; four rows of a draft of 212M without kernels 5.4 and 4.6 ms. A
+# step of eight rows without a draft takes .52 and .64 ms.
+_MOST_ROWS_APART = 8
+_MOST_ROWS_ALONE = {True: 8, False: 3}  # by whether the drafter has kernels
 
 
 def platform_of(sharding: DecodeSharding | None) -> str:
@@ -124,7 +126,7 @@ class DecodeSharding:
       drafter: The drafter, or None.
       num_rows: Rows of all devices.
     """
-    return drafter is not None or num_rows <= _MOST_ROWS_ALONE * self.mesh.shape[DATA]
+    return drafter is not None or num_rows <= _MOST_ROWS_APART * self.mesh.shape[DATA]
 
   def drafts_alone(self, drafter: Drafter, num_rows: int) -> bool:
     """Whether each device along `model` drafts by itself, and sends nothing.
@@ -138,7 +140,7 @@ class DecodeSharding:
     """
     places = jax.tree.leaves(self.of_drafter(drafter))
     is_whole = not drafter.reads_target and all(place.is_fully_replicated for place in places)
-    return is_whole and num_rows <= _MOST_ROWS_ALONE
+    return is_whole and num_rows <= _MOST_ROWS_ALONE[drafter.has_kernels]
 
   def on_each_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of whole arrays, by each device along `model` for itself; within a function of `over_rows`.
