@@ -237,6 +237,7 @@ def test_bfloat16_follows_float32(target):
 @pytest.mark.parametrize('num_tokens', [1, 2, 12, 13, 40])  # products have forms of their own for few rows
 def test_a_model_for_decoding_has_the_same_logits(target, num_tokens, dtype, tolerance, monkeypatch):
   monkeypatch.setattr(cpu_form, 'LARGE', 1)
+  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: True)
   config = dataclasses.replace(transformer.config_of(target), dtype=dtype)
   plain = transformer.transformer_model(target.params, config)
   fast = transformer.for_decoding(plain)

@@ -13,9 +13,9 @@ from spectr_jax.draft import Drafter
 from spectr_jax.model import Model
 from spectr_jax.sharding import DATA, MODEL, only_over, put, replicated, shardings
 
-# By the compiler's count, with transfers between TPUs taken to last 3 microseconds each. Eight rows of a draft of 6M with
-# kernels take 1.3 ms of a round alone and 2.8 divided; four rows of a draft of 212M without kernels 5.4 and 4.6 ms. A
-# step of eight rows without a draft takes .52 and .64 ms.
+# By the compiler's count, with transfers between TPUs taken to last 3 microseconds each: alone eight rows of a draft of
+# 6M with kernels take 1.3 ms of a round, divided 2.8; four rows of a draft of 212M without kernels take 5.4 and 4.6 ms.
+# A step of eight rows without a draft takes .52 ms apart and .64 together.
 _MOST_ROWS_APART = 8
 _MOST_ROWS_ALONE = {True: 8, False: 3}  # by whether the drafter has kernels
 

@@ -91,8 +91,10 @@ def launch(plain, kernel, *arrays):
 
   @jax.custom_batching.custom_vmap
   def call(*arrays):
-    traced = jax.make_jaxpr(plain)(*arrays)
-    return _on_each_device(lambda *arrays: tuple(_kernel_p.bind(*arrays, plain=traced, kernel=kernel)))(*arrays)
+    def bind(*arrays):
+      return tuple(_kernel_p.bind(*arrays, plain=jax.make_jaxpr(plain)(*arrays), kernel=kernel))
+
+    return _on_each_device(bind)(*arrays)
 
   @call.def_vmap
   def of_rows(num_rows, in_batched, *arrays):
