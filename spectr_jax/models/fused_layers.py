@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from spectr_jax.model import KVCache
 
@@ -163,6 +161,8 @@ def _kernel(
   mlp_out, gains, final_gain, x_out, pending_keys, pending_values, stream, mixed, *, config, num_rows, num_new,
 ):  # fmt: skip
   """One layer; the grid visits the layers, and `stream` keeps the tokens between them."""
+  from jax.experimental import pallas as pl
+
   layer = pl.program_id(0)
   dtype, wide = x_in.dtype, jnp.float32
   num_tokens = x_in.shape[0] // num_rows
@@ -262,6 +262,9 @@ def apply_layers(
   Returns:
     `[B, N, D]`, the normalised output of the last layer; the cache with the tokens pending.
   """
+  from jax.experimental import pallas as pl  # takes seconds to import
+  from jax.experimental.pallas import tpu as pltpu
+
   batch_size, num_new, width = x.shape
   num_tokens = _padded_tokens(num_new)
   num_slots = cache.pending_keys.shape[2]

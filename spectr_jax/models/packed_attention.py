@@ -6,8 +6,6 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
 from jax.sharding import Mesh, PartitionSpec
 
 from spectr_jax.models.layers import attend_causally
@@ -65,6 +63,10 @@ def by_kernel(
     query, keys, values, documents: As for `attend_packed`, of a multiple of 128 tokens.
     interpret: Whether to run the kernel without a TPU, for tests.
   """
+  # Takes seconds to import.
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
+
   num_tokens, num_heads, head_dim = query.shape[1:]
   size = max(size for size in range(_LANES, _MAX_BLOCK + 1, _LANES) if num_tokens % size == 0)
   # Tokens are the minor axis in memory, since heads narrower than the 128 lanes would be padded.

@@ -6,8 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 _LANES = 128
 _ROWS = 8  # rows per step of the grid, the sublanes of a register
@@ -16,6 +14,8 @@ _MEMORY = 64 * 2**20
 
 
 def _kernel(logits, scales, probs):
+  from jax.experimental import pallas as pl
+
   num_parts = logits.shape[1] // _LANES
   at_once = min(_AT_ONCE, num_parts)
   wide = (_ROWS, _LANES)
@@ -62,6 +62,9 @@ def scaled_softmax(logits: jax.Array, scales: jax.Array, *, interpret: bool = Fa
   Returns:
     float32 `[M, V]`; NaN in rows whose largest logit is not finite.
   """
+  from jax.experimental import pallas as pl  # takes seconds to import
+  from jax.experimental.pallas import tpu as pltpu
+
   num_rows, width = logits.shape
   padding = -num_rows % _ROWS
   logits = jnp.pad(logits, ((0, padding), (0, 0)))

@@ -10,8 +10,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 BLOCK = 128  # tokens that are added up at a time, the lanes of a register
 _ROWS = 8  # distributions per step of the grid, the sublanes of a register
@@ -20,6 +18,8 @@ _MEMORY = 64 * 2**20
 
 
 def _kernel(uniforms, laws, tokens):
+  from jax.experimental import pallas as pl
+
   num_blocks, num_draws = laws.shape[1] // BLOCK, uniforms.shape[1]
   at_once = min(_AT_ONCE, num_blocks)
   num_turns = -(-num_blocks // at_once)
@@ -78,6 +78,9 @@ def draw_tokens(uniforms: jax.Array, laws: jax.Array, *, interpret: bool = False
   Returns:
     int32 `[M, K]`, K tokens of each distribution; never one of weight 0.
   """
+  from jax.experimental import pallas as pl  # takes seconds to import
+  from jax.experimental.pallas import tpu as pltpu
+
   num_laws, vocab_size = laws.shape
   padding = ((0, -num_laws % _ROWS), (0, 0))
   uniforms, laws = jnp.pad(uniforms, padding), jnp.pad(laws, padding)
