@@ -21,7 +21,8 @@
 # PYTHON   default python
 set -euo pipefail
 : "${FILES:?plain text to train on}" "${OUT:?where everything goes}"
-limit=${SECONDS_PER_PIECE:-540}
+: "${SECONDS_PER_PIECE:=540}"
+source "${BASH_SOURCE[0]%/*}/pieces.sh"
 python=${PYTHON:-python}
 read -r -a sizes <<<"${SIZES:-97m 6m 2m 20m}"
 read -r -a train <<<"${TRAIN:-}"
@@ -34,17 +35,6 @@ target=${sizes[0]}
 mkdir -p "$OUT"
 # A piece reuses the programs that earlier pieces compiled.
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$OUT/compiled}
-
-# in_time COMMAND...: runs the command, and ends with code 3 if the piece's time is over before or while it runs.
-in_time() {
-  local left=$((limit - SECONDS))
-  ((left > 0)) || { echo 'out of time: run again'; exit 3; }
-  timeout --signal=TERM --kill-after=60 "$left" "$@" || {
-    local code=$?
-    ((SECONDS >= limit)) && { echo 'out of time: run again'; exit 3; }
-    exit "$code"
-  }
-}
 
 common=("--config.files=$FILES" "--config.tokenizer=$OUT/tokenizer.json" "--config.cache_dir=$OUT/data" "${train[@]}")
 [[ -e $OUT/tokenizer.json ]] || in_time "$python" -m train.tokenizer "--config=configs/public_text.py:$target" "${common[@]}"
@@ -89,8 +79,8 @@ for table in "${tables[@]}"; do
   # piece may have been spent on compiling, which the second does not repeat.
   (in_time "$python" -m decode.reproduce "${arguments[@]}") || {
     code=$?
-    if ((code == 3 && begun * 10 < limit)); then
-      [[ -e $OUT/$table.tried ]] && { echo "$table: $limit seconds are too short; ask for less"; exit 4; }
+    if ((code == 3 && begun * 10 < SECONDS_PER_PIECE)); then
+      [[ -e $OUT/$table.tried ]] && { echo "$table: $SECONDS_PER_PIECE seconds are too short; ask for less"; exit 4; }
       touch "$OUT/$table.tried"
     fi
     exit "$code"

@@ -23,7 +23,8 @@
 # PYTHON      default python
 set -euo pipefail
 : "${TARGET:?the model that the head is for}" "${OUT:?where the results go}"
-limit=${SECONDS_PER_PIECE:-480}
+: "${SECONDS_PER_PIECE:=480}"
+source "${BASH_SOURCE[0]%/*}/pieces.sh"
 python=${PYTHON:-python}
 work=${WORK:-$OUT/work}
 read -r -a train <<<"${TRAIN:-}"
@@ -31,16 +32,6 @@ read -r -a decode <<<"${DECODE:---num_prompts=80 --max_new_tokens=64 --batch_siz
 mkdir -p "$OUT" "$work"
 # A piece reuses the programs that earlier pieces compiled.
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$work/compiled}
-
-# in_time COMMAND...: runs the command, and ends with code 3 if the piece's time is over before or while it runs.
-in_time() {
-  local left=$((limit - SECONDS)) code=0
-  ((left > 0)) || { echo 'out of time: run again'; exit 3; }
-  timeout --signal=TERM --kill-after=60 "$left" "$@" || code=$?
-  ((code == 0)) && return
-  ((SECONDS >= limit)) && { echo 'out of time: run again'; exit 3; }
-  exit "$code"
-}
 
 if [[ ! -e $OUT/head ]]; then
   in_time "$python" -m train.head --config=configs/head.py:eagle3 "--target=$TARGET" "--workdir=$work/run" \

@@ -17,7 +17,8 @@
 # PYTHON         default python
 set -euo pipefail
 : "${OUT:?where everything goes}"
-limit=${SECONDS_PER_PIECE:-480}
+: "${SECONDS_PER_PIECE:=480}"
+source "${BASH_SOURCE[0]%/*}/pieces.sh"
 python=${PYTHON:-python}
 read -r -a batches <<<"${BATCHES:-1 8 64 256}"
 read -r -a decode <<<"${DECODE:---num_prompts=256}"
@@ -26,16 +27,6 @@ read -r -a shapes <<<"${SHAPES:---dtype=bfloat16 --batch_size=1,8,64,256 --nopee
 models=(${TARGET:+"--target=$TARGET"} ${DRAFT:+"--draft=$DRAFT"})
 mkdir -p "$OUT"
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$OUT/compiled}
-
-# in_time COMMAND...: runs the command, and ends with code 3 if the piece's time is over before or while it runs.
-in_time() {
-  local left=$((limit - SECONDS)) code=0
-  ((left > 0)) || { echo 'out of time: run again'; exit 3; }
-  timeout --signal=TERM --kill-after=60 "$left" "$@" || code=$?
-  ((code == 0)) && return
-  ((SECONDS >= limit)) && { echo 'out of time: run again'; exit 3; }
-  exit "$code"
-}
 
 # piece FILE COMMAND...: runs the command, which writes the file, unless the file exists.
 piece() {

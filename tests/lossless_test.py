@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from coarse import coarse
 
 from spectr_jax import METHODS, TokenTree, generate, with_children, with_gumbel
-from spectr_jax.couplings import KSeq, MaximalAfter, Race
+from spectr_jax.couplings import KSeq
 from spectr_jax.models import table, transformer
 from spectr_jax.testing import (
   CONTROLS,
@@ -23,7 +24,7 @@ from spectr_jax.testing import (
   random_tables,
   sample_counts,
 )
-from spectr_jax.verify import Block, RaceTraversal, Walk
+from spectr_jax.verify import Walk
 
 # (tree, vocabulary, tokens compared): several rounds each, since a round emits at most L + 1 tokens.
 _SMALL = [
@@ -72,19 +73,6 @@ def _error(method, tree, vocab_size, num_tokens, seeds):
   )
 
 
-def _coarse(method):
-  """`method` with a race of one class to an octave: the full one, in so many rows or cases, takes minutes."""
-  verifier = method.verifier
-  coarse = {'num_classes': 6, 'octave_bits': 0, 'num_rounds': 1}
-  if isinstance(verifier, Block) and isinstance(verifier.selection, Race):
-    verifier = Block(dataclasses.replace(verifier.selection, **coarse))
-  elif isinstance(verifier, Walk) and isinstance(verifier.coupling, MaximalAfter):
-    verifier = Walk(MaximalAfter(dataclasses.replace(verifier.coupling.selection, **coarse)))
-  elif isinstance(verifier, RaceTraversal):
-    verifier = dataclasses.replace(verifier, race=dataclasses.replace(verifier.race, **coarse))
-  return dataclasses.replace(method, verifier=verifier)
-
-
 def _rest_slow(cases):
   """The first case of each method by default, the others among the slow tests."""
   seen = set()
@@ -106,7 +94,7 @@ _KINDS = (
 )
 def test_exact(method, tree, vocab_size, num_tokens):
   assert method.is_lossless
-  method = _coarse(method)
+  method = coarse(method)
   # float64 sums of at most 3^9 terms: 1e-10 leaves four digits to spare.
   assert _error(method, tree, vocab_size, num_tokens, seeds=3) <= 1e-10
 
@@ -114,7 +102,7 @@ def test_exact(method, tree, vocab_size, num_tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize(('method', 'tree', 'vocab_size', 'num_tokens'), list(_cases(_WITH_LAW, _LARGE)))
 def test_exact_large(method, tree, vocab_size, num_tokens):
-  assert _error(_coarse(method), tree, vocab_size, num_tokens, seeds=2) <= 1e-10
+  assert _error(coarse(method), tree, vocab_size, num_tokens, seeds=2) <= 1e-10
 
 
 @pytest.mark.slow
@@ -146,7 +134,7 @@ _BROKEN_CASES = list(_rest_slow(_visible(_cases(_BROKEN, [(TokenTree.chains(3, 1
 @pytest.mark.parametrize(('method', 'tree', 'vocab_size', 'num_tokens'), _BROKEN_CASES)
 def test_exact_catches_what_is_broken(method, tree, vocab_size, num_tokens):
   assert not method.is_lossless
-  method = _coarse(method)
+  method = coarse(method)
   assert _error(method, tree, vocab_size, num_tokens, seeds=2) > 1e-3
 
 
@@ -276,7 +264,7 @@ def _only(names, cases):
 @pytest.mark.usefixtures('optimized')
 @pytest.mark.parametrize(('name', 'tree'), _only(('greedy_block', 'ersd'), _SAMPLED))
 def test_joint_law_by_sampling(name, tree):
-  result = chi_square(*_chain_counts(_coarse(_LOSSLESS[name]), tree, 1_000_000))
+  result = chi_square(*_chain_counts(coarse(_LOSSLESS[name]), tree, 1_000_000))
   assert result.num_samples >= 1_000_000
   assert result.p_value > 1e-3, result
 
@@ -297,14 +285,14 @@ _CAUGHT_BY_SAMPLING = [
 
 @pytest.mark.parametrize(('name', 'tree'), _only(('block_keyed_by_position',), _CAUGHT_BY_SAMPLING))
 def test_sampling_catches_what_is_broken(name, tree):
-  method = _coarse((CONTROLS | METHODS)[name])
+  method = coarse((CONTROLS | METHODS)[name])
   result = chi_square(*_chain_counts(method, tree, 250_000))
   assert result.p_value < 1e-9, result
 
 
 @pytest.mark.slow
 def test_sampling_catches_a_race_keyed_by_position():
-  method = _coarse(CONTROLS['race_block_keyed_by_position'])
+  method = coarse(CONTROLS['race_block_keyed_by_position'])
   assert chi_square(*_chain_counts(method, TokenTree.chains(2, 3), 250_000)).p_value < 1e-9
 
 
@@ -341,7 +329,7 @@ def _compare_engine(name, tree, sampling):
     target,
     draft,
     _PROMPTS,
-    method=_LOSSLESS[name],
+    method=coarse(_LOSSLESS[name]),
     tree=tree,
     num_tokens=num_tokens,
     num_samples=25_000,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from coarse import coarse
 from feature_drafter import distributions, feature_drafter
 from growing_drafter import grow, growing_drafter
 
@@ -44,7 +45,7 @@ def _slow_but(*names, among):
 def _assert_engine_is_exact(drafter, method, tree, num_samples=5_000):
   target, _ = tiny_transformers()
   counts = engine_counts(
-    jax.random.key(5), target, drafter, _PROMPTS, method=METHODS[method], tree=tree, num_tokens=4,
+    jax.random.key(5), target, drafter, _PROMPTS, method=coarse(METHODS[method]), tree=tree, num_tokens=4,
     num_samples=num_samples, batch_size=2500, **_SAMPLING,
   )  # fmt: skip
   for prompt, found in zip(_PROMPTS, counts):
@@ -70,7 +71,7 @@ def test_lookup_is_exact(method, tree):
   guess_fn = functools.partial(guess, tree=tree)
   for seed in range(2):
     tables = random_tables(seed, 2, 5)
-    assert enumeration_error(METHODS[method], tree, tables, 4, guess_fn=guess_fn) < 1e-10
+    assert enumeration_error(coarse(METHODS[method]), tree, tables, 4, guess_fn=guess_fn) < 1e-10
 
 
 def test_a_guess_counted_as_drawn_is_caught():
@@ -106,7 +107,7 @@ def test_grown_trees_are_exact(method, slots):
   tree = TokenTree.slots(slots)
   grow_fn = functools.partial(grow, tree=tree)
   for seed in range(2):
-    assert enumeration_error(METHODS[method], tree, random_tables(seed, 2, 5), 3, grow_fn=grow_fn) < 1e-10
+    assert enumeration_error(coarse(METHODS[method]), tree, random_tables(seed, 2, 5), 3, grow_fn=grow_fn) < 1e-10
 
 
 @pytest.mark.parametrize('method', _slow_but('race_traversal', among=('spectr', 'race_block', 'race_traversal')))
@@ -120,7 +121,8 @@ def test_allocating_after_drawing_is_caught(method, monkeypatch):
 
   monkeypatch.setattr(enumeration, 'grown_parents', second_if_first)
   error = max(
-    enumeration_error(METHODS[method], tree, random_tables(seed, 3, 4), 3, grow_fn=second_if_first) for seed in range(3)
+    enumeration_error(coarse(METHODS[method]), tree, random_tables(seed, 3, 4), 3, grow_fn=second_if_first)
+    for seed in range(3)
   )
   assert error > 1e-2
 
@@ -184,7 +186,7 @@ def test_drafts_from_features_are_exact(method):
       target_probs += [ordinary_law(target, [*text, *path], 1) for path in paths]
     laws = (np.asarray(each, np.float64) for each in (draft_probs, target_probs))
     tables = ContextTables(*(law / law.sum(-1, keepdims=True) for law in laws), 3)
-    assert enumeration_error(METHODS[method], TokenTree.chains(1, 2), tables, 2) < 1e-10
+    assert enumeration_error(coarse(METHODS[method]), TokenTree.chains(1, 2), tables, 2) < 1e-10
 
 
 @pytest.mark.parametrize('method', ['block'])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from coarse import coarse
 from growing_drafter import growing_drafter
 
 import spectr_jax
@@ -92,7 +93,7 @@ def test_likeliest_guesses_are_exact(method):
       found = _draw(jnp.asarray(tables.draft_probs), prefix, length, tree, Likeliest(threshold=threshold))
       return found.tokens[0], found.parents[0]
 
-    assert enumeration_error(METHODS[method], tree, tables, 3, guess_fn=guess) < 1e-10
+    assert enumeration_error(coarse(METHODS[method]), tree, tables, 3, guess_fn=guess) < 1e-10
 
 
 def _grow(tokens, parents, probs, depth, tree, growth):
@@ -113,7 +114,7 @@ def test_confident_samples_are_exact(method):
   for seed, growth in enumerate((Confident(0.1), Confident(0.5, threshold=0.2))):
     grow_fn = functools.partial(_grow, tree=tree, growth=growth)
     tables = random_tables(seed, 2, 5)
-    assert enumeration_error(METHODS[method], tree, tables, 3, grow_fn=grow_fn) < 1e-10
+    assert enumeration_error(coarse(METHODS[method]), tree, tables, 3, grow_fn=grow_fn) < 1e-10
 
 
 def test_confident_allocation():
@@ -140,8 +141,8 @@ def test_confident_samples_in_the_loop(method):
   prompts, sampling = ([1, 2, 1], [3]), {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
   drafter = growing(model_drafter(draft), Confident(0.3, threshold=0.1))
   counts = engine_counts(
-    jax.random.key(5), target, drafter, prompts, method=METHODS[method], tree=TokenTree.slots((2, 3)), num_tokens=3,
-    num_samples=5000, batch_size=2500, **sampling,
+    jax.random.key(5), target, drafter, prompts, method=coarse(METHODS[method]), tree=TokenTree.slots((2, 3)),
+    num_tokens=3, num_samples=5000, batch_size=2500, **sampling,
   )  # fmt: skip
   for prompt, found in zip(prompts, counts):
     assert chi_square(found, ordinary_law(target, prompt, 3, **sampling)).p_value > 1e-3
@@ -159,7 +160,7 @@ def test_samples_dropped_by_their_own_probability_are_caught(method):
       return proposal(jnp.where(is_worse, -1, tokens), probs, *others)
 
     patch.setattr(enumeration, 'Proposal', ranked)
-    error = max(enumeration_error(METHODS[method], tree, random_tables(seed, 3, 4), 2) for seed in range(2))
+    error = max(enumeration_error(coarse(METHODS[method]), tree, random_tables(seed, 3, 4), 2) for seed in range(2))
   assert error > 1e-2
 
 
@@ -190,7 +191,7 @@ def test_likeliest_guesses_in_the_loop(method):
   target, draft = tiny_transformers()
   prompts, sampling = ([1, 2, 1], [3]), {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
   counts = engine_counts(
-    jax.random.key(5), target, growing(model_drafter(draft), Likeliest()), prompts, method=METHODS[method],
+    jax.random.key(5), target, growing(model_drafter(draft), Likeliest()), prompts, method=coarse(METHODS[method]),
     tree=TokenTree.slots((2, 2)), num_tokens=3, num_samples=5000, batch_size=2500, **sampling,
   )  # fmt: skip
   for prompt, found in zip(prompts, counts):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from coarse import coarse
 from tiny_heads import tiny_head
 
 import spectr_jax
@@ -275,7 +276,7 @@ def test_lookup_in_the_loop(name, method):
   beside = tiny_head() if name == 'beside a head' else draft
   drafter = lookup_drafter(5, **options) if name == 'alone' else lookup_beside(beside, **options)
   counts = engine_counts(
-    jax.random.key(6), target, drafter, _ENGINE_PROMPTS, method=METHODS[method], tree=TokenTree.chains(2, 2),
+    jax.random.key(6), target, drafter, _ENGINE_PROMPTS, method=coarse(METHODS[method]), tree=TokenTree.chains(2, 2),
     num_tokens=4, num_samples=20_000, batch_size=2500, **_SAMPLING,
   )  # fmt: skip
   for prompt, found in zip(_ENGINE_PROMPTS, counts):

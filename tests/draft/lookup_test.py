@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from coarse import coarse
 from feature_drafter import feature_drafter
 from tiny_heads import tiny_head, tiny_medusa
 
@@ -244,7 +245,7 @@ def test_lookup_in_the_loop(name, method):
   options = {'lookup_max': 3, 'lookup_min': 1}
   drafter = lookup_drafter(5, **options) if name == 'alone' else lookup_beside(_BESIDE[name](), **options)
   counts = engine_counts(
-    jax.random.key(6), target, drafter, _ENGINE_PROMPTS, method=METHODS[method], tree=TokenTree.chains(2, 2),
+    jax.random.key(6), target, drafter, _ENGINE_PROMPTS, method=coarse(METHODS[method]), tree=TokenTree.chains(2, 2),
     num_tokens=4, num_samples=20_000, batch_size=2500, **_SAMPLING,
   )  # fmt: skip
   for prompt, found in zip(_ENGINE_PROMPTS, counts):

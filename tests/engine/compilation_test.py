@@ -7,9 +7,9 @@ import re
 import jax
 import numpy as np
 import pytest
-from runs import KINDS, NEW, PROMPTS, begin, generate, make_keys, slow_but
 
 import spectr_jax
+from runs import KINDS, NEW, PROMPTS, begin, generate, make_keys
 from spectr_jax import Confident, Likeliest, TokenTree, growing, lookup_beside, lookup_drafter
 from spectr_jax.draft import model_drafter
 from spectr_jax.engine import loop as engine_loop
@@ -19,7 +19,7 @@ from tests.draft.tiny_heads import tiny_head, tiny_medusa
 pytestmark = pytest.mark.usefixtures('highest')
 
 
-@pytest.mark.parametrize('method', slow_but(KINDS))
+@pytest.mark.parametrize('method', KINDS)
 def test_one_compilation_per_shape_and_method(tables, traces, method):
   def run(*args, models=tables, **options):
     generate(models, method, *args, **options)

@@ -44,7 +44,7 @@ def test_temperature_zero_is_greedy_on_tables(tables, method):
   _assert_greedy((tables[0], sharper), method)
 
 
-@pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block', 'race_traversal'], LOSSLESS))
+@pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block', 'race_traversal'], KINDS))
 def test_temperature_zero_is_greedy(target, draft, method):
   _assert_greedy((target, draft), method)
 
@@ -124,7 +124,7 @@ def test_rounds_in_chunks_are_one_run(tables, method, chunk):
   _assert_chunks_are_one_run(tables, method, chunk)
 
 
-@pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block', 'race_block']))
+@pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block', 'race_block'], KINDS))
 def test_rounds_of_transformers_in_chunks_are_one_run(target, draft, method):
   _assert_chunks_are_one_run((target, draft), method, 1)
 

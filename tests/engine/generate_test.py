@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import KINDS, LENGTHS, NEW, PROMPTS, TREES, VERSIONS, assert_same, begin, generate, make_keys, slow_but
 
 import spectr_jax
+from runs import KINDS, LENGTHS, NEW, PROMPTS, TREES, VERSIONS, assert_same, begin, generate, make_keys, slow_but
 from spectr_jax import METHODS, ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, NotFiniteError, TokenTree
 from spectr_jax.models.table import table_model
 
@@ -135,7 +135,7 @@ def test_any_of_several_eos_ends_a_row(cycle):
   np.testing.assert_array_equal(result.tokens, [[1, 2, 3] + [-1] * 7, [4, 0] + [-1] * 8])
 
 
-@pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block']))
+@pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block'], KINDS))
 def test_a_finished_row_waits_for_the_others(tables, method):
   """Rows end in different rounds; up to its end each is what it is without EOS, and nothing comes after."""
   plain = generate(tables, method, make_keys(1))

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from runs import LENGTHS, NEW, PROMPTS, assert_same, begin, generate, make_keys, slow_but
 
 import spectr_jax
+from runs import KINDS, LENGTHS, NEW, PROMPTS, assert_same, begin, generate, make_keys, slow_but
 from spectr_jax import Request, TokenTree, generate_many
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -26,7 +26,7 @@ def expected(target, uncached_logits):
   return expected
 
 
-@pytest.mark.parametrize('method', slow_but(('race_traversal',)))
+@pytest.mark.parametrize('method', slow_but(('race_traversal',), KINDS))
 def test_are_those_of_a_forward_without_a_cache(target, draft, expected, method):
   """In a ragged batch, whatever tokens are sampled from, with a row that ends early."""
   options = {'temperature': np.array([0.7, 1.0, 1.3, 0.0]), 'top_k': 6, 'min_p': 0.05}

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys, slow_but
 
+from runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys, slow_but
 from spectr_jax.engine.loop import _put
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -40,12 +40,12 @@ def test_table_rows_do_not_depend_on_their_batch(tables, method):
   _assert_rows_alone(tables, method, shapes=[((3, 1, 0, 2), 6), ((2, 0, 1), 9)], seed=0)
 
 
-@pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block']))
+@pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block'], KINDS))
 def test_a_row_alone(tables, method):
   _assert_rows_alone(tables, method, shapes=[((row,), 6) for row in range(4)], seed=1)
 
 
-@pytest.mark.parametrize('method', slow_but(['autoregressive', 'greedy_block', 'race_traversal']))
+@pytest.mark.parametrize('method', slow_but(['autoregressive', 'greedy_block', 'race_traversal'], KINDS))
 def test_transformer_rows_do_not_depend_on_their_batch(target, draft, method):
   """In float32 a row's sums may be ordered by the shape of its batch; a token changes only if a uniform is that close
   to a boundary, about one in 10^5 draws. With these keys there is none.
@@ -54,7 +54,7 @@ def test_transformer_rows_do_not_depend_on_their_batch(target, draft, method):
   _assert_rows_alone((target, draft), method, shapes=shapes, seed=0)
 
 
-@pytest.mark.parametrize('method', slow_but(KINDS))
+@pytest.mark.parametrize('method', KINDS)
 def test_one_key_is_folded_with_the_row(tables, method):
   key = jax.random.key(11)
   folded = jnp.stack([jax.random.fold_in(key, row) for row in range(4)])
@@ -70,7 +70,7 @@ def test_arguments_survive(tables):
   assert_same(first, generate(tables, 'speculative', keys, prompts, lengths, **options))
 
 
-@pytest.mark.parametrize('method', slow_but(['autoregressive', 'spectr', 'greedy_block', 'race_block']))
+@pytest.mark.parametrize('method', slow_but(['autoregressive', 'spectr', 'greedy_block', 'race_block'], KINDS))
 def test_sampling_parameters_are_per_row(target, draft, method):
   """Each row of a mixed batch is the row of a batch that has its parameters everywhere."""
   temperature, top_k = np.array([1.0, 0.0, 0.6, 1.3]), np.array([0, 0, 3, 5])

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from runs import LENGTHS, PROMPTS, assert_same, generate, make_keys, slow_but
 
 import spectr_jax
+from runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys, slow_but
 from spectr_jax import Request, generate_many, sample_keys
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.sharding import make_mesh
@@ -30,7 +30,7 @@ def test_keys_are_those_of_no_round():
   assert len(np.unique(every, axis=0)) == len(every)
 
 
-@pytest.mark.parametrize('method', slow_but(('race_traversal',)))
+@pytest.mark.parametrize('method', slow_but(('race_traversal',), KINDS))
 def test_each_is_what_its_key_gives(target, draft, method):
   """By itself, in a ragged batch with sampling parameters of its own, whatever the number of samples."""
   options = {'temperature': np.array([0.7, 1.0, 1.3, 0.9]), 'top_k': 6, 'logprobs': True}

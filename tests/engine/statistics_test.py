@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import LENGTHS, PROMPTS, TREES, VERSIONS, assert_same, begin, generate, slow_but
 
 import spectr_jax
+from runs import KINDS, LENGTHS, PROMPTS, TREES, VERSIONS, assert_same, begin, generate, slow_but
 from spectr_jax import TokenTree
 from spectr_jax.models.table import table_model
 
@@ -50,7 +50,7 @@ def test_statistics_in_closed_form():
   assert_same(run(), dataclasses.replace(result, statistics=None))
 
 
-@pytest.mark.parametrize('method', slow_but(['traversal', 'gsd']))
+@pytest.mark.parametrize('method', slow_but(['traversal', 'gsd'], KINDS))
 def test_statistics_are_consistent(tables, method):
   """On a tree of unequal depth, until rows have ended: rounds that come after a row's end count nothing."""
   tree = TokenTree((0, 0, 1, 1, 2, 4)) if VERSIONS[method].max_drafts is None else TREES[method]

@@ -6,9 +6,9 @@ import functools
 import jax
 import numpy as np
 import pytest
-from runs import LENGTHS, PROMPTS, assert_same, begin, generate, make_keys, slow_but
 
 import spectr_jax
+from runs import KINDS, LENGTHS, PROMPTS, assert_same, begin, generate, make_keys, slow_but
 from spectr_jax import Request, Stop, StopStrings, finish_reason, generate_many, refill
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -82,7 +82,7 @@ def _expected_length(tokens):
   return len(tokens)
 
 
-@pytest.mark.parametrize('method', slow_but(('race_traversal',)))
+@pytest.mark.parametrize('method', slow_but(('race_traversal',), KINDS))
 def test_rows_end_as_if_nothing_had_run_on(tables, method):
   plain = jax.device_get(generate(tables, method, make_keys(2), **_OPTIONS))
   stopped = functools.partial(generate, tables, method, make_keys(2), stop=_STOP, **_OPTIONS)
@@ -103,7 +103,7 @@ def test_rows_end_as_if_nothing_had_run_on(tables, method):
   assert 0 < cut < 12
 
 
-@pytest.mark.parametrize('method', slow_but(('race_traversal',)))
+@pytest.mark.parametrize('method', slow_but(('race_traversal',), KINDS))
 def test_a_cut_is_that_of_a_limit(tables, method):
   """Tokens and counts are those of a run with as many new tokens; the noise does not depend on the limit."""
   limit = 7

@@ -6,10 +6,10 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from coarse import coarse
 from scipy import optimize
 
 from spectr_jax import METHODS, TokenTree
-from spectr_jax.couplings import Race
 from spectr_jax.proposal import Independent
 from spectr_jax.testing import expected_acceptance, random_tables
 from spectr_jax.theory import (
@@ -67,16 +67,6 @@ def _number(text, vocab_size):
   for token in text:
     number = number * vocab_size + 1 + token
   return number
-
-
-def _coarse(part):
-  """The same with every race of one class to an octave: the full one takes long to compile."""
-  if isinstance(part, Race):
-    return dataclasses.replace(part, num_classes=6, octave_bits=0, num_rounds=1)
-  if dataclasses.is_dataclass(part):
-    fields = [field.name for field in dataclasses.fields(part) if field.init]
-    return dataclasses.replace(part, **{name: _coarse(getattr(part, name)) for name in fields})
-  return part
 
 
 def _is_stateless(method):
@@ -327,7 +317,7 @@ def _cases():
 
 @pytest.mark.parametrize(('name', 'tree', 'vocab_size'), list(_cases()))
 def test_no_method_keeps_more(name, tree, vocab_size):
-  method = dataclasses.replace(STATELESS[name], verifier=_coarse(STATELESS[name].verifier))
+  method = coarse(STATELESS[name])
   shares = []
   for seed in range(8):
     tables, draft, target = _tables(seed, vocab_size, tree.max_depth)

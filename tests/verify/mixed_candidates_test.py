@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from coarse import COARSE_RACE
 from guesses import EXACT, random_law
 
 from spectr_jax import METHODS, Method, TokenTree
@@ -16,12 +17,11 @@ from spectr_jax.testing import enumeration, enumeration_error, random_tables
 from spectr_jax.theory import given_optimum
 from spectr_jax.verify import Block, RaceTraversal, Walk
 
-_COARSE = Race(num_classes=6, octave_bits=0, num_rounds=1)
 _FINE = Race(num_classes=80, octave_bits=3, num_rounds=60)
 _MIXING = {
-  'race': Walk(MaximalAfter(_COARSE)),
-  'race_block': Block(_COARSE),
-  'race_traversal': RaceTraversal(_COARSE),
+  'race': Walk(MaximalAfter(COARSE_RACE)),
+  'race_block': Block(COARSE_RACE),
+  'race_traversal': RaceTraversal(COARSE_RACE),
 }
 _PLACES = 5
 
