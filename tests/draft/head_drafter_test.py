@@ -1,6 +1,7 @@
 """Heads as drafters: their guesses beside a plain computation, and decoding with them."""
 
 import dataclasses
+import functools
 import sys
 
 import jax
@@ -51,36 +52,54 @@ def _drafter(config, seed=1):
   return head_drafter(params, config, V)
 
 
+_SIZE = 40  # of every text, so that one program serves all: what is causal does not see padding
+_CAUSAL = np.tril(np.ones((_SIZE, _SIZE), bool))
+_PLACES = np.arange(_SIZE)[None]
+
+
+def _padded(tokens):
+  return jnp.zeros(_SIZE, jnp.int32).at[: len(tokens)].set(jnp.array(tokens))
+
+
+@functools.partial(jax.jit, static_argnames='layers')
+def _all_features(target, tokens, *, layers):
+  model = target.with_features(layers)
+  return model.apply(tokens[None], _PLACES, _CAUSAL, model.init_cache_fn(1, _SIZE)).features[0]
+
+
 def _features(target, config, tokens):
   """`[S, F, D]`, of a whole text at once."""
-  model, size = target.with_features(config.feature_layers), len(tokens)
-  output = model.apply(
-    jnp.array([tokens]), jnp.arange(size)[None], jnp.tril(jnp.ones((size, size), bool)), model.init_cache_fn(1, size)
-  )
-  return output.features[0]
+  return _all_features(target, _padded(tokens), layers=config.feature_layers)[: len(tokens)]
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def _hidden(params, features, *, config):
+  return jnp.stack([head.hidden_of_features(params, config, features[i]) for i in range(_SIZE)])
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def _after(params, embedding, tokens, hidden, last, *, config):
+  """The hidden state and the logits after token number `last`."""
+  cache = head.init_cache(config, 1, 1)
+  after, output, _ = head.apply(params, config, embedding[tokens][None], hidden[None], _PLACES, _CAUSAL, cache)
+  return after[0, last], head.unembed(params, output[0, last])
 
 
 def _reference(target, drafter, config, text, guesses):
   """Logits `[V]` after the text and each guess of a chain, pair by pair without any cache."""
-  features = _features(target, config, text)
-  hidden = [head.hidden_of_features(drafter.params, config, features[i]) for i in range(len(text) - 1)]
+  features = _all_features(target, _padded(text), layers=config.feature_layers)
+  hidden = _hidden(drafter.params, features, config=config)
   tokens, found = list(text[1:]), []
   own = drafter.params['embedding'] if config.num_embedded else target.params['embedding']
   for guess in [*guesses, None]:
     size = len(tokens)
-    embedded = own[jnp.array(tokens)][None]
-    cache = head.init_cache(config, 1, 1)
-    after, output, _ = head.apply(
-      drafter.params, config, embedded, jnp.stack(hidden)[None], jnp.arange(size)[None],
-      jnp.tril(jnp.ones((size, size), bool)), cache,
-    )  # fmt: skip
-    logits = head.unembed(drafter.params, output[0, -1])
+    after, logits = _after(drafter.params, own, _padded(tokens), hidden, size - 1, config=config)
     full = np.full(V, -np.inf)
     full[np.asarray(drafter.params['target_ids']) if config.is_reduced else np.arange(V)] = logits
     found.append(full)
-    hidden.append(after[0, -1])
+    hidden = hidden.at[size].set(after)
     tokens.append(guess)
-  return np.array(found[: len(guesses) + 1])
+  return np.array(found)
 
 
 @pytest.mark.parametrize('name', _CONFIGS)
