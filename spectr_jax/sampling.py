@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from spectr_jax.ops.first_above import first_above, search
 from spectr_jax.ops.kernels import launch
+from spectr_jax.ops.platforms import by_platform
 from spectr_jax.ops.thresholds import keep_largest
 from spectr_jax.sharding import shards_in_program
 
@@ -126,7 +127,7 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
 
   def keep_most_likely(probs):
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    first = jax.lax.platform_dependent(logits, largest, cpu=_first_largest_in_blocks, default=_first_largest)
+    first = by_platform(logits, largest, cpu=_first_largest_in_blocks, default=_first_largest)
     largest_only = jnp.where(jnp.arange(probs.shape[-1]) == first[..., None], 1, 0).astype(probs.dtype)
     largest_only = jnp.where(jnp.isnan(probs), jnp.nan, largest_only)
     return jnp.where(is_greedy[..., None], largest_only, probs)

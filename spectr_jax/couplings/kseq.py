@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.ops.on_demand import where_needed
+from spectr_jax.ops.platforms import by_platform
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
@@ -55,7 +56,7 @@ def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates:
     Scalar in [1, n], 1 for n = 1.
   """
   by_chords, by_sections = (functools.partial(form, num_rounds=num_rounds) for form in (_by_chords, _by_sections))
-  return jax.lax.platform_dependent(draft_probs, target_probs, num_candidates, cpu=by_chords, default=by_sections)
+  return by_platform(draft_probs, target_probs, num_candidates, cpu=by_chords, default=by_sections)
 
 
 _SECTIONS_LOG2 = 4  # of the sections of a bracket in a pass of an accelerator

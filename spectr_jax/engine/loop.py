@@ -26,6 +26,7 @@ from spectr_jax.engine.state import DecodeState, constrain
 from spectr_jax.engine.statistics import round_statistics
 from spectr_jax.model import ModelOutput
 from spectr_jax.ops.layouts import in_rows
+from spectr_jax.ops.platforms import by_platform, made_for
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree
@@ -79,7 +80,8 @@ def _over_rows(outputs: Callable[[Any, Any], Any]) -> Callable[[Callable[..., An
       local = functools.partial(function, **options)
       if decoder.sharding is not None and decoder.sharding.rounds_apart(decoder.drafter, state.keys.shape[0]):
         local = decoder.sharding.over_rows(local, state, outputs)
-      return local(decoder, state)
+      with made_for(platform_of(decoder.sharding)):
+        return local(decoder, state)
 
     return apply
 
@@ -197,7 +199,7 @@ def _put(rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
   if rows.dtype != jnp.bfloat16:
     return put(rows, values)
   # XLA's CPU backend would convert all rows to float32 and back.
-  return jax.lax.platform_dependent(rows, values, cpu=put_bits, default=put)
+  return by_platform(rows, values, cpu=put_bits, default=put)
 
 
 def _emitted(proposal: Proposal, verdict: Verdict) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from spectr_jax.models import cpu_form
 from spectr_jax.models.cpu_form import TransposedKernel
 from spectr_jax.models.int8 import Int8Kernel
+from spectr_jax.ops.platforms import by_platform
 
 # Keys `[B, K, head_dim, S]` and values `[B, K, S, head_dim]` of a committed prefix, and bool `[B, 1 or N, S]`, the
 # slots that each query sees.
@@ -48,15 +49,15 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
     in_blocks = functools.partial(_matmul_in_blocks, axis=axis)
     whole = functools.partial(matmul, axis=axis)
     # A channel's scale is a factor of its sums, so that the integers, which every float dtype holds, are multiplied.
-    return jax.lax.platform_dependent(x, kernel.values, cpu=in_blocks, default=whole) * kernel.scale
+    return by_platform(x, kernel.values, cpu=in_blocks, default=whole) * kernel.scale
   rows = x.reshape(-1, x.shape[-1])
   is_row = rows.shape[0] == 1
   plain = functools.partial(_product_of_two if is_row and x.dtype == jnp.bfloat16 else _product_of_rows, axis=axis)
   by_columns = axis == 1 and kernel.size >= cpu_form.LARGE and rows.shape[0] <= _FEW_ROWS
   if by_columns and (x.dtype == jnp.bfloat16 or not is_row):
-    out = jax.lax.platform_dependent(rows, kernel, cpu=_product_of_columns, default=plain)
+    out = by_platform(rows, kernel, cpu=_product_of_columns, default=plain)
   elif axis == 0 and is_row and x.dtype == kernel.dtype == jnp.bfloat16 and kernel.shape[0] % _NUM_PARTS == 0:
-    out = jax.lax.platform_dependent(rows, kernel, cpu=_product_in_parts, default=plain)
+    out = by_platform(rows, kernel, cpu=_product_in_parts, default=plain)
   elif x.ndim == 3 and x.shape[1] >= _MANY_TOKENS:
     return plain(x, kernel)
   else:
@@ -95,7 +96,7 @@ def _product_backward(axis, operands, gradient):
 
   operands = (rows, gradient) if axis == 0 else (gradient, rows)
   # XLA's CPU backend would transpose a copy of an operand to join its axes.
-  of_kernel = jax.lax.platform_dependent(*operands, tpu=by_kernel, default=by_kernel_of_joined)
+  of_kernel = by_platform(*operands, tpu=by_kernel, default=by_kernel_of_joined)
   return _dot(gradient, kernel, (rows.ndim - 1,), (1 - axis,)).astype(rows.dtype), of_kernel.astype(kernel.dtype)
 
 
@@ -242,7 +243,7 @@ def rotation(positions: jax.Array, frequencies: jax.Array, *, magnitude: float =
     zeros = jnp.zeros((*positions.shape, 1, frequencies.shape[0]), jnp.float32)
     return jax.lax.cond(jnp.any(positions > 0), compute, lambda _: (zeros, zeros + magnitude), positions)
 
-  return jax.lax.platform_dependent(positions, cpu=kept, default=compute)
+  return by_platform(positions, cpu=kept, default=compute)
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
@@ -321,11 +322,11 @@ def attend(
 
   if prefix is not None and query.shape[1] >= _MANY_QUERIES:
     in_blocks = functools.partial(_attend_in_blocks, soft_cap=soft_cap)
-    mixed = jax.lax.platform_dependent(*arguments, cpu=in_blocks, default=plain)
+    mixed = by_platform(*arguments, cpu=in_blocks, default=plain)
   elif query.shape[1] > 1:
     mixed = plain(*arguments)
   else:
-    mixed = jax.lax.platform_dependent(*arguments, tpu=as_eight, default=plain)
+    mixed = by_platform(*arguments, tpu=as_eight, default=plain)
   if group > 1:
     mixed = jnp.swapaxes(mixed.reshape(batch_size, num_queries, group, num_kv_heads, head_dim), 2, 3)
     mixed = mixed.reshape(batch_size, num_queries, num_heads, head_dim)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from spectr_jax.models.layers import attend_causally
+from spectr_jax.ops.platforms import by_platform
 from spectr_jax.sharding import DATA, MODEL
 
 _LANES = 128  # the kernel's blocks are multiples
@@ -45,7 +46,7 @@ def attend_packed(
       by_kernel, mesh=mesh, in_specs=(PartitionSpec(DATA, None, heads), by_head, by_head, PartitionSpec(DATA)),
       out_specs=PartitionSpec(DATA, None, heads), check_vma=False,
     )  # fmt: skip
-  return jax.lax.platform_dependent(query, keys, values, documents, tpu=kernel, default=_by_blocks)
+  return by_platform(query, keys, values, documents, tpu=kernel, default=_by_blocks)
 
 
 def _by_blocks(query, keys, values, documents):

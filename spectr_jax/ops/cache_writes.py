@@ -11,6 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.ops.platforms import by_platform
+
 _MOST_SELECTED = 128  # entries; a prefill may write more, once
 
 
@@ -24,14 +26,12 @@ def write_slots(array: jax.Array, pending: jax.Array, path: jax.Array, slots: ja
     slots: int32 `[B, D]`, the slot of each; entries with slots from S on are dropped.
     axis: The slot axis, 2 or 3.
   """
-  by_platform = {}
+  forms = {}
   if path.shape[1] <= _MOST_SELECTED:
-    by_platform['tpu'] = functools.partial(_select, axis=axis)
+    forms['tpu'] = functools.partial(_select, axis=axis)
   if array.dtype == jnp.bfloat16:
-    by_platform['cpu'] = functools.partial(_scatter_integers, axis=axis)
-  return jax.lax.platform_dependent(
-    array, pending, path, slots, **by_platform, default=functools.partial(_scatter, axis=axis)
-  )
+    forms['cpu'] = functools.partial(_scatter_integers, axis=axis)
+  return by_platform(array, pending, path, slots, **forms, default=functools.partial(_scatter, axis=axis))
 
 
 def _scatter(array, pending, path, slots, *, axis: int):

@@ -10,6 +10,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.ops.platforms import by_platform
+
 _NUM_PARTS = 128
 
 
@@ -24,7 +26,7 @@ def sums_by_class(values: jax.Array, classes: jax.Array, num_classes: int) -> ja
   Returns:
     `[C]`.
   """
-  return jax.lax.platform_dependent(
+  return by_platform(
     values,
     classes,
     cpu=functools.partial(_scatter, num_classes=num_classes),

@@ -6,6 +6,7 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, PartitionSpec
 
+from spectr_jax.ops.platforms import by_platform
 from spectr_jax.sharding import shards_in_program
 
 
@@ -32,4 +33,4 @@ def in_rows(laws: jax.Array) -> jax.Array:
     constrain = jax.shard_map(
       constrain, in_specs=divided, out_specs=divided, axis_names=set(axes), check_vma=False
     )  # fmt: skip
-  return jax.lax.platform_dependent(laws, tpu=constrain, default=lambda laws: laws)
+  return by_platform(laws, tpu=constrain, default=lambda laws: laws)

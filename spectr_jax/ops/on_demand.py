@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.ops.platforms import by_platform
+
 # From this operand size on, a loop over rows pays on a CPU.
 _MANY = 4096
 
@@ -73,7 +75,7 @@ def where_needed(is_needed: jax.Array, function: Callable[..., Any], otherwise: 
     if max(x[0].size for x in jax.tree.leaves(operands)) < _MANY:
       result = together()
     else:
-      result = jax.lax.platform_dependent(cpu=one_by_one, default=together)
+      result = by_platform(cpu=one_by_one, default=together)
     return result, jax.tree.map(lambda _: True, result)
 
   return call(jnp.asarray(is_needed), otherwise, operands)
@@ -98,7 +100,7 @@ def _picked(laws: jax.Array, rows: jax.Array) -> jax.Array:
     laws: `[R, V]`, distributions.
     rows: int32 `[M]`, rows that exist.
   """
-  return jax.lax.platform_dependent(laws, rows, tpu=_picked_by_product, default=_picked_in_place)
+  return by_platform(laws, rows, tpu=_picked_by_product, default=_picked_in_place)
 
 
 @_picked.def_vmap
@@ -231,7 +233,7 @@ def map_needed(
       rows = one_by_one(*jax.tree.map(lambda x: x[None], arguments))
       return jax.tree.map(lambda x: x[0], rows)
 
-    return jax.lax.platform_dependent(*arguments, cpu=alone, default=together)
+    return by_platform(*arguments, cpu=alone, default=together)
 
   @call.def_vmap
   def call_rows(num_rows, in_batched, *arguments):
@@ -240,7 +242,7 @@ def map_needed(
       tuple(in_batched),
       arguments,
     )
-    results = jax.lax.platform_dependent(*arguments, cpu=one_by_one, default=jax.vmap(together))
+    results = by_platform(*arguments, cpu=one_by_one, default=jax.vmap(together))
     return results, jax.tree.map(lambda _: True, results)
 
   return call(*arguments)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from spectr_jax.ops.kernels import launch
+from spectr_jax.ops.platforms import by_platform
 from spectr_jax.ops.threshold_kernels import is_covered, keep_rows, search_parts, step_parts, step_parts_plainly
 from spectr_jax.sharding import shards_in_program
 
@@ -35,7 +36,7 @@ def largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | No
     `[..., 1]`, t; the tokens to keep are those with probability at least t. 0 where all tokens together weigh less.
   """
   goal = jnp.broadcast_to(goal, probs.shape[:-1])
-  return jax.lax.platform_dependent(probs, goal, weights, cpu=_row_by_row, default=_together)
+  return by_platform(probs, goal, weights, cpu=_row_by_row, default=_together)
 
 
 def keep_largest(probs: jax.Array, goal: jax.Array, *, is_weighted: bool) -> jax.Array:
@@ -51,7 +52,7 @@ def keep_largest(probs: jax.Array, goal: jax.Array, *, is_weighted: bool) -> jax
   """
   plain = functools.partial(_keep_largest, is_weighted=is_weighted)
   on_tpu = functools.partial(_keep_by_kernel, is_weighted=is_weighted)
-  return jax.lax.platform_dependent(probs, goal, tpu=on_tpu, default=plain)
+  return by_platform(probs, goal, tpu=on_tpu, default=plain)
 
 
 def _keep_from(probs, threshold, goal):

@@ -14,6 +14,7 @@ from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.given import Given
 from spectr_jax.couplings.kseq import KSeq
 from spectr_jax.ops.on_demand import map_needed
+from spectr_jax.ops.platforms import by_platform
 from spectr_jax.proposal import Independent, Proposal, ProposalRule
 from spectr_jax.sampling import draw
 from spectr_jax.verify.position import Position, next_position
@@ -164,7 +165,7 @@ class Walk(RecordedVerifier):
       (node, depth, residual), decisions = by_steps()
     else:
       table = functools.partial(self._by_table, self.coupling, tree, proposal, target_probs, uniforms)
-      node, depth, residual = jax.lax.platform_dependent(cpu=lambda: by_steps()[0], default=table)
+      node, depth, residual = by_platform(cpu=lambda: by_steps()[0], default=table)
       decisions = None
     decisions = {} if decisions is None else {'accept': decisions}
     return stop_at(tree, node, residual, uniforms[depth, 1], state, decisions)

@@ -34,6 +34,7 @@ def _model(dtype='float32', seed=0, **sizes):
   return transformer_model(init_params(jax.random.key(seed), config), config)
 
 
+@jax.jit
 def _round(model, cache, lengths):
   """Logits of a round's two calls, on a chain of two tokens and on four of its children, and the cache thereafter."""
   batch_size = len(lengths)

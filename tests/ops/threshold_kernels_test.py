@@ -1,5 +1,7 @@
 """The kernels that search thresholds, interpreted, against sorting and against the plain form."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,30 +20,31 @@ def _rows(vocab_size):
   return np.concatenate([probs, near[None], np.float32(np.eye(1, vocab_size)) + np.finfo(np.float32).eps])
 
 
-def _kept_in_parts(probs, goal, is_weighted, step=threshold_kernels.step_parts, **options):
-  """What a search over two parts of each row keeps."""
-  parts, goal = [jnp.asarray(part) for part in np.split(probs, 2, axis=1)], goal[:, None]
+@functools.partial(jax.jit, static_argnames=('is_weighted', 'step', 'interpret'))
+def _kept_in_parts(probs, goal, is_weighted, step=threshold_kernels.step_parts, interpret=None):
+  """What a search over two parts of each row keeps; nothing if the parts do not agree."""
+  options = {} if interpret is None else {'interpret': interpret}
+  parts, goal = jnp.split(probs, 2, axis=1), goal[:, None]
 
   def step_both(low, high, sums):
     first, second = (step(part, goal, low, high, sums, is_weighted=is_weighted, **options) for part in parts)
-    np.testing.assert_array_equal(first[:2], second[:2])
-    return *first[:2], jnp.stack([first[2], second[2]])
+    agreed = (jnp.where(one == other, one, jnp.iinfo(one.dtype).max) for one, other in zip(first[:2], second[:2]))
+    return *agreed, jnp.stack([first[2], second[2]])
 
-  with jax.disable_jit():
-    found = threshold_kernels.search_parts(step_both, lambda sums: sums.sum(0), goal)
-  return probs >= np.asarray(found)
+  return probs >= threshold_kernels.search_parts(step_both, lambda sums: sums.sum(0), goal)
 
 
 def _kept_by(form):
   if form == 'rows':
     return lambda *arguments: np.asarray(_keep_rows(*arguments)) > 0
   if form == 'parts':
-    return lambda *arguments: _kept_in_parts(*arguments, interpret=True)
-  return lambda *arguments: _kept_in_parts(*arguments, threshold_kernels.step_parts_plainly)
+    return lambda *arguments: np.asarray(_kept_in_parts(*arguments, interpret=True))
+  return lambda *arguments: np.asarray(_kept_in_parts(*arguments, threshold_kernels.step_parts_plainly))
 
 
+@functools.partial(jax.jit, static_argnames='is_weighted')
 def _keep_rows(probs, goal, is_weighted):
-  return threshold_kernels.keep_rows(jnp.asarray(probs), goal, is_weighted=is_weighted, interpret=True)
+  return threshold_kernels.keep_rows(probs, goal, is_weighted=is_weighted, interpret=True)
 
 
 @pytest.mark.parametrize('vocab_size', [100, 2356])

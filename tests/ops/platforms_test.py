@@ -1,0 +1,47 @@
+"""Forms by platform: which of them are traced, and which run."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spectr_jax.ops.platforms import by_platform, made_for
+
+
+@pytest.fixture
+def forms():
+  """Forms that say by their result and by a list which they are."""
+  traced = []
+
+  def form(name, value):
+    def apply(x):
+      traced.append(name)
+      return x + value
+
+    return apply
+
+  return {'cpu': form('cpu', 1), 'tpu': form('tpu', 2), 'default': form('default', 3)}, traced
+
+
+def test_all_forms_are_traced_where_the_platform_is_not_known(forms):
+  forms, traced = forms
+  assert jax.jit(lambda x: by_platform(x, **forms))(jnp.zeros(())) == 1
+  assert sorted(traced) == ['cpu', 'default', 'tpu']
+
+
+@pytest.mark.parametrize(('platform', 'name', 'value'), [('cpu', 'cpu', 1), ('tpu', 'tpu', 2), ('gpu', 'default', 3)])
+def test_one_form_is_traced_where_it_is(forms, platform, name, value):
+  forms, traced = forms
+  with made_for(platform):
+    assert jax.jit(lambda x: by_platform(x, **forms))(jnp.zeros(())) == value
+  assert traced == [name]
+
+
+def test_functions_are_traced_anew_for_another_platform(forms):
+  forms, _ = forms
+  inner = jax.jit(lambda x: by_platform(x, **forms))
+
+  def found(platform):
+    with made_for(platform):
+      return inner(jnp.zeros(()))
+
+  assert [float(found(platform)) for platform in ('cpu', 'tpu', 'cpu')] == [1, 2, 1]
