@@ -43,6 +43,8 @@ SHAPES = {
   'B': TransformerConfig(32000, 144, num_layers=6, num_heads=4, mlp_dim=576, max_length=512),
 }
 PROMPT_LENGTH, NEW_TOKENS = 64, 128
+DRAFT_LENGTHS = 4, 8  # of rounds with one draft
+METHODS = 'spectr', 'race_block', 'race_traversal'  # whose parts are timed
 Call = Callable[[], int]  # runs a task and returns its number of steps
 
 
@@ -308,12 +310,12 @@ def measure(dtypes: Sequence[str], batch_sizes: Sequence[int], num_runs: int, ha
       title = f'\nA, {dtype}, batch {batch_size}: autoregressive, per step'
       lines = [*describe_times(title, times, batch_size), describe_floor(times, num_bytes, rate)]
       print('\n'.join(lines), flush=True)
-    for draft_length in (4, 8):
+    for draft_length in DRAFT_LENGTHS:
       times = time_steps(round_calls(dtype, draft_length, has_peer), num_runs)
       results[f'rounds {dtype} L={draft_length}'] = times
       title = f'\nA and B, target {dtype}, K=1, L={draft_length}: per round'
       print('\n'.join(describe_times(title, times, None)), flush=True)
-    for method in ('spectr', 'race_block', 'race_traversal'):
+    for method in METHODS:
       found = parts(dtype, method, 4, 4, num_runs)
       results[f'parts {dtype} {method} K=4 L=4'] = found
       share = found['verification'] / found['round']
@@ -339,6 +341,7 @@ if __name__ == '__main__':
     'draft_config', 'configs/hub/draft_160m_of_llama_3', 'Folder with config.json: sizes of the draft, likewise.'
   )
   _HEAD = flags.DEFINE_bool('head', False, "Whether a head of EAGLE-3's sizes drafts as well, likewise.")
+  _SHAPES = flags.DEFINE_list('shapes', ['1x4', '4x8', '4x16'], 'Rounds of K drafts of L tokens, KxL, likewise.')
   _PEER_DEVICE = flags.DEFINE_enum('peer_device', 'cuda', ['cuda', 'cpu'], 'Where transformers run, likewise.')
 
   def main(argv):
@@ -350,7 +353,8 @@ if __name__ == '__main__':
       if _OUTPUT.value is None:
         raise ValueError('--target_config needs --output')
       sizes = speed_of_sizes.Sizes(
-        _TARGET.value, _DRAFT.value, _HEAD.value, _DTYPE.value[0], tuple(batch_sizes), _NUM_RUNS.value,
+        _TARGET.value, _DRAFT.value, _HEAD.value, _DTYPE.value[0], tuple(batch_sizes),
+        speed_of_sizes.parse_shapes(_SHAPES.value), _NUM_RUNS.value,
         _PEER_DEVICE.value if _PEER.value else None,
       )  # fmt: skip
       speed_of_sizes.run(sizes, _OUTPUT.value)

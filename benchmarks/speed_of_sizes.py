@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -40,9 +41,8 @@ from train.eagle3_head import Eagle3Kind
 
 SEED = 0
 METHODS = 'race_traversal', 'spectr'
-TREES = (1, 4), (4, 8), (4, 16)  # K drafts of L tokens
 NUM_ROUNDS = 16  # of a timed run
-PROFILED = 'race_traversal', (4, 8)
+PROFILED = 'race_traversal'
 HEAD_TOKENS = 32000  # tokens that the head guesses, as EAGLE-3 has them
 COPIED = 2**28  # numbers of a copy
 UNITS = 'step', 'round'
@@ -60,6 +60,8 @@ class Sizes:
     has_head: Whether a head of EAGLE-3's sizes drafts as well.
     dtype: Type of weights and activations.
     batch_sizes: Numbers of rows.
+    shapes: K drafts of L tokens of each kind of round; the first is compared with the peer, the second, if
+      there are several, is profiled.
     num_runs: Timed runs of each measurement.
     peer_device: Where Hugging Face's transformers run, `cuda` or `cpu`; None to leave them out.
   """
@@ -69,8 +71,24 @@ class Sizes:
   has_head: bool
   dtype: str
   batch_sizes: tuple[int, ...]
+  shapes: tuple[tuple[int, int], ...]
   num_runs: int
   peer_device: str | None
+
+
+def parse_shapes(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
+  """The shapes of rounds from texts such as `4x8`, four drafts of eight tokens.
+
+  Args:
+    texts: The texts, at least one.
+
+  Raises:
+    ValueError: A text is of another form.
+  """
+  matches = [re.fullmatch(r'([1-9]\d*)x([1-9]\d*)', text) for text in texts]
+  if not texts or None in matches:
+    raise ValueError(f'shapes: expected drafts x tokens such as 4x8, got {",".join(texts)!r}')
+  return tuple((int(match[1]), int(match[2])) for match in matches if match)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,14 +207,15 @@ def measure_rounds(
   return found
 
 
-def measure_profile(models: Models, directory: epath.Path) -> Result:
+def measure_profile(models: Models, sizes: Sizes, directory: epath.Path) -> Result:
   """Records some rounds of the first kind of draft for one row.
 
   Args:
     models: The models.
+    sizes: What is measured.
     directory: Where the profile goes.
   """
-  method, shape = PROFILED
+  method, shape = PROFILED, sizes.shapes[:2][-1]
   decoder = speed.make_decoder(models.target, models.drafts['draft'], method, TokenTree.chains(*shape))
   rows = speed.prompts(1, models.target.vocab_size)
   speed.round_seconds(decoder, rows, 1, 1)
@@ -223,7 +242,7 @@ def measure_peer(sizes: Sizes, device: str) -> Result:
   if device == 'cuda' and not torch.cuda.is_available():
     return {'left_out': 'this torch finds no CUDA device'}
   target, draft = (peer.make_public(path, sizes.dtype, device) for path in (sizes.target, sizes.draft))
-  rows, draft_length = speed.prompts(1, target.config.vocab_size), TREES[0][1]
+  rows, draft_length = speed.prompts(1, target.config.vocab_size), sizes.shapes[0][1]
   counter, num_new = peer.count_calls(target), speed.NEW_TOKENS
 
   def counted(sample):
@@ -250,7 +269,7 @@ def measure_beside_peer(models: Models, sizes: Sizes) -> Result:
     sizes: What is measured.
   """
   rows, target = speed.prompts(1, models.target.vocab_size), models.target
-  tree = TokenTree.chains(*TREES[0])
+  tree = TokenTree.chains(*sizes.shapes[0])
   calls = {
     'spectr_jax, step': speed.own_call((target, None), rows, 'autoregressive', None),
     'spectr_jax, round': speed.own_call((target, models.drafts['draft']), rows, 'speculative', tree),
@@ -270,7 +289,7 @@ def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Cal
   for batch_size in sizes.batch_sizes:
     yield f'steps, {batch_size} rows', functools.partial(measure_steps, sizes=sizes, batch_size=batch_size)
     for draft in ('draft', 'head')[: 1 + sizes.has_head]:
-      for num_drafts, draft_length in TREES:
+      for num_drafts, draft_length in sizes.shapes:
         for method in METHODS:
           yield (
             f'{method} {num_drafts} x {draft_length}, {draft}, {batch_size} rows',
@@ -279,7 +298,7 @@ def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Cal
               draft_length=draft_length,
             ),
           )  # fmt: skip
-  yield 'profile', lambda models: measure_profile(models, directory)
+  yield 'profile', lambda models: measure_profile(models, sizes, directory)
 
 
 def describe(name: str, found: Result) -> str:

@@ -32,12 +32,11 @@ def _tiny_shapes(monkeypatch):
 
 def test_speed(monkeypatch, capsys):
   monkeypatch.setattr(speed, 'NEW_TOKENS', 8)
+  monkeypatch.setattr(speed, 'DRAFT_LENGTHS', (4,))
+  monkeypatch.setattr(speed, 'METHODS', ('spectr',))
   monkeypatch.setattr(speed, 'read_rate', lambda: 1e9)
   found = speed.measure(['float32'], [2], 2, has_peer=False)['milliseconds']
-  assert set(found) == {
-    'autoregressive float32 batch 2', 'rounds float32 L=4', 'rounds float32 L=8', 'parts float32 spectr K=4 L=4',
-    'parts float32 race_block K=4 L=4', 'parts float32 race_traversal K=4 L=4',
-  }  # fmt: skip
+  assert set(found) == {'autoregressive float32 batch 2', 'rounds float32 L=4', 'parts float32 spectr K=4 L=4'}
   times = found['autoregressive float32 batch 2']['spectr_jax']
   assert 0 < times['low'] <= times['median'] <= times['high']
   parts = found['parts float32 spectr K=4 L=4']
@@ -128,11 +127,11 @@ def test_refill():
 def test_growth(monkeypatch):
   monkeypatch.setattr(growth, 'NUM_ROUNDS', 1)
   few = [growth.Point(2, 2, 1, 32, 256), growth.Point(2, 2, 4, 32, 256)]
-  one, four = growth.measure(few, 'race_block', 1)
+  one, four = growth.measure(few, 'spectr', 1)
   for row in (one, four):
     assert all(row[part] > 0 for part in growth.TIMES)
     assert row['bytes'] > row['floor_bytes']
   assert 0 < four['floor_bytes'] - one['floor_bytes'] < four['bytes'] - one['bytes']
   rows = [{'point': dataclasses.asdict(point)} | row for point, row in zip(few, (one, four))]
   monkeypatch.setattr(growth, 'AXES', {'rows': tuple(few)})
-  assert growth.draw(rows, 'race_block').startswith(b'\x89PNG')
+  assert growth.draw(rows, 'spectr').startswith(b'\x89PNG')

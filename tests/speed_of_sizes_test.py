@@ -31,13 +31,12 @@ def tiny(monkeypatch, tmp_path):
   monkeypatch.setattr(speed_of_sizes, 'NUM_ROUNDS', 2)
   monkeypatch.setattr(speed_of_sizes, 'COPIED', 2**16)
   monkeypatch.setattr(speed_of_sizes, 'METHODS', ('race_traversal',))
-  monkeypatch.setattr(speed_of_sizes, 'TREES', ((2, 2),))
-  monkeypatch.setattr(speed_of_sizes, 'PROFILED', ('race_traversal', (2, 2)))
   target = _write(tmp_path / 'target', num_hidden_layers=6)
   draft = _write(tmp_path / 'draft', num_hidden_layers=1, tie_word_embeddings=True)
-  return speed_of_sizes.Sizes(target, draft, True, 'bfloat16', (2,), 2, None)
+  return speed_of_sizes.Sizes(target, draft, True, 'bfloat16', (2,), ((2, 2),), 2, None)
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_measured_again(tiny, tmp_path, capsys, monkeypatch):
   output = tmp_path / 'sizes.json'
   speed_of_sizes.run(tiny, output)
@@ -63,6 +62,13 @@ def test_what_is_there_is_not_measured_again(tiny, tmp_path, capsys, monkeypatch
   assert share in capsys.readouterr().out
   with pytest.raises(ValueError, match='other flags'):
     speed_of_sizes.run(dataclasses.replace(tiny, num_runs=3), output)
+
+
+def test_shapes_from_texts():
+  assert speed_of_sizes.parse_shapes(['1x4', '4x16']) == ((1, 4), (4, 16))
+  for texts in ([], ['4'], ['4x'], ['0x3'], ['2x3x4']):
+    with pytest.raises(ValueError, match='such as 4x8'):
+      speed_of_sizes.parse_shapes(texts)
 
 
 def test_what_fails_does_not_stop_the_rest(tiny, tmp_path, capsys, monkeypatch):
