@@ -102,7 +102,9 @@ def test_exact(method, tree, vocab_size, num_tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize(('method', 'tree', 'vocab_size', 'num_tokens'), list(_cases(_WITH_LAW, _LARGE)))
 def test_exact_large(method, tree, vocab_size, num_tokens):
-  assert _error(coarse(method), tree, vocab_size, num_tokens, seeds=2) <= 1e-10
+  # The largest case has 3^9 ways to fill its tree, after each of 40 prefixes.
+  seeds = 1 if vocab_size**tree.num_nodes > 10_000 else 2
+  assert _error(coarse(method), tree, vocab_size, num_tokens, seeds=seeds) <= 1e-10
 
 
 @pytest.mark.slow
@@ -238,7 +240,6 @@ _SAMPLED = [
   ('greedy_block', TokenTree.chains(1, 3)),
   ('race', TokenTree.chains(3, 2)),
   ('race_block', _IRREGULAR),
-  ('race_traversal', _IRREGULAR),
   ('race_traversal', TokenTree.chains(3, 2)),
   ('traversal', _IRREGULAR),
   ('traversal_without_replacement', _IRREGULAR),

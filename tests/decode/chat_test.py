@@ -83,8 +83,9 @@ def test_turns_with_a_head_are_those_of_a_fresh_start(target, tokenizer, is_besi
     said = [*talk.messages, {'role': 'user', 'content': text}]
     prompt, key = tokenizer.encode_chat(said), jax.random.fold_in(jax.random.key(0), turn)
     pieces = list(talk.ask(text))
+    padded = np.pad([prompt], ((0, 0), (0, _CONTEXT - _NEW - len(prompt))))  # one program for all turns
     wanted = spectr_jax.generate(
-      key[None], target, drafter, np.array([prompt]), [len(prompt)], eos_id=tokenizer.eos_ids, top_k=20, **options
+      key[None], target, drafter, padded, [len(prompt)], eos_id=tokenizer.eos_ids, top_k=20, **options
     )
     tokens = [token for token in wanted.tokens[0, : int(wanted.lengths[0])].tolist() if token not in tokenizer.eos_ids]
     assert ''.join(pieces) == tokenizer.decode(tokens)

@@ -102,7 +102,7 @@ def test_exhibits_know_drafts_of_every_kind_before_they_measure(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['gbv_table1', 'methods', 'ersd_fig3'])
+@pytest.mark.parametrize('name', ['gbv_table1', 'ersd_fig3'])
 def test_exhibits_decode_with_a_head(options, name):
   sizes = SMALL_FIGURES.get(name, {'max_new_tokens': 6, 'num_drafts': (2,), 'draft_length': (2,), 'num_prompts': 3})
   results = EXHIBITS[name].run(_request(options, name, **sizes), lambda *_: None)
