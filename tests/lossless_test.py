@@ -239,8 +239,8 @@ _SAMPLED = [
   ('block', TokenTree.chains(1, 3)),
   ('greedy_block', TokenTree.chains(1, 3)),
   ('race', TokenTree.chains(3, 2)),
-  ('race_block', _IRREGULAR),
-  ('race_traversal', TokenTree.chains(3, 2)),
+  ('race_block', TokenTree.chains(2, 2)),
+  ('race_traversal', TokenTree.chains(2, 2)),
   ('traversal', _IRREGULAR),
   ('traversal_without_replacement', _IRREGULAR),
 ]
