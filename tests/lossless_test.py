@@ -238,7 +238,7 @@ _SAMPLED = [
   ('ersd', _IRREGULAR),
   ('block', TokenTree.chains(1, 3)),
   ('greedy_block', TokenTree.chains(1, 3)),
-  ('race', TokenTree.chains(3, 2)),
+  ('race', TokenTree.chains(2, 2)),
   ('race_block', TokenTree.chains(2, 2)),
   ('race_traversal', TokenTree.chains(2, 2)),
   ('traversal', _IRREGULAR),
