@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from runs import KINDS, NEW, PROMPTS, begin, generate, make_keys
 from spectr_jax import Confident, Likeliest, TokenTree, growing, lookup_beside, lookup_drafter
 from spectr_jax.draft import model_drafter
 from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import state as engine_state
 from tests.draft.tiny_heads import tiny_head, tiny_medusa
+from tests.engine.runs import KINDS, NEW, PROMPTS, begin, generate, make_keys
 
 pytestmark = pytest.mark.usefixtures('highest')
 

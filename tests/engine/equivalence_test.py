@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import (
+
+import spectr_jax
+from spectr_jax import METHODS, TokenTree, with_epsilon
+from spectr_jax.models.transformer import config_of, transformer_model
+from tests.engine.runs import (
   KINDS,
   LENGTHS,
   LOSSLESS,
@@ -20,10 +24,6 @@ from runs import (
   make_keys,
   slow_but,
 )
-
-import spectr_jax
-from spectr_jax import METHODS, TokenTree, with_epsilon
-from spectr_jax.models.transformer import config_of, transformer_model
 
 pytestmark = pytest.mark.usefixtures('highest')
 

@@ -9,9 +9,21 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from runs import KINDS, LENGTHS, NEW, PROMPTS, TREES, VERSIONS, assert_same, begin, generate, make_keys, slow_but
 from spectr_jax import METHODS, ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, NotFiniteError, TokenTree
 from spectr_jax.models.table import table_model
+from tests.engine.runs import (
+  KINDS,
+  LENGTHS,
+  NEW,
+  PROMPTS,
+  TREES,
+  VERSIONS,
+  assert_same,
+  begin,
+  generate,
+  make_keys,
+  slow_but,
+)
 
 pytestmark = pytest.mark.usefixtures('highest')
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from runs import KINDS, LENGTHS, NEW, PROMPTS, assert_same, begin, generate, make_keys, slow_but
 from spectr_jax import Request, TokenTree, generate_many
+from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, assert_same, begin, generate, make_keys, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys, slow_but
 from spectr_jax.engine.loop import _put
+from tests.engine.runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 

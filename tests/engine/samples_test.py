@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys, slow_but
 from spectr_jax import Request, generate_many, sample_keys
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.sharding import make_mesh
+from tests.engine.runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from runs import KINDS, LENGTHS, PROMPTS, TREES, VERSIONS, assert_same, begin, generate, slow_but
 from spectr_jax import TokenTree
 from spectr_jax.models.table import table_model
+from tests.engine.runs import KINDS, LENGTHS, PROMPTS, TREES, VERSIONS, assert_same, begin, generate, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 

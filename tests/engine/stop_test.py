@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from runs import KINDS, LENGTHS, PROMPTS, assert_same, begin, generate, make_keys, slow_but
 from spectr_jax import Request, Stop, StopStrings, finish_reason, generate_many, refill
+from tests.engine.runs import KINDS, LENGTHS, PROMPTS, assert_same, begin, generate, make_keys, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
