@@ -177,15 +177,15 @@ def analyse(
     program = Program(
       text, chip, collective_seconds=collective_seconds, trips=trips, dearest=dearest, kernels=take_schedules(text)
     )  # fmt: skip
-    return program.cost(PARTS, loop=ROUNDS)
+    return program.cost(PARTS, loop=ROUNDS), program.uncounted
 
   start = time.perf_counter()
   compiled = compile_with(method, tree)
   seconds = time.perf_counter() - start
   tree = get_method(method).tree_for(tree)
-  parts = costs(compiled, _trips(tree))
+  parts, uncounted = costs(compiled, _trips(tree))
   # Without nodes it is the step of autoregressive decoding.
-  step = costs(compile_with('autoregressive', None), _trips(TokenTree())) if tree.num_nodes else parts
+  step = costs(compile_with('autoregressive', None), _trips(TokenTree()))[0] if tree.num_nodes else parts
   return Report(
     devices=sharding.mesh.size,
     batch_size=batch_size,
@@ -193,6 +193,7 @@ def analyse(
     chip=chip,
     target_flops=matmul_flops(model, batch_size * (tree.num_nodes + 1)) / sharding.mesh.size,
     parts=parts,
+    uncounted=tuple(sorted(uncounted)),
     autoregressive=sum(step.values(), Cost()),
     compile_seconds=seconds,
   )

@@ -129,6 +129,33 @@ def test_another_condition_says_nothing_about_iterations(condition):
   assert _cycles(text) == _cycles()
 
 
+def test_a_loop_may_count_in_steps():
+  # XLA writes loops that send one part of a product while they compute another in this form, two turns at a time.
+  body = """
+  %body.2 (p: (f32[8], u32[])) -> (f32[8], u32[]) {
+    %i = u32[]{:T(128)} get-tuple-element(%p), index=1
+    %constant.1 = u32[]{:T(128)} constant(1)
+    %j = u32[]{:T(128)} add(%i, %constant.1)
+    %k = u32[]{:T(128)} add(%constant.1, %j)
+    OP
+    ROOT %t = (f32[8], u32[]) tuple(%a, %k)
+  }""".replace('OP', _op('a', 10))
+  condition = _CONDITIONS['fused'].replace('s32', 'u32').replace('index=0', 'index=1')
+  loop = '%w = (f32[8], u32[]) while(%p), condition=%c, body=%body.2, metadata={op_name="jit(f)/while"}'
+  text = textwrap.dedent(condition + '\n' + body) + '\n' + _entry(loop)
+  assert _cycles(text) == 3 * 10
+  assert _cycles(text.replace('add(%constant.1, %j)', 'add(%j, %j)')) == 6 * 10  # nothing is known of the step
+
+
+def test_loops_of_unknown_length_are_named():
+  program = Program(_PROGRAM, _CHIP, trips={'search': 4})
+  program.total()
+  assert program.uncounted == {'jit(f)/vmap(path)/while'}
+  program = Program(_PROGRAM, _CHIP, trips={'search': 4, 'path': 3})
+  program.total()
+  assert not program.uncounted
+
+
 def test_copies_from_memory_run_beside_the_work_and_one_after_another():
   start = '%copy-start.{0} = (f32[1024]{{0:T(128)S(1)}}, f32[1024]{{0:T(128)}}, u32[]{{:S(2)}}) copy-start(%p)'
   done = '%copy-done.{0} = f32[1024]{{0:T(128)S(1)}} copy-done(%copy-start.{0})'
@@ -162,6 +189,36 @@ def test_transfers_between_devices():
   assert found.collective_bytes == 2048
   # A millisecond each, and 1024 bytes once, or twice for the sum.
   assert found.seconds == pytest.approx((1 + 4 + 1 + 2) * 1e-3)
+
+
+def test_a_transfer_of_several_arrays_counts_all_of_them():
+  line = '%r = (f32[128]{0}, f32[]{:T(128)}, f32[384]{0}) all-reduce(%p, %q, %o), to_apply=%x'
+  assert Program(_entry(line), _CHIP).total().collective_bytes == 4 * (128 + 1 + 384)
+
+
+def test_transfers_in_fusions_run_beside_the_work():
+  def fused(name, shape, mark):
+    return '\n'.join(
+      [
+        f'%{name} (p: f32[128]) -> f32[256] {{', '%p = f32[128]{0} parameter(0)',
+        f'%g.{name} = f32[256]{{0}} all-gather(%p), channel_id=7, dimensions={{0}}',
+        f'ROOT %c.{name} = {shape} custom-call(%g.{name}), custom_call_target="AsyncCollective{mark}"', '}',
+      ]
+    )  # fmt: skip
+
+  begun = '(f32[128]{0}, f32[256]{0}, s32[2]{0:S(4)})'
+  lines = [
+    f'%async-collective-start.3 = {begun} fusion(%p), kind=kCustom, calls=%begin',
+    _op('a', 2),
+    '%async-collective-done.3 = f32[256]{0} fusion(%x, %y), kind=kCustom, calls=%end',
+    _op('b', 1),
+  ]
+  computations = fused('begin', begun, 'Start') + '\n' + fused('end', 'f32[256]{0}', 'Done') + '\n'
+  found = Program(computations + _entry(*lines), _CHIP, collective_seconds=1e-3).total()
+  assert found == Cost(pytest.approx(4e-3), 3, 2, collectives={'all-gather': 1}, collective_bytes=1024)
+  lines[1] = _op('a', 9)  # the transfer takes 3 ms
+  found = Program(computations + _entry(*lines), _CHIP, collective_seconds=1e-3).total()
+  assert found.seconds == pytest.approx(10e-3)
 
 
 def test_transfers_that_are_started_early_run_beside_the_work():

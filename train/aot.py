@@ -3,11 +3,11 @@
 Command   python -m train.aot --config=configs/lm1b.py:97m --topology=v5e:4x4 --mesh=data:8,model:2
 Needs     the extra `tpu`, for the compiler
 
-Bytes are the compiler's figures for one device. The compiler counts the body of a loop once. So the figures for
-operations and time come from a second compilation without loops. FLOPs are compared with a closed form. Times are
-estimates, and no TPU is involved: the program's schedule is replayed with the cycles that the compiler expects for
-every operation, copies from memory at its bandwidth, and transfers between devices, each of which takes
-`--collective_us` and the time of its bytes.
+Bytes are the compiler's figures for one device. The compiler counts the operations of a loop's body once. So FLOPs,
+which are compared with a closed form, come from a second compilation without loops. Times are estimates, and no TPU is
+involved: the schedule of the program that trains is replayed with the cycles that the compiler expects for every
+operation, as often as its loop turns, copies from memory at its bandwidth, and transfers between devices, each of which
+takes `--collective_us` and the time of its bytes.
 """
 
 from __future__ import annotations
@@ -118,9 +118,11 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
     collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
   """
   compiled, seconds = compile_step(config, mesh)
-  take_schedules(compiled.as_text())  # removes them: those of the program without loops count
+  chip, text = chip_of(mesh.devices.flat[0]), compiled.as_text()
+  kernels = take_schedules(text)
+  program = Program(text, chip, collective_seconds=collective_seconds, kernels=kernels)
+  parts = program.cost()
   unrolled = compile_step(config, mesh, unroll=True)[0]
-  chip, text = chip_of(mesh.devices.flat[0]), unrolled.as_text()
   model_config = check_config(config)
   sizes = config.batch_size, config.seq_len
   flops = plan.train_flops(model_config, *sizes, remat=config.remat)
@@ -129,7 +131,6 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
     teacher_config = read_config(config.distill_from)
     flops += plan.forward_flops(teacher_config, *sizes)
     of_attention += plan.attention_flops(teacher_config, *sizes)
-  kernels = take_schedules(text)
   return Report(
     devices=mesh.size,
     memory=Memory.of(compiled),
@@ -137,7 +138,8 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
     # The compiler counts no operations of kernels, which are those of attention.
     flops=unrolled.cost_analysis()['flops'] + (of_attention / mesh.size if kernels else 0),
     closed_form_flops=flops / mesh.size,
-    parts=Program(text, chip, collective_seconds=collective_seconds, kernels=kernels).cost(),
+    parts=parts,
+    uncounted=tuple(sorted(program.uncounted)),
     tokens=config.batch_size * config.seq_len,
     compile_seconds=seconds,
   )

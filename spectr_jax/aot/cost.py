@@ -20,6 +20,7 @@ from spectr_jax.aot.tpu_slices import Chip
 COLLECTIVE_SECONDS = 3e-6
 # What the compiler's estimate gives the smallest of other operations.
 _LAUNCH_CYCLES = 1817
+_BEGUN, _ENDED = 'AsyncCollectiveStart', 'AsyncCollectiveDone'
 COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
 
 
@@ -86,6 +87,12 @@ class _Operation:
     found = re.search(r'op_name="([^"]*)"', self.line)
     return found[1] if found else ''
 
+  @functools.cached_property
+  def channel(self) -> str:
+    """The number that all operations of a transfer between devices share."""
+    found = re.search(r'\bchannel_id=(\d+)', self.line)
+    return found[1] if found else ''
+
   @property
   def is_kernel(self) -> bool:
     """Whether this is a Pallas kernel."""
@@ -102,7 +109,12 @@ class _Operation:
 
 
 _OPERATION = re.compile(r'\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(')
+_PLACE = re.compile(r' get-tuple-element\([^)]*\), index=(\d+)')
 _COMPUTATION = re.compile(r'(ENTRY )?%?([\w.\-]+) (?:\([^=]*)?.*\{$')
+
+
+def _largest(sizes: Sequence[int]) -> int:
+  return max(sizes, default=0)
 
 
 def _sizes(shape: str) -> list[int]:
@@ -119,9 +131,13 @@ class Program:
     chip: Figures of the device.
     collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
     trips: Numbers of iterations of the loops for which the text has none, by the `jax.named_scope` directly around the
-      loop. A loop that counts up to a constant has that number; one of which nothing is known has one iteration.
+      loop. A loop that counts from 0 to a constant has that number; one of which nothing is known has one iteration,
+      and its path is in `uncounted`.
     dearest: Scopes in which a conditional counts as its dearest branch; elsewhere it is the cheapest one.
     kernels: Cycles of Pallas kernels by the names of their operations, see `kernels.take_schedules`; a launch is added.
+
+  Attributes:
+    uncounted: Paths of the loops that were replayed once because nothing says how often they turn.
 
   Raises:
     ValueError: The text has no main computation.
@@ -139,6 +155,7 @@ class Program:
   ):
     self._chip, self._latency, self._trips, self._dearest = chip, collective_seconds, trips, dearest
     self._kernels = kernels
+    self.uncounted: set[str] = set()
     self._operations: dict[str, list[_Operation]] = {}
     entry = name = None
     for line in text.splitlines():
@@ -201,25 +218,37 @@ class Program:
     def spend(cost: Cost) -> None:
       _merge(costs, {part: cost})
 
+    def transfer(name: str, kind: str, size: int) -> None:
+      # A sum goes around the axis twice, once to be added up and once to be sent to all.
+      seconds = self._latency + (2 if kind == 'all-reduce' else 1) * size / self._chip.link_bandwidth
+      free['links'] = ends[name] = max(clock, free['links']) + seconds
+      spend(Cost(collectives={kind: 1}, collective_bytes=size))
+
+    def wait(name: str) -> None:
+      nonlocal clock
+      end = ends.get(name, clock)
+      spend(Cost(seconds=max(0.0, end - clock)))
+      clock = max(clock, end)
+
     for operation in self._operations[computation]:
       if parts and operation.path:
         # Whatever a part calls stands behind its name.
         named = re.search(rf'\b({"|".join(parts)})\b', operation.path)
         part = named[1] if named else part
       kind = operation.kind.removesuffix('-start').removesuffix('-done')
+      fused, mark = self._fused_transfer(operation)
       if operation.kind.endswith('-done') and operation.operands:
-        end = ends.get(operation.operands[0], clock)
-        spend(Cost(seconds=max(0.0, end - clock)))
-        clock = max(clock, end)
+        wait(operation.operands[0])
       elif kind in COLLECTIVES:
-        size = max(_sizes(operation.shape), default=0)
-        # A sum goes around the axis twice, once to be added up and once to be sent to all.
-        seconds = self._latency + (2 if kind == 'all-reduce' else 1) * size / self._chip.link_bandwidth
-        free['links'] = ends[operation.name] = max(clock, free['links']) + seconds
-        spend(Cost(collectives={kind: 1}, collective_bytes=size))
-        if kind == operation.kind:
-          spend(Cost(seconds=free['links'] - clock))
-          clock = free['links']
+        # One that has only begun has its operands in its shape as well.
+        is_whole = kind == operation.kind
+        transfer(operation.name, kind, (sum if is_whole else _largest)(_sizes(operation.shape)))
+        if is_whole:
+          wait(operation.name)
+      elif fused and mark == _BEGUN:
+        transfer(fused.channel, fused.kind, sum(_sizes(fused.shape)))
+      elif fused:
+        wait(fused.channel)
       elif operation.kind in ('copy-start', 'slice-start'):
         size = min(_sizes(operation.shape)[:2], default=0)
         is_inside = operation.shape.count('S(1)')
@@ -236,6 +265,14 @@ class Program:
         _merge(costs, inner)
         clock += sum(cost.seconds for cost in inner.values())
     return costs
+
+  def _fused_transfer(self, operation: _Operation) -> tuple[_Operation | None, str]:
+    """The transfer between devices that a fusion begins or ends, and which of both; its steps are in other fusions."""
+    if operation.kind == 'fusion' and (called := self._operations.get(operation.attribute('calls') or '')):
+      mark = next((mark for each in called for mark in (_BEGUN, _ENDED) if f'"{mark}"' in each.line), '')
+      if mark:
+        return next(each for each in called if each.kind in COLLECTIVES), mark
+    return None, ''
 
   def _cycles(self, operation: _Operation) -> int:
     if operation.is_kernel:
@@ -266,32 +303,59 @@ class Program:
       return int(known[1])
     condition = loop.attribute('condition')
     if condition in self._operations and (limit := self._limit(condition, {})):
-      return limit
-    return next((count for scope, count in self._trips.items() if loop.is_in(scope)), 1)
+      return -(-limit[1] // self._step(loop.attribute('body') or '', limit[0]))
+    for scope, count in self._trips.items():
+      if loop.is_in(scope):
+        return count
+    self.uncounted.add(loop.path)
+    return 1
 
-  def _limit(self, computation: str, arguments: Mapping[int, int]) -> int | None:
-    """The constant that a loop's condition compares its counter with; its counter begins at 0.
+  def _limit(self, computation: str, arguments: Mapping[int, int]) -> tuple[int | None, int] | None:
+    """Where a loop's state has its counter, if that is known, and the constant it is compared with; it begins at 0.
 
     Args:
       computation: The condition, or what it calls.
       arguments: Arguments that are constants, by their number.
     """
     constants: dict[str, int] = {}
+    places: dict[str, int] = {}
     for operation in self._operations[computation]:
-      if operation.kind == 'constant' and (value := re.search(r's32\[\]\S* constant\((\d+)\)', operation.line)):
-        constants[operation.name] = int(value[1])
+      if (value := _constant(operation)) is not None:
+        constants[operation.name] = value
+      elif place := _PLACE.search(operation.line):
+        places[operation.name] = int(place[1])
       elif operation.kind == 'parameter' and (number := re.search(r' parameter\((\d+)\)', operation.line)):
         if int(number[1]) in arguments:
           constants[operation.name] = arguments[int(number[1])]
       elif operation.kind == 'compare' and 'direction=LT' in operation.line:
         counter, *limit = operation.operands
         if counter not in constants and limit and limit[0] in constants:
-          return constants[limit[0]]
+          return places.get(counter), constants[limit[0]]
       elif called := operation.attribute('calls'):
         given = {i: constants[name] for i, name in enumerate(operation.operands) if name in constants}
         if called in self._operations and (limit := self._limit(called, given)):
-          return limit
+          counters = [places[name] for name in operation.operands if name in places]
+          return (counters[0] if len(counters) == 1 else limit[0]), limit[1]
     return None
+
+  def _step(self, body: str, place: int | None) -> int:
+    """What a turn of a loop adds to its counter, which is at a place of the loop's state; 1 if it is not known."""
+    operations = {each.name: each for each in self._operations.get(body, ())}
+    root = next((each for each in operations.values() if each.line.lstrip().startswith('ROOT')), None)
+    if place is None or root is None or root.kind != 'tuple':
+      return 1
+    step, name = 0, root.operands[place]
+    while (added := operations.get(name)) and added.kind == 'add':
+      terms = [operations.get(each) for each in added.operands]
+      known = [value for each in terms if each and (value := _constant(each)) is not None]
+      step, name = step + sum(known), next((each.name for each in terms if each and _constant(each) is None), '')
+    return step or 1
+
+
+def _constant(operation: _Operation) -> int | None:
+  """The value of a constant number."""
+  found = re.search(r'[su]32\[\]\S* constant\((\d+)\)', operation.line)
+  return int(found[1]) if found else None
 
 
 def _merge(costs: dict[str, Cost], more: Mapping[str, Cost]) -> None:

@@ -75,6 +75,7 @@ class ProgramReport:
     memory: Bytes by use.
     chip: Published figures of the device.
     parts: What the program costs, by part; '' are operations outside of all.
+    uncounted: Paths of the loops that count with one iteration, since nothing says how many there are.
     compile_seconds: Seconds to compile once.
   """
 
@@ -82,6 +83,7 @@ class ProgramReport:
   memory: Memory
   chip: Chip
   parts: dict[str, Cost]
+  uncounted: tuple[str, ...]
   compile_seconds: float
 
   @property
@@ -93,11 +95,12 @@ class ProgramReport:
     """Lines of a table of the parts, with their sum in the last one."""
     header = f'{"":<12} {"ms":>10} {"launches":>10} {"streamed":>13} {"transfers between devices"}'
     named = {name or 'rest': cost for name, cost in self.parts.items() if cost.seconds}
-    return [header] + [
+    lines = [
       f'{name:<12} {1e3 * cost.seconds:10.3f} {cost.launches:10,} {cost.memory_bytes / 2**20:9,.1f} MiB '
       + (', '.join(f'{n:,} {kind}' for kind, n in cost.collectives.items()) or 'none')
       for name, cost in (*named.items(), ('in all', self.cost))
     ]
+    return [header, *lines, *(f'{"counted once":<12} loop of unknown length {path}' for path in self.uncounted)]
 
   def as_dict(self) -> dict[str, Any]:
     """The report for a file."""
