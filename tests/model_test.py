@@ -9,6 +9,7 @@ import pytest
 
 from spectr_jax.model import KVCache, Model
 from spectr_jax.models import cpu_form, layers, table, transformer
+from spectr_jax.models.products import matmul
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.tree import TokenTree
 
@@ -206,14 +207,14 @@ def test_one_bfloat16_row_is_one_of_two(num_in):
   keys = jax.random.split(jax.random.key(0))
   x = jax.random.normal(keys[0], (2, num_in), jnp.bfloat16)
   kernel = jax.random.normal(keys[1], (num_in, 48), jnp.bfloat16)
-  alone, together = layers.matmul(x[:1], kernel), layers.matmul(x, kernel)[:1]
+  alone, together = matmul(x[:1], kernel), matmul(x, kernel)[:1]
   assert alone.dtype == together.dtype == jnp.float32
   assert alone.shape == (1, 48)
   # Products of bfloat16 are exact in float32; what is left is the order of a sum of 64 terms of size 1.
   np.testing.assert_allclose(alone, together, atol=1e-4)
   exact = np.asarray(x[:1], np.float64) @ np.asarray(kernel, np.float64)
   np.testing.assert_allclose(alone, exact, atol=1e-4)
-  assert layers.matmul(x[None, :1], kernel).shape == (1, 1, 48)
+  assert matmul(x[None, :1], kernel).shape == (1, 1, 48)
 
 
 def test_bfloat16_follows_float32(target):

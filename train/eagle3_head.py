@@ -14,9 +14,10 @@ from spectr_jax.draft import Drafter, head_drafter
 from spectr_jax.draft.head_drafter import config_of
 from spectr_jax.io.heads.save import eagle3_spec
 from spectr_jax.model import Model
-from spectr_jax.models import causal_lm, head, layers
+from spectr_jax.models import causal_lm, head
 from spectr_jax.models.causal_lm import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
+from spectr_jax.models.products import accumulation_dtype
 from train.config_rules import Rule, at_least, finite_at_least_0
 from train.head_kind import cast
 from train.head_step import HeadBatch, Step
@@ -40,7 +41,7 @@ def _attend(query, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, sc
   batch_size, num_pairs, num_heads, head_dim = query.shape
   num_kv_heads, step = keys[0].shape[2], len(keys) - 1
   grouped = (query * scale).reshape(batch_size, num_pairs, num_kv_heads, -1, head_dim)
-  wide = layers.accumulation_dtype(query.dtype)
+  wide = accumulation_dtype(query.dtype)
   scores = jnp.einsum('btkgd,bskd->bkgts', grouped, keys[0], preferred_element_type=wide)
   is_seen = jnp.arange(num_pairs) <= jnp.arange(num_pairs)[:, None] - step
   scores = jnp.where(is_seen, scores, jnp.finfo(wide).min)

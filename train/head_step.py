@@ -9,7 +9,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.models import layers
+from spectr_jax.models.products import accumulation_dtype, matmul
 from train.blocks import sum_over_blocks
 
 # Inputs of an output head, `[B, T, D]`, and the output head, `[D, Vd]`.
@@ -66,7 +66,7 @@ def head_loss(
   # Entry i guesses token i + 2, whose distribution the target has at token i + 1.
   counts_here = (places + 2 < batch.lengths[:, None]) & (places + 2 >= batch.starts[:, None])
   masks = jnp.stack([counts_here & (places >= step) for step in range(len(steps))], axis=-1)
-  counts = jnp.maximum(masks.sum((0, 1)), 1).astype(layers.accumulation_dtype(outputs[0].dtype))
+  counts = jnp.maximum(masks.sum((0, 1)), 1).astype(accumulation_dtype(outputs[0].dtype))
   weights = decay ** jnp.arange(len(steps), dtype=counts.dtype)
   data = {'features': batch.features[:, 1:-1, -1].astype(outputs[0].dtype), 'masks': masks.astype(counts.dtype)}
   constants = {'unembedding': unembedding, 'scales': weights / jnp.sum(weights) / counts}
@@ -75,11 +75,11 @@ def head_loss(
 
   def sums(own_kernels, outputs, constants, data):
     """The loss, but for a constant; and cross entropy, overlap and equal likeliest tokens, each `[num_steps]`."""
-    log_q = jax.nn.log_softmax(layers.matmul(data['features'], constants['unembedding']), axis=-1)
+    log_q = jax.nn.log_softmax(matmul(data['features'], constants['unembedding']), axis=-1)
     q, best = jnp.exp(log_q), jnp.argmax(log_q, axis=-1)
     found = []
     for step, output in enumerate(outputs):
-      log_p = jax.nn.log_softmax(layers.matmul(output, own_kernels[kernel_of[step]]), axis=-1)
+      log_p = jax.nn.log_softmax(matmul(output, own_kernels[kernel_of[step]]), axis=-1)
       cross_entropy, overlap = -jnp.sum(q * log_p, axis=-1), jnp.sum(jnp.minimum(q, jnp.exp(log_p)), axis=-1)
       is_best = jnp.argmax(log_p, axis=-1) == best
       found.append([jnp.sum(x * data['masks'][..., step]) for x in (cross_entropy, overlap, is_best)])

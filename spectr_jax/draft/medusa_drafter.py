@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from spectr_jax.draft.drafter import DraftContext, Drafter, DraftRequest
 from spectr_jax.draft.drawing import ScoredNodes, draw_tree
 from spectr_jax.models import layers
+from spectr_jax.models.products import matmul
 from spectr_jax.proposal import Proposal
 
 
@@ -67,7 +68,7 @@ def head_output(params: Mapping[str, Any], hidden: jax.Array, head: int) -> jax.
     head: The head, from 0.
   """
   residual = params['residual']
-  product = layers.matmul(hidden, residual['kernel'][head]) + residual['bias'][head]
+  product = matmul(hidden, residual['kernel'][head]) + residual['bias'][head]
   return hidden + jax.nn.silu(product).astype(hidden.dtype)
 
 
@@ -90,8 +91,7 @@ def head_logits(params: Mapping[str, Any], hidden: jax.Array, num_heads: int) ->
     num_heads: The number of heads, at most H.
   """
   each = [
-    layers.matmul(head_output(params, hidden, head), output_kernel(params['unembedding'], head))
-    for head in range(num_heads)
+    matmul(head_output(params, hidden, head), output_kernel(params['unembedding'], head)) for head in range(num_heads)
   ]
   return jnp.stack(each)
 

@@ -22,6 +22,7 @@ from spectr_jax.models import functions, layers
 from spectr_jax.models.cpu_form import JOINED, for_cpu
 from spectr_jax.models.functions import model_functions
 from spectr_jax.models.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantised
+from spectr_jax.models.products import accumulation_dtype, matmul
 from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL
 
 ACTIVATIONS = {
@@ -198,7 +199,7 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
     if config.weights is None:
       return {name: array(*shape)}
     axis = CHANNEL_AXES[name]
-    scale = jax.ShapeDtypeStruct((shape[axis],), layers.accumulation_dtype(config.dtype))
+    scale = jax.ShapeDtypeStruct((shape[axis],), accumulation_dtype(config.dtype))
     return {name: Int8Kernel(jax.ShapeDtypeStruct(shape, jnp.int8), scale, axis)}
 
   def linear(num_in, num_out, has_bias):
@@ -260,7 +261,7 @@ def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
     params: `kernel` `[in, out]` and perhaps `bias` `[out]`.
     x: `[..., in]`.
   """
-  out = layers.matmul(x, params['kernel'])
+  out = matmul(x, params['kernel'])
   return (out + params['bias'] if 'bias' in params else out).astype(x.dtype)
 
 
@@ -281,7 +282,7 @@ def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, wid
 
 def _rms_norm(params, x, config):
   return layers.rms_norm(
-    x, params['gain'].astype(layers.accumulation_dtype(x.dtype)) + config.gain_offset, epsilon=config.norm_epsilon
+    x, params['gain'].astype(accumulation_dtype(x.dtype)) + config.gain_offset, epsilon=config.norm_epsilon
   )
 
 
@@ -383,7 +384,7 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
 
   def activation(products):
     # Rounded once, as in PyTorch. To round after each of its operations takes CPUs longer than these.
-    wide = products.astype(layers.accumulation_dtype(products.dtype))
+    wide = products.astype(accumulation_dtype(products.dtype))
     return ACTIVATIONS[config.activation](wide).astype(products.dtype)
 
   if config.is_gated:

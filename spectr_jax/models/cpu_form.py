@@ -3,7 +3,7 @@
 XLA's CPU backend reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product,
 and a product of few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the
 caches are transposed, and those that multiply the same input become one. Without units for bfloat16 products (AMX) a
-step in bfloat16 would take twice as long so, and its kernels keep their order. `layers.matmul` has the forms of the
+step in bfloat16 would take twice as long so, and its kernels keep their order. `products.matmul` has the forms of the
 product; jax 0.10 was measured.
 """
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from spectr_jax.model import KVCache
 from spectr_jax.models import causal_lm, layers
 from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.products import matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,4 +284,4 @@ def unembed(params: Mapping[str, Any], output: jax.Array) -> jax.Array:
     params: The head's parameters.
     output: `[..., embed_dim]`, from `advance`.
   """
-  return layers.matmul(output, params['unembedding'])
+  return matmul(output, params['unembedding'])

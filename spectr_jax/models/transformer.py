@@ -20,6 +20,7 @@ from spectr_jax.models import functions, layers
 from spectr_jax.models.cpu_form import for_cpu
 from spectr_jax.models.functions import model_functions
 from spectr_jax.models.int8 import is_int8
+from spectr_jax.models.products import matmul
 from spectr_jax.sharding import TRANSFORMER_RULES
 
 
@@ -71,7 +72,7 @@ class TransformerConfig:
 
 
 class Linear(nn.Module):
-  """`layers.matmul` with a learned kernel `[in, features]` and no bias."""
+  """`matmul` with a learned kernel `[in, features]` and no bias."""
 
   features: int
   dtype: Any
@@ -85,7 +86,7 @@ class Linear(nn.Module):
     else:
       # Drawn as `[out, in]`, so that a key gives the same numbers as when kernels were stored in that order.
       kernel = self.param('kernel', lambda key: init(key, (self.features, x.shape[-1])).T)
-    return layers.matmul(x, kernel).astype(self.dtype)
+    return matmul(x, kernel).astype(self.dtype)
 
 
 class RMSNorm(nn.Module):

@@ -10,10 +10,11 @@ from hub_specs import SPECS
 from jax.sharding import PartitionSpec
 
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.models import cpu_form, layers
+from spectr_jax.models import cpu_form
 from spectr_jax.models.causal_lm import causal_lm, init_params
 from spectr_jax.models.cpu_form import JOINED, TransposedKernel, for_cpu, kernels_for_cpu
 from spectr_jax.models.int8 import is_int8, quantised
+from spectr_jax.models.products import matmul
 from spectr_jax.sharding import CAUSAL_LM_RULES, make_mesh, shardings
 
 
@@ -27,7 +28,7 @@ def all_kernels_are_large(monkeypatch):
 def test_a_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtype):
   rows = jax.random.normal(jax.random.key(0), (num_rows, 48), dtype)
   kernel = jax.random.normal(jax.random.key(1), (48, 40), dtype)
-  multiply = jax.jit(layers.matmul)
+  multiply = jax.jit(matmul)
   found = multiply(rows, TransposedKernel(kernel.T))
   assert found.dtype == jnp.float32
   np.testing.assert_allclose(found, np.asarray(rows, np.float64) @ np.asarray(kernel, np.float64), rtol=1e-4, atol=1e-4)
@@ -39,7 +40,7 @@ def test_gradients_of_a_product_are_those_of_the_other_order(num_rows):
   kernel = jax.random.normal(jax.random.key(1), (48, 40))
 
   def loss(rows, kernel, is_transposed):
-    return jnp.sin(layers.matmul(rows, TransposedKernel(kernel.T) if is_transposed else kernel)).sum()
+    return jnp.sin(matmul(rows, TransposedKernel(kernel.T) if is_transposed else kernel)).sum()
 
   found, expected = (jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(rows, kernel, is_it) for is_it in (True, False))
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, expected)
@@ -51,7 +52,7 @@ def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows):
   rows = jax.random.normal(jax.random.key(0), (num_rows, 48))
   fast = kernels_for_cpu(params)['kernel']
   assert fast.shape == (48, 40)
-  np.testing.assert_allclose(layers.matmul(rows, fast), layers.matmul(rows, params['kernel']), rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(matmul(rows, fast), matmul(rows, params['kernel']), rtol=1e-4, atol=1e-4)
 
 
 def test_products_of_one_input_are_joined_where_they_have_the_same_parameters():

@@ -13,6 +13,7 @@ from spectr_jax.io.hub.families import read_spec
 from spectr_jax.models import layers, transformer
 from spectr_jax.models.causal_lm import causal_lm, init_params, param_shapes
 from spectr_jax.models.int8 import Int8Kernel, is_int8, quantise, quantised
+from spectr_jax.models.products import matmul
 from spectr_jax.sharding import CAUSAL_LM_RULES, TRANSFORMER_RULES, make_mesh, shardings
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -62,10 +63,10 @@ def test_products_are_those_of_the_dequantised_kernel(monkeypatch, dtype, axis, 
   x = jnp.asarray(_random(2, 3, 16), dtype)
   whole = np.asarray(kernel.values, np.float64) * np.expand_dims(np.asarray(kernel.scale, np.float64), axis)
   exact = np.asarray(x, np.float64) @ (whole if axis == 0 else whole.T)
-  found = layers.matmul(x, kernel, axis=axis)
+  found = matmul(x, kernel, axis=axis)
   assert found.dtype == jnp.float32
   np.testing.assert_allclose(found, exact, atol=1e-5)
-  np.testing.assert_allclose(layers.matmul(x[:1, :1], kernel, axis=axis), exact[:1, :1], atol=1e-5)
+  np.testing.assert_allclose(matmul(x[:1, :1], kernel, axis=axis), exact[:1, :1], atol=1e-5)
 
 
 def test_rows_of_an_embedding():
@@ -79,7 +80,7 @@ def test_no_float_copy_of_a_kernel_stays_in_a_loop():
   kernel = _kernel(_random(256, 4096), 1)
 
   def run(kernel):
-    return jax.lax.scan(lambda x, _: (jnp.tanh(layers.matmul(x, kernel)[:, :256]), None), jnp.ones((1, 256)), length=3)
+    return jax.lax.scan(lambda x, _: (jnp.tanh(matmul(x, kernel)[:, :256]), None), jnp.ones((1, 256)), length=3)
 
   temporary = jax.jit(run).lower(kernel).compile().memory_analysis().temp_size_in_bytes
   assert temporary < 2 * kernel.values.nbytes  # a copy in float32 has four times as many bytes

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.models import layers
+from spectr_jax.models.products import matmul
 
 B, N, H, D, S = 3, 7, 2, 4, 21
 
@@ -80,7 +81,7 @@ def test_gradients_of_a_product_are_products(axis, dtype):
     kernel = kernel.astype(x.dtype)
     return jnp.matmul(x, kernel if axis == 0 else kernel.T, preferred_element_type=jnp.float32)
 
-  found = jax.grad(loss(lambda x, kernel: layers.matmul(x, kernel, axis=axis)), (0, 1))(x, kernel)
+  found = jax.grad(loss(lambda x, kernel: matmul(x, kernel, axis=axis)), (0, 1))(x, kernel)
   expected = jax.grad(loss(plain), (0, 1))(x, kernel)
   tolerance = 1e-6 if dtype == 'float32' else 3e-2
   for ours, theirs in zip(found, expected, strict=True):
@@ -93,7 +94,7 @@ def test_a_loop_of_products_with_a_bfloat16_row_keeps_no_float32_copy_of_the_ker
 
   @jax.jit
   def multiply(row, kernel, num_steps):
-    return jax.lax.fori_loop(0, num_steps, lambda _, row: layers.matmul(row, kernel).astype(row.dtype), row)
+    return jax.lax.fori_loop(0, num_steps, lambda _, row: matmul(row, kernel).astype(row.dtype), row)
 
   # With the pass that moves code out of loops, which the tests do without.
   compiled = multiply.lower(jax.ShapeDtypeStruct((1, 512), jnp.bfloat16), kernel, 8).compile(

@@ -18,7 +18,7 @@ from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import CausalLMConfig, causal_lm, param_shapes
 from spectr_jax.models.int8 import Int8Kernel, is_int8, quantise
-from spectr_jax.models.layers import accumulation_dtype
+from spectr_jax.models.products import accumulation_dtype
 from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL, only_over, shardings
 
 _LEAVES = {'kernel': 'weight', 'gain': 'weight', 'bias': 'bias'}
