@@ -55,10 +55,6 @@ class Report(ProgramReport):
     return self.closed_form_flops / self.cost.seconds / self.chip.peak_flops
 
 
-# This keeps products of sharded arrays from becoming loops that send one part while they compute another.
-_NO_LOOPS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}
-
-
 def _placed(mesh: Mesh, shapes):
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings(mesh, shapes)
@@ -103,7 +99,7 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
   start = time.perf_counter()
   lowered = step.lower(state, rows, _teacher(config, mesh))
   try:
-    compiled = lowered.compile(compiler_options=_NO_LOOPS if unroll else None)
+    compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
     raise out_of_memory(error) or error from error
   return compiled, time.perf_counter() - start

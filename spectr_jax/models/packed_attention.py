@@ -6,7 +6,9 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from spectr_jax.models.layers import attend_causally
 from spectr_jax.ops.platforms import by_platform
@@ -34,19 +36,47 @@ def attend_packed(
   Returns:
     `[B, N, H, head_dim]` in the query's dtype.
   """
-  num_tokens = query.shape[1]
-  if num_tokens % _LANES or query.dtype == jnp.float64:
+  if not _takes(query.shape[1], query.dtype):
     return _by_blocks(query, keys, values, documents)
-  kernel = by_kernel
-  if mesh is not None:
-    # XLA does not divide kernels. Heads that are no multiple of the axis are attended to on each of its devices.
-    heads = None if query.shape[2] % mesh.shape[MODEL] else MODEL
+  kernel, heads = by_kernel, _axis_of_heads(query.shape[2], mesh)
+  if mesh is not None:  # XLA does not divide kernels
     by_head = PartitionSpec(DATA, heads)
     kernel = jax.shard_map(
       by_kernel, mesh=mesh, in_specs=(PartitionSpec(DATA, None, heads), by_head, by_head, PartitionSpec(DATA)),
       out_specs=PartitionSpec(DATA, None, heads), check_vma=False,
     )  # fmt: skip
   return by_platform(query, keys, values, documents, tpu=kernel, default=_by_blocks)
+
+
+def arrange_packed(qkv: jax.Array, *, mesh: Mesh | None = None) -> jax.Array:
+  """Puts the tokens side by side in memory on TPUs, as the kernel reads them, and those of the gradient.
+
+  The compiler itself would put the gradients of a head's queries, keys and values side by side, each padded to 128.
+
+  Args:
+    qkv: `[B, N, H, 3 head_dim]`.
+    mesh: As for `attend_packed`.
+  """
+  if not _takes(qkv.shape[1], qkv.dtype):
+    return qkv
+
+  def arrange(qkv):
+    return with_layout_constraint(qkv, Layout(major_to_minor=(0, 2, 3, 1)))
+
+  if mesh is not None:
+    divided = PartitionSpec(DATA, None, _axis_of_heads(qkv.shape[2], mesh))
+    arrange = jax.shard_map(arrange, mesh=mesh, in_specs=divided, out_specs=divided, check_vma=False)
+  return by_platform(qkv, tpu=arrange, default=lambda qkv: qkv)
+
+
+def _takes(num_tokens: int, dtype: DTypeLike) -> bool:
+  """Whether the kernel takes so many tokens of a type."""
+  return num_tokens % _LANES == 0 and dtype != jnp.float64
+
+
+def _axis_of_heads(num_heads: int, mesh: Mesh | None) -> str | None:
+  """The axis that heads are sharded over. If they are no multiple of it, each of its devices attends to all of them."""
+  return None if mesh is None or num_heads % mesh.shape[MODEL] else MODEL
 
 
 def _by_blocks(query, keys, values, documents):

@@ -104,6 +104,7 @@ class Block(nn.Module):
   layer: int
   dropout: float = 0.0
   attend_fn: Callable[..., jax.Array] = layers.attend_causally
+  arrange_fn: Callable[[jax.Array], jax.Array] = lambda x: x
 
   @nn.compact
   def __call__(self, x, rotation, mask, cache: KVCache | None):
@@ -114,8 +115,9 @@ class Block(nn.Module):
     normed = RMSNorm(name='attention_norm')(x)
     # Ordered by heads, then by query, key and value, so that a shard has all three for each of its heads.
     qkv = Linear(3 * cfg.embed_dim, dtype, name='qkv')(normed)
+    qkv = self.arrange_fn(qkv.reshape(*x.shape[:2], cfg.num_heads, 3 * cfg.head_dim))
     # Gradients of a split are concatenated, those of slices would be padded and added.
-    query, key, value = jnp.split(qkv.reshape(*x.shape[:2], cfg.num_heads, 3 * cfg.head_dim), 3, axis=-1)
+    query, key, value = jnp.split(qkv, 3, axis=-1)
     query, key = layers.rotate(query, rotation), layers.rotate(key, rotation)
     keys, values = jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
     if cache is None:
@@ -141,6 +143,7 @@ class Transformer(nn.Module):
     dropout: Probability of dropping an entry of what a block adds, in training; needs the rng `dropout` unless 0.
     feature_layers: The F layers whose hidden states are returned, numbered as in `Model.features_fn`.
     attend_fn: Attention where there is no cache, of queries, keys, values and the mask that the network is called with.
+    arrange_fn: Arranges the queries, keys and values `[B, N, num_heads, 3 head_dim]` of all heads in memory.
   """
 
   config: TransformerConfig
@@ -149,6 +152,7 @@ class Transformer(nn.Module):
   dropout: float = 0.0
   feature_layers: tuple[int, ...] = ()
   attend_fn: Callable[..., jax.Array] = layers.attend_causally
+  arrange_fn: Callable[[jax.Array], jax.Array] = lambda x: x
 
   @nn.compact
   def __call__(self, tokens, positions, mask, cache: KVCache | None = None):
@@ -165,7 +169,8 @@ class Transformer(nn.Module):
     rotation = layers.rotation(positions, 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half))
     pending, streams = [], [x]
     for layer in range(cfg.num_layers):
-      x, keys, values = block(cfg, layer, self.dropout, self.attend_fn, name=f'layer_{layer}')(x, rotation, mask, cache)
+      network = block(cfg, layer, self.dropout, self.attend_fn, self.arrange_fn, name=f'layer_{layer}')
+      x, keys, values = network(x, rotation, mask, cache)
       x = self.constrain_fn(x)
       pending.append((keys, values))
       streams.append(x)

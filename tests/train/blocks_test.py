@@ -51,6 +51,17 @@ def test_gradients_are_taken_by_what_they_are_asked_for_alone(by, num_products):
   assert str(jax.make_jaxpr(grad, static_argnums=2)(kernel, inputs, 3)).count('dot_general') == num_products
 
 
+@pytest.mark.parametrize('scale', [1.0, 30.0, 1e4])
+@pytest.mark.parametrize('shift', [0.0, 70.0, -70.0, 1e4, -1e4])
+def test_totals_of_logits_of_any_size(scale, shift):
+  """Beyond 88 an exponential of float32 overflows, below -103 it is 0."""
+  logits = np.float32(scale * np.random.default_rng(0).normal(size=(3, 50)) + shift)
+  exact = np.float64(logits)
+  top = exact.max(-1)
+  wanted = top + np.log(np.exp(exact - top[:, None]).sum(-1))
+  np.testing.assert_allclose(jax.jit(step.log_total)(logits), wanted, rtol=3e-6, atol=3e-6)
+
+
 @pytest.mark.parametrize('share', [None, 1.0, 0.25])
 def test_the_loss_of_training_is_the_sum_of_the_losses_of_tokens(share, monkeypatch):
   config = TransformerConfig(40, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32, max_length=24)
