@@ -200,7 +200,7 @@ def analyse(
 
 
 def _trips(tree: TokenTree) -> dict[str, int]:
-  """The largest number of iterations of each loop of a round, by scope."""
+  """The number of iterations of each loop of a round, by scope: the largest one, but for loops over groups."""
   num_candidates = int(tree.num_children[0]) if tree.num_nodes else 0
   return {
     'depths': tree.max_depth - 1,
@@ -209,6 +209,10 @@ def _trips(tree: TokenTree) -> dict[str, int]:
     'candidates': num_candidates,
     'search': 16,
     THRESHOLDS: THRESHOLD_PASSES,
+    # Positions with several candidates are worked on in groups of eight. One group is enough for most guesses.
+    'races': 1,
+    'excess': 1,
+    'gammas': 1,
   }
 
 
