@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import time
 from typing import Any
 
@@ -23,7 +24,7 @@ from decode.experiment.workload import Notify, Workload
 from spectr_jax import METHODS, TokenTree
 from spectr_jax.sharding import fetch
 
-_FORMAT = 1
+_FORMAT = 2
 _NUM_RUNS = 9
 
 
@@ -32,25 +33,44 @@ class Observation:
   """The time and the tokens of decoding the calibration prompts with one setting.
 
   Attributes:
-    num_prompts, num_batches: Numbers of prompts and batches decoded.
-    num_tokens, num_calls: New tokens and target calls of all prompts.
+    num_batches: Batches decoded.
+    num_tokens: New tokens of all prompts.
+    row_calls: Target calls of each prompt.
     kept: `[L]`, at `[d]` the number of calls that kept at least d + 1 drafted tokens.
-    num_rounds: Rounds of all batches, each counted until its last row was done.
     prefill_seconds, round_seconds: Medians over batches.
   """
 
-  num_prompts: int
   num_batches: int
   num_tokens: int
-  num_calls: int
+  row_calls: list[int]
   kept: list[int]
-  num_rounds: int
   prefill_seconds: float
   round_seconds: float
 
   @property
+  def num_calls(self) -> int:
+    return sum(self.row_calls)
+
+  @property
   def tokens_per_call(self) -> float:
     return self.num_tokens / self.num_calls
+
+  @property
+  def tokens_per_row(self) -> float:
+    return self.num_tokens / len(self.row_calls)
+
+  def rounds(self, batch_size: int) -> float:
+    """The mean number of rounds until the last row of a batch is done, over all batches of different prompts.
+
+    Few batches are decoded, and the slowest row of each says little: all rows together say more.
+
+    Args:
+      batch_size: Rows of a batch; with fewer prompts than these it is that of all prompts.
+    """
+    calls, size = sorted(self.row_calls), min(batch_size, len(self.row_calls))
+    # The n-th smallest is the largest of a batch whose other rows are among the n - 1 smaller ones.
+    is_largest = [math.comb(number, size - 1) for number in range(len(calls))]
+    return float(np.dot(calls, is_largest) / math.comb(len(calls), size))
 
   def joined(self, other: Observation) -> Observation:
     """The observation of both, whose seconds are means over batches.
@@ -58,16 +78,17 @@ class Observation:
     Args:
       other: The same setting's, of other runs.
     """
-    sums = ('num_prompts', 'num_batches', 'num_tokens', 'num_calls', 'num_rounds')
     weights = [each.num_batches for each in (self, other)]
     means = {
       name: float(np.average([getattr(each, name) for each in (self, other)], weights=weights))
       for name in ('prefill_seconds', 'round_seconds')
     }
     return Observation(
-      **{name: getattr(self, name) + getattr(other, name) for name in sums},
-      **means,
+      num_batches=self.num_batches + other.num_batches,
+      num_tokens=self.num_tokens + other.num_tokens,
+      row_calls=self.row_calls + other.row_calls,
       kept=[a + b for a, b in zip(self.kept, other.kept, strict=True)],
+      **means,
     )
 
   def share_of_tokens(self, draft_length: int) -> float:
@@ -206,9 +227,9 @@ def _observe(
       result.check()
       result = fetch(result)
       num_rounds = int(result.num_target_calls.max())
-      found[setting].append((begun - start, seconds / num_rounds, num_rounds, result))
+      found[setting].append((begun - start, seconds / num_rounds, result))
       done += str(setting) not in observations
-    paces.append(np.median([seconds for _, seconds, _, _ in found[baseline]]))
+    paces.append(np.median([seconds for _, seconds, _ in found[baseline]]))
     for setting in group:
       if str(setting) not in observations:
         observations[str(setting)] = _observation(found[setting], num_prompts, pace=paces[-1] / paces[0])
@@ -216,16 +237,14 @@ def _observe(
 
 
 def _observation(runs: list[tuple], num_prompts: int, *, pace: float) -> Observation:
-  """The observation from several batches, each given as seconds of prefill and of a round, rounds and a result."""
-  prefill_seconds, round_seconds, num_rounds, results = zip(*runs)
+  """The observation from several batches, each given as seconds of prefill and of a round and a result."""
+  prefill_seconds, round_seconds, results = zip(*runs)
   every = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_prompts], *results)
   return Observation(
-    num_prompts=num_prompts,
     num_batches=len(runs),
     num_tokens=int(every.lengths.sum()),
-    num_calls=int(every.num_target_calls.sum()),
+    row_calls=every.num_target_calls.tolist(),
     kept=every.accepted_by_depth.sum(0).tolist(),
-    num_rounds=sum(num_rounds),
     prefill_seconds=float(np.median(prefill_seconds) / pace),
     round_seconds=float(np.median(round_seconds) / pace),
   )

@@ -14,9 +14,9 @@ the same tree, plus the difference of the two on the longest drafts, scaled by t
 
     seconds of a batch = prefill + rounds * round,
 
-where rounds are counted until the batch's last row is done. Rounds in which lookup has no guess are shorter; they are
-part of the mean round that is decoded, and lower its rest; so are rounds whose trees stop growing early. docs/auto.md
-compares this with the closed form of the literature.
+where rounds are those until the last row of a batch is done, on average over all batches that the rows could form.
+Rounds in which lookup has no guess are shorter; they are part of the mean round that is decoded, and lower its rest; so
+are rounds whose trees stop growing early. docs/auto.md compares this with the closed form of the literature.
 
 The settings that are predicted to be the fastest are decoded once more, side by side, before one is chosen.
 """
@@ -77,7 +77,7 @@ def predict(calibration: Calibration, settings: list[Setting]) -> list[Predictio
   def rest(setting):
     return calibration.observations[str(setting)].round_seconds - sum(parts(setting))
 
-  predictions = []
+  predictions, batch_size = [], calibration.conditions['batch_size']
   for setting in settings:
     is_observed = str(setting) in calibration.observations
     source = setting if is_observed else source_of(setting, settings)
@@ -91,12 +91,12 @@ def predict(calibration: Calibration, settings: list[Setting]) -> list[Predictio
       rest_seconds = rest(reference_of(setting, settings)) + share * more
       yields = seen.share_of_tokens(setting.draft_length)
     seconds = draft + target + rest_seconds
-    batch_seconds = seen.prefill_seconds + seen.num_rounds / seen.num_batches / yields * seconds
+    batch_seconds = seen.prefill_seconds + seen.rounds(batch_size) / yields * seconds
     predictions.append(
       Prediction(
         setting=setting,
         tokens_per_call=yields * seen.tokens_per_call,
-        tokens_per_second=seen.num_tokens / seen.num_batches / batch_seconds,
+        tokens_per_second=batch_size * seen.tokens_per_row / batch_seconds,
         round_seconds=seconds,
         draft_seconds=draft,
         target_seconds=target,

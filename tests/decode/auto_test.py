@@ -1,6 +1,7 @@
 """What is predicted from what was measured, what is chosen, and what is kept in a file."""
 
 import dataclasses
+import itertools
 import json
 import types
 
@@ -116,20 +117,20 @@ def _calibration(settings, *, draft=0.5e-3, node=0.1e-3, rest=1e-3, rate=0.8, pr
       continue
     kept = [round(1000 * rate ** (depth + 1)) for depth in range(length)]
     observations[str(setting)] = calibration.Observation(
-      num_prompts=10, num_batches=10, num_tokens=1000 + sum(kept), num_calls=1000, kept=kept, num_rounds=1000,
+      num_batches=10, num_tokens=1000 + sum(kept), row_calls=[100] * 10, kept=kept,
       prefill_seconds=prefill, round_seconds=drafts[name] + targets[size] + rest * (1 + 0.01 * size),
     )  # fmt: skip
-  return calibration.Calibration({'device': 'test'}, drafts, targets, observations)
+  return calibration.Calibration({'device': 'test', 'batch_size': 1}, drafts, targets, observations)
 
 
 def test_seconds_of_a_group_are_those_of_the_first_groups_time():
   def batch(seconds, calls):
     calls = np.array(calls)
-    return seconds, seconds / 100, 7, Generation(calls, 2 * calls, calls, calls[:, None], calls, 0 * calls)
+    return seconds, seconds / 100, Generation(calls, 2 * calls, calls, calls[:, None], calls, 0 * calls)
 
   found = calibration._observation([batch(3.0, [5, 6]), batch(5.0, [7, 7])], 3, pace=2)  # the last row is a copy
   assert (found.prefill_seconds, found.round_seconds) == (2.0, 0.02)
-  assert (found.num_calls, found.num_tokens, found.num_rounds, found.kept) == (18, 36, 14, [18])
+  assert (found.row_calls, found.num_tokens, found.kept) == ([5, 6, 7], 36, [18])
 
 
 def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch):
@@ -229,11 +230,34 @@ def test_processes_whose_clocks_differ_choose_alike(monkeypatch):
 
 
 def test_observations_are_joined_by_their_batches():
-  one = calibration.Observation(2, 2, 30, 20, [8, 2], 12, 1.0, 0.1)
-  other = calibration.Observation(6, 6, 50, 30, [15, 5], 20, 2.0, 0.2)
+  one = calibration.Observation(2, 30, [8, 12], [8, 2], 1.0, 0.1)
+  other = calibration.Observation(6, 50, [5] * 6, [15, 5], 2.0, 0.2)
   found = one.joined(other)
-  assert found == calibration.Observation(8, 8, 80, 50, [23, 7], 32, 1.75, found.round_seconds)
+  assert found == calibration.Observation(8, 80, [8, 12, 5, 5, 5, 5, 5, 5], [23, 7], 1.75, found.round_seconds)
   assert found.round_seconds == pytest.approx(0.175)
+
+
+def test_rounds_are_those_of_the_slowest_row_of_all_batches():
+  calls = [4, 9, 6, 6, 3]
+  found = calibration.Observation(3, 30, calls, [8, 2], 1.0, 0.1)
+  assert found.rounds(1) == pytest.approx(np.mean(calls))
+  for size in (2, 3, 5):
+    assert found.rounds(size) == pytest.approx(np.mean([max(rows) for rows in itertools.combinations(calls, size)]))
+  assert found.rounds(8) == 9  # there are five prompts
+
+
+def test_batches_wait_for_their_slowest_row():
+  settings = grid.grid(_options())
+  measured = _calibration(settings)
+  together = dataclasses.replace(measured, conditions={'device': 'test', 'batch_size': 4})
+  alone = {str(found.setting): found.tokens_per_second for found in prediction.predict(measured, settings)}
+  for found in prediction.predict(together, settings):  # all rows take as many rounds
+    assert found.tokens_per_second == pytest.approx(4 * alone[str(found.setting)])
+  for seen in together.observations.values():
+    seen.row_calls[0] += 100  # in two of five batches
+    seen.row_calls[1] -= 100
+  slower = {str(found.setting): found.tokens_per_second for found in prediction.predict(together, settings)}
+  assert all(slower[name] < 4 * alone[name] for name in alone)
 
 
 def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch):
@@ -356,10 +380,10 @@ def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
   observed = json.loads(path.read_text())['observations']
   assert set(observed) == names - {'race K=2 L=1'}
   for found in observed.values():
-    assert found['num_calls'] <= found['num_tokens'] <= 3 * 8  # a row may end with its last token before that
-    assert found['num_calls'] >= found['num_rounds'] * 3 / 4  # two batches of two, the last row there twice
+    assert len(found['row_calls']) == 3
+    assert sum(found['row_calls']) <= found['num_tokens'] <= 3 * 8  # a row may end with its last token before that
   alone = observed['autoregressive']
-  assert alone['num_calls'] == alone['num_tokens']
+  assert sum(alone['row_calls']) == alone['num_tokens']
 
   said.clear()
   again = run_decode(options, lambda what, done, total: said.append(what))
