@@ -87,6 +87,7 @@ def test_the_pair_of_the_paper_decodes_on_one_chip(chips, pair):
   # Weights are read at least once, and a round has all of its parts.
   assert report.autoregressive.seconds > 2 * pair['target'].num_params / report.chip.memory_bandwidth
   assert {name for name, cost in report.parts.items() if cost.launches} >= set(PARTS)
+  assert not report.uncounted
 
 
 @pytest.mark.parametrize(('method', 'tree'), [('autoregressive', TokenTree()), ('speculative', TokenTree.chains(1, 4))])
@@ -186,6 +187,8 @@ def test_the_train_step_compiles_for_a_slice(chips, train_config, teacher):
   logits = 4 * 4 * 512 * 4096 / 2
   assert report.memory.temporaries < (6 if teacher else 2) * logits  # the teacher has larger activations, in float32
   assert 0 < report.cost.seconds < 1
+  assert not report.uncounted
+  # Matrices are gathered whole, not sent around part by part.
   assert report.cost.collectives['all-gather'] > 0
 
 

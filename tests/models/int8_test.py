@@ -10,7 +10,7 @@ from hub_specs import SPECS
 
 from spectr_jax import TokenTree, generate
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.models import layers, transformer
+from spectr_jax.models import layers, products, transformer
 from spectr_jax.models.causal_lm import causal_lm, init_params, param_shapes
 from spectr_jax.models.int8 import Int8Kernel, is_int8, quantise, quantised
 from spectr_jax.models.products import matmul
@@ -57,7 +57,7 @@ def test_numbers_that_are_not_finite_are_refused():
 @pytest.mark.parametrize('axis', [0, 1])
 @pytest.mark.parametrize('num_channels', [1, 13, 32])
 def test_products_are_those_of_the_dequantised_kernel(monkeypatch, dtype, axis, num_channels):
-  monkeypatch.setattr(layers, '_BLOCK_SIZE', 64)  # 4 channels, the last ones together with some before
+  monkeypatch.setattr(products, '_BLOCK_SIZE', 64)  # 4 channels, the last ones together with some before
   matrix = _random(16, num_channels)
   kernel = _kernel(matrix if axis == 0 else matrix.T.copy(), 1 - axis)
   x = jnp.asarray(_random(2, 3, 16), dtype)
