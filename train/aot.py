@@ -119,6 +119,7 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
   program = Program(text, chip, collective_seconds=collective_seconds, kernels=kernels)
   parts = program.cost()
   unrolled = compile_step(config, mesh, unroll=True)[0]
+  take_schedules(unrolled.as_text())  # removes them, for the next program of this process
   model_config = check_config(config)
   sizes = config.batch_size, config.seq_len
   flops = plan.train_flops(model_config, *sizes, remat=config.remat)
