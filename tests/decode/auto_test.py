@@ -427,7 +427,7 @@ def test_drafts_of_every_kind_are_measured_with_growing_trees(
   assert len(set(compiled)) == 1  # other thresholds compile nothing
   assert run_decode(options).predictions == run.predictions
   content = json.loads(path.read_text())
-  prompts = {name: each['num_prompts'] for name, each in content['observations'].items()}
+  prompts = {name: len(each['row_calls']) for name, each in content['observations'].items()}
   twice = {name for name, number in prompts.items() if number == 2 * min(prompts.values())}
   num_finalists = len(found) // 4 if len(found) >= 8 else 0
   assert num_finalists <= len(twice) <= num_finalists + 1
