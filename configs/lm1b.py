@@ -6,7 +6,7 @@ Commands  python -m train.tokenizer --config=configs/lm1b.py:97m --config.data_d
             --config.distill_from=runs/lm1b_97m/model
           python -m train.aot --config=configs/lm1b.py:97m --topology=v5e:4x4 --mesh=data:16
 Data      DIR holds the extracted archive, or the output of python -m train.prepare_data
-Hardware  TPU v5e 4x4 or larger, where :97m takes 2.6 of a chip's 16 GiB (compiled, not run); fewer chips need
+Hardware  TPU v5e 4x4 or larger, where :97m takes 2.5 of a chip's 16 GiB (compiled, not run); fewer chips need
           --config.num_microbatches
 Runtime   not measured; docs/training.md has the compiler's estimate per step
 Result    not measured, since the data was not available. 60,000 steps of 131,072 tokens are about eight passes
