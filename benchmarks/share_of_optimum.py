@@ -1,13 +1,15 @@
 """The share of the optimal acceptance that each rule for i.i.d. candidates reaches, on a pair of models.
 
 Command   python -m benchmarks.share_of_optimum --num_drafts=2,4,8 --temperature=1,0.5
+          python -m benchmarks.share_of_optimum --given=text --num_drafts=1,2,4
 Models    the pretrained pair, or --target and --draft
 Laws      the distributions of both models at every position of the target's own continuations of the shipped prompts,
           sampled at the same temperature: the positions at which a lossless method draws candidates
 
 The acceptance is computed exactly from the distributions (`spectr_jax.theory`); no candidate is drawn. A share is the
 mean acceptance divided by the mean optimum, with its 95% interval over prompts. `worst` is the smallest share at any
-single position.
+single position. With `--given` one given token stands beside the drawn candidates: the one that the text goes on with,
+as a lookup that is right has it, or the draft's likeliest.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import encode_prompts
 from decode.experiment.workload import row_keys
 from spectr_jax import theory
+from spectr_jax.couplings import Race
 
 RULES = {
   'optimum': theory.optimal_acceptance,
@@ -37,27 +40,54 @@ RULES = {
 }
 
 
+def _optimum_beside(draft_probs, target_probs, num_drafts, given):
+  """The optimal acceptance with one given token, int32 `[...]`, at each position."""
+  return theory.given_optimum(
+    draft_probs, target_probs, num_drafts, jnp.arange(draft_probs.shape[-1]) == given[..., None]
+  )
+
+
+def _race_beside(draft_probs, target_probs, num_drafts, given):
+  """The acceptance of the race with one given token, int32 `[...]`, at each position."""
+  place = jnp.arange(num_drafts + 1)
+
+  def one(draft_probs, target_probs, given):
+    # What wins the race does not depend on the tokens drawn.
+    candidates = jnp.where(place < num_drafts, 0, given)
+    winner = Race()(draft_probs, target_probs, candidates, place >= 0, place == num_drafts).probs
+    return jnp.sum(jnp.minimum(winner, target_probs))
+
+  return jnp.vectorize(one, signature='(v),(v),()->()')(draft_probs, target_probs, given)
+
+
+RULES_BESIDE = {'optimum': _optimum_beside, 'race': _race_beside}
+
+
 def measure(
-  options: DecodeOptions, *, temperatures: list[float], num_drafts: list[int], batch_size: int = 8
+  options: DecodeOptions, *, temperatures: list[float], num_drafts: list[int], given: str = '', batch_size: int = 8
 ) -> list[dict]:
   """One record per temperature, number of candidates and rule.
 
   Args:
     options: The models, prompts, number of positions and seed.
     temperatures: Temperatures.
-    num_drafts: Numbers n of candidates.
+    num_drafts: Numbers n of drawn candidates.
+    given: The given token beside them: 'text', the text's next one, or 'draft', the draft's likeliest; '' for none.
     batch_size: Prompts decoded together.
   """
+  rules = RULES_BESIDE if given else RULES
   target, tokenizer = spectr_jax.load_model(options.target)
   draft, _ = spectr_jax.load_model(options.draft)
   prompts = options.read_prompts()[: options.num_prompts]
   num_new = options.max_new_tokens
   tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=num_new, max_length=target.context_length)
   keys = row_keys(options.seed, prompts)
-  acceptance = jax.jit(lambda p, q, n: {name: rule(p, q, n) for name, rule in RULES.items()}, static_argnums=2)
+  acceptance = jax.jit(
+    lambda p, q, n, *given: {name: rule(p, q, n, *given) for name, rule in rules.items()}, static_argnums=2
+  )
   records = []
   for temperature in temperatures:
-    found = {(n, name): [] for n in num_drafts for name in RULES}
+    found = {(n, name): [] for n in num_drafts for name in rules}
     overlaps, is_there = [], []
     for start in range(0, len(prompts), batch_size):
       rows = slice(start, start + batch_size)
@@ -80,14 +110,15 @@ def measure(
       )
       is_there.append(np.arange(num_new) < ends[:, None])
       overlaps.append(np.asarray(jnp.sum(jnp.minimum(p, q), axis=-1)))
+      tokens_given = {'': (), 'text': (written,), 'draft': (jnp.argmax(p, axis=-1),)}[given]
       for n in num_drafts:
-        for name, values in acceptance(p, q, n).items():
+        for name, values in acceptance(p, q, n, *tokens_given).items():
           found[n, name].append(np.asarray(values, np.float64))
     there = np.concatenate(is_there)
     overlap = float(np.concatenate(overlaps)[there].mean())
     for n in num_drafts:
       optimum = np.concatenate(found[n, 'optimum'])
-      for name in RULES:
+      for name in rules:
         values = np.concatenate(found[n, name])
         sums = (values * there).sum(1), (optimum * there).sum(1)
         records.append(
@@ -126,6 +157,9 @@ if __name__ == '__main__':
   _TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'Directory of the target model.')
   _DRAFT = flags.DEFINE_string('draft', DecodeOptions.draft, 'Directory of the draft model.')
   _NUM_DRAFTS = flags.DEFINE_list('num_drafts', ['2', '3', '4', '6', '8'], 'n, numbers of candidates.')
+  _GIVEN = flags.DEFINE_enum(
+    'given', '', ['', 'text', 'draft'], 'A given token beside them: that of the text, or the likeliest of the draft.'
+  )
   _TEMPERATURE = flags.DEFINE_list('temperature', ['1', '0.5'], 'Temperatures.')
   _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 96, 'Shipped prompts to continue.', lower_bound=1)
   _MAX_NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', 32, 'Positions per prompt.', lower_bound=1)
@@ -145,6 +179,8 @@ if __name__ == '__main__':
       'temperatures': list(command_line.parse_numbers('temperature', _TEMPERATURE.value, float, least=0)),
       'num_drafts': list(command_line.parse_numbers('num_drafts', _NUM_DRAFTS.value)),
     }
+    if _GIVEN.value:
+      grid['given'] = _GIVEN.value
     records = measure(options, **grid)
     print(_table(records))
     if _OUTPUT.value:

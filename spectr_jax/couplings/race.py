@@ -19,24 +19,36 @@ from spectr_jax.ops.kernels import as_kernel
 from spectr_jax.ops.on_demand import where_needed
 from spectr_jax.ops.race_fit import fit_races
 
+_FINER_BITS = 2  # by which the octaves near 1 are finer
+
 
 def _classes(
-  draft_probs: jax.Array, target_probs: jax.Array, *, lowest: float, octave_bits: int, num_classes: int
+  draft_probs: jax.Array,
+  target_probs: jax.Array,
+  *,
+  lowest: float,
+  octave_bits: int,
+  fine_octaves: int,
+  num_classes: int,
 ) -> jax.Array:
   """The class of each token by its ratio q/p; int32, non-decreasing in the ratio, the highest where p is 0.
 
   The leading bits of a positive float are a piecewise linear logarithm of it. So the exponent and `octave_bits` bits of
-  the mantissa cut every octave into 2^octave_bits classes, without a logarithm or a sort. Ratios outside the range go
-  to the first or last class.
+  the mantissa cut every octave into 2^octave_bits classes, without a logarithm or a sort; two bits more where the
+  octave is one of the `fine_octaves` on either side of 1. Ratios outside the range go to the first or last class.
   """
   ratios = target_probs / jnp.maximum(draft_probs, jnp.finfo(draft_probs.dtype).tiny)
   bits_dtype, mantissa = (jnp.int32, 23) if ratios.dtype.itemsize == 4 else (jnp.int64, 52)
-  shift = mantissa - octave_bits
 
-  def leading(x):
-    return jax.lax.bitcast_convert_type(x, bits_dtype) >> shift
+  def leading(x, octave_bits):
+    return jax.lax.bitcast_convert_type(jnp.asarray(x, ratios.dtype), bits_dtype) >> (mantissa - octave_bits)
 
-  return jnp.clip(leading(ratios) - leading(jnp.asarray(lowest, ratios.dtype)), 0, num_classes - 1).astype(jnp.int32)
+  classes = leading(ratios, octave_bits) - leading(lowest, octave_bits)
+  if fine_octaves:
+    first, last = (leading(2.0**exponent, octave_bits + _FINER_BITS) for exponent in (-fine_octaves, fine_octaves))
+    passed = jnp.clip(leading(ratios, octave_bits + _FINER_BITS), first, last) - first
+    classes += passed - (passed >> _FINER_BITS)
+  return jnp.clip(classes, 0, num_classes - 1).astype(jnp.int32)
 
 
 def _occurs(mass: jax.Array, num_candidates: jax.Array, has_given: jax.Array | None) -> jax.Array:
@@ -110,6 +122,7 @@ class Race:
   Attributes:
     num_classes: Number of classes of q/p, from 1/23 upwards. It limits how close the acceptance comes to the optimum.
     octave_bits: Each octave of q/p is cut into 2^octave_bits classes.
+    fine_octaves: This many octaves on either side of 1, where most tokens are, are cut four times finer.
     num_rounds: Rounds of fitting.
     step: The change of a log weight per round, as a multiple of the log of the missing factor, at most 2; beside given
       candidates, of the factor that the odds lack, at most 1.
@@ -118,6 +131,7 @@ class Race:
 
   num_classes: int = 40
   octave_bits: int = 2
+  fine_octaves: int = 0
   num_rounds: int = 6
   step: float = 1.4
   log_range: float = 12.0
@@ -130,12 +144,18 @@ class Race:
   )
 
   def beside_given(self) -> Race:
-    """The race for positions that may have given candidates: more and finer classes, more rounds, a wider range."""
+    """The race for positions that may have given candidates: finer classes, more rounds, a wider range of weights.
+
+    The ratios that the classes cover are the same.
+    """
+    octave_bits, fine_octaves = self.octave_bits + 1, 3
+    num_finer = 2 * fine_octaves * 2**octave_bits * (2**_FINER_BITS - 1)
     return dataclasses.replace(
       self,
-      num_classes=4 * self.num_classes,
-      octave_bits=self.octave_bits + 2,
-      num_rounds=self.num_rounds + 2,
+      num_classes=2 * self.num_classes + num_finer,
+      octave_bits=octave_bits,
+      fine_octaves=fine_octaves,
+      num_rounds=self.num_rounds + 4,
       step=self.step / 2,
       log_range=self.log_range + 4,
     )
@@ -192,8 +212,14 @@ class Race:
     return pick_probs, jnp.concatenate([ratio(given.is_there, given.mass)[None], scale]).astype(target_probs.dtype)
 
   def _classes(self, draft_probs, target_probs):
-    sizes = {'octave_bits': self.octave_bits, 'num_classes': self.num_classes}
-    return _classes(draft_probs, target_probs, lowest=1 / 23, **sizes)
+    return _classes(
+      draft_probs,
+      target_probs,
+      lowest=1 / 23,
+      octave_bits=self.octave_bits,
+      fine_octaves=self.fine_octaves,
+      num_classes=self.num_classes,
+    )
 
   def picked_probs(self, draft_probs: jax.Array, target_probs: jax.Array, scale: jax.Array) -> jax.Array:
     """The probability that a token is the picked one. Within a class it is proportional to p.

@@ -21,22 +21,25 @@ from spectr_jax.sharding import shards_in_program
 THRESHOLDS = 'thresholds'  # the search's scope in compiled programs
 THRESHOLD_PASSES = 8  # the most that it takes in float32 on an accelerator
 _NUM_SECTIONS = 16
-_NUM_PARTS = 8
+_NUM_PARTS = 32
+_NEAR = 2**14  # floats between the ends of a bracket from which on tokens are counted
 
 
-def largest_threshold(probs: jax.Array, goal: jax.Array, weights: jax.Array | None) -> jax.Array:
+def largest_threshold(probs: jax.Array, goal: jax.Array, *, is_weighted: bool) -> jax.Array:
   """Finds the largest t such that the tokens with probability at least t have a total weight of `goal` or more.
 
   Args:
-    probs: `[..., V]`, not negative.
+    probs: `[..., V]`, not negative; distributions if `is_weighted`.
     goal: `[...]`, or broadcastable to it.
-    weights: `[..., V]`, the tokens' weights; None gives every token the weight 1.
+    is_weighted: Whether tokens weigh their probability; otherwise each weighs 1.
 
   Returns:
     `[..., 1]`, t; the tokens to keep are those with probability at least t. 0 where all tokens together weigh less.
   """
   goal = jnp.broadcast_to(goal, probs.shape[:-1])
-  return by_platform(probs, goal, weights, cpu=_row_by_row, default=_together)
+  forms = {'cpu': _row_by_row, 'default': _together}
+  forms = {platform: functools.partial(form, is_weighted=is_weighted) for platform, form in forms.items()}
+  return by_platform(probs, goal, **forms)
 
 
 def keep_largest(probs: jax.Array, goal: jax.Array, *, is_weighted: bool) -> jax.Array:
@@ -63,7 +66,7 @@ def _keep_from(probs, threshold, goal):
 
 def _keep_largest(probs, goal, *, is_weighted):
   """The plain form."""
-  threshold = largest_threshold(probs, jnp.where(goal > 0, goal, 1), probs if is_weighted else None)
+  threshold = largest_threshold(probs, jnp.where(goal > 0, goal, 1), is_weighted=is_weighted)
   return _keep_from(probs, threshold, goal)
 
 
@@ -103,46 +106,26 @@ def _dividing_axes() -> list[str]:
   return [name for name, size, kind in named if kind != AxisType.Manual and size > 1]
 
 
-def _together(probs, goal, weights):
-  """One search for all rows, which ends with the slowest of them; the plain form."""
-  return _search(probs, goal, weights, num_sections=_NUM_SECTIONS, sum_fn=functools.partial(jnp.sum, axis=-1))
+def _bits(probs):
+  """Floats that are not negative order like their bits. Searches are over bits, which they compare as floats."""
+  return jax.lax.bitcast_convert_type(probs, {4: jnp.int32, 8: jnp.int64}[probs.dtype.itemsize])
 
 
-def _row_by_row(probs, goal, weights):
-  """The search of each row by itself."""
-  bisect = functools.partial(_search, num_sections=2, sum_fn=_sum_in_parts)
-  if goal.size == 1:
-    return bisect(probs, goal, weights)
-  rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[goal.ndim :]), (probs, goal, weights))
-  return jax.lax.map(lambda row: bisect(*row), rows).reshape(*goal.shape, 1)
+def _together(probs, goal, *, is_weighted):
+  """One search for all rows, which ends with the slowest of them; the plain form.
 
-
-def _sum_in_parts(values):
-  """The sum over the last axis. XLA's CPU backend adds up parts as vectors, and a whole row number by number.
-
-  Each shard of a mesh has parts of its own, so one sum per shard is all that devices exchange. To move parts between
-  them would stop the program: on CPUs that waits for every device, and those of other rows may be done searching.
+  It cuts the bracket of each row into equal sections, over and over, and keeps the one with the threshold.
   """
-  num_shards = shards_in_program(values.shape[-1])
-  if values.shape[-1] % (num_shards * _NUM_PARTS) == 0:
-    parts = values.reshape(*values.shape[:-1], num_shards, _NUM_PARTS, -1)
-    values = functools.reduce(jnp.add, (parts[..., i, :] for i in range(_NUM_PARTS)))
-    return jnp.sum(values, axis=(-2, -1))
-  return jnp.sum(values, axis=-1)
-
-
-def _search(probs, goal, weights, *, num_sections, sum_fn):
-  """Cuts the bracket of each row into equal sections, over and over, and keeps the one with the threshold."""
-  # Floats that are not negative order like their bits. The search is over bits, which it compares as floats.
-  bits_dtype = {4: jnp.int32, 8: jnp.int64}[probs.dtype.itemsize]
   goal = goal[..., None]
 
-  def measure(threshold):
-    kept = probs >= jax.lax.bitcast_convert_type(threshold, probs.dtype)
+  def measure(point):
+    kept = probs >= jax.lax.bitcast_convert_type(point, probs.dtype)
     # As floats, which hold numbers of tokens up to 2^24 exactly and are added up with the masses.
-    count = sum_fn(kept.astype(probs.dtype))[..., None]
-    mass = count if weights is None else sum_fn(jnp.where(kept, weights, 0))[..., None]
-    return mass >= goal, count.astype(jnp.int32)
+    number = kept.astype(probs.dtype)
+    count, weight = (
+      jnp.sum(x, axis=-1, keepdims=True) for x in (number, jnp.where(kept, probs, 0) if is_weighted else number)
+    )
+    return weight >= goal, count.astype(jnp.int32)
 
   def unsettled(carry):
     low, high, low_count, high_count = carry
@@ -151,8 +134,8 @@ def _search(probs, goal, weights, *, num_sections, sum_fn):
 
   def cut(carry):
     low, high, low_count, high_count = carry
-    step = (high - low + num_sections - 1) // num_sections
-    points = [low + jnp.minimum(i * step, high - low) for i in range(1, num_sections)]
+    step = (high - low + _NUM_SECTIONS - 1) // _NUM_SECTIONS
+    points = [low + jnp.minimum(i * step, high - low) for i in range(1, _NUM_SECTIONS)]
     for point, (is_enough, count) in zip(points, map(measure, points)):
       # From the lowest on: those with enough raise the lower end, up to the first without, which is the upper one.
       raises, ends = is_enough & (point < high), ~is_enough & (point < high)
@@ -160,9 +143,77 @@ def _search(probs, goal, weights, *, num_sections, sum_fn):
       high, high_count = jnp.where(ends, point, high), jnp.where(ends, count, high_count)
     return low, high, low_count, high_count
 
-  high = jax.lax.bitcast_convert_type(jnp.max(probs, axis=-1, keepdims=True), bits_dtype) + 1
+  high = _bits(jnp.max(probs, axis=-1, keepdims=True)) + 1
   low = jnp.zeros_like(high)
   everything = jnp.full(low.shape, probs.shape[-1], jnp.int32)
   with jax.named_scope(THRESHOLDS):
     low, *_ = jax.lax.while_loop(unsettled, cut, (low, high, everything, jnp.zeros_like(everything)))
   return jax.lax.bitcast_convert_type(low, probs.dtype)
+
+
+def _row_by_row(probs, goal, *, is_weighted):
+  """The search of each row by itself, in parts, which a CPU adds up as vectors, and a whole row number by number.
+
+  Each shard of a mesh has parts of its own, so one sum per shard is all that devices exchange. To move parts between
+  them would stop the program: on CPUs that waits for every device, and those of other rows may be done searching.
+  """
+  num_tokens = probs.shape[-1]
+  rows = probs.reshape(goal.size, shards_in_program(num_tokens), -1)
+  padding = -rows.shape[-1] % _NUM_PARTS
+  rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding)), constant_values=-1)  # never kept
+  parts = rows.reshape(*rows.shape[:2], _NUM_PARTS, -1)
+  search = functools.partial(_bisect, num_tokens=num_tokens, is_weighted=is_weighted)
+  found = (
+    search(parts[0], goal.reshape(()))
+    if goal.size == 1
+    else jax.lax.map(lambda row: search(*row), (parts, goal.reshape(-1)))
+  )
+  return found.reshape(*goal.shape, 1)
+
+
+def _bisect(parts, goal, *, num_tokens, is_weighted):
+  """The threshold of one row `[S, P, ...]`, a scalar."""
+
+  def add_up(values_fn):
+    # Each part is compared by itself: of a whole row XLA would write down what is left of it before it adds that up.
+    return jnp.sum(functools.reduce(jnp.add, (values_fn(parts[:, i]) for i in range(_NUM_PARTS))))
+
+  def as_float(point):
+    return jax.lax.bitcast_convert_type(point, parts.dtype)
+
+  def count(point):
+    return add_up(lambda probs: (probs >= as_float(point)).astype(parts.dtype))
+
+  def measure(point, is_near):
+    """The weight of the tokens from a point on, and the most and the fewest that they can be."""
+    if not is_weighted:
+      number = count(point)
+      return number, number, number
+    weight = add_up(lambda probs: jnp.where(probs >= as_float(point), probs, 0))
+    # To count takes as long as to weigh, and many tokens lie in a wide bracket anyway.
+    most, fewest = jax.lax.cond(is_near, lambda: (count(point),) * 2, lambda: (everything, nothing))
+    return weight, most, fewest
+
+  def unsettled(carry):
+    low, high, _, most, fewest = carry
+    # Settled: the next float, or at most one token between the two.
+    return (high - low > 1) & (most - fewest > 1)
+
+  def cut(carry):
+    low, high, point, most, fewest = carry
+    weight, at_most, at_least = measure(point, high - low <= _NEAR)
+    is_enough = weight >= goal
+    low, most = jnp.where(is_enough, point, low), jnp.where(is_enough, jnp.minimum(most, at_most), most)
+    high, fewest = jnp.where(is_enough, high, point), jnp.where(is_enough, fewest, jnp.maximum(fewest, at_least))
+    return low, high, low + (high - low) // 2, most, fewest
+
+  everything, nothing = jnp.asarray(num_tokens, parts.dtype), jnp.zeros((), parts.dtype)
+  high = _bits(jnp.max(parts)) + 1
+  low = jnp.zeros_like(high)
+  first = high // 2
+  if is_weighted:
+    # All tokens below weigh less than what may be left out, so this is most often a lower end close to the threshold.
+    first = jnp.clip(_bits(jnp.maximum(1 - goal, 0) / (2 * num_tokens)), 1, jnp.maximum(high - 1, 1))
+  with jax.named_scope(THRESHOLDS):
+    low, *_ = jax.lax.while_loop(unsettled, cut, (low, high, first, everything, nothing))
+  return as_float(low)

@@ -69,7 +69,7 @@ def test_counts_are_exact(form):
   for goal in (1, 37, 1300):
     kept = _kept_by(form)(probs, jnp.full(len(probs), goal, jnp.float32), False)
     np.testing.assert_array_equal(kept, probs >= -np.sort(-probs, axis=1)[:, goal - 1 : goal])
-    plain = thresholds._together(probs, jnp.full(len(probs), goal), None)
+    plain = thresholds._together(probs, jnp.full(len(probs), goal), is_weighted=False)
     np.testing.assert_array_equal(kept, probs >= plain)
 
 

@@ -18,7 +18,7 @@ def _by_sorting(probs, goal, weights):
 
 @pytest.mark.parametrize('form', ['_together', '_row_by_row'])
 @pytest.mark.parametrize('is_weighted', [False, True])
-@pytest.mark.parametrize('vocab_size', [12, 16])  # a multiple of the parts of a sum, and none
+@pytest.mark.parametrize('vocab_size', [24, 64])  # a multiple of the parts of a sum, and none
 def test_every_form_keeps_what_sorting_keeps(form, is_weighted, vocab_size):
   rng = np.random.default_rng(0)
   # Eighths and sums of them are exact; there are ties and zeros, and the last rows ask for more than there is.
@@ -26,13 +26,32 @@ def test_every_form_keeps_what_sorting_keeps(form, is_weighted, vocab_size):
   weights = probs if is_weighted else np.ones_like(probs)
   goal = np.float32(rng.integers(1, 8, (3, 5)))
   goal[-1] = 100
-  found = np.asarray(jax.jit(getattr(thresholds, form))(probs, goal, weights if is_weighted else None))
+  found = np.asarray(
+    jax.jit(getattr(thresholds, form), static_argnames='is_weighted')(probs, goal, is_weighted=is_weighted)
+  )
   assert found.shape == (3, 5, 1)
   expected = np.array([_by_sorting(*row) for row in zip(*(x.reshape(15, -1) for x in (probs, goal, weights)))])
   kept = probs >= found
   np.testing.assert_array_equal(kept, probs >= expected.reshape(3, 5, 1))
   np.testing.assert_array_equal(found[-1], 0)
   assert not kept.all()
+
+
+@pytest.mark.parametrize('form', ['_together', '_row_by_row'])
+@pytest.mark.parametrize('is_weighted', [False, True])
+def test_thresholds_among_probabilities_of_many_sizes_and_neighbouring_ones(form, is_weighted):
+  """Multiples of 2^-24 whose sums are exact in any order, some of them neighbouring floats."""
+  rng = np.random.default_rng(2)
+  sizes = np.int64(2.0 ** rng.uniform(0, 17, (6, 1000)))
+  sizes[:, :40] = 2**16 + np.arange(40)
+  probs = np.float32(sizes / 2**24)
+  weights = probs if is_weighted else np.ones_like(probs)
+  goal = np.float32(weights.sum(-1) * [0.999, 0.95, 0.9, 0.5, 0.1, 0.001])
+  found = np.asarray(
+    jax.jit(getattr(thresholds, form), static_argnames='is_weighted')(probs, goal, is_weighted=is_weighted)
+  )
+  expected = np.array([_by_sorting(*row) for row in zip(probs, goal, weights)])
+  np.testing.assert_array_equal(probs >= found, probs >= expected[:, None])
 
 
 def test_an_accelerator_needs_no_more_passes_than_it_says(monkeypatch):
@@ -50,7 +69,7 @@ def test_an_accelerator_needs_no_more_passes_than_it_says(monkeypatch):
 
   monkeypatch.setattr(jax.lax, 'while_loop', counted)
   for goal in (0.5, 0.95, 1.0):
-    jax.block_until_ready(thresholds._together(probs, jnp.full(20, goal), probs))
+    jax.block_until_ready(thresholds._together(probs, jnp.full(20, goal), is_weighted=True))
   jax.effects_barrier()
   assert max(passes) == thresholds.THRESHOLD_PASSES
 
@@ -64,6 +83,6 @@ def test_every_platform_has_its_form(monkeypatch):
 
   monkeypatch.setattr(jax.lax, 'platform_dependent', choose)
   probs = jax.ShapeDtypeStruct((2, 4), jnp.float32)
-  found = jax.eval_shape(lambda probs: thresholds.largest_threshold(probs, jnp.array(2), None), probs)
+  found = jax.eval_shape(lambda probs: thresholds.largest_threshold(probs, jnp.array(2), is_weighted=False), probs)
   assert found.shape == (2, 1)
-  assert chosen == [(thresholds._row_by_row, thresholds._together)]
+  assert [tuple(form.func for form in forms) for forms in chosen] == [(thresholds._row_by_row, thresholds._together)]

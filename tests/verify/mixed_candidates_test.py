@@ -1,5 +1,6 @@
 """Given candidates beside drawn ones at one position."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -24,6 +25,13 @@ _MIXING = {
   'race_traversal': RaceTraversal(COARSE_RACE),
 }
 _PLACES = 5
+
+
+class _AsItIs(Race):
+  """A race that is the same beside given candidates."""
+
+  def beside_given(self):
+    return self
 
 
 def _positions(seed, count, vocab_size):
@@ -110,6 +118,19 @@ def test_positions_of_language_models_are_close_to_the_optimum():
   shares = _shares(Race(), _language_laws(96))
   assert np.mean(shares) > 0.9995
   assert np.min(shares) > 0.996
+
+
+def test_flat_distributions_need_the_fine_classes_near_one():
+  """Where most of the mass has a ratio near 1, the width of the classes there decides."""
+  rng, positions = np.random.default_rng(0), []
+  for index in range(24):
+    logits = 1.5 * rng.normal(size=300)
+    p, q = np.asarray(jax.nn.softmax(jnp.stack([logits + 0.7 * rng.normal(size=300), logits])), np.float64)
+    positions.append((p / p.sum(), q / q.sum(), np.array([np.argmax(p)]), 2 + index % 3))
+  plain = Race().beside_given()
+  coarse = _AsItIs(**dataclasses.asdict(dataclasses.replace(plain, num_classes=80, fine_octaves=0)))
+  assert np.mean(_shares(coarse, positions)) < 0.998
+  assert np.mean(_shares(Race(), positions)) > 0.999
 
 
 def _guess(text, length, tree):
