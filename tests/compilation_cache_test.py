@@ -43,6 +43,7 @@ def _hits(*arguments, **env):
   return int(ran.stdout)
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_what_the_first_compiled(tmp_path):
   directory = str(tmp_path / 'compiled')
   assert _hits(directory) == 0

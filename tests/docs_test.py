@@ -61,6 +61,7 @@ def _remote_resources(page: str) -> list[str]:
   return [tag for tag in tags if re.search(r'\b(?:src|srcset|href)=["\']?(?:https?:)?//', tag)]
 
 
+@pytest.mark.slow
 def test_site_shows_docstrings(site):
   page = (site / 'api.html').read_text(encoding='utf-8')
   text = ' '.join(html.unescape(re.sub(r'<[^>]+>', '', page)).split())
@@ -181,6 +182,7 @@ def test_first_verifier(capsys):
   assert 'joint distribution of four tokens' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_library_page(monkeypatch):
   """Its ways to decode run, and streaming shows the text of whole runs."""
   monkeypatch.chdir(ROOT)
@@ -220,6 +222,7 @@ def extended():
   METHODS.pop('any_one', None)
 
 
+@pytest.mark.slow
 def test_verifier_and_drafter_of_the_page(extended):
   scope, (errors, speed) = extended
   assert max(scope['errors'][name] for name in ('any_one', 'matching')) <= 1e-10

@@ -21,6 +21,7 @@ from hypothesis import strategies
 import spectr_jax
 from spectr_jax import METHODS, ORIGIN_DRAFT, Decoder, KVCache, Model, ModelOutput, TokenTree, with_children
 from spectr_jax.sampling import SamplingParams, logits_to_probs
+from tests.slow import slow
 
 _VOCAB, _MODULUS, _LONGEST = 6, 61, 16
 _GARBAGE = 999.0
@@ -263,7 +264,7 @@ def _none_rolled_back(cache, path, num_committed):
   return cache.commit(path, jnp.where(num_committed > 1, path.shape[1], num_committed))
 
 
-@pytest.mark.parametrize('commit', [_wrong_lengths, _first_child_always, _none_rolled_back])
+@pytest.mark.parametrize('commit', [slow(_wrong_lengths), slow(_first_child_always), _none_rolled_back])
 def test_a_broken_cache_is_noticed(commit):
   rng, case = np.random.default_rng(1), _case()
   noticed = 0

@@ -94,6 +94,7 @@ def stub(tmp_path):
   return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('script', _SCRIPTS)
 def test_pieces_go_on_where_the_last_one_ended(stub, script):
   whole = _COMMANDS[script]
@@ -122,6 +123,7 @@ def test_a_command_that_fails_ends_the_script_with_its_code(stub, script):
   assert 'all done' not in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_table_that_fits_into_no_piece_is_named(stub):
   last = len(_COMMANDS['gpu_family'])
   assert stub('gpu_family', fails=last)[0].returncode == 5

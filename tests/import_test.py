@@ -37,6 +37,7 @@ print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))
 """
 
 
+@pytest.mark.slow
 def test_what_takes_long_to_import_is_imported_on_first_use():
   assert not _HEAVY & set(_run(_LOADED, 'nothing'))
   assert {'flax', 'orbax', 'tokenizers'} <= set(_run(_LOADED, 'load_model'))  # the check above can fail
@@ -95,6 +96,7 @@ print(json.dumps([names, changed]))
 """
 
 
+@pytest.mark.slow
 def test_imports_have_no_side_effects():
   names, changed = _run(_SIDE_EFFECTS, 'spectr_jax', 'common', 'decode', 'train')
   assert {'spectr_jax.io.model_files', 'common.processes', 'decode.main', 'train.checkpoint'} <= set(names)

@@ -13,6 +13,7 @@ from spectr_jax.couplings import Race
 from spectr_jax.engine.trace import make_judge, trace_decode
 from spectr_jax.models import table
 from spectr_jax.verify import Verifier, Walk
+from tests.slow import slow
 
 V, ROWS = 6, 256
 _WIDE = TokenTree.prefix((3, 1, 2))
@@ -97,7 +98,6 @@ _RECORDED = [
   for name, method in METHODS.items()
   if method.max_drafts != 0
 ]
-_slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize('name', _RECORDED)
@@ -192,7 +192,7 @@ def _race(p, q, tokens, is_valid, numbers):
   return picked * np.where(is_valid, np.minimum(1, q[tokens] / law), 0)
 
 
-@pytest.mark.parametrize('formula', [_spectr, *map(_slow, (_speculative, _specinfer, _race))])
+@pytest.mark.parametrize('formula', [_spectr, *map(slow, (_speculative, _specinfer, _race))])
 def test_shares_of_candidates_by_another_route(formula):
   tree, rows = _played(formula.__name__[1:])
   for proposal, target_probs, _, record in rows:
@@ -207,7 +207,7 @@ def test_shares_of_candidates_by_another_route(formula):
       np.testing.assert_allclose(numbers['target_prob'][is_valid], q[tokens[is_valid]], atol=1e-7)
 
 
-@pytest.mark.parametrize('name', ['block', _slow('race_block')])
+@pytest.mark.parametrize('name', ['block', slow('race_block')])
 def test_blocks_by_another_route(name):
   """P and h of the picked path, from the laws of the picked tokens."""
   tree, rows = _played(name)

@@ -21,6 +21,7 @@ from enumerated import (
 from spectr_jax.couplings import MaximalAfter, Race, SingleDraft
 from spectr_jax.proposal import Independent
 from spectr_jax.theory import optimal_acceptance, race_acceptance
+from tests.slow import slow
 
 
 def test_race_on_the_bernoulli_example():
@@ -96,7 +97,7 @@ def test_races_on_a_large_vocabulary(num_rounds):
     assert share[8] < 0.95, share
 
 
-@pytest.mark.parametrize('temperature', [pytest.param(1.0, marks=pytest.mark.slow), 0.25])
+@pytest.mark.parametrize('temperature', [slow(1.0), 0.25])
 def test_a_race_comes_close_to_the_optimum_at_every_position(temperature):
   """Also where rounding asks for more of a rare class than there is of it."""
   rng = np.random.default_rng(0)

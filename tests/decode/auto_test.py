@@ -133,6 +133,7 @@ def test_seconds_of_a_group_are_those_of_the_first_groups_time():
   assert (found.row_calls, found.num_tokens, found.kept) == ([5, 6, 7], 36, [18])
 
 
+@pytest.mark.slow
 def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch):
   options = _options(
     **pair, prompts=str(prompt_file), num_prompts=2, num_drafts=(2,), draft_length=(1,), max_new_tokens=4
@@ -359,6 +360,7 @@ def test_lookup_is_measured(tmp_path, pair, prompt_file, monkeypatch, is_beside)
     run_decode(dataclasses.replace(options, lookup_min=2))
 
 
+@pytest.mark.slow
 def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
   path = tmp_path / 'calibration.json'
   few = {name: METHODS[name] for name in ('autoregressive', 'spectr', 'race')}

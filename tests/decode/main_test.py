@@ -12,6 +12,7 @@ import pytest
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
 from spectr_jax import METHODS
+from tests.slow import slow
 
 _RESULT_FIELDS = [
   'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'num_nodes', 'children', 'epsilon', 'temperature',
@@ -107,8 +108,8 @@ def test_progress_is_plain_lines(grid):
   'other',
   [
     {'seed': 6, 'batch_size': 2},
-    pytest.param({'batch_size': 3}, marks=pytest.mark.slow),
-    pytest.param({'batch_size': 1, 'num_prompts': 2}, marks=pytest.mark.slow),
+    slow({'batch_size': 3}),
+    slow({'batch_size': 1, 'num_prompts': 2}),
   ],
 )
 def test_tokens_do_not_depend_on_batch_or_grid(grid, pair, prompt_file, other):

@@ -19,6 +19,7 @@ from spectr_jax.draft import DraftContext, model_drafter
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.models import table, transformer
 from spectr_jax.sharding import make_mesh
+from tests.slow import slow
 
 _TEXT = 'the quick brown fox jumps over the lazy dog while seven wise owls watch from the old oak tree ' * 4
 # Rows of unequal length, more than one batch of them.
@@ -74,18 +75,15 @@ def on_one_device(tmp_path_factory, wide_pair):
   return read(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'arguments',
   [
-    pytest.param(['--mesh=data:8'], id='data', marks=pytest.mark.slow),
+    slow(['--mesh=data:8'], id='data'),
     pytest.param(['--mesh=data:4,model:2'], id='data and model'),
-    pytest.param(['--mesh=model:8', '--draft_mesh=divided'], id='model, draft divided', marks=pytest.mark.slow),
+    slow(['--mesh=model:8', '--draft_mesh=divided'], id='model, draft divided'),
     # The parts of a round are timed for one method: each is run many times, on two cores for eight devices.
-    pytest.param(
-      ['--mesh=data:4,model:-1', '--draft_mesh=divided', '--breakdown', '--method=spectr'],
-      id='divided',
-      marks=pytest.mark.slow,
-    ),
+    slow(['--mesh=data:4,model:-1', '--draft_mesh=divided', '--breakdown', '--method=spectr'], id='divided'),
   ],
 )
 def test_eight_devices_decode_like_one(tmp_path, wide_pair, on_one_device, arguments):

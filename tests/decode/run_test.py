@@ -81,6 +81,7 @@ def test_progress_reaches_its_total(pair, prompt_file):
   assert 'draft' not in run.info['models']
 
 
+@pytest.mark.slow
 def test_long_grids_are_decoded_in_groups(pair, prompt_file, monkeypatch):
   """As many as a process can hold, with the same tokens, and a line that says so."""
   options = DecodeOptions(
@@ -224,6 +225,7 @@ def test_speed_is_compared_batch_by_batch(pair, prompt_file):
   assert slower.round_cost == pytest.approx(8 / slower.num_rounds / (24 / baseline.num_rounds))
 
 
+@pytest.mark.slow
 def test_the_share_of_the_optimum_is_reported(pair, prompt_file):
   options = DecodeOptions(
     **pair, method=('spectr', 'gsd'), num_drafts=(2,), draft_length=(2,), prompts=str(prompt_file), batch_size=3,

@@ -80,6 +80,7 @@ def test_latency_is_relative_to_the_target(name, pair, prompt_file):
     assert by_shape[4, 1, 'rows']['relative latency'].number == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_comparison_stands_beside_the_set_of_the_same_name(pair, prompt_file, tmp_path, monkeypatch):
   monkeypatch.setattr(gbv_tables, 'METHODS', ('autoregressive', 'speculative'))
   other = tmp_path / 'other.txt'

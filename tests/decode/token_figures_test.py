@@ -7,6 +7,7 @@ from exhibit_checks import CLOSE, measure_figure, measure_small
 from decode.papers import token_figures
 from decode.papers.figure import select
 from spectr_jax import theory
+from tests.slow import slow
 
 
 def test_uniform_distributions_against_the_closed_form():
@@ -17,9 +18,7 @@ def test_uniform_distributions_against_the_closed_form():
     assert row['acceptance'] == pytest.approx(1 - (1 - 1 / row['r']) ** row['k'], abs=CLOSE)
 
 
-@pytest.mark.parametrize(
-  ('name', 'num_targets'), [pytest.param('spectr_fig2', 6, marks=pytest.mark.slow), ('spectr_fig3', 41)]
-)
+@pytest.mark.parametrize(('name', 'num_targets'), [slow('spectr_fig2', 6), ('spectr_fig3', 41)])
 def test_bernoulli_distributions_against_the_closed_form(name, num_targets):
   rows = measure_figure(name, num_drafts=(1, 2))
   optimum = select(rows, rule='optimum')

@@ -13,6 +13,7 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
 from decode.trace_page.data import pieces_of_tokens
 from spectr_jax import METHODS, ORIGIN_BONUS, ORIGIN_DRAFT, TokenTree
+from tests.slow import slow
 
 _PROMPT = 'the </script><b>fox</b> & \u2028 ü'
 
@@ -70,8 +71,9 @@ def test_every_round_says_what_was_kept_and_why(traced):
       assert str(token) in traced['names']
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('highest')
-@pytest.mark.parametrize('is_beside', [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('is_beside', [False, slow(True)])
 def test_given_candidates_are_shown_as_given(pair, is_beside):
   draft = f'lookup+{pair["draft"]}' if is_beside else 'lookup'
   fields = {'draft': draft, 'method': ('race',), 'prompt': 'the fox the fox the', 'lookup_min': 1}

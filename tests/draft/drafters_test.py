@@ -29,6 +29,7 @@ from spectr_jax.testing import (
   random_tables,
   tiny_transformers,
 )
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -36,10 +37,6 @@ _PROMPTS = [1, 2, 1, 2, 1], [3], [0, 4, 4]
 _SAMPLING = {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
 _SLOTS = TokenTree.slots((2, 3, 2))
 _GROWN = ['spectr', 'specinfer', 'batch', 'race', 'race_block', 'traversal', 'race_traversal']
-
-
-def _slow_but(*names, among):
-  return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in among]
 
 
 def _assert_engine_is_exact(drafter, method, tree, num_samples=5_000):
@@ -66,7 +63,7 @@ def guess(text, length, tree):
 
 
 @pytest.mark.parametrize('tree', [TokenTree.chains(1, 2), TokenTree.chains(2, 2)], ids=['chain', 'chains'])
-@pytest.mark.parametrize('method', _slow_but('spectr', among=('spectr', 'specinfer', 'race')))
+@pytest.mark.parametrize('method', slow_but(['spectr'], ('spectr', 'specinfer', 'race')))
 def test_lookup_is_exact(method, tree):
   guess_fn = functools.partial(guess, tree=tree)
   for seed in range(2):
@@ -87,7 +84,8 @@ def test_a_guess_counted_as_drawn_is_caught():
     assert enumeration_error(METHODS['speculative'], tree, random_tables(0, 2, 5), 4, guess_fn=drawn) > 1e-2
 
 
-@pytest.mark.parametrize('method', ['spectr', pytest.param('ersd', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('method', ['spectr', 'ersd'])
 def test_lookup_in_the_loop(method):
   _assert_engine_is_exact(lookup_drafter(5), method, TokenTree.chains(2, 2))
 
@@ -101,8 +99,8 @@ def test_what_is_given_needs_a_method_that_takes_it():
 # Rows with trees of their own.
 
 
-@pytest.mark.parametrize('slots', _slow_but((2, 2), among=((2, 2), (2, 3, 2))), ids=str)
-@pytest.mark.parametrize('method', _slow_but('race_traversal', 'traversal', among=_GROWN))
+@pytest.mark.parametrize('slots', slow_but([(2, 2)], ((2, 2), (2, 3, 2))), ids=str)
+@pytest.mark.parametrize('method', slow_but(['race_traversal', 'traversal'], _GROWN))
 def test_grown_trees_are_exact(method, slots):
   tree = TokenTree.slots(slots)
   grow_fn = functools.partial(grow, tree=tree)
@@ -110,7 +108,7 @@ def test_grown_trees_are_exact(method, slots):
     assert enumeration_error(coarse(METHODS[method]), tree, random_tables(seed, 2, 5), 3, grow_fn=grow_fn) < 1e-10
 
 
-@pytest.mark.parametrize('method', _slow_but('race_traversal', among=('spectr', 'race_block', 'race_traversal')))
+@pytest.mark.parametrize('method', slow_but(['race_traversal'], ('spectr', 'race_block', 'race_traversal')))
 def test_allocating_after_drawing_is_caught(method, monkeypatch):
   """A second candidate only if the first one is token 0."""
   tree = TokenTree.slots((2, 2))
@@ -127,14 +125,16 @@ def test_allocating_after_drawing_is_caught(method, monkeypatch):
   assert error > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'method',
-  _slow_but('specinfer', among=_GROWN),
+  slow_but(['specinfer'], _GROWN),
 )
 def test_grown_trees_in_the_loop(method):
   _assert_engine_is_exact(growing_drafter(_logits(3)), method, _SLOTS, num_samples=2_500)
 
 
+@pytest.mark.slow
 def test_rows_do_grow_their_own_trees():
   target, _ = tiny_transformers()
   drafter, prompts = growing_drafter(_logits(3)), np.random.default_rng(0).integers(0, 5, (16, 3))
@@ -164,7 +164,7 @@ def test_trees_that_do_not_fit_are_refused(drafter, tree, method, message):
 # The target's hidden states.
 
 
-@pytest.mark.parametrize('method', _slow_but('block', among=('speculative', 'block', 'greedy_block')))
+@pytest.mark.parametrize('method', slow_but(['block'], ('speculative', 'block', 'greedy_block')))
 def test_drafts_from_features_are_exact(method):
   """By enumeration of the drafter's own distributions after a text, beside the target's."""
   target, _ = tiny_transformers(vocab_size=3)

@@ -25,16 +25,13 @@ from spectr_jax.testing import (
   random_tables,
   tiny_transformers,
 )
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
 _PROMPTS = np.array([[1, 2, 3, 4, 0], [2, 0, 0, 0, 0], [3, 3, 1, 0, 0], [4, 1, 0, 2, 0]])
 _LENGTHS = np.array([5, 1, 3, 4])
 _SLOTS = TokenTree.slots((3, 3, 2))
-
-
-def _slow_but(*names, among):
-  return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in among]
 
 
 def _draw(table, prefix, length, tree, growth, *, temperature=1.0, seed=0):
@@ -82,7 +79,7 @@ def test_the_likeliest_paths_stand_in_every_depth(threshold):
   assert (threshold == 0) == (parents >= 0).all()
 
 
-@pytest.mark.parametrize('method', _slow_but('specinfer', among=('specinfer', 'spectr', 'race', 'race_traversal')))
+@pytest.mark.parametrize('method', slow_but(['specinfer'], ('specinfer', 'spectr', 'race', 'race_traversal')))
 def test_likeliest_guesses_are_exact(method):
   tree = TokenTree.slots((2, 2))
   for seed, threshold in enumerate((0.0, 0.15)):
@@ -108,7 +105,7 @@ def _grow(tokens, parents, probs, depth, tree, growth):
 _DRAWN = 'spectr', 'specinfer', 'batch', 'race', 'race_block', 'traversal', 'race_traversal'
 
 
-@pytest.mark.parametrize('method', _slow_but('race_traversal', among=_DRAWN))
+@pytest.mark.parametrize('method', slow_but(['race_traversal'], _DRAWN))
 def test_confident_samples_are_exact(method):
   tree = TokenTree.slots((2, 3))
   for seed, growth in enumerate((Confident(0.1), Confident(0.5, threshold=0.2))):
@@ -135,7 +132,8 @@ def test_confident_allocation():
   np.testing.assert_array_equal(above, [0, 1])
 
 
-@pytest.mark.parametrize('method', _slow_but('race_traversal', among=(*_DRAWN, 'gsd')))
+@pytest.mark.slow
+@pytest.mark.parametrize('method', slow_but(['race_traversal'], (*_DRAWN, 'gsd')))
 def test_confident_samples_in_the_loop(method):
   target, draft = tiny_transformers()
   prompts, sampling = ([1, 2, 1], [3]), {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
@@ -148,7 +146,7 @@ def test_confident_samples_in_the_loop(method):
     assert chi_square(found, ordinary_law(target, prompt, 3, **sampling)).p_value > 1e-3
 
 
-@pytest.mark.parametrize('method', _slow_but('specinfer', among=('spectr', 'specinfer', 'race_traversal', 'traversal')))
+@pytest.mark.parametrize('method', slow_but(['specinfer'], ('spectr', 'specinfer', 'race_traversal', 'traversal')))
 def test_samples_dropped_by_their_own_probability_are_caught(method):
   """Two samples, of which the likelier one is kept: what EAGLE-2's ranking does to samples."""
   tree = TokenTree.chains(2, 1)
@@ -171,8 +169,9 @@ def _generate(drafter, target, method, tree=_SLOTS, **options):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  'method', _slow_but('specinfer', among=('specinfer', 'spectr', 'race', 'race_block', 'race_traversal', 'ersd'))
+  'method', slow_but(['specinfer'], ('specinfer', 'spectr', 'race', 'race_block', 'race_traversal', 'ersd'))
 )
 def test_greedy_tokens_are_the_target_s(method):
   target, draft = tiny_transformers()
@@ -185,7 +184,8 @@ def test_greedy_tokens_are_the_target_s(method):
   assert calls < int(chain.num_target_calls.sum())
 
 
-@pytest.mark.parametrize('method', _slow_but('specinfer', among=('specinfer', 'race_traversal')))
+@pytest.mark.slow
+@pytest.mark.parametrize('method', slow_but(['specinfer'], ('specinfer', 'race_traversal')))
 def test_likeliest_guesses_in_the_loop(method):
   """They are lossless for rows that sample, too."""
   target, draft = tiny_transformers()
@@ -198,6 +198,7 @@ def test_likeliest_guesses_in_the_loop(method):
     assert chi_square(found, ordinary_law(target, prompt, 3, **sampling)).p_value > 1e-3
 
 
+@pytest.mark.slow
 def test_thresholds_are_data_and_save_the_drafts_steps():
   target, draft = tiny_transformers()
   sizes = {'tree': TokenTree.slots((2, 2, 2, 2)), 'max_new_tokens': 6, 'cache_size': 11}

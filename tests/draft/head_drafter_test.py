@@ -17,6 +17,7 @@ from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
 from spectr_jax.models import causal_lm, cpu_form, head
+from tests.slow import slow_but
 
 V, VD, D = 23, 11, 8
 _TARGET = causal_lm.CausalLMConfig(V, D, 3, 2, 1, 4, 12, 64, rope=causal_lm.Rope((1.0, 0.1)), is_tied=True)
@@ -102,7 +103,7 @@ def _reference(target, drafter, config, text, guesses):
   return np.array(found)
 
 
-@pytest.mark.parametrize('name', _CONFIGS)
+@pytest.mark.parametrize('name', slow_but(['eagle3 normed'], _CONFIGS))
 def test_guesses_of_three_rounds_are_those_of_a_plain_computation(target, name, monkeypatch):
   monkeypatch.setattr(cpu_form, 'LARGE', 1)
   config = _CONFIGS[name]
@@ -140,7 +141,7 @@ def test_lookup_beside_a_head_has_it_in_the_form_for_decoding(monkeypatch):
   assert isinstance(beside.params.drafter.params['unembedding'], cpu_form.TransposedKernel)
 
 
-@pytest.mark.parametrize('method', ['speculative', 'race_traversal', 'ersd'])
+@pytest.mark.parametrize('method', slow_but(['race_traversal'], ['speculative', 'race_traversal', 'ersd']))
 def test_greedy_tokens_are_the_target_s(target, method):
   prompts, lengths = jax.random.randint(jax.random.key(5), (3, 5), 0, V), jnp.array([5, 1, 3])
   options = {'max_new_tokens': 12, 'temperature': 0.0}
@@ -154,7 +155,8 @@ def test_greedy_tokens_are_the_target_s(target, method):
   np.testing.assert_array_equal(found.tokens, plain.tokens)
 
 
-@pytest.mark.parametrize('name', ['eagle3', pytest.param('mtp', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['eagle3', 'mtp'])
 def test_a_head_grows_trees(target, name):
   """Its laws are those of a plain computation, and greedy tokens the target's."""
   config = _CONFIGS[name]
@@ -179,6 +181,7 @@ def test_a_head_grows_trees(target, name):
   np.testing.assert_array_equal(found.tokens, plain.tokens)
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_read_in_chunks(target, monkeypatch):
   config, drafter = _WIDE, _drafter(_WIDE)
   prompts, lengths = jax.random.randint(jax.random.key(5), (2, 30), 0, V), jnp.array([30, 11])

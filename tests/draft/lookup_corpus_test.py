@@ -27,6 +27,7 @@ from spectr_jax.testing import (
   random_tables,
   tiny_transformers,
 )
+from tests.slow import slow
 
 
 def _documents(rng, *, num_documents=5, longest=30):
@@ -200,7 +201,8 @@ def _generate(drafter, rows=slice(None), **options):
   return spectr_jax.generate(_KEYS[rows], _models()[0], drafter, _PROMPTS[rows], _LENGTHS[rows], **options)
 
 
-@pytest.mark.parametrize('name', ['alone', pytest.param('beside', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['alone', 'beside'])
 def test_greedy_tokens_are_those_of_autoregressive_decoding_in_fewer_calls(name):
   plain = _generate(None, method='autoregressive', temperature=0.0)
   found = _generate(_drafter(name), temperature=0.0)
@@ -227,6 +229,7 @@ def test_corpora_of_one_size_share_programs_and_are_no_constants():
   assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_rounds_that_pass_give_the_same_tokens():
   """Where no row has a guess the target is called on one token per row; the tokens do not depend on that."""
   drafter = lookup_drafter(_VOCAB, corpus=lookup_corpus([[2, 3, 0, 1]]))
@@ -247,7 +250,7 @@ def _lookup_guess(text, length, tree, corpus):
   return jnp.where(length > 0, Lookup(2, 1).guesses(context, tree, corpus)[0], -1)
 
 
-@pytest.mark.parametrize('method', ['spectr', pytest.param('race_traversal', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('method', ['spectr', slow('race_traversal')])
 def test_lookup_is_exact(method):
   """Also where a document ends within a chain."""
   tree = TokenTree.chains(2, 2)

@@ -26,6 +26,7 @@ from spectr_jax.testing import (
   random_tables,
   tiny_transformers,
 )
+from tests.slow import slow
 
 _VOCAB = 4
 _CHAINS = TokenTree.chains(2, 3)
@@ -126,7 +127,8 @@ def _assert_same(first, second, rows=slice(None)):
     np.testing.assert_array_equal(getattr(first, field), getattr(second, field)[rows], err_msg=field)
 
 
-@pytest.mark.parametrize('name', ['alone', pytest.param('beside', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['alone', 'beside'])
 def test_rows_decode_as_by_themselves(name):
   """Whatever the batch: other rows, with or without guesses; samples; rows that were other prompts' before; turns."""
   drafter, method = _drafter(name), 'race_traversal'
@@ -144,9 +146,10 @@ def test_rows_decode_as_by_themselves(name):
     np.testing.assert_array_equal(each.tokens, np.asarray(both.tokens)[each.name, : both.lengths[each.name]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'method',
-  ['race_traversal', *(pytest.param(name, marks=pytest.mark.slow) for name in ('spectr', 'race_block', 'ersd'))],
+  ['race_traversal', *(slow(name) for name in ('spectr', 'race_block', 'ersd'))],
 )
 def test_rounds_that_pass_give_the_same_tokens(method):
   """Where no row has a guess the target is called on one token per row; the tokens do not depend on that."""
@@ -162,6 +165,7 @@ def test_rounds_that_pass_give_the_same_tokens(method):
   assert (origins[0, :2] == spectr_jax.ORIGIN_CORRECTION).all()
 
 
+@pytest.mark.slow
 def test_rounds_and_turns_share_programs_and_memory_is_linear():
   decoder = _decoder(_looking(), 'race_traversal', _CHAINS, cache_size=40)
   state = spectr_jax.init_decode(decoder, _KEYS, _PROMPTS, _LENGTHS)
@@ -188,7 +192,7 @@ def _lookup_guess(text, length, tree, **options):
   return jnp.where(length > 0, tokens, -1)
 
 
-@pytest.mark.parametrize('method', ['spectr', pytest.param('race_traversal', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('method', ['spectr', slow('race_traversal')])
 def test_lookup_is_exact(method):
   tree = TokenTree.chains(2, 2)
   guess_fn = functools.partial(_lookup_guess, tree=tree, longest=2, shortest=1)
@@ -205,8 +209,9 @@ def _generate_beside(draft, tree=_CHAINS, rows=slice(None), **options):
   return spectr_jax.generate(_KEYS[rows], tiny_transformers()[0], drafter, _TEXTS[rows], _TEXT_LENGTHS[rows], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('highest')
-@pytest.mark.parametrize('name', ['beside a head', pytest.param('beside Medusa', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name', ['beside a head', slow('beside Medusa')])
 def test_lookup_beside_what_reads_the_target(name):
   """Greedy tokens are the target's, rows decode as by themselves, and lookup takes none of the head's guesses away."""
   draft = _BESIDE[name]()

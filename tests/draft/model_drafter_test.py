@@ -12,6 +12,7 @@ from spectr_jax.draft import Commitment, DraftContext, DraftRequest, model_draft
 from spectr_jax.proposal import FirstArrivals, Independent, WithoutReplacement
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.tree import TokenTree
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -111,7 +112,7 @@ def test_laws_are_those_of_the_text(draft, uncached_logits, tree):
   'tree',
   [
     pytest.param(TREES[0], id='chain'),
-    pytest.param(TREES[1], id='chains', marks=pytest.mark.slow),
+    slow(TREES[1], id='chains'),
     pytest.param(TREES[2], id='unequal'),
   ],
 )

@@ -15,11 +15,12 @@ from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import state as engine_state
 from tests.draft.tiny_heads import tiny_head, tiny_medusa
 from tests.engine.runs import KINDS, NEW, PROMPTS, begin, generate, make_keys
+from tests.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
 
-@pytest.mark.parametrize('method', KINDS)
+@pytest.mark.parametrize('method', slow_but(['ersd', 'spectr', 'race_traversal'], KINDS))
 def test_one_compilation_per_shape_and_method(tables, traces, method):
   def run(*args, models=tables, **options):
     generate(models, method, *args, **options)
@@ -72,10 +73,10 @@ def test_programs_are_those_of_a_drafter(tables):
 @pytest.mark.parametrize(
   ('name', 'tree', 'growths'),
   [
-    ('head', TokenTree.chains(2, 3), [None]),
+    slow('head', TokenTree.chains(2, 3), [None]),
     ('head', TokenTree.slots((2, 2, 2)), [Likeliest(), Likeliest(temperature=0.5, threshold=0.3)]),
-    pytest.param('model', TokenTree.slots((2, 3)), [Confident(), Confident(0.5, 0.1)], marks=pytest.mark.slow),
-    pytest.param('beside a head', TokenTree.chains(2, 3), [None], marks=pytest.mark.slow),
+    slow('model', TokenTree.slots((2, 3)), [Confident(), Confident(0.5, 0.1)]),
+    slow('beside a head', TokenTree.chains(2, 3), [None]),
   ],
 )
 def test_rounds_of_every_drafter_compile_once(target, draft, name, tree, growths):

@@ -22,8 +22,8 @@ from tests.engine.runs import (
   begin,
   generate,
   make_keys,
-  slow_but,
 )
+from tests.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -37,18 +37,19 @@ def _assert_greedy(models, method):
     assert (result.num_target_calls < greedy.num_target_calls).any()
 
 
-@pytest.mark.parametrize('method', LOSSLESS)
+@pytest.mark.parametrize('method', slow_but(['ersd', 'gsd', 'spectr', 'greedy_block', 'race_traversal'], LOSSLESS))
 def test_temperature_zero_is_greedy_on_tables(tables, method):
   """A law of one token: siblings run out, ratios are 0, 1 or 0/0."""
   sharper = dataclasses.replace(tables[1], params=tables[1].params + 2 * jnp.maximum(tables[0].params, -9.0))
   _assert_greedy((tables[0], sharper), method)
 
 
-@pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block', 'race_traversal'], KINDS))
+@pytest.mark.parametrize('method', slow_but(['race_traversal'], KINDS))
 def test_temperature_zero_is_greedy(target, draft, method):
   _assert_greedy((target, draft), method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('method', slow_but(['race_traversal'], [name for name in KINDS if name != 'autoregressive']))
 def test_double_precision(target, draft, method):
   with jax.enable_x64(True):
@@ -73,7 +74,7 @@ def test_greedy_is_the_argmax_of_the_text(target, uncached_logits):
 
 _SAME_WITH_ONE_DRAFT = [
   ('spectr', 'speculative'),
-  *(pytest.param(name, 'speculative', marks=pytest.mark.slow) for name in ('specinfer', 'batch', 'gsd', 'race')),
+  *(slow(name, 'speculative') for name in ('specinfer', 'batch', 'gsd', 'race')),
   ('race_block', 'block'),
   ('spectr_gbv', 'greedy_block'),
 ]
@@ -89,6 +90,7 @@ def test_with_one_draft_methods_are_the_same(tables, method, other):
     )
 
 
+@pytest.mark.slow
 def test_no_over_acceptance_is_speculative(tables):
   method = with_epsilon(METHODS['decoding_opt'], 0.0)
   for seed in range(3):

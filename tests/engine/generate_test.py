@@ -22,8 +22,8 @@ from tests.engine.runs import (
   begin,
   generate,
   make_keys,
-  slow_but,
 )
+from tests.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -56,7 +56,7 @@ def _check_consistent(result, tree):
     np.testing.assert_array_equal(accepted[row], [sum(r > d for r in rounds) for d in range(tree.max_depth)])
 
 
-@pytest.mark.parametrize('method', slow_but(KINDS))
+@pytest.mark.parametrize('method', slow_but(KINDS, VERSIONS))
 def test_result_is_consistent(tables, method):
   origins = set()
   for seed in range(3):
@@ -73,7 +73,7 @@ def test_result_is_consistent(tables, method):
   assert origins == ({ORIGIN_DRAFT, ORIGIN_CORRECTION, ORIGIN_BONUS} if TREES[method].num_nodes else {ORIGIN_BONUS})
 
 
-@pytest.mark.parametrize('method', slow_but(KINDS))
+@pytest.mark.parametrize('method', slow_but(KINDS, VERSIONS))
 def test_only_what_the_target_allows_comes_out(tables, method):
   """Every pair of neighbours has positive probability, the seam between prompt and continuation included."""
   pairs = set()
@@ -128,7 +128,8 @@ def test_a_hopeless_draft_is_never_accepted(cycle):
 
 
 @pytest.mark.parametrize(
-  ('method', 'num_drafts'), [('speculative', 1), ('spectr', 2), ('gsd', 2), ('greedy_block', 1), ('traversal', 2)]
+  ('method', 'num_drafts'),
+  [slow('speculative', 1), ('spectr', 2), slow('gsd', 2), ('greedy_block', 1), slow('traversal', 2)],
 )
 def test_eos_ends_a_row_inside_an_accepted_run(cycle, method, num_drafts):
   """... and an EOS that ends the prompt, as in the second row, does not."""

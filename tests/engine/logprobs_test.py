@@ -8,7 +8,8 @@ import pytest
 
 import spectr_jax
 from spectr_jax import Request, TokenTree, generate_many
-from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, assert_same, begin, generate, make_keys, slow_but
+from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, assert_same, begin, generate, make_keys
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 

@@ -16,6 +16,7 @@ from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import init_decode
 from spectr_jax.models.table import table_model
 from spectr_jax.sharding import make_mesh
+from tests.slow import slow
 
 _NEW, _LONGEST, _EOS = 9, 20, 4
 
@@ -64,10 +65,10 @@ def _assert_as_by_themselves(models, requests, found, **options):
 @pytest.mark.parametrize(
   ('method', 'tree'),
   [
-    pytest.param('autoregressive', None, marks=pytest.mark.slow),
-    ('spectr', TokenTree.chains(2, 2)),
+    slow('autoregressive', None),
+    slow('spectr', TokenTree.chains(2, 2)),
     ('greedy_block', TokenTree.chains(1, 3)),  # has a state of its own
-    pytest.param('ersd', TokenTree.chains(2, 2), marks=pytest.mark.slow),  # keyed by position
+    slow('ersd', TokenTree.chains(2, 2)),  # keyed by position
   ],
   ids=['autoregressive', 'spectr', 'greedy_block', 'ersd'],
 )
@@ -82,6 +83,7 @@ def test_each_is_continued_as_by_itself(tables, method, tree):
   _assert_as_by_themselves(tables, requests, again, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('highest')
 def test_caches_of_transformers_are_given_on(target, draft):
   """A row's cache holds nothing of the prompt before."""
@@ -112,6 +114,7 @@ def test_requests_are_taken_when_there_is_a_row(tables):
     assert taken <= 4 + done
 
 
+@pytest.mark.slow
 def test_programs_do_not_depend_on_the_number_of_requests(tables):
   traces = []
 
@@ -129,6 +132,7 @@ def test_programs_do_not_depend_on_the_number_of_requests(tables):
   assert len(traces) == before
 
 
+@pytest.mark.slow
 def test_on_a_mesh(tables):
   sharding = DecodeSharding(make_mesh({}, jax.devices()[:1]))
   options = {'method': 'spectr', 'tree': TokenTree.chains(2, 2)}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from spectr_jax.engine.loop import _put
-from tests.engine.runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys, slow_but
+from tests.engine.runs import KINDS, LENGTHS, PROMPTS, VERSIONS, assert_same, generate, make_keys
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -35,12 +36,12 @@ def _assert_rows_alone(models, method, *, shapes, seed, **options):
   assert (other.tokens[2:] != whole.tokens[2:]).any()
 
 
-@pytest.mark.parametrize('method', slow_but(['autoregressive', 'spectr', 'gsd', 'greedy_block', 'race_traversal']))
+@pytest.mark.parametrize('method', slow_but(['gsd', 'greedy_block'], VERSIONS))
 def test_table_rows_do_not_depend_on_their_batch(tables, method):
   _assert_rows_alone(tables, method, shapes=[((3, 1, 0, 2), 6), ((2, 0, 1), 9)], seed=0)
 
 
-@pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block'], KINDS))
+@pytest.mark.parametrize('method', slow_but(['greedy_block'], KINDS))
 def test_a_row_alone(tables, method):
   _assert_rows_alone(tables, method, shapes=[((row,), 6) for row in range(4)], seed=1)
 

@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 
 import spectr_jax
 from spectr_jax import METHODS, Decoder, TokenTree, with_children, with_gumbel
@@ -31,11 +30,6 @@ LENGTHS = np.array([1, 2, 6, 3])
 def make_keys(seed=0):
   """One key per row."""
   return jax.random.split(jax.random.key(seed), 4)
-
-
-def slow_but(names, versions=tuple(VERSIONS)):
-  """All versions, `names` by default and the others among the slow tests."""
-  return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in versions]
 
 
 def generate(models, method, keys, prompts=PROMPTS, lengths=LENGTHS, *, tree=None, max_new_tokens=NEW, **options):

@@ -8,7 +8,8 @@ import spectr_jax
 from spectr_jax import Request, generate_many, sample_keys
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.sharding import make_mesh
-from tests.engine.runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys, slow_but
+from tests.engine.runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -45,6 +46,7 @@ def test_each_is_what_its_key_gives(target, draft, method):
   assert_same(found.num_target_calls, alone.num_target_calls)
 
 
+@pytest.mark.slow
 def test_number_of_samples_does_not_matter(tables):
   single = generate(tables, 'spectr', make_keys(1))
   found = generate(tables, 'spectr', make_keys(1), num_samples=3)

@@ -11,7 +11,8 @@ from spectr_jax import Confident, Decoder, TokenTree, growing, lookup_beside, lo
 from spectr_jax.engine.session import Session, reprompt
 from tests.draft.feature_drafter import feature_drafter
 from tests.draft.tiny_heads import tiny_head
-from tests.engine.runs import TREES, VERSIONS, begin, make_keys, slow_but
+from tests.engine.runs import TREES, VERSIONS, begin, make_keys
+from tests.slow import slow, slow_but
 
 _NEW = 6
 _PROMPTS = np.array([[3, 0, 0, 0], [1, 4, 0, 0], [5, 2, 0, 3], [2, 2, 5, 0]])
@@ -56,6 +57,7 @@ def test_a_turn_is_the_same_as_anew(target, draft, name):
   _assert_as_anew(decoder, state, temperature=0.7)
 
 
+@pytest.mark.slow
 def test_features_are_kept(target):
   drafter = feature_drafter(target.vocab_size)
   decoder, state = begin(
@@ -77,13 +79,14 @@ def _head(target):
   return tiny_head(target.vocab_size, width=32)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('highest')
 @pytest.mark.parametrize(
   ('make', 'slots'),
   [
     (_head, None),
-    pytest.param(lambda target: lookup_beside(_head(target), lookup_min=1), None, marks=pytest.mark.slow, id='beside'),
-    pytest.param(lambda target: growing(_head(target), Confident()), (2, 3, 2), marks=pytest.mark.slow, id='growing'),
+    slow(lambda target: lookup_beside(_head(target), lookup_min=1), None, id='beside'),
+    slow(lambda target: growing(_head(target), Confident()), (2, 3, 2), id='growing'),
   ],
 )
 def test_a_head_s_state_is_kept(target, make, slots):
@@ -111,6 +114,7 @@ def test_what_is_kept_is_not_read_again(target, draft):
   assert (tokens[1] != tokens[0]).any()
 
 
+@pytest.mark.slow
 def test_a_session_streams_what_generate_gives(target, draft):
   method, tree = VERSIONS['spectr'], TREES['spectr']
   decoder = Decoder.make(target, draft, method=method, tree=tree, max_new_tokens=_NEW, cache_size=48)

@@ -10,11 +10,13 @@ import pytest
 import spectr_jax
 from spectr_jax import TokenTree
 from spectr_jax.models.table import table_model
-from tests.engine.runs import KINDS, LENGTHS, PROMPTS, TREES, VERSIONS, assert_same, begin, generate, slow_but
+from tests.engine.runs import KINDS, LENGTHS, PROMPTS, TREES, VERSIONS, assert_same, begin, generate
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
 
+@pytest.mark.slow
 def test_statistics_in_closed_form():
   """Ber(.25) -> Ber(.5) at every position: with two candidates K-SEQ accepts .8476 and the optimum is .9375, with one
   both are .75.
@@ -50,7 +52,7 @@ def test_statistics_in_closed_form():
   assert_same(run(), dataclasses.replace(result, statistics=None))
 
 
-@pytest.mark.parametrize('method', slow_but(['traversal', 'gsd'], KINDS))
+@pytest.mark.parametrize('method', slow_but(['traversal'], KINDS))
 def test_statistics_are_consistent(tables, method):
   """On a tree of unequal depth, until rows have ended: rounds that come after a row's end count nothing."""
   tree = TokenTree((0, 0, 1, 1, 2, 4)) if VERSIONS[method].max_drafts is None else TREES[method]

@@ -9,7 +9,8 @@ import pytest
 
 import spectr_jax
 from spectr_jax import Request, Stop, StopStrings, finish_reason, generate_many, refill
-from tests.engine.runs import KINDS, LENGTHS, PROMPTS, assert_same, begin, generate, make_keys, slow_but
+from tests.engine.runs import KINDS, LENGTHS, PROMPTS, assert_same, begin, generate, make_keys
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -82,6 +83,7 @@ def _expected_length(tokens):
   return len(tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('method', slow_but(('race_traversal',), KINDS))
 def test_rows_end_as_if_nothing_had_run_on(tables, method):
   plain = jax.device_get(generate(tables, method, make_keys(2), **_OPTIONS))
@@ -151,6 +153,7 @@ def test_finished_rows_stay_as_they_are(tables):
       spectr_jax.finish(decoder, state, rows)
 
 
+@pytest.mark.slow
 def test_many_requests_end_as_in_a_batch(tables):
   keys = spectr_jax.sample_keys(make_keys(2), 3)
   requests = [Request(i, PROMPTS[i // 3, : LENGTHS[i // 3]].tolist(), key) for i, key in enumerate(keys)]

@@ -14,6 +14,7 @@ from spectr_jax.model import Model
 from spectr_jax.models import cpu_form, table
 from spectr_jax.models.causal_lm import CausalLMConfig, Rope, causal_lm, config_of, init_params, mlp, param_shapes
 from spectr_jax.tree import TokenTree
+from tests.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -68,9 +69,7 @@ def _logits(model, prompts, tokens, texts):
   return whole, tree, steps
 
 
-@pytest.mark.parametrize(
-  'name', [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SPECS]
-)
+@pytest.mark.parametrize('name', slow_but(_QUICK, SPECS))
 def test_cached_logits_are_those_of_the_whole_text(name):
   prompts, tokens, texts, lengths = _texts()
   whole, tree, steps = _logits(_model(name), prompts, tokens, texts)
@@ -141,8 +140,10 @@ def test_parameters_are_of_one_dtype():
 
 
 # Processors with units for bfloat16 products, and others.
-@pytest.mark.parametrize(('dtype', 'has_units'), [('float32', False), ('bfloat16', True), ('bfloat16', False)])
-@pytest.mark.parametrize('name', ['llama', 'gemma2', 'qwen2', 'gpt2'])  # tied and not, with biases, without gates
+@pytest.mark.parametrize(('dtype', 'has_units'), [slow('float32', False), ('bfloat16', True), slow('bfloat16', False)])
+@pytest.mark.parametrize(
+  'name', slow_but(['llama', 'gpt2'], ['llama', 'gemma2', 'qwen2', 'gpt2'])
+)  # tied and not, with biases, without gates
 def test_a_model_for_decoding_has_the_same_logits(name, dtype, has_units, monkeypatch):
   monkeypatch.setattr(cpu_form, 'LARGE', 1)
   monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: has_units)

@@ -48,6 +48,7 @@ def _round(model, cache, lengths):
   return first.logits, second.logits, model.commit_fn(second.cache, path, jnp.array([3, 2, 0]))
 
 
+@pytest.mark.slow
 # In float32 sums are added up in another order; in bfloat16 each of them may round to a neighbour, eight bits apart.
 @pytest.mark.parametrize(('dtype', 'atol'), [('float32', 1e-5), ('bfloat16', 0.06)])
 def test_a_round_equals_that_of_the_plain_form(interpreted, dtype, atol):
@@ -82,6 +83,7 @@ def _generate(draft, tree):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('tree', [TokenTree.chains(3, 3), TokenTree.prefix((2, 1, 2))])
 def test_a_draft_on_one_tpu_guesses_the_same_tokens(interpreted, monkeypatch, tree):
   expected = _generate(_model(), tree)

@@ -15,6 +15,7 @@ from spectr_jax.models.causal_lm import causal_lm, init_params, param_shapes
 from spectr_jax.models.int8 import Int8Kernel, is_int8, quantise, quantised
 from spectr_jax.models.products import matmul
 from spectr_jax.sharding import CAUSAL_LM_RULES, TRANSFORMER_RULES, make_mesh, shardings
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -101,7 +102,7 @@ def _transformer_pair():
 
 @pytest.mark.parametrize(
   'name',
-  ['qwen2', 'transformer', *(pytest.param(name, marks=pytest.mark.slow) for name in ('llama', 'gpt_neox', 'gpt2'))],
+  ['qwen2', 'transformer', *(slow(name) for name in ('llama', 'gpt_neox', 'gpt2'))],
 )
 def test_logits_are_those_of_the_dequantised_model(name):
   """Tied and not, with biases and without, learned positions."""

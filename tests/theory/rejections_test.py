@@ -20,6 +20,7 @@ from spectr_jax.theory import (
   rejection_probs,
   total_variation,
 )
+from tests.slow import slow
 
 EXACT = 1e-12
 
@@ -135,7 +136,7 @@ def test_target_calls_of_simple_chains():
   assert expected_target_calls(chains) == pytest.approx(expected, abs=EXACT)
 
 
-@pytest.mark.parametrize(('name', 'num_drafts'), [pytest.param('speculative', 1, marks=pytest.mark.slow), ('batch', 2)])
+@pytest.mark.parametrize(('name', 'num_drafts'), [slow('speculative', 1), ('batch', 2)])
 def test_the_verifier_rejects_as_often(name, num_drafts):
   """Every draft and decision of the library's own verifier over three tokens."""
   num_tokens = 3
@@ -165,7 +166,7 @@ def test_enumeration_refuses():
     enumerated_rejections(METHODS['greedy_block'], 1, tables, 2)
 
 
-@pytest.mark.parametrize(('name', 'num_drafts'), [pytest.param('speculative', 1, marks=pytest.mark.slow), ('batch', 3)])
+@pytest.mark.parametrize(('name', 'num_drafts'), [slow('speculative', 1), ('batch', 3)])
 def test_decoding_rejects_as_often(name, num_drafts):
   """The engine on nonstationary chains, within 4.5 standard errors; another draft would show."""
   chains = random_chains(10, num_tokens=8)

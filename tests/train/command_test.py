@@ -124,6 +124,7 @@ def test_a_tokenizer_and_a_model_are_trained_and_training_goes_on_after_a_kill(t
   assert re.search(rf'checkpoint .*/{newest + 3} is damaged', message)
 
 
+@pytest.mark.slow
 def test_evaluating_a_saved_model(trained, corpus, documents):
   model, tokenizer = load_model(trained / 'model')
   text = encode_documents(tokenizer, iter(documents))

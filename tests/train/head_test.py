@@ -52,6 +52,7 @@ def shard(target):
   return head_data.generate_shard(*target, _SIZES, _LAYERS, jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_a_shard_holds_conversations_and_their_hidden_states(target, shard, tmp_path):
   model, tokenizer = target
   before, after = head_data.chat_frame(tokenizer)
@@ -134,6 +135,7 @@ def test_the_loss_counts_what_the_target_wrote(target, shard):
   np.testing.assert_allclose(loss_of(garbage)[0], loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_medusa_training_sees_what_drafting_sees(target, shard):
   """Entry i of step s is the guess of head s for the token after a root at token i - s + 1."""
   model = target[0]
@@ -356,6 +358,7 @@ def test_bad_configurations(target_folder, tmp_path, changes, message):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.slow
 def test_messages_of_the_user_may_be_given(target, target_folder, tmp_path):
   before, after = head_data.chat_frame(target[1])
   path = tmp_path / 'messages.txt'
@@ -411,6 +414,7 @@ def test_a_target_without_enough_layers():
     feature_layers(4)
 
 
+@pytest.mark.slow
 def test_targets_whose_heads_could_not_be_written_are_refused_at_once(target):
   sizes = causal_lm.config_of(target[0])
   for field, value in (('gain_offset', 1.0), ('norm', 'layer'), ('has_post_norms', True)):

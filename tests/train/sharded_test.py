@@ -16,6 +16,7 @@ from commands import finish
 
 from spectr_jax import load_model
 from spectr_jax.sharding import make_mesh, shardings
+from tests.slow import slow
 from train import plan, step, train
 
 
@@ -74,8 +75,8 @@ def on_one_device(tmp_path_factory, base):
 @pytest.mark.parametrize(
   'fields',
   [
-    pytest.param({'mesh': 'data:8'}, id='data', marks=pytest.mark.slow),
-    pytest.param({'mesh': 'data:2,model:4'}, id='data and model', marks=pytest.mark.slow),
+    slow({'mesh': 'data:8'}, id='data'),
+    slow({'mesh': 'data:2,model:4'}, id='data and model'),
     pytest.param({'mesh': 'data:-1,model:2', 'num_microbatches': 2, 'remat': True}, id='microbatches and remat'),
   ],
 )
@@ -114,6 +115,7 @@ def assert_saved_where_it_stopped(workdir, out, num_steps):
   return saved
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends_and_the_run_continues_exactly(tmp_path, base):
   arguments = base(num_steps=300, checkpoint_every=1000, eval_every=1000)
   succeed(*arguments, f'--workdir={tmp_path}/straight')
@@ -178,6 +180,7 @@ def test_two_processes_survive_being_killed(tmp_path, base, on_one_device):
   jax.tree.map(np.testing.assert_array_equal, params(killed), params(alone))
 
 
+@pytest.mark.slow
 def test_microbatches_give_the_gradient_of_the_whole_batch(config):
   """In float64 up to rounding, though the parts hold different numbers of targets."""
   with jax.enable_x64(True):
@@ -275,6 +278,7 @@ def test_a_parameter_that_no_rule_names_is_refused():
     shardings(make_mesh({}), {'extra': jnp.zeros(3)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('arguments', 'message'),
   [

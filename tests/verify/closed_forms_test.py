@@ -139,6 +139,7 @@ def _by_text(law, proposal, tree):
   return merged
 
 
+@pytest.mark.slow
 def test_blocks_of_one_token_are_token_by_token():
   """One position: nothing deeper can make up for a token, so race block verification is race selection."""
   tree = TokenTree.chains(3, 1)

@@ -24,6 +24,7 @@ from guesses import (
 from spectr_jax import Proposal, TokenTree
 from spectr_jax.testing import chi_square
 from spectr_jax.verify.greedy_block import Modifications
+from tests.slow import slow
 
 _ONE = np.eye(5)
 _DRAWS = [
@@ -53,7 +54,7 @@ _DRAWS = [
   ('decoding_uno', CHAIN, [2, 0, 1], {}),
 ]
 # By default one of each kind, the others among the slow tests.
-_KINDS = 'speculative', 'spectr', 'gsd', 'greedy_block', 'race_traversal', 'traversal'
+_KINDS = 'speculative', 'gsd', 'race_traversal'
 _FIRST = [next(case for case in _DRAWS if case[0] == name) for name in _KINDS]
 _DRAWS = [pytest.param(*case, marks=() if case in _FIRST else pytest.mark.slow) for case in _DRAWS]
 # Two rounds ago a draft of three was cut after its first token, and now one after its root.
@@ -113,7 +114,7 @@ def test_draws_follow_the_law(name, tree, tokens, laws):
   'name',
   [
     'block', 'race_traversal',
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ('greedy_block', 'race_block', 'traversal')),
+    *(slow(name) for name in ('greedy_block', 'race_block', 'traversal')),
   ],
 )  # fmt: skip
 def test_a_path_may_be_less_likely_than_any_float32(name):

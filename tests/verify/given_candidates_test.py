@@ -10,6 +10,7 @@ from guesses import ALL, EXACT, as_float32, laws_of, make_guesses, random_law
 
 from spectr_jax import Proposal, TokenTree
 from spectr_jax.sampling import arrivals, first_arrival
+from tests.slow import slow
 
 
 def _given_error(verifier, *, is_counted_as_drawn=False):
@@ -56,7 +57,7 @@ def _given_error(verifier, *, is_counted_as_drawn=False):
 _GIVEN = 'spectr', 'specinfer', 'batch', 'race'
 
 
-@pytest.mark.parametrize('name', [_GIVEN[0], *(pytest.param(name, marks=pytest.mark.slow) for name in _GIVEN[1:])])
+@pytest.mark.parametrize('name', [_GIVEN[0], *(slow(name) for name in _GIVEN[1:])])
 def test_given_and_drawn_candidates_beside_each_other(name):
   verifier = ALL[name].verifier
   assert verifier.takes_given

@@ -7,6 +7,7 @@ from guesses import ALL, DISTINCT, DUPLICATES, EXACT, RAN_OUT, RAN_OUT_BELOW, UN
 
 from spectr_jax import METHODS, Proposal, TokenTree
 from spectr_jax.row_tree import RowTree
+from tests.slow import slow, slow_but
 
 
 def _placed(tree, bounds, places, proposal, targets):
@@ -42,10 +43,8 @@ def _grown_rows(tree, bounds, places, tokens, num_rows=6):
 
 _GROWN = [name for name, method in METHODS.items() if method.takes_grown and method.max_drafts is None]
 _GROWN += ['traversal_without_replacement']
-_GROWN_KINDS = 'gsd', 'ersd', 'race_traversal', 'traversal_without_replacement'
-_grown_methods = pytest.mark.parametrize(
-  'name', [name if name in _GROWN_KINDS else pytest.param(name, marks=pytest.mark.slow) for name in _GROWN]
-)
+_GROWN_KINDS = 'ersd', 'traversal_without_replacement'
+_grown_methods = pytest.mark.parametrize('name', slow_but(_GROWN_KINDS, _GROWN))
 
 
 def _tokens_for(name, *choices):
@@ -54,7 +53,7 @@ def _tokens_for(name, *choices):
 
 
 @_grown_methods
-@pytest.mark.parametrize('is_bound', [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('is_bound', [False, slow(True)])
 def test_a_row_with_the_parents_of_a_tree_is_verified_like_it(name, is_bound):
   """Verdict, law and explanation: with the tree itself as its bounds, and with bounds in which every node may have
   children.

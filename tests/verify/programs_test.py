@@ -12,6 +12,7 @@ from spectr_jax import Proposal, SamplingParams, TokenTree
 from spectr_jax.couplings import Race
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.verify.race_traversal import RACES_AT_ONCE
+from tests.slow import slow_but
 
 
 def _tree(method, num_drafts, draft_length):
@@ -100,9 +101,8 @@ def _compiled(name, batch_size):
 _COMPILED = ['speculative', 'spectr', 'gsd', 'ersd', 'greedy_block', 'race_block', 'race_traversal', 'traversal']
 
 
-@pytest.mark.parametrize(
-  'name', [name if name in _COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('name', slow_but(_COMPILED, ALL))
 def test_no_second_copy_of_the_laws(name):
   """All that is made on the way takes less memory than the target's laws, which are there anyway."""
   batch_size = 4
@@ -116,9 +116,8 @@ def test_no_second_copy_of_the_laws(name):
 _LOOPS_OVER_ROWS = ['spectr', 'race_block', 'race_traversal']
 
 
-@pytest.mark.parametrize(
-  'name', [name if name in _LOOPS_OVER_ROWS else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('name', slow_but(_LOOPS_OVER_ROWS, ALL))
 def test_rows_do_not_depend_on_their_batch(name):
   """On a vocabulary large enough for work that goes row by row: rows stop at different depths and are what they are
   alone.

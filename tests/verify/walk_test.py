@@ -8,6 +8,7 @@ from guesses import CHAIN, CHAINS, DISTINCT, DUPLICATES, RAN_OUT, RAN_OUT_BELOW,
 
 from spectr_jax.couplings.kseq import KSeq
 from spectr_jax.verify.walk import Walk
+from tests.slow import slow
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ from spectr_jax.verify.walk import Walk
     (UNEQUAL, RAN_OUT_BELOW),
   ],
 )  # fmt: skip
-@pytest.mark.parametrize('is_pooled', [True, False])
+@pytest.mark.parametrize('is_pooled', [slow(True), False])
 def test_the_table_leads_where_the_steps_do(tree, tokens, is_pooled):
   walk, ends = Walk(KSeq(), is_pooled=is_pooled), set()
   with jax.enable_x64(True):

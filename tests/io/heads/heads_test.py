@@ -19,6 +19,7 @@ from spectr_jax.draft.medusa_drafter import config_of as medusa_config_of
 from spectr_jax.engine.loop import noise_keys, propose
 from spectr_jax.io.heads.load import open_head
 from spectr_jax.models import causal_lm
+from tests.slow import slow_but
 
 _FORMATS = {
   'eagle': 'EAGLE', 'eagle3': 'EAGLE-3', 'speculators': 'speculators', 'speculators joint': 'speculators',
@@ -38,9 +39,7 @@ def test_every_format_is_recognised(tmp_path, target, name):
   assert found.load(target).vocab_size == V
 
 
-@pytest.mark.parametrize(
-  'name', [name if name == 'eagle3' else pytest.param(name, marks=pytest.mark.slow) for name in HEADS_BY_NAME]
-)
+@pytest.mark.parametrize('name', slow_but(['eagle3'], HEADS_BY_NAME))
 def test_greedy_tokens_are_the_targets(tmp_path, target, name):
   drafter = load_drafter(write_head(tmp_path, name), target)
   prompts, lengths = jax.random.randint(jax.random.key(5), (2, 5), 0, V), jnp.array([5, 1])
@@ -101,6 +100,7 @@ def test_a_head_without_output_head_takes_rows_of_the_target(tmp_path, target):
     load_drafter(tmp_path / 'eagle', capped)
 
 
+@pytest.mark.slow
 def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
   """Whatever the branch, the distribution below depth i is that of head i, at the token before the root."""
   arrays, drafter = arrays_of('medusa'), load_drafter(write_head(tmp_path, 'medusa'), target)
