@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
 from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.ops.gamma_sections import narrow_sections, sections
 from spectr_jax.ops.on_demand import where_needed
 from spectr_jax.ops.platforms import by_platform
+from spectr_jax.ops.token_sums import token_sums
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
@@ -67,31 +69,29 @@ def _excess(draft_probs, target_probs, num_candidates, gamma):
   return any_accepted(beta, num_candidates) - gamma * beta
 
 
+def _overlaps(draft_probs, target_probs, gammas):
+  # One by one: as a batch they would be sums over another layout, in which a TPU wants the distributions first.
+  return jnp.stack([overlap(draft_probs, target_probs, gammas[i]) for i in range(len(gammas))])
+
+
+def _overlaps_of_token(token, gammas):
+  draft_prob, target_prob = token
+  return [jnp.minimum(draft_prob, target_prob / gamma) for gamma in gammas]
+
+
 def _by_sections(draft_probs, target_probs, num_candidates, *, num_rounds):
   """`solve_gamma` in passes that each cut the bracket into equal sections and keep the one with the root.
 
   On a mesh a pass is one transfer between devices.
   """
-  num_sections = 2**_SECTIONS_LOG2
-  steps = jnp.arange(num_sections + 1)
+  one, number = jnp.ones((), draft_probs.dtype), num_candidates.astype(draft_probs.dtype)
 
-  def shrink(_, bracket):
-    low, high = bracket
-    points = jnp.where(steps < num_sections, low + (high - low) * steps / num_sections, high)
-    # One by one: as a batch they would be sums over another layout, in which a TPU wants the distributions first.
-    betas = jnp.stack([overlap(draft_probs, target_probs, points[i]) for i in range(num_sections + 1)])
-    excesses = any_accepted(betas, num_candidates) - points * betas
-    # Without an excess at the lower end, as for n = 1, the root is there.
-    first = jnp.min(jnp.where((excesses <= 0) | (steps == num_sections), steps, num_sections))
+  def shrink(_, points):
+    betas = token_sums(_overlaps, [_overlaps_of_token], (draft_probs, target_probs), points)
+    return narrow_sections(betas, points, number)
 
-    def at(place):  # a sum with one term, which is one operation where an index is several
-      return jnp.sum(jnp.where(steps == place, points, 0))
-
-    return at(jnp.maximum(first - 1, 0)), at(first)
-
-  one = jnp.ones((), draft_probs.dtype)
   num_passes = (num_rounds + _SECTIONS_LOG2 - 1) // _SECTIONS_LOG2
-  return jax.lax.fori_loop(0, num_passes, shrink, (one, num_candidates.astype(draft_probs.dtype)))[1]
+  return jax.lax.fori_loop(0, num_passes, shrink, sections(one[None], number[None], 2**_SECTIONS_LOG2))[-1]
 
 
 def _by_chords(draft_probs, target_probs, num_candidates, *, num_rounds):

@@ -17,6 +17,7 @@ from spectr_jax.couplings.selection import Pick
 from spectr_jax.ops.class_sums import sums_by_class
 from spectr_jax.ops.kernels import as_kernel
 from spectr_jax.ops.on_demand import where_needed
+from spectr_jax.ops.platforms import by_platform
 from spectr_jax.ops.race_fit import fit_races
 
 _FINER_BITS = 2  # by which the octaves near 1 are finer
@@ -49,6 +50,16 @@ def _classes(
     passed = jnp.clip(leading(ratios, octave_bits + _FINER_BITS), first, last) - first
     classes += passed - (passed >> _FINER_BITS)
   return jnp.clip(classes, 0, num_classes - 1).astype(jnp.int32)
+
+
+def _entries_by_comparison(scale, classes):
+  """`scale[classes]` for a TPU, which looks up entry by entry, and compares in passing."""
+  if classes.ndim == 0:
+    return jnp.sum(jnp.where(classes == jnp.arange(len(scale)), scale, 0))
+  entries = jnp.broadcast_to(scale[0], classes.shape)
+  for c in range(1, len(scale)):
+    entries = jnp.where(classes == c, scale[c], entries)
+  return entries
 
 
 def _occurs(mass: jax.Array, num_candidates: jax.Array, has_given: jax.Array | None) -> jax.Array:
@@ -233,7 +244,8 @@ class Race:
     Returns:
       Probabilities of the tokens' shape.
     """
-    return draft_probs * scale[self._classes(draft_probs, target_probs)]
+    classes = self._classes(draft_probs, target_probs)
+    return draft_probs * by_platform(scale, classes, tpu=_entries_by_comparison, default=lambda scale, of: scale[of])
 
   def select(
     self,
@@ -280,7 +292,7 @@ class Race:
 
   def _masses(self, draft_probs, target_probs, classes):
     """The masses of draft and target by class, `[C, 2]`."""
-    return jnp.stack([sums_by_class(law, classes, self.num_classes) for law in (draft_probs, target_probs)], axis=-1)
+    return sums_by_class((draft_probs, target_probs), classes, self.num_classes)
 
   def fit(
     self, masses: jax.Array, num_candidates: jax.Array, has_given: jax.Array | None = None

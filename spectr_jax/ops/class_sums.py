@@ -11,40 +11,62 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.ops.platforms import by_platform
+from spectr_jax.ops.token_sums import token_sums
 
 _NUM_PARTS = 128
+_SUMS_AT_ONCE = 16  # of a kernel, in registers
 
 
-def sums_by_class(values: jax.Array, classes: jax.Array, num_classes: int) -> jax.Array:
-  """The sum of the values of each class.
+def sums_by_class(values: tuple[jax.Array, ...], classes: jax.Array, num_classes: int) -> jax.Array:
+  """The sums of the values of each class.
 
   Args:
-    values: `[V]`, not negative.
-    classes: int32 `[V]`, the class of each value.
+    values: K arrays `[V]`, not negative.
+    classes: int32 `[V]`, the class of each token.
     num_classes: C.
 
   Returns:
-    `[C]`.
+    `[C, K]`.
   """
-  return by_platform(
-    values,
-    classes,
-    cpu=functools.partial(_scatter, num_classes=num_classes),
-    default=functools.partial(_compare, num_classes=num_classes),
-  )
+  compare = functools.partial(_compare, num_classes=num_classes)
+  scatter = functools.partial(_scatter, num_classes=num_classes)
+  return by_platform(*values, classes, cpu=scatter, default=compare)
 
 
-def _compare(values, classes, *, num_classes: int):
-  """The plain form."""
-  return jnp.sum(jnp.where(classes == jnp.arange(num_classes)[:, None], values, 0), axis=-1)
+def _compare(*arrays, num_classes: int):
+  """The plain form, and a kernel's."""
+  *values, classes = arrays
+
+  def plain(*arrays):
+    *values, classes, _ = arrays
+    is_own = classes == jnp.arange(num_classes)[:, None]
+    return jnp.stack([jnp.sum(jnp.where(is_own, own, 0), axis=-1) for own in values], axis=-1).reshape(-1)
+
+  def some(token, params, own):
+    del params
+    *values, here = token
+    return [jnp.where(here == c, value, 0.0) for c in own for value in values]
+
+  at_once = max(_SUMS_AT_ONCE // len(values), 1)
+  token_fns = [
+    functools.partial(some, own=range(start, min(start + at_once, num_classes)))
+    for start in range(0, num_classes, at_once)
+  ]
+  none = jnp.zeros(1, values[0].dtype)
+  return token_sums(plain, token_fns, (*values, classes), none).reshape(num_classes, len(values))
 
 
-def _scatter(values, classes, *, num_classes: int):
+def _scatter(*arrays, num_classes: int):
   """Adds every value to the sum of its class, in parts that are added afterwards.
 
   Tiny numbers added one by one to a large float32 would be lost. And neighbouring values, often of one class, must not
   wait for each other's sum.
   """
-  parts = jnp.arange(values.shape[0], dtype=jnp.int32) % _NUM_PARTS
-  sums = jnp.zeros(_NUM_PARTS * num_classes, values.dtype).at[parts * num_classes + classes].add(values)
-  return jnp.sum(sums.reshape(_NUM_PARTS, num_classes), axis=0)
+  *values, classes = arrays
+  parts = jnp.arange(len(classes), dtype=jnp.int32) % _NUM_PARTS
+
+  def sums(values):
+    sums = jnp.zeros(_NUM_PARTS * num_classes, values.dtype).at[parts * num_classes + classes].add(values)
+    return jnp.sum(sums.reshape(_NUM_PARTS, num_classes), axis=0)
+
+  return jnp.stack([sums(own) for own in values], axis=-1)

@@ -105,6 +105,13 @@ def launch(plain, kernel, *arrays):
   return call(*arrays)
 
 
+def dividing_axes() -> list[str]:
+  """The axes of the mesh over which the compiler divides work, of the program that is being traced."""
+  mesh = jax.sharding.get_abstract_mesh()
+  named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+  return [name for name, size, kind in named if kind != AxisType.Manual and size > 1]
+
+
 def _on_each_device(function):
   """`function` of arrays that are the same on all devices where the compiler divides work; it divides no kernel."""
   mesh = jax.sharding.get_abstract_mesh()

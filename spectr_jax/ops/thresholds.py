@@ -11,9 +11,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from spectr_jax.ops.kernels import launch
+from spectr_jax.ops.kernels import dividing_axes, launch
 from spectr_jax.ops.platforms import by_platform
 from spectr_jax.ops.threshold_kernels import is_covered, keep_rows, search_parts, step_parts, step_parts_plainly
 from spectr_jax.sharding import shards_in_program
@@ -73,7 +73,7 @@ def _keep_largest(probs, goal, *, is_weighted):
 def _keep_by_kernel(probs, goal, *, is_weighted):
   """The form of a TPU: whole rows are kept by a kernel; rows that are divided over devices are searched by another."""
   num_shards = shards_in_program(probs.shape[-1])
-  axes = _dividing_axes()
+  axes = dividing_axes()
   if not is_covered(probs, num_shards) or len(axes) > 1 or (axes and num_shards == 1):
     return _keep_largest(probs, goal, is_weighted=is_weighted)
   rows, goals = probs.reshape(-1, probs.shape[-1]), goal.reshape(-1).astype(probs.dtype)
@@ -97,13 +97,6 @@ def _keep_by_kernel(probs, goal, *, is_weighted):
       search, in_specs=(divided, PartitionSpec()), out_specs=PartitionSpec(), axis_names=set(axes), check_vma=False
     )(rows, goals[:, None])
   return _keep_from(probs, found.reshape(*goal.shape, 1), goal)
-
-
-def _dividing_axes() -> list[str]:
-  """The axes of the mesh over which the compiler divides work."""
-  mesh = jax.sharding.get_abstract_mesh()
-  named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-  return [name for name, size, kind in named if kind != AxisType.Manual and size > 1]
 
 
 def _bits(probs):

@@ -221,20 +221,25 @@ class Walk(RecordedVerifier):
     q = target_probs[positions.node[:, None], positions.tokens]
     accept_probs = jax.vmap(coupling.accept_probs)(p, q, positions.is_valid, gammas)
     is_accepted = (uniforms[jnp.asarray(tree.depths), :1] < jnp.cumsum(accept_probs, axis=1)) & (accept_probs > 0)
-    chosen = jnp.argmax(is_accepted, axis=1)
-    following = jnp.take_along_axis(positions.nodes, chosen[:, None], axis=1)[:, 0]
+    is_chosen = jnp.argmax(is_accepted, axis=1)[:, None] == jnp.arange(is_accepted.shape[1])
+    following = jnp.sum(jnp.where(is_chosen, positions.nodes, 0), axis=1, dtype=positions.nodes.dtype)
     following = jnp.where(jnp.any(is_accepted, axis=1), following, all_nodes)
     # Twice as far with every turn, up to the last depth.
     for _ in range(tree.max_depth.bit_length()):
       following = jnp.sum(jnp.where(following[:, None] == all_nodes, following, 0), axis=1)
-    end = following[0]
-    node = positions.node[end]
-    position = after(node)
+    is_end = all_nodes == following[0]
+
+    def at_end(values):
+      """The entry at the end, as a sum with one term, which is one operation where an index is several."""
+      return jnp.sum(jnp.where(is_end.reshape(-1, *[1] * (values.ndim - 1)), values, 0), axis=0, dtype=values.dtype)
+
+    node, is_valid = at_end(positions.node), jnp.any(is_end[:, None] & positions.is_valid, axis=0)
+    q = target_probs[node]
     outcome = coupling.outcome(
-      position.draft_probs, position.target_probs, position.tokens, position.is_valid, gammas[end]
+      proposal.probs[at_end(jnp.maximum(rows, 0))], q, at_end(positions.tokens), is_valid, at_end(gammas)
     )
-    residual = jnp.where(jnp.any(position.is_valid), outcome.residual, position.target_probs)
-    return node.astype(jnp.int32), jnp.asarray(tree.depths, jnp.int32)[end], residual
+    residual = jnp.where(jnp.any(is_valid), outcome.residual, q)
+    return node, at_end(jnp.asarray(tree.depths, jnp.int32)), residual
 
   def law(self, tree, proposal, target_probs, state):
     del state

@@ -1,0 +1,36 @@
+"""Sums over tokens that two devices share, by the kernel; run by `token_sums_test`."""
+
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from spectr_jax.ops import class_sums, token_sums
+
+
+def main():
+  shapes = []
+
+  def launch(plain, kernel, *arrays):
+    del plain
+    shapes.append(arrays[0].shape)
+    return kernel(*arrays, interpret=True)
+
+  token_sums.launch = launch
+  token_sums.by_platform = lambda *arguments, tpu, default: tpu(*arguments)
+  rng = np.random.default_rng(0)
+  p, q = np.float32(rng.dirichlet(np.full(512, 0.1), 2))
+  classes = np.int32(rng.integers(0, 5, 512))
+  mesh = jax.make_mesh((2,), ('model',), axis_types=(AxisType.Auto,))
+  with jax.set_mesh(mesh):
+    arrays = [jax.device_put(x, NamedSharding(mesh, PartitionSpec('model'))) for x in (p, q, classes)]
+    found = jax.jit(functools.partial(class_sums._compare, num_classes=5))(*arrays)
+  assert shapes == [(1, 256)], shapes
+  expected = [np.bincount(classes, own.astype(np.float64), 5) for own in (p, q)]
+  np.testing.assert_allclose(found, np.transpose(expected), rtol=2e-6)
+  print('equal')
+
+
+if __name__ == '__main__':
+  main()
