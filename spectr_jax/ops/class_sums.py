@@ -42,10 +42,14 @@ def _compare(*arrays, num_classes: int):
     is_own = classes == jnp.arange(num_classes)[:, None]
     return jnp.stack([jnp.sum(jnp.where(is_own, own, 0), axis=-1) for own in values], axis=-1).reshape(-1)
 
-  def some(token, params, own):
+  def some(params, own):
     del params
-    *values, here = token
-    return [jnp.where(here == c, value, 0.0) for c in own for value in values]
+
+    def of_token(token):
+      *values, here = token
+      return [jnp.where(here == c, value, 0.0) for c in own for value in values]
+
+    return of_token
 
   at_once = max(_SUMS_AT_ONCE // len(values), 1)
   token_fns = [

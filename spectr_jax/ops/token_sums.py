@@ -22,8 +22,8 @@ _ROWS = 8
 _UNROLLED = 5  # registers of tokens per turn of a loop
 _MEMORY = 64 * 2**20
 
-# From one array `[...]` per kind of value and one number per parameter to the arrays `[...]` that are added up.
-TokenFn = Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]]
+# From one number per parameter to a function of the values of a token, which gives the numbers that are added up.
+TokenFn = Callable[[Sequence[jax.Array]], Callable[[Sequence[jax.Array]], Sequence[jax.Array]]]
 
 
 def token_sums(
@@ -38,8 +38,8 @@ def token_sums(
 
   Args:
     plain: `plain(*values, params)` computes the sums `[K]` of float32.
-    token_fns: Functions for the kernel, each of some of the sums, in order. Those of one function are kept in registers
-      at the same time, so they should be about 16. They must not close over traced values.
+    token_fns: For the kernel, each gives some of the sums, in order. Those of one are kept in registers at the same
+      time, so they should be about 16. They must not close over traced values.
     values: Arrays `[V]`, one number for each token.
     params: float32 `[P]`, what the functions take besides.
 
@@ -98,7 +98,8 @@ def token_sums_kernel(*arrays: jax.Array, token_fns: Sequence[TokenFn], interpre
 
   def count(token_fn):
     token = [jax.ShapeDtypeStruct((), x.dtype) for x in values]
-    return len(jax.eval_shape(token_fn, token, [jax.ShapeDtypeStruct((), params.dtype)] * params.shape[1]))
+    own = [jax.ShapeDtypeStruct((), params.dtype)] * params.shape[1]
+    return len(jax.eval_shape(lambda own, token: token_fn(own)(token), own, token))
 
   counts = [count(token_fn) for token_fn in token_fns]
 
@@ -106,21 +107,21 @@ def token_sums_kernel(*arrays: jax.Array, token_fns: Sequence[TokenFn], interpre
     values_refs, sums_ref = refs[:-1], refs[-1]
     params = [jnp.broadcast_to(params_ref[:, i : i + 1], wide) for i in range(params_ref.shape[1])]
 
-    def add(token_fn, register, totals):
+    def add(of_token, register, totals):
       place = pl.ds(pl.multiple_of(register * _LANES, _LANES), _LANES)
-      return tuple(map(jnp.add, totals, token_fn([ref[:, place] for ref in values_refs], params)))
+      return tuple(map(jnp.add, totals, of_token([ref[:, place] for ref in values_refs])))
 
-    def add_several(turn, totals, token_fn):
+    def add_several(turn, totals, of_token):
       for i in range(_UNROLLED):
-        totals = add(token_fn, turn * _UNROLLED + i, totals)
+        totals = add(of_token, turn * _UNROLLED + i, totals)
       return totals
 
     start = 0
     for token_fn, number in zip(token_fns, counts):
-      totals = (jnp.zeros(wide, jnp.float32),) * number
-      totals = jax.lax.fori_loop(0, num_turns, functools.partial(add_several, token_fn=token_fn), totals)
+      of_token, totals = token_fn(params), (jnp.zeros(wide, jnp.float32),) * number
+      totals = jax.lax.fori_loop(0, num_turns, functools.partial(add_several, of_token=of_token), totals)
       for register in range(num_turns * _UNROLLED, num_registers):
-        totals = add(token_fn, register, totals)
+        totals = add(of_token, register, totals)
       for i, total in enumerate(totals, start):
         sums_ref[:, i : i + 1] = jnp.sum(total, axis=1, keepdims=True)
       start += number

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.couplings import kseq
-from spectr_jax.ops import class_sums, token_sums
+from spectr_jax.ops import class_sums, gamma_sections, token_sums
 
 
 @pytest.fixture
@@ -74,3 +74,19 @@ def test_what_does_not_fit_is_computed_by_the_plain_form(kernels):
 
 def test_devices_add_up_their_parts():
   assert commands.succeed('tests.ops.divided_sums', num_devices=2).strip() == 'equal'
+
+
+@pytest.mark.parametrize('num_rows', [1, 8, 11])
+def test_a_kernel_narrows_the_brackets_of_k_seq(num_rows):
+  rng = np.random.default_rng(num_rows)
+  number = np.float32(rng.integers(1, 9, (num_rows, 1)))
+  points = np.asarray(gamma_sections.sections(jnp.ones((num_rows, 1)), jnp.asarray(number), 16))
+  assert (points[:, -1:] == number).all()
+  betas = np.float32(rng.random((num_rows, 1)) / points)
+  (found,) = gamma_sections.narrow_kernel(betas, points, number, interpret=True)
+  expected = jax.vmap(gamma_sections.narrow_sections)(betas, points, number[:, 0])
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  excess = 1 - (1 - betas) ** number - points * betas
+  for row, own, gammas in zip(found, excess, points):
+    first = np.argmax((own <= 0) | (np.arange(17) == 16))
+    np.testing.assert_allclose([row[0], row[-1]], [gammas[max(first - 1, 0)], gammas[first]], rtol=1e-6)
