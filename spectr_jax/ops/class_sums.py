@@ -38,7 +38,7 @@ def _compare(*arrays, num_classes: int):
   *values, classes = arrays
 
   def plain(*arrays):
-    *values, classes, _ = arrays
+    *values, classes = arrays
     is_own = classes == jnp.arange(num_classes)[:, None]
     return jnp.stack([jnp.sum(jnp.where(is_own, own, 0), axis=-1) for own in values], axis=-1).reshape(-1)
 
@@ -56,8 +56,7 @@ def _compare(*arrays, num_classes: int):
     functools.partial(some, own=range(start, min(start + at_once, num_classes)))
     for start in range(0, num_classes, at_once)
   ]
-  none = jnp.zeros(1, values[0].dtype)
-  return token_sums(plain, token_fns, (*values, classes), none).reshape(num_classes, len(values))
+  return token_sums(plain, token_fns, arrays).reshape(num_classes, len(values))
 
 
 def _scatter(*arrays, num_classes: int):

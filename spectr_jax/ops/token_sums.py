@@ -20,6 +20,7 @@ from spectr_jax.sharding import shards_in_program
 _LANES = 128
 _ROWS = 8
 _UNROLLED = 5  # registers of tokens per turn of a loop
+_MOST_TOKENS = 2**18  # per row on a device: eight rows of three arrays are in the vector memory, twice
 _MEMORY = 64 * 2**20
 
 # From one number per parameter to a function of the values of a token, which gives the numbers that are added up.
@@ -30,34 +31,37 @@ def token_sums(
   plain: Callable[..., jax.Array],
   token_fns: Sequence[TokenFn],
   values: Sequence[jax.Array],
-  params: jax.Array,
+  params: jax.Array | None = None,
 ) -> jax.Array:
   """Sums over tokens, K in all; on a TPU by a kernel, for all entries of a `vmap` in one launch.
 
   Tokens may be divided over devices by the compiler. Then each adds up its own, and the sums are added.
 
   Args:
-    plain: `plain(*values, params)` computes the sums `[K]` of float32.
+    plain: `plain(*values, params)`, or `plain(*values)` without parameters, computes the sums `[K]`.
     token_fns: For the kernel, each gives some of the sums, in order. Those of one are kept in registers at the same
       time, so they should be about 16. They must not close over traced values.
     values: Arrays `[V]`, one number for each token.
-    params: float32 `[P]`, what the functions take besides.
+    params: `[P]`, what the functions take besides; None for nothing.
 
   Returns:
     `[K]`.
   """
-  return by_platform(
-    *values, params, tpu=functools.partial(_by_kernel, plain=plain, token_fns=tuple(token_fns)), default=plain
-  )
+  of_params = plain
+  if params is None:  # a kernel has no arrays without entries
+    params, of_params = jnp.zeros(1, jnp.float32), lambda *arrays: plain(*arrays[:-1])
+  kernel = functools.partial(_by_kernel, plain=of_params, token_fns=tuple(token_fns))
+  return by_platform(*values, params, tpu=kernel, default=of_params)
 
 
 def _by_kernel(*arrays, plain, token_fns):
-  values, params = arrays[:-1], arrays[-1]
+  values = arrays[:-1]
   size, axes = len(values[0]), dividing_axes()
   num_shards = shards_in_program(size)
   is_whole = not axes
   is_divided = len(axes) == 1 and num_shards > 1
-  if params.dtype != jnp.float32 or size % (num_shards * _LANES) or not (is_whole or is_divided):
+  is_covered = size % (num_shards * _LANES) == 0 and size // num_shards <= _MOST_TOKENS
+  if any(x.dtype.itemsize != 4 for x in arrays) or not is_covered or not (is_whole or is_divided):
     return plain(*arrays)
 
   def sums(*arrays):
