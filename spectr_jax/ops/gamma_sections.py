@@ -27,10 +27,12 @@ def narrow_sections(betas: jax.Array, points: jax.Array, num_candidates: jax.Arr
   Returns:
     The next points, `[S + 1]`.
   """
+
+  def plain(betas, points, number):
+    return (_narrow(betas, points, number, jnp.expm1),)
+
   arrays = betas, points, num_candidates[None]
-  if betas.dtype != jnp.float32:
-    return _narrow(*arrays, jnp.expm1)
-  return as_kernel(lambda *arrays: (_narrow(*arrays, jnp.expm1),), narrow_kernel, *arrays)[0]
+  return plain(*arrays)[0] if betas.dtype != jnp.float32 else as_kernel(plain, narrow_kernel, *arrays)[0]
 
 
 def _narrow(betas, points, number, expm1_fn):
