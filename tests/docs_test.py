@@ -69,6 +69,7 @@ def test_site_shows_docstrings(site):
     assert ' '.join(re.sub('`', '', inspect.getdoc(thing).split('\n\n')[0]).split()) in text  # not only names
 
 
+@pytest.mark.slow
 def test_site_fetches_nothing(site):
   pages = {path.relative_to(site).as_posix(): path.read_text(encoding='utf-8') for path in site.rglob('*.html')}
   assert len(pages) > 30
@@ -296,6 +297,7 @@ def _task(command: Command, arguments=None, **more):
   return {'module': command.module, 'arguments': [_STAND_INS.get(a, a) for a in arguments], 'env': {}} | more
 
 
+@pytest.mark.slow
 def test_every_documented_command_has_its_flags():
   assert len(_COMMANDS) > 30
   assert {command.module for command in _COMMANDS} >= {

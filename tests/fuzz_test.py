@@ -264,6 +264,7 @@ def _none_rolled_back(cache, path, num_committed):
   return cache.commit(path, jnp.where(num_committed > 1, path.shape[1], num_committed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('commit', [slow(_wrong_lengths), slow(_first_child_always), _none_rolled_back])
 def test_a_broken_cache_is_noticed(commit):
   rng, case = np.random.default_rng(1), _case()

@@ -103,6 +103,7 @@ def test_imports_have_no_side_effects():
   assert changed == {}
 
 
+@pytest.mark.slow
 def test_decoding_does_not_wait_for_what_only_its_report_needs():
   code = 'import decode.main, json, sys; print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))'
   assert not {'matplotlib', 'scipy', 'tensorboardX'} & set(_run(code))

@@ -152,6 +152,7 @@ def test_every_control_is_caught_somewhere():
   assert keyed == {'block_keyed_by_position', 'race_block_keyed_by_position'}
 
 
+@pytest.mark.slow
 def test_acceptance_in_closed_form():
   tables = constant_tables([0.75, 0.25], [0.5, 0.5], max_length=3)
   # Ber(.25) -> Ber(.5), two candidates. The optimum is 1 + .5 - .75^2 = .9375, K-SEQ has .8476, recursive rejection
@@ -290,6 +291,7 @@ _CAUGHT_BY_SAMPLING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('name', 'tree'), _only(('block_keyed_by_position',), _CAUGHT_BY_SAMPLING))
 def test_sampling_catches_what_is_broken(name, tree):
   method = coarse((CONTROLS | METHODS)[name])

@@ -92,7 +92,7 @@ def _spelled(tree, tokens, node):
 
 
 # One of each kind of verifier by default.
-_QUICK = ('spectr', 'block', 'traversal', 'race_traversal', 'ersd')
+_QUICK = ('spectr', 'block', 'ersd')
 _RECORDED = [
   pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow)
   for name, method in METHODS.items()

@@ -260,6 +260,7 @@ def test_what_is_no_token_is_not_counted(pair):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_prove_reports_what_it_found():
   seen = []
   proof = prove('autoregressive', num_samples=50_000, notify=lambda *step: seen.append(step))

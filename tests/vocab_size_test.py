@@ -8,6 +8,7 @@ import pytest
 from spectr_jax import TokenTree, table
 from spectr_jax.testing import chi_square
 from spectr_jax.testing.engine import sample_counts
+from tests.slow import slow
 
 _PROBS = np.random.default_rng(0).dirichlet(np.ones(5), 5)
 
@@ -16,7 +17,7 @@ def _draft(vocab_size):
   return table.table_model(np.log(np.random.default_rng(1).dirichlet(np.ones(vocab_size), vocab_size)).astype('f4'))
 
 
-@pytest.mark.parametrize('own_size', [3, 7])
+@pytest.mark.parametrize('own_size', [slow(3), 7])
 def test_the_output_has_the_distribution_of_the_target(own_size):
   """The draft never guesses some tokens that the target emits and that it then reads; or knows more than can occur."""
   target = table.table_model(jnp.log(_PROBS.astype('f4')))

@@ -166,7 +166,7 @@ class Race:
       num_classes=2 * self.num_classes + num_finer,
       octave_bits=octave_bits,
       fine_octaves=fine_octaves,
-      num_rounds=self.num_rounds + 4,
+      num_rounds=self.num_rounds * 5 // 3,
       step=self.step / 2,
       log_range=self.log_range + 4,
     )

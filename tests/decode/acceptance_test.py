@@ -29,6 +29,7 @@ from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Statistics, TokenTree, table, with_children
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.theory import stateless_kept_bound
+from tests.slow import slow
 
 
 def _statistics(tree, accepted, *, visits=1000):
@@ -186,7 +187,11 @@ def _tables(prompts, **options):
 
 
 @pytest.mark.parametrize(
-  'options', [{}, {'temperature': 0.5}, {'top_k': 2}, {'top_p': 0.6}, {'temperature': 2.0, 'top_k': 2, 'top_p': 0.9}],
+  'options',
+  [
+    {}, *map(slow, ({'temperature': 0.5}, {'top_k': 2}, {'top_p': 0.6})),
+    {'temperature': 2.0, 'top_k': 2, 'top_p': 0.9},
+  ],
   ids=str,
 )  # fmt: skip
 def test_the_bound_is_that_of_the_laws_tokens_are_drawn_from(options):

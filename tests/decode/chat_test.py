@@ -58,6 +58,7 @@ def _answer(target, tokenizer, messages, turn, seed=0):
   return [token for token in found.tokens[0, : int(found.lengths[0])].tolist() if token not in tokenizer.eos_ids]
 
 
+@pytest.mark.slow
 def test_turns_continue_the_whole_conversation(decoder, target, tokenizer):
   talk, messages = _chat(decoder, tokenizer, system='be kind', seed=3), [{'role': 'system', 'content': 'be kind'}]
   for turn, text in enumerate(('the owl', 'and then?')):

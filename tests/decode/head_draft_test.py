@@ -31,6 +31,7 @@ def _with(options, **changes):
   return DecodeOptions(**{name: getattr(options, name) for name in ('target', 'draft', 'prompts')} | changes)
 
 
+@pytest.mark.slow
 def test_results_say_what_head_it_was(options):
   run = run_decode(options)
   found = run.info['models']['draft']

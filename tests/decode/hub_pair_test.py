@@ -42,6 +42,7 @@ def options(tmp_path, monkeypatch):
   )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_conversation_is_decoded(options):
   traced = trace.record_trace(options, ('speculative',))
   work = Workload.load(options)

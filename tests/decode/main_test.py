@@ -129,6 +129,7 @@ def test_tokens_do_not_depend_on_batch_or_grid(grid, pair, prompt_file, other):
   assert compared == len(run.prompts)
 
 
+@pytest.mark.slow
 def test_the_pretrained_pair_runs_from_anywhere(tmp_path):
   arguments = '--num_prompts=2', '--max_new_tokens=4', '--draft_length=2', '--num_drafts=2', '--method=spectr'
   printed = commands.finish(commands.start('decode.main', *arguments, cwd=tmp_path))

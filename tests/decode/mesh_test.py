@@ -207,6 +207,7 @@ def _place_caches(sharding, rows, target_heads, draft_heads):
   sharding.of_draft_state(jax.eval_shape(lambda: drafter.init(context, 8)), drafter)
 
 
+@pytest.mark.slow
 def test_models_without_rules_stay_whole():
   """Tables of laws, for one, are not divided; rows are."""
   sharding = DecodeSharding(make_mesh({}, jax.devices()[:1]))

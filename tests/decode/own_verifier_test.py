@@ -50,6 +50,7 @@ def registered(monkeypatch):
     monkeypatch.setitem(METHODS, name, method)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('registered')
 def test_the_trace_page_shows_it(pair):
   options = DecodeOptions(

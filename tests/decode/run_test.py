@@ -244,6 +244,7 @@ def test_the_share_of_the_optimum_is_reported(pair, prompt_file):
   assert f'{spectr.share_of_optimum:.2f} ±' in printed
 
 
+@pytest.mark.slow
 def test_seed_exact_decoding_gives_the_text_of_its_reference(pair, prompt_file):
   options = DecodeOptions(
     **pair, method=('autoregressive', 'ersd'), gumbel=True, num_drafts=(2,), draft_length=(2,),

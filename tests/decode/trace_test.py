@@ -29,6 +29,7 @@ def traced(pair):
     return trace.record_trace(_options(pair), ('speculative',))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('highest')
 def test_the_run_is_the_one_that_decoding_makes(pair, traced):
   run = run_decode(_options(pair))

@@ -189,11 +189,13 @@ def test_drafts_from_features_are_exact(method):
     assert enumeration_error(coarse(METHODS[method]), TokenTree.chains(1, 2), tables, 2) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('method', ['block'])
 def test_features_in_the_loop(method):
   _assert_engine_is_exact(feature_drafter(5), method, TokenTree.chains(1, 3))
 
 
+@pytest.mark.slow
 def test_features_of_the_context_are_those_of_the_text():
   """In every round, also those of the prompt, for rows of unequal length."""
   target, _ = tiny_transformers()

@@ -76,7 +76,7 @@ def _rows(state):
   return [*cache.keys, *cache.values, cache.lengths, state.tail, state.has_previous]
 
 
-@pytest.mark.parametrize('tree', TREES, ids=['chain', 'chains', 'unequal'])
+@pytest.mark.parametrize('tree', [*map(slow, TREES[:2]), TREES[2]], ids=['chain', 'chains', 'unequal'])
 def test_laws_are_those_of_the_text(draft, uncached_logits, tree):
   drafter, rng = model_drafter(draft), np.random.default_rng(0)
   prompts, texts = _prompts(1)
@@ -111,7 +111,7 @@ def test_laws_are_those_of_the_text(draft, uncached_logits, tree):
 @pytest.mark.parametrize(
   'tree',
   [
-    pytest.param(TREES[0], id='chain'),
+    slow(TREES[0], id='chain'),
     slow(TREES[1], id='chains'),
     pytest.param(TREES[2], id='unequal'),
   ],
@@ -147,6 +147,7 @@ def test_laws_are_those_drawn_from(draft, tree, rule):
     assert (tokens[3] < 0).any()
 
 
+@pytest.mark.slow
 def test_nodes_of_a_depth_share_one_race(draft):
   """First arrivals: nodes of equal depth with equal laws have equal children, those of another depth have others."""
   tree = TokenTree.prefix((1, 2, 3, 1))

@@ -20,7 +20,7 @@ from tests.slow import slow, slow_but
 pytestmark = pytest.mark.usefixtures('highest')
 
 
-@pytest.mark.parametrize('method', slow_but(['ersd', 'spectr', 'race_traversal'], KINDS))
+@pytest.mark.parametrize('method', slow_but(['ersd', 'spectr'], KINDS))
 def test_one_compilation_per_shape_and_method(tables, traces, method):
   def run(*args, models=tables, **options):
     generate(models, method, *args, **options)
@@ -50,6 +50,7 @@ def test_one_compilation_per_shape_and_method(tables, traces, method):
     assert [a > b for a, b in zip(again, first)] == [True, is_drafting, True, True]
 
 
+@pytest.mark.slow
 def test_methods_share_the_prefill_of_the_target(tables):
   def num_programs(method):
     generate(tables, method, make_keys(), max_new_tokens=NEW + 5)

@@ -75,8 +75,8 @@ def test_greedy_is_the_argmax_of_the_text(target, uncached_logits):
 _SAME_WITH_ONE_DRAFT = [
   ('spectr', 'speculative'),
   *(slow(name, 'speculative') for name in ('specinfer', 'batch', 'gsd', 'race')),
-  ('race_block', 'block'),
-  ('spectr_gbv', 'greedy_block'),
+  slow('race_block', 'block'),
+  slow('spectr_gbv', 'greedy_block'),
 ]
 
 
@@ -121,11 +121,12 @@ def _assert_chunks_are_one_run(models, method, chunk, **options):
 
 
 @pytest.mark.parametrize('method', list(VERSIONS))
-@pytest.mark.parametrize('chunk', [1, 3])
+@pytest.mark.parametrize('chunk', [slow(1), 3])
 def test_rounds_in_chunks_are_one_run(tables, method, chunk):
   _assert_chunks_are_one_run(tables, method, chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block', 'race_block'], KINDS))
 def test_rounds_of_transformers_in_chunks_are_one_run(target, draft, method):
   _assert_chunks_are_one_run((target, draft), method, 1)

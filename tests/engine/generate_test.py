@@ -129,7 +129,7 @@ def test_a_hopeless_draft_is_never_accepted(cycle):
 
 @pytest.mark.parametrize(
   ('method', 'num_drafts'),
-  [slow('speculative', 1), ('spectr', 2), slow('gsd', 2), ('greedy_block', 1), slow('traversal', 2)],
+  [slow('speculative', 1), slow('spectr', 2), slow('gsd', 2), ('greedy_block', 1), slow('traversal', 2)],
 )
 def test_eos_ends_a_row_inside_an_accepted_run(cycle, method, num_drafts):
   """... and an EOS that ends the prompt, as in the second row, does not."""

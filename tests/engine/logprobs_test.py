@@ -39,6 +39,7 @@ def test_are_those_of_a_forward_without_a_cache(target, draft, expected, method)
     np.testing.assert_allclose(found.logprobs[row], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_grow_with_the_rounds_and_change_nothing_else(tables):
   plain = generate(tables, 'spectr', make_keys(3))
   assert plain.logprobs is None

@@ -36,7 +36,7 @@ def _assert_rows_alone(models, method, *, shapes, seed, **options):
   assert (other.tokens[2:] != whole.tokens[2:]).any()
 
 
-@pytest.mark.parametrize('method', slow_but(['gsd', 'greedy_block'], VERSIONS))
+@pytest.mark.parametrize('method', slow_but(['greedy_block'], VERSIONS))
 def test_table_rows_do_not_depend_on_their_batch(tables, method):
   _assert_rows_alone(tables, method, shapes=[((3, 1, 0, 2), 6), ((2, 0, 1), 9)], seed=0)
 
@@ -55,7 +55,7 @@ def test_transformer_rows_do_not_depend_on_their_batch(target, draft, method):
   _assert_rows_alone((target, draft), method, shapes=shapes, seed=0)
 
 
-@pytest.mark.parametrize('method', KINDS)
+@pytest.mark.parametrize('method', slow_but(['ersd', 'greedy_block'], KINDS))
 def test_one_key_is_folded_with_the_row(tables, method):
   key = jax.random.key(11)
   folded = jnp.stack([jax.random.fold_in(key, row) for row in range(4)])
@@ -71,7 +71,7 @@ def test_arguments_survive(tables):
   assert_same(first, generate(tables, 'speculative', keys, prompts, lengths, **options))
 
 
-@pytest.mark.parametrize('method', slow_but(['autoregressive', 'spectr', 'greedy_block', 'race_block'], KINDS))
+@pytest.mark.parametrize('method', slow_but(['greedy_block', 'race_block'], KINDS))
 def test_sampling_parameters_are_per_row(target, draft, method):
   """Each row of a mixed batch is the row of a batch that has its parameters everywhere."""
   temperature, top_k = np.array([1.0, 0.0, 0.6, 1.3]), np.array([0, 0, 3, 5])
@@ -83,6 +83,7 @@ def test_sampling_parameters_are_per_row(target, draft, method):
     assert_same(jax.tree.map(lambda x: x[row], mixed), jax.tree.map(lambda x: x[row], same))  # noqa: B023
 
 
+@pytest.mark.slow
 def test_sampling_parameters_of_a_row_alone(tables):
   temperature, top_p = np.array([1.0, 0.0, 0.6, 1.3]), np.array([0.7, 1.0, 1.0, 0.95])
   mixed = generate(tables, 'spectr', make_keys(4), temperature=temperature, top_p=top_p)

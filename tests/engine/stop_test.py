@@ -105,6 +105,7 @@ def test_rows_end_as_if_nothing_had_run_on(tables, method):
   assert 0 < cut < 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('method', slow_but(('race_traversal',), KINDS))
 def test_a_cut_is_that_of_a_limit(tables, method):
   """Tokens and counts are those of a run with as many new tokens; the noise does not depend on the limit."""
@@ -133,6 +134,7 @@ def test_what_cannot_be_cut(tables):
     generate(tables, 'spectr', make_keys(), statistics=True, stop=_STOP)
 
 
+@pytest.mark.slow
 def test_finished_rows_stay_as_they_are(tables):
   decoder, state = begin(tables, 'spectr', make_keys(3))
   whole = jax.device_get(generate(tables, 'spectr', make_keys(3)))

@@ -65,6 +65,7 @@ def test_a_round_equals_that_of_the_plain_form(interpreted, dtype, atol):
   assert plain[2].lengths.tolist() == fused[2].lengths.tolist() == [13, 6, 0]
 
 
+@pytest.mark.slow
 def test_a_full_cache_drops_the_same_tokens(interpreted):
   model = _model()
   prompts, lengths = jax.random.randint(jax.random.key(1), (3, 10), 0, 64), jnp.array([10, 9, 5])

@@ -7,6 +7,7 @@ import pytest
 
 from spectr_jax.couplings.race import Race
 from spectr_jax.ops.race_fit import fit_races
+from tests.slow import slow
 
 
 def _masses(num_races, num_classes):
@@ -31,7 +32,7 @@ def _distribution(mass, log_weights, is_high, number):
   return number * mass * weights * np.sum(others * decay * spacing, axis=1)
 
 
-@pytest.mark.parametrize('num_races', [3, 130])
+@pytest.mark.parametrize('num_races', [3, slow(130)])
 @pytest.mark.parametrize('race', [Race(), Race(num_classes=16, num_rounds=2, log_range=4.0)])
 def test_the_kernel_fits_as_well_and_its_distribution_is_that_of_its_weights(race, num_races):
   masses = _masses(num_races, race.num_classes)

@@ -72,6 +72,7 @@ def test_what_does_not_fit_is_computed_by_the_plain_form(kernels):
   assert not kernels
 
 
+@pytest.mark.slow
 def test_devices_add_up_their_parts():
   assert commands.succeed('tests.ops.divided_sums', num_devices=2).strip() == 'equal'
 

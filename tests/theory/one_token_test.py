@@ -23,6 +23,7 @@ from spectr_jax.theory import (
   recursive_acceptance,
   transport_bound,
 )
+from tests.slow import slow_but
 
 BERNOULLI = np.array([0.75, 0.25]), np.array([0.5, 0.5])
 # Sums of a few products of float64.
@@ -268,7 +269,7 @@ def _accepted(p, q, tuples, *, coupling):
   return jnp.sum(jnp.prod(p[tuples], axis=1) * jnp.sum(outcomes.accept_probs, axis=1))
 
 
-@pytest.mark.parametrize('name', ACCEPTANCE)
+@pytest.mark.parametrize('name', slow_but(['recursive', 'kseq'], ACCEPTANCE))
 def test_acceptance_is_that_of_the_coupling(name):
   """What the laws alone give, against the couplings' outcomes summed over all tuples of candidates."""
   function, coupling = ACCEPTANCE[name]

@@ -166,6 +166,7 @@ def test_enumeration_refuses():
     enumerated_rejections(METHODS['greedy_block'], 1, tables, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('name', 'num_drafts'), [slow('speculative', 1), ('batch', 3)])
 def test_decoding_rejects_as_often(name, num_drafts):
   """The engine on nonstationary chains, within 4.5 standard errors; another draft would show."""

@@ -310,7 +310,7 @@ def _cases():
     (TokenTree.prefix((2, 2)), 2),
   ):
     for name in STATELESS:
-      is_first = vocab_size == 3 and name in ('traversal', 'race', 'race_block', 'race_traversal')
+      is_first = vocab_size == 3 and name in ('traversal', 'race_traversal')
       shape = f'{name}-N{tree.num_nodes}-L{tree.max_depth}-V{vocab_size}'
       yield pytest.param(name, tree, vocab_size, id=shape, marks=() if is_first else pytest.mark.slow)
 

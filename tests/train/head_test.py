@@ -107,6 +107,7 @@ def test_training_sees_what_drafting_sees(target):
       np.testing.assert_allclose(found[:, place], output[:, -1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_counts_what_the_target_wrote(target, shard):
   model = target[0]
   config = head_experiment.get_config()

@@ -9,6 +9,7 @@ import pytest
 from guesses import ALL, CHAIN, CHAINS, EXACT, UNEQUAL, laws_of, make_guesses, stack
 
 from spectr_jax import METHODS, Proposal, TokenTree, with_epsilon
+from tests.slow import slow
 
 
 def _many_guesses(tree, count=40):
@@ -197,7 +198,9 @@ def _race_traversal(proposal, targets, tree, select):
   return law
 
 
-@pytest.mark.parametrize('tree', [UNEQUAL, CHAINS, TokenTree.prefix((3, 2))], ids=['unequal', 'chains', 'prefix'])
+@pytest.mark.parametrize(
+  'tree', [slow(UNEQUAL), CHAINS, slow(TokenTree.prefix((3, 2)))], ids=['unequal', 'chains', 'prefix']
+)
 def test_race_traversal_by_another_route(tree):
   rows = _many_guesses(tree, count=15)
   race = ALL['race_traversal'].verifier.race

@@ -43,7 +43,7 @@ def _grown_rows(tree, bounds, places, tokens, num_rows=6):
 
 _GROWN = [name for name, method in METHODS.items() if method.takes_grown and method.max_drafts is None]
 _GROWN += ['traversal_without_replacement']
-_GROWN_KINDS = 'ersd', 'traversal_without_replacement'
+_GROWN_KINDS = ('ersd',)
 _grown_methods = pytest.mark.parametrize('name', slow_but(_GROWN_KINDS, _GROWN))
 
 

@@ -17,6 +17,7 @@ from spectr_jax.proposal import Independent
 from spectr_jax.testing import enumeration, enumeration_error, random_tables
 from spectr_jax.theory import given_optimum
 from spectr_jax.verify import Block, RaceTraversal, Walk
+from tests.slow import slow_but
 
 _FINE = Race(num_classes=80, octave_bits=3, num_rounds=60)
 _MIXING = {
@@ -106,6 +107,7 @@ def _shares(race, positions):
   return np.array(shares)
 
 
+@pytest.mark.slow
 def test_one_position_is_close_to_the_optimum():
   """The worst has two tokens of ratios below the lowest class, which finer classes and more rounds do not part."""
   shares, fine = (_shares(race, _positions(0, 48, vocab_size=4)) for race in (Race(), _FINE))
@@ -161,7 +163,7 @@ def _error(verifier, tree, vocab_size, num_tokens, seeds=1):
   )
 
 
-@pytest.mark.parametrize('name', _MIXING)
+@pytest.mark.parametrize('name', slow_but(['race_traversal'], _MIXING))
 def test_a_given_chain_beside_drawn_chains(name):
   assert METHODS[name].takes_mixed
   assert _error(_MIXING[name], TokenTree.chains(2, 2), 2, 4) < EXACT
@@ -182,7 +184,7 @@ def test_with_all_classes(name):
   assert _error(METHODS[name].verifier, TokenTree.chains(3, 2), 2, 4, seeds=3) < EXACT
 
 
-@pytest.mark.parametrize('name', _MIXING)
+@pytest.mark.parametrize('name', slow_but(['race_traversal'], _MIXING))
 def test_given_counted_as_drawn_is_caught(name, monkeypatch):
   proposal = enumeration.Proposal
   monkeypatch.setattr(enumeration, 'Proposal', lambda *fields: proposal(*fields[:4]))

@@ -39,6 +39,7 @@ def test_every_format_is_recognised(tmp_path, target, name):
   assert found.load(target).vocab_size == V
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', slow_but(['eagle3'], HEADS_BY_NAME))
 def test_greedy_tokens_are_the_targets(tmp_path, target, name):
   drafter = load_drafter(write_head(tmp_path, name), target)
