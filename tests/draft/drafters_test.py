@@ -164,6 +164,7 @@ def test_trees_that_do_not_fit_are_refused(drafter, tree, method, message):
 # The target's hidden states.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('method', slow_but(['block'], ('speculative', 'block', 'greedy_block')))
 def test_drafts_from_features_are_exact(method):
   """By enumeration of the drafter's own distributions after a text, beside the target's."""

@@ -103,7 +103,8 @@ def _reference(target, drafter, config, text, guesses):
   return np.array(found)
 
 
-@pytest.mark.parametrize('name', slow_but(['eagle'], _CONFIGS))
+@pytest.mark.slow
+@pytest.mark.parametrize('name', _CONFIGS)
 def test_guesses_of_three_rounds_are_those_of_a_plain_computation(target, name, monkeypatch):
   monkeypatch.setattr(cpu_form, 'LARGE', 1)
   config = _CONFIGS[name]

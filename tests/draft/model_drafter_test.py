@@ -116,7 +116,9 @@ def test_laws_are_those_of_the_text(draft, uncached_logits, tree):
     pytest.param(TREES[2], id='unequal'),
   ],
 )
-@pytest.mark.parametrize('rule', [Independent(), WithoutReplacement(), FirstArrivals()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+  'rule', [Independent(), slow(WithoutReplacement()), slow(FirstArrivals())], ids=lambda rule: rule.name
+)
 def test_laws_are_those_drawn_from(draft, tree, rule):
   """Drawing again from the returned laws, with the key of the parent's depth, gives the same tokens, also after top-k
   and top-p; and where a law has fewer tokens than its parent children the others are missing.

@@ -71,6 +71,7 @@ def test_programs_are_those_of_a_drafter(tables):
   assert structure_of(drafter) != structure_of(other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('name', 'tree', 'growths'),
   [

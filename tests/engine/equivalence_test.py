@@ -37,7 +37,7 @@ def _assert_greedy(models, method):
     assert (result.num_target_calls < greedy.num_target_calls).any()
 
 
-@pytest.mark.parametrize('method', slow_but(['ersd', 'gsd', 'spectr', 'greedy_block', 'race_traversal'], LOSSLESS))
+@pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block'], LOSSLESS))
 def test_temperature_zero_is_greedy_on_tables(tables, method):
   """A law of one token: siblings run out, ratios are 0, 1 or 0/0."""
   sharper = dataclasses.replace(tables[1], params=tables[1].params + 2 * jnp.maximum(tables[0].params, -9.0))
@@ -120,8 +120,9 @@ def _assert_chunks_are_one_run(models, method, chunk, **options):
   assert has_state == (method in ('greedy_block', 'spectr_gbv'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('method', list(VERSIONS))
-@pytest.mark.parametrize('chunk', [slow(1), 3])
+@pytest.mark.parametrize('chunk', [1, 3])
 def test_rounds_in_chunks_are_one_run(tables, method, chunk):
   _assert_chunks_are_one_run(tables, method, chunk)
 

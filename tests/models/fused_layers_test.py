@@ -97,6 +97,7 @@ def test_a_draft_on_one_tpu_guesses_the_same_tokens(interpreted, monkeypatch, tr
   np.testing.assert_array_equal(found.num_target_calls, expected.num_target_calls)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_computed_by_the_plain_form(interpreted):
   config = config_of(_model())
   assert fused_layers.fits(config, 3, 6, 32)

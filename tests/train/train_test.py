@@ -15,6 +15,7 @@ from configs import family, lm1b, pretrained_pair, public_text, stdlib_pair
 from spectr_jax import load_model
 from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params
 from spectr_jax.sharding import make_mesh
+from tests.slow import slow
 from train import checkpoint as checkpoint_module
 from train import step as step_module
 from train import train as train_module
@@ -266,7 +267,7 @@ def test_a_checkpoint_of_an_earlier_layout_is_refused(tmp_path, monkeypatch, con
 
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')  # reads still under way
-@pytest.mark.parametrize('damage', [damage_data, damage_metadata, remove_data])
+@pytest.mark.parametrize('damage', [slow(damage_data), damage_metadata, slow(remove_data)])
 def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, capfd, config, straight, damage):
   shutil.copytree(straight[0], tmp_path, dirs_exist_ok=True)
   newest = tmp_path / 'checkpoints' / '12'

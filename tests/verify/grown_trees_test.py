@@ -52,6 +52,7 @@ def _tokens_for(name, *choices):
   return [tokens for tokens, is_distinct in choices if is_distinct or not ALL[name].proposal_rule.may_run_out]
 
 
+@pytest.mark.slow
 @_grown_methods
 @pytest.mark.parametrize('is_bound', [False, slow(True)])
 def test_a_row_with_the_parents_of_a_tree_is_verified_like_it(name, is_bound):

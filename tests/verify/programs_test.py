@@ -54,7 +54,10 @@ def _verification(method, tree):
   return jax.vmap(lambda keys, *row: method.verifier.verify(keys, tree, *row))
 
 
-@pytest.mark.parametrize('name', list(ALL))
+_QUICK = ['speculative', 'spectr', 'gsd', 'ersd', 'greedy_block', 'race_traversal']
+
+
+@pytest.mark.parametrize('name', slow_but(_QUICK, ALL))
 def test_no_product_in_low_precision_no_sort_and_no_large_array(name):
   """Matrix units round float32 to bfloat16 unless told otherwise, sorts over the vocabulary are slow everywhere, and
   the memory must grow neither with V^2 nor with K^L.
@@ -98,11 +101,8 @@ def _compiled(name, batch_size):
   return tree, jax.jit(_verification(method, tree)).lower(*_arguments(method, tree, 4096, batch_size)).compile()
 
 
-_COMPILED = ['speculative', 'spectr', 'gsd', 'ersd', 'greedy_block', 'race_block', 'race_traversal', 'traversal']
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize('name', slow_but(_COMPILED, ALL))
+@pytest.mark.parametrize('name', list(ALL))
 def test_no_second_copy_of_the_laws(name):
   """All that is made on the way takes less memory than the target's laws, which are there anyway."""
   batch_size = 4
@@ -113,11 +113,8 @@ def test_no_second_copy_of_the_laws(name):
   assert analysis.temp_size_in_bytes < batch_size * (tree.num_nodes + 1) * 4096 * 4
 
 
-_LOOPS_OVER_ROWS = ['spectr', 'race_block', 'race_traversal']
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize('name', slow_but(_LOOPS_OVER_ROWS, ALL))
+@pytest.mark.parametrize('name', list(ALL))
 def test_rows_do_not_depend_on_their_batch(name):
   """On a vocabulary large enough for work that goes row by row: rows stop at different depths and are what they are
   alone.
