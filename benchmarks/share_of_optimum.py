@@ -64,7 +64,7 @@ RULES_BESIDE = {'optimum': _optimum_beside, 'race': _race_beside}
 
 
 def measure(
-  options: DecodeOptions, *, temperatures: list[float], num_drafts: list[int], given: str = '', batch_size: int = 8
+  options: DecodeOptions, *, temperatures: list[float], num_drafts: list[int], given: str = 'none', batch_size: int = 8
 ) -> list[dict]:
   """One record per temperature, number of candidates and rule.
 
@@ -72,10 +72,10 @@ def measure(
     options: The models, prompts, number of positions and seed.
     temperatures: Temperatures.
     num_drafts: Numbers n of drawn candidates.
-    given: The given token beside them: 'text', the text's next one, or 'draft', the draft's likeliest; '' for none.
+    given: The given token beside them: 'text', the text's next one, or 'draft', the draft's likeliest; or 'none'.
     batch_size: Prompts decoded together.
   """
-  rules = RULES_BESIDE if given else RULES
+  rules = RULES if given == 'none' else RULES_BESIDE
   target, tokenizer = spectr_jax.load_model(options.target)
   draft, _ = spectr_jax.load_model(options.draft)
   prompts = options.read_prompts()[: options.num_prompts]
@@ -110,7 +110,7 @@ def measure(
       )
       is_there.append(np.arange(num_new) < ends[:, None])
       overlaps.append(np.asarray(jnp.sum(jnp.minimum(p, q), axis=-1)))
-      tokens_given = {'': (), 'text': (written,), 'draft': (jnp.argmax(p, axis=-1),)}[given]
+      tokens_given = {'none': (), 'text': (written,), 'draft': (jnp.argmax(p, axis=-1),)}[given]
       for n in num_drafts:
         for name, values in acceptance(p, q, n, *tokens_given).items():
           found[n, name].append(np.asarray(values, np.float64))
@@ -158,7 +158,10 @@ if __name__ == '__main__':
   _DRAFT = flags.DEFINE_string('draft', DecodeOptions.draft, 'Directory of the draft model.')
   _NUM_DRAFTS = flags.DEFINE_list('num_drafts', ['2', '3', '4', '6', '8'], 'n, numbers of candidates.')
   _GIVEN = flags.DEFINE_enum(
-    'given', '', ['', 'text', 'draft'], 'A given token beside them: that of the text, or the likeliest of the draft.'
+    'given',
+    'none',
+    ['none', 'text', 'draft'],
+    'A given token beside them: that of the text, or the likeliest of the draft.',
   )
   _TEMPERATURE = flags.DEFINE_list('temperature', ['1', '0.5'], 'Temperatures.')
   _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 96, 'Shipped prompts to continue.', lower_bound=1)
@@ -179,7 +182,7 @@ if __name__ == '__main__':
       'temperatures': list(command_line.parse_numbers('temperature', _TEMPERATURE.value, float, least=0)),
       'num_drafts': list(command_line.parse_numbers('num_drafts', _NUM_DRAFTS.value)),
     }
-    if _GIVEN.value:
+    if _GIVEN.value != 'none':
       grid['given'] = _GIVEN.value
     records = measure(options, **grid)
     print(_table(records))
