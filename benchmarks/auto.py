@@ -27,7 +27,8 @@ from common import command_line
 from common.output_files import OutputFiles
 from common.program_memory import describe_groups
 from decode.auto.prediction import predict_all
-from decode.experiment import metrics, report
+from decode.experiment import metrics
+from decode.experiment.console import show_progress
 from decode.experiment.options import AUTO
 from decode.experiment.run import measure
 from decode.experiment.settings import baseline_of
@@ -118,7 +119,7 @@ if __name__ == '__main__':
     if _SHAPES.value and options.mesh:
       raise ValueError('shapes are for one device, without a mesh')
     with OutputFiles(output=_OUTPUT.value) as outputs:
-      with report.show_progress() as notify:
+      with show_progress() as notify:
         workload = Workload.load(options)
         if _SHAPES.value:
           workload = with_shapes(workload)

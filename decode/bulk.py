@@ -18,7 +18,8 @@ from absl import flags
 
 from common import command_line, processes
 from decode.auto.prediction import choose, predict_all
-from decode.experiment import report
+from decode.experiment import records
+from decode.experiment.console import show_progress
 from decode.experiment.generation_file import GenerationFile, part_path, write_index
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import only_setting
@@ -61,7 +62,7 @@ def decode_bulk(
   if setting is None:
     setting = choose(predict_all(work, notify))
   prompts, stop = work.prompts, work.stop
-  settings = report.describe_setting(options, setting) | {
+  settings = records.describe_setting(options, setting) | {
     name: getattr(options, name) for name in ('top_k', 'top_p', 'min_p', 'max_new_tokens', 'chat', 'system')
   }
   settings['stop'] = list(options.stop)
@@ -105,7 +106,7 @@ def decode_bulk(
     ):
       seed, row, sample = found.name
       prompt = prompts[row]
-      entry = report.describe_continuation(settings, prompt, seed, sample, found, work.tokenizer, stop)
+      entry = records.describe_continuation(settings, prompt, seed, sample, found, work.tokenizer, stop)
       file.append({'index': prompt.index} | entry)
       num_tokens, num_calls = num_tokens + len(found.tokens), num_calls + found.num_target_calls
       notify('decoding', len(file.done), total)
@@ -130,7 +131,7 @@ if __name__ == '__main__':
 
   def decode():
     options = read_options()
-    with report.show_progress() if is_primary() else contextlib.nullcontext() as notify:
+    with show_progress() if is_primary() else contextlib.nullcontext() as notify:
       num_tokens, num_calls, seconds = decode_bulk(
         options, _GENERATIONS.value, resume=_RESUME.value, rounds_at_a_time=_ROUNDS.value, notify=notify
       )

@@ -8,7 +8,8 @@ from absl import flags
 
 from common import command_line, processes
 from common.output_files import OutputFiles
-from decode.experiment import report
+from decode.experiment import records, report
+from decode.experiment.console import show_progress
 from decode.experiment.option_flags import read_options
 from decode.experiment.run import run_decode
 from spectr_jax.sharding import is_primary
@@ -29,9 +30,9 @@ def decode():
     return
   outputs = OutputFiles(output=_OUTPUT.value, generations=_GENERATIONS.value)
   with outputs:
-    with report.show_progress() as notify:
+    with show_progress() as notify:
       run = run_decode(options, notify)
-    outputs.write(output=report.to_json(run), generations=report.to_jsonl(run))
+    outputs.write(output=records.to_json(run), generations=records.to_jsonl(run))
   report.print_report(run)
 
 

@@ -7,7 +7,7 @@ import sys
 from absl import flags
 
 from common import command_line
-from decode.experiment import report
+from decode.experiment.console import make_console, show_progress
 from spectr_jax import METHODS, Method, get_method
 from spectr_jax.testing.proof import LEGEND, describe_error, prove
 
@@ -72,10 +72,10 @@ def main(argv):
   del argv
   methods = find_methods([name.strip() for name in _METHOD.value or ()], _MODULE.value)
   proofs = []
-  with report.show_progress() as notify:
+  with show_progress() as notify:
     for method in methods:
       proofs.append(prove(method, num_samples=_NUM_SAMPLES.value, seed=_SEED.value, notify=notify))
-  console = report.make_console()
+  console = make_console()
   for proof in proofs:
     console.print(f'{proof}\n', soft_wrap=True)
   console.print(f'{LEGEND}\n', soft_wrap=True)

@@ -7,7 +7,7 @@ from etils import epath
 
 from common import command_line
 from common.output_files import OutputFiles
-from decode.experiment import report
+from decode.experiment.console import make_console, show_progress
 from decode.experiment.options import LOOKUP, DecodeOptions, split_draft
 from decode.experiment.prompt_sets import split_set
 from decode.papers import plots
@@ -163,7 +163,7 @@ def _output_files(names: list[str]) -> OutputFiles:
 
 def _reproduce(names: list[str]) -> None:
   """Measures, prints and writes exhibits one by one, so that finished ones remain if a later one fails."""
-  requests, console = _requests(names), report.make_console()
+  requests, console = _requests(names), make_console()
   measured = []
   with _output_files(names) as outputs:
     for name, request in requests.items():
@@ -183,7 +183,7 @@ def _run(name: str, request: Request) -> Results:
   """Measures an exhibit, with progress on stderr. Progress lines of figures start with the figure's name."""
   exhibit = EXHIBITS[name]
   label = f'{name}: ' if exhibit.kind == 'figure' else ''
-  with report.show_progress() as notify:
+  with show_progress() as notify:
     return exhibit.run(request, lambda what, *progress: notify(f'{label}{what}', *progress))
 
 

@@ -156,7 +156,7 @@ def make_page(data: dict[str, Any]) -> str:
 
 
 if __name__ == '__main__':
-  from decode.experiment import report
+  from decode.experiment.console import show_progress
   from decode.experiment.option_flags import read_options  # defines flags
 
   _COMPARE = flags.DEFINE_list(
@@ -170,7 +170,7 @@ if __name__ == '__main__':
     del argv
     options = read_options()
     with OutputFiles(output=_OUTPUT.value) as outputs:
-      with report.show_progress() as notify:
+      with show_progress() as notify:
         data = record_trace(options, tuple(name.strip() for name in _COMPARE.value), notify)
       outputs.write(output=make_page(data))
     num_tokens = sum(len(played['origins']) for played in data['rounds'])

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from common.output_files import OutputFiles
-from decode.experiment import report
+from decode.experiment import records, report
+from decode.experiment.console import make_console
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.results import DecodeRun, Measurement
@@ -112,7 +113,7 @@ def test_deep_trees_fit_into_the_table(run, length, shown):
   run = dataclasses.replace(run, settings=[setting], measurements=[deep])
   (row,) = [line.split() for line in _printed(run).splitlines() if line.startswith('speculative ')]
   assert row == ['speculative', 'yes', '1', str(length), '2.00', *shown, '16', '-']
-  (result,) = json.loads(report.to_json(run))['results']
+  (result,) = json.loads(records.to_json(run))['results']
   assert result['acceptance_by_position'] == [0.5] * length
 
 
@@ -134,7 +135,7 @@ def test_sample_is_marked_by_origin(run):
 def test_no_color_is_heeded(monkeypatch):
   monkeypatch.setenv('NO_COLOR', '1')
   monkeypatch.setenv('FORCE_COLOR', '1')
-  assert report.make_console().color_system is None
+  assert make_console().color_system is None
 
 
 def test_bytes_of_a_character_stay_together(tokenizer):

@@ -1,0 +1,49 @@
+"""What the commands print to: a console that any text can be written to, and the progress of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+from rich import progress
+from rich.console import Console
+
+from decode.experiment.workload import Notify
+
+
+def make_console(*, stderr: bool = False) -> Console:
+  """A console without escape codes if NO_COLOR is set, and without line folding outside a terminal."""
+  color_system = None if os.environ.get('NO_COLOR') else 'auto'
+  console = Console(stderr=stderr, color_system=color_system, highlight=False, emoji=False, markup=False)
+  # Texts may hold any character. A character that the terminal cannot show must not end the run.
+  if hasattr(console.file, 'reconfigure'):
+    console.file.reconfigure(errors='replace')
+  return console
+
+
+@contextlib.contextmanager
+def show_progress() -> Iterator[Notify]:
+  """Yields a progress callback for `run_decode`: a bar in a terminal, else one line per activity; on stderr."""
+  console = make_console(stderr=True)
+  if not console.is_terminal:
+    last = None
+
+    def print_line(what, done, total):
+      nonlocal last
+      if what != last:
+        print(f'[{done}/{total}] {what}', file=sys.stderr, flush=True)
+      last = what
+
+    yield print_line
+    return
+  columns = (
+    progress.TextColumn('{task.description}'),
+    progress.BarColumn(),
+    progress.MofNCompleteColumn(),
+    progress.TimeElapsedColumn(),
+  )
+  with progress.Progress(*columns, console=console, transient=True) as bar:
+    task = bar.add_task('loading', total=None)
+    yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
