@@ -14,14 +14,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from spectr_jax.ops.first_above import first_above, search
 from spectr_jax.ops.kernels import launch
 from spectr_jax.ops.platforms import by_platform
 from spectr_jax.ops.thresholds import keep_largest
-from spectr_jax.sharding import shards_in_program
+from spectr_jax.sharding import dividing_axes, shards_in_program
 
 _BLOCK = 128  # tokens whose sum or minimum is taken at a time
 _SMALL = 4 * _BLOCK  # vocabularies that are not cut into blocks
@@ -168,7 +168,7 @@ def _softmax(logits: jax.Array, scale: jax.Array) -> jax.Array:
 def _fits_kernels(weights: jax.Array) -> bool:
   """Whether kernels take distributions `[..., V]`: in float32, of whole registers, and not divided over devices."""
   width = weights.shape[-1]
-  return weights.dtype == jnp.float32 and width > _SMALL and width % _BLOCK == 0 and _is_on_each_device()
+  return weights.dtype == jnp.float32 and width > _SMALL and width % _BLOCK == 0 and not dividing_axes()
 
 
 def _first_largest_in_blocks(logits: jax.Array, largest: jax.Array) -> jax.Array:
@@ -197,14 +197,9 @@ def _in_blocks(values: jax.Array, fill: float) -> tuple[jax.Array, Callable[[jax
   return padded.reshape(-1, _BLOCK), lambda row: row // num_blocks * width + row % num_blocks * _BLOCK
 
 
-def _is_on_each_device() -> bool:
-  """Whether no axis of a mesh is left over which the compiler could divide a distribution."""
-  return all(kind == AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types)
-
-
 def _on_each_device(values: jax.Array) -> jax.Array:
   """`values` of the blocks of a distribution, sent to every device at once; each then goes on by itself."""
-  if _is_on_each_device():
+  if not dividing_axes():
     return values
   return jax.lax.with_sharding_constraint(values, PartitionSpec())
 

@@ -189,6 +189,22 @@ def put(tree: Any, places: Any) -> Any:
   return jax.tree.map(put_one, tree, places)
 
 
+def automatic_axes() -> dict[str, int]:
+  """The mesh axes that are the compiler's in the program that is being traced, with their sizes.
+
+  Along these an array has all of its entries, wherever the compiler puts them. Along the others, those of a
+  `shard_map`, it has those of one device.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+  return {name: size for name, size, kind in named if kind != AxisType.Manual}
+
+
+def dividing_axes() -> list[str]:
+  """The `automatic_axes` of several devices: the compiler divides work over these."""
+  return [name for name, size in automatic_axes().items() if size > 1]
+
+
 def shards_in_program(size: int) -> int:
   """Equal parts of an axis that may be on different devices, in the program that is being traced.
 
@@ -197,10 +213,7 @@ def shards_in_program(size: int) -> int:
   Args:
     size: Size of the axis. If it cannot be divided, it is one part.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  num_shards = math.prod(
-    size for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if kind != AxisType.Manual
-  )
+  num_shards = math.prod(automatic_axes().values())
   return num_shards if size % num_shards == 0 else 1
 
 

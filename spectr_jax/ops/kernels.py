@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+
+from spectr_jax.sharding import automatic_axes
 
 # Pallas takes seconds to import, so it is not imported before a program for a TPU is lowered. `platform_dependent`
 # would trace the kernel for every platform.
@@ -105,21 +107,13 @@ def launch(plain, kernel, *arrays):
   return call(*arrays)
 
 
-def dividing_axes() -> list[str]:
-  """The axes of the mesh over which the compiler divides work, of the program that is being traced."""
-  mesh = jax.sharding.get_abstract_mesh()
-  named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-  return [name for name, size, kind in named if kind != AxisType.Manual and size > 1]
-
-
 def _on_each_device(function):
   """`function` of arrays that are the same on all devices where the compiler divides work; it divides no kernel."""
-  mesh = jax.sharding.get_abstract_mesh()
-  axes = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind != AxisType.Manual}
+  axes = automatic_axes()
   if not axes:
     return function
   whole = PartitionSpec()
-  return jax.shard_map(function, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False)
+  return jax.shard_map(function, in_specs=whole, out_specs=whole, axis_names=set(axes), check_vma=False)
 
 
 def expm1(x: jax.Array) -> jax.Array:

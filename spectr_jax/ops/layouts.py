@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from spectr_jax.ops.platforms import by_platform
-from spectr_jax.sharding import shards_in_program
+from spectr_jax.sharding import dividing_axes, shards_in_program
 
 
 def in_rows(laws: jax.Array) -> jax.Array:
@@ -20,8 +20,7 @@ def in_rows(laws: jax.Array) -> jax.Array:
     laws: The distributions.
   """
   layout = Layout(major_to_minor=tuple(range(laws.ndim)))
-  mesh = jax.sharding.get_abstract_mesh()
-  axes = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
+  axes = dividing_axes()
 
   def constrain(laws):
     return with_layout_constraint(laws, layout)

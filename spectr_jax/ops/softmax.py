@@ -66,21 +66,18 @@ def scaled_softmax(logits: jax.Array, scales: jax.Array, *, interpret: bool = Fa
   from jax.experimental.pallas import tpu as pltpu
 
   num_rows, width = logits.shape
-  padding = -num_rows % _ROWS
-  logits = jnp.pad(logits, ((0, padding), (0, 0)))
-  scales = jnp.pad(scales[:, None], ((0, padding), (0, 0)), constant_values=1)
 
   def rows(size):
     return pl.BlockSpec((_ROWS, size), lambda i: (i, 0))
 
-  probs = pl.pallas_call(
+  # The last step may have rows beyond the end, of any values, which are not written.
+  return pl.pallas_call(
     _kernel,
-    grid=(len(logits) // _ROWS,),
+    grid=(pl.cdiv(num_rows, _ROWS),),
     in_specs=[rows(width), rows(1)],
     out_specs=rows(width),
     out_shape=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
     compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY),
     interpret=interpret,
     name='softmax',
-  )(logits, scales)
-  return probs[:num_rows]
+  )(logits, scales[:, None])

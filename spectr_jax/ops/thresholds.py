@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spectr_jax.ops.kernels import dividing_axes, launch
+from spectr_jax.ops.kernels import launch
 from spectr_jax.ops.platforms import by_platform
 from spectr_jax.ops.threshold_kernels import is_covered, keep_rows, search_parts, step_parts, step_parts_plainly
-from spectr_jax.sharding import shards_in_program
+from spectr_jax.sharding import dividing_axes, shards_in_program
 
 THRESHOLDS = 'thresholds'  # the search's scope in compiled programs
 THRESHOLD_PASSES = 8  # the most that it takes in float32 on an accelerator

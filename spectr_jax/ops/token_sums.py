@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spectr_jax.ops.kernels import dividing_axes, launch
+from spectr_jax.ops.kernels import launch
 from spectr_jax.ops.platforms import by_platform
-from spectr_jax.sharding import shards_in_program
+from spectr_jax.sharding import dividing_axes, shards_in_program
 
 _LANES = 128
 _ROWS = 8
