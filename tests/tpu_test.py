@@ -24,7 +24,7 @@ from spectr_jax.engine.loop import PARTS
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
-from train import aot, plan
+from train import aot, plan, step
 from train.train import check_config, make_config_mesh
 
 pytestmark = pytest.mark.tpu
@@ -190,6 +190,26 @@ def test_the_train_step_compiles_for_a_slice(chips, train_config, teacher):
   assert not report.uncounted
   # Matrices are gathered whole, not sent around part by part.
   assert report.cost.collectives['all-gather'] > 0
+
+
+def _computations(program, name):
+  """The texts of the computations of a compiled program whose names begin with `name`."""
+  return re.findall(rf'^%{name}.*?^}}', program, re.MULTILINE | re.DOTALL)
+
+
+def test_gradients_move_beside_the_work_and_are_not_copied(chips, train_config, monkeypatch):
+  config = train_config.copy_and_resolve_references()
+  config.mesh = 'data:16'
+  mesh = make_config_mesh(config, chips)
+  program = aot.compile_step(config, mesh)[0].as_text()
+  assert 'collective-permute' not in program
+  # A matrix's gradient is added up over devices within a fusion that computes something else.
+  beside = ''.join(_computations(program, 'async_collective_fusion'))
+  assert re.search(r'= f32\[\d+,\d+\]\S* all-reduce\(', beside)
+  # Left to the compiler, the gradients of a head's queries, keys and values are put side by side.
+  monkeypatch.setattr(step, 'arrange_packed', lambda qkv, **_: qkv)
+  copied = aot.compile_step(config, mesh)[0].as_text()
+  assert program.count(' copy(') < copied.count(' copy(')
 
 
 def test_a_train_step_that_does_not_fit_is_refused(chips, train_config):
