@@ -224,7 +224,7 @@ class Model:
       None for a model without features. Layer i is the input of block i, layer -1 the input of the output head.
     embed_fn: `(params, tokens[...]) -> [..., D]`, the input of block 0, or None. Drafters may share it.
     unembed_fn: `(params, features[..., D]) -> logits[..., V]`, the output head, or None. Drafters may share it.
-    for_decoding_fn: `params -> params` in the form that the default backend decodes fastest, or None.
+    for_decoding_fn: `params -> params` in the form that the default device decodes fastest, or None.
     tpu_apply_fn: `apply_fn` for the calls of a round on a TPU that has the whole model and whole rows, or None. It may
       use kernels, which the compiler cannot shard. The first call takes a cache without pending tokens. The cache that
       it returns is for the next call or for `commit_fn`.
@@ -278,7 +278,7 @@ class Model:
     return dataclasses.replace(self, apply_fn=self.features_fn(layers))
 
   def for_decoding(self) -> Model:
-    """The same model in the form that the default backend decodes fastest.
+    """The same model in the form that the default device decodes fastest.
 
     Its parameters may hold copies of others. They take memory and do not follow changes, so such models are not for
     training or saving.

@@ -117,7 +117,7 @@ class Drafter:
     param_shardings_fn: `(sharding, params) -> shardings` for a `DecodeSharding`; None keeps the parameters whole on
       every device.
     state_shardings_fn: `(sharding, params, state) -> shardings`; None shards the rows of all arrays over `data`.
-    for_decoding_fn: `params -> params` in the form that the default backend decodes fastest, or None.
+    for_decoding_fn: `params -> params` in the form that the default device decodes fastest, or None.
   """
 
   params: Any
@@ -142,7 +142,7 @@ class Drafter:
   for_decoding_fn: Callable[[Any], Any] | None = static_field(None)
 
   def for_decoding(self) -> Drafter:
-    """The same drafter in the form that the default backend decodes fastest, as `Model.for_decoding`."""
+    """The same drafter in the form that the default device decodes fastest, as `Model.for_decoding`."""
     params = self.params if self.for_decoding_fn is None else self.for_decoding_fn(self.params)
     return self if params is self.params else dataclasses.replace(self, params=params)
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax.draft import Drafter
 from spectr_jax.model import Model
+from spectr_jax.ops.platforms import default_platform
 from spectr_jax.sharding import DATA, MODEL, only_over, put, replicated, shardings
 
 # By the compiler's count, with transfers between TPUs taken to last 3 microseconds each: alone eight rows of a draft of
@@ -26,7 +27,7 @@ def platform_of(sharding: DecodeSharding | None) -> str:
   Args:
     sharding: The sharding, or None for the default device.
   """
-  return jax.default_backend() if sharding is None else sharding.mesh.devices.flat[0].platform
+  return default_platform() if sharding is None else sharding.mesh.devices.flat[0].platform
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.models.int8 import Int8Kernel, is_int8
+from spectr_jax.ops.platforms import default_platform
 
 # The name of the products that become one, by theirs.
 JOINED = {('q', 'k', 'v'): 'qkv', ('gate', 'up'): 'gate_up'}
@@ -92,7 +93,7 @@ def kernels_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   Args:
     params: A nested dict, which is returned as it is on other backends, or if it is in this form.
   """
-  if jax.default_backend() != 'cpu':
+  if default_platform() != 'cpu':
     return params
 
   def convert(name: str, node: Any) -> Any:
@@ -114,7 +115,7 @@ def for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   Args:
     params: A nested dict with `embedding` `[V, D]` and perhaps `unembedding` `[D, V]`.
   """
-  if jax.default_backend() != 'cpu':
+  if default_platform() != 'cpu':
     return params
   params, embedding = kernels_for_cpu(params), params['embedding']
   if is_int8(embedding) or embedding.dtype != jnp.bfloat16:

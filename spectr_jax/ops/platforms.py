@@ -16,6 +16,17 @@ import jax
 _platform = jax.make_user_context(None)  # the caches of `jax.jit` tell its values apart
 
 
+def default_platform() -> str:
+  """The platform of arrays and programs whose devices nobody has named: `cpu`, `gpu` or `tpu`.
+
+  It is that of `jax.default_device`, where that is set, and else of the default backend.
+  """
+  device = jax.config.jax_default_device
+  if device is None:
+    return jax.default_backend()
+  return (jax.local_devices(backend=device)[0] if isinstance(device, str) else device).platform
+
+
 def made_for(platform: str) -> AbstractContextManager[None]:
   """A context in which programs are traced that will run on one platform alone.
 

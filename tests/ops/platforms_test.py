@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spectr_jax.ops.platforms import by_platform, made_for
+from spectr_jax.ops.platforms import by_platform, default_platform, made_for
 
 
 @pytest.fixture
@@ -45,3 +45,11 @@ def test_functions_are_traced_anew_for_another_platform(forms):
       return inner(jnp.zeros(()))
 
   assert [float(found(platform)) for platform in ('cpu', 'tpu', 'cpu')] == [1, 2, 1]
+
+
+@pytest.mark.parametrize('device', ['cpu', jax.devices('cpu')[0]], ids=['name', 'device'])
+def test_a_default_device_has_another_platform_than_the_default_backend(monkeypatch, device):
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
+  assert default_platform() == 'tpu'
+  with jax.default_device(device):
+    assert default_platform() == 'cpu'

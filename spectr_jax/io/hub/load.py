@@ -19,6 +19,7 @@ from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import CausalLMConfig, causal_lm, param_shapes
 from spectr_jax.models.int8 import Int8Kernel, is_int8, quantise
 from spectr_jax.models.products import accumulation_dtype
+from spectr_jax.ops.platforms import default_platform
 from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL, only_over, shardings
 
 _LEAVES = {'kernel': 'weight', 'gain': 'weight', 'bias': 'bias'}
@@ -152,7 +153,7 @@ def for_platform(config: CausalLMConfig, mesh: Mesh | None) -> CausalLMConfig:
     config: The configuration.
     mesh: The devices; None for the default device.
   """
-  platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+  platform = default_platform() if mesh is None else mesh.devices.flat[0].platform
   is_copied = platform == 'cpu' and config.dtype == 'bfloat16'
   return dataclasses.replace(config, cache_dtype='float32') if is_copied else config
 
