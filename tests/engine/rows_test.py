@@ -1,5 +1,6 @@
 """What a row may depend on: its key and its prompt."""
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,3 +106,8 @@ def test_values_are_put_at_their_slots_in_every_dtype(dtype):
   found = jax.jit(_put)(rows, slots, values)
   assert found.dtype == dtype
   np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_rows_do_not_depend_on_their_device():
+  assert commands.succeed('tests.engine.another_device', num_devices=2).strip() == 'equal'
