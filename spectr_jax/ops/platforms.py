@@ -21,7 +21,7 @@ def default_platform() -> str:
 
   It is that of `jax.default_device`, where that is set, and else of the default backend.
   """
-  device = jax.config.jax_default_device
+  device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue], which it gets when JAX starts
   if device is None:
     return jax.default_backend()
   return (jax.local_devices(backend=device)[0] if isinstance(device, str) else device).platform
