@@ -166,8 +166,11 @@ def _measure(request: Request, notify: Notify) -> Results:
         by_task.setdefault(task, []).extend(_measured_row(part, setting, task, draft) for setting in run.settings)
       if len(results.runs) == 1:
         results.runs[0]['notes'] = _describe_sample(run.prompts) + lines
-        if request.options['chat']:
-          results.runs[0]['notes'].append("first turns, as turns of the user in the target's chat template")
+        results.runs[0]['notes'].append(
+          "first turns, as turns of the user in the target's chat template"
+          if request.options['chat']
+          else 'first turns, continued as plain text, without a chat template'
+        )
   for task, rows in by_task.items():
     results.rows += [*rows, *_published_rows(task, list(rows[0]))]
   return results
@@ -198,7 +201,6 @@ TABLES = {
       "As Spec-Bench's scripts compute them: mean accepted tokens are the new tokens over the target calls; tokens/s is"
       " the mean over prompts of each prompt's new tokens over its seconds, with prefill; speed-up is that mean over"
       ' the one of autoregressive decoding. overall weighs every prompt alike.',
-      'Prompts are continued as plain text, without a chat template; of a conversation, the first turn.',
       'Caches hold the longest prompt of the run, for autoregressive decoding too, which lowers the speed-up of'
       ' short prompts beside long ones.',
       'At temperature 0 candidates drawn alike are equal, so that more of them keep no more.',

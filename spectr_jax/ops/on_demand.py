@@ -81,7 +81,7 @@ def where_needed(is_needed: jax.Array, function: Callable[..., Any], otherwise: 
   return call(jnp.asarray(is_needed), otherwise, operands)
 
 
-def _rows(laws: jax.Array, places: np.ndarray) -> jax.Array:
+def rows_at(laws: jax.Array, places: np.ndarray) -> jax.Array:
   """`laws[places]`, without a copy if the places are the first ones in order.
 
   Args:
@@ -147,6 +147,7 @@ def map_needed(
   items: Any = (),
   *,
   at_once: int | None = None,
+  all_fn: Callable[..., Any] | None = None,
 ) -> Any:
   """`function` of some distributions and an item for each of M entries that needs it, and `otherwise` for the rest.
 
@@ -163,6 +164,8 @@ def map_needed(
       Rows are read in place and not copied.
     items: Arrays `[M, ...]`.
     at_once: Entries that an accelerator computes together; None for all.
+    all_fn: `function` of all entries at once, for accelerators that compute all of them: takes the arrays of `laws`,
+      then the items. By default the `vmap` of `function`, whose distributions may be copied first.
 
   Returns:
     Arrays `[M, ...]`.
@@ -174,7 +177,10 @@ def map_needed(
     return jax.tree.map(lambda x, y: jnp.where(is_chosen.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)
 
   def in_one_pass(is_needed, otherwise, arrays, items):  # the plain form
-    computed = jax.vmap(function)(*map(_rows, arrays, places), *jax.tree.leaves(items))
+    if all_fn is None:
+      computed = jax.vmap(function)(*map(rows_at, arrays, places), *jax.tree.leaves(items))
+    else:
+      computed = all_fn(*arrays, *jax.tree.leaves(items))
     return choose(is_needed, computed, otherwise)
 
   def needed_first(is_needed):

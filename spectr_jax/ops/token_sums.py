@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from spectr_jax.ops.kernels import launch
+from spectr_jax.ops.on_demand import rows_at
 from spectr_jax.ops.platforms import by_platform
 from spectr_jax.sharding import dividing_axes, shards_in_program
 
@@ -21,6 +23,8 @@ _LANES = 128
 _ROWS = 8
 _UNROLLED = 5  # registers of tokens per turn of a loop
 _MOST_TOKENS = 2**18  # per row on a device: eight rows of three arrays are in the vector memory, twice
+_MOST_TOTALS = 16  # registers in which a loop adds up
+_MOST_BYTES = 8 * 2**20  # of tables that are in the vector memory, twice, at a time
 _MEMORY = 64 * 2**20
 
 # From one number per parameter to a function of the values of a token, which gives the numbers that are added up.
@@ -55,25 +59,34 @@ def token_sums(
 
 
 def _by_kernel(*arrays, plain, token_fns):
-  values = arrays[:-1]
-  size, axes = len(values[0]), dividing_axes()
+  def sums(*arrays):
+    plain_rows = jax.vmap(lambda *row: (plain(*row),))
+    kernel = functools.partial(token_sums_kernel, token_fns=token_fns)
+    return launch(plain_rows, kernel, *(x[None] for x in arrays))[0][0]
+
+  return _on_each_part(plain, sums, *arrays)
+
+
+def _on_each_part(plain, sums, *arrays):
+  """`sums` of the tokens on each device, added up; or `plain`, where the kernel does not take the arrays.
+
+  Args:
+    plain, sums: Functions of the arrays.
+    *arrays: Arrays `[..., V]`, and the parameters.
+  """
+  values, axes = arrays[:-1], dividing_axes()
+  size = values[0].shape[-1]
   num_shards = shards_in_program(size)
   is_whole = not axes
   is_divided = len(axes) == 1 and num_shards > 1
   is_covered = size % (num_shards * _LANES) == 0 and size // num_shards <= _MOST_TOKENS
   if any(x.dtype.itemsize != 4 for x in arrays) or not is_covered or not (is_whole or is_divided):
     return plain(*arrays)
-
-  def sums(*arrays):
-    plain_rows = jax.vmap(lambda *row: (plain(*row),))
-    kernel = functools.partial(token_sums_kernel, token_fns=token_fns)
-    return launch(plain_rows, kernel, *(x[None] for x in arrays))[0][0]
-
   if is_whole:
     return sums(*arrays)
   return jax.shard_map(
     lambda *arrays: jax.lax.psum(sums(*arrays), axes),
-    in_specs=(*[PartitionSpec(axes[0])] * len(values), PartitionSpec()),
+    in_specs=(*(PartitionSpec(*[None] * (x.ndim - 1), axes[0]) for x in values), PartitionSpec()),
     out_specs=PartitionSpec(),
     axis_names=set(axes),
     check_vma=False,
@@ -147,3 +160,130 @@ def token_sums_kernel(*arrays: jax.Array, token_fns: Sequence[TokenFn], interpre
     name='token_sums',
   )(params, *values)
   return (sums[:num_rows],)
+
+
+def sums_of_rows(
+  token_fn: TokenFn, tables: Sequence[jax.Array], rows: Sequence[np.ndarray], params: jax.Array
+) -> jax.Array:
+  """Sums over the tokens of M entries, each with a row of every table; on a TPU rows are read in place, by a kernel.
+
+  Args:
+    token_fn: Gives one number per token. It must not close over traced values.
+    tables: Arrays `[R, V]`, each with an R of its own.
+    rows: For each table static int `[M]`, the row of every entry.
+    params: `[M, P]`, what the function takes besides.
+
+  Returns:
+    `[M]`.
+  """
+
+  def plain(*arrays):
+    *tables, params = arrays
+    (numbers,) = token_fn(jnp.split(params, params.shape[1], axis=1))([*map(rows_at, tables, rows)])
+    return jnp.sum(numbers, axis=1)
+
+  def sums(*arrays):
+    kernel = functools.partial(sums_of_rows_kernel, token_fn=token_fn, runs=_runs(rows))
+    return launch(lambda *arrays: (jax.vmap(plain)(*arrays),), kernel, *(x[None] for x in arrays))[0][0]
+
+  return by_platform(*tables, params, tpu=functools.partial(_on_each_part, plain, sums), default=plain)
+
+
+def _runs(rows):
+  """Entries that follow one another in every table: pairs of a first entry and its rows, and their number."""
+  rows = np.stack(rows)
+  is_first = np.any(np.diff(rows, axis=1) != 1, axis=0)
+  starts = [0]
+  for entry, first in enumerate(is_first, 1):
+    if first or entry - starts[-1] == _ROWS:
+      starts.append(entry)
+  return [
+    (start, tuple(map(int, rows[:, start])), end - start) for start, end in zip(starts, [*starts[1:], rows.shape[1]])
+  ]
+
+
+def sums_of_rows_kernel(
+  *arrays: jax.Array,
+  token_fn: TokenFn,
+  runs: Sequence[tuple[int, tuple[int, ...], int]],
+  interpret: bool = False,
+) -> tuple[jax.Array]:
+  """`sums_of_rows` of B groups of entries as a TPU kernel.
+
+  Args:
+    *arrays: The tables, `[B, R, V]` each, V a multiple of 128, and the parameters, float32 `[B, M, P]`.
+    token_fn: As of `sums_of_rows`.
+    runs: Of all entries in order: the first of some, at most eight, that follow one another in every table, its rows,
+      and their number.
+    interpret: Whether to run without a TPU, for tests.
+
+  Returns:
+    `[B, M]`.
+  """
+  from jax.experimental import pallas as pl
+  from jax.experimental.pallas import tpu as pltpu
+
+  *tables, params = arrays
+  num_groups, num_entries, _ = params.shape
+  num_registers = tables[0].shape[2] // _LANES
+  most = max(1, _MOST_BYTES // sum(4 * _LANES * x.shape[1] for x in tables))
+  # As many tokens at a time as there is memory for, in equal parts.
+  num_registers_at_once = max(n for n in range(1, min(most, num_registers) + 1) if num_registers % n == 0)
+  num_turns = num_registers_at_once // _UNROLLED
+
+  def kernel(params_ref, *refs):
+    tables_refs, sums_ref = refs[:-1], refs[-1]
+
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+      sums_ref[...] = jnp.zeros(sums_ref.shape, sums_ref.dtype)
+
+    def add_up(some):
+      own = [
+        token_fn(
+          [jnp.broadcast_to(params_ref[start : start + n, i : i + 1], (n, _LANES)) for i in range(params.shape[2])]
+        )
+        for start, _, n in some
+      ]
+
+      def add(register, totals):
+        place = pl.ds(pl.multiple_of(register * _LANES, _LANES), _LANES)
+
+        def of_run(of_token, run):
+          _, firsts, n = run
+          (found,) = of_token([ref[first : first + n, place] for ref, first in zip(tables_refs, firsts)])
+          return found
+
+        return tuple(total + of_run(*each) for total, *each in zip(totals, own, some))
+
+      def add_several(turn, totals):
+        for i in range(_UNROLLED):
+          totals = add(turn * _UNROLLED + i, totals)
+        return totals
+
+      totals = jax.lax.fori_loop(
+        0, num_turns, add_several, tuple(jnp.zeros((n, _LANES), jnp.float32) for *_, n in some)
+      )
+      for register in range(num_turns * _UNROLLED, num_registers_at_once):
+        totals = add(register, totals)
+      for (start, _, n), total in zip(some, totals):
+        sums_ref[start : start + n] += jnp.sum(total, axis=1, keepdims=True)
+
+    for i in range(0, len(runs), _MOST_TOTALS):
+      add_up(runs[i : i + _MOST_TOTALS])
+
+  width = num_registers_at_once * _LANES
+  (sums,) = pl.pallas_call(
+    kernel,
+    grid=(num_groups, num_registers // num_registers_at_once),
+    in_specs=[
+      pl.BlockSpec((None, *params.shape[1:]), lambda i, _: (i, 0, 0)),
+      *(pl.BlockSpec((None, x.shape[1], width), lambda i, j: (i, 0, j)) for x in tables),
+    ],
+    out_specs=[pl.BlockSpec((None, num_entries, 1), lambda i, _: (i, 0, 0))],
+    out_shape=[jax.ShapeDtypeStruct((num_groups, num_entries, 1), jnp.float32)],
+    compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY),
+    interpret=interpret,
+    name='sums_of_rows',
+  )(params, *tables)
+  return (sums[..., 0],)

@@ -6,10 +6,14 @@ that goes through the depths by itself.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from spectr_jax.ops.kernels import as_kernel, expm1
+
+_ROWS_TOGETHER = 8  # for which a kernel goes through the depths at the same time, at most
 
 
 def race_credits(
@@ -68,20 +72,20 @@ def credits_kernel(is_candidate, is_before, is_sibling, shares, log_ratios, *, i
   _, num_depths, width = shares.shape
 
   def kernel(candidate_ref, before_ref, sibling_ref, share_ref, ratio_ref, credit_ref):
-    is_first = jax.lax.broadcasted_iota(jnp.int32, (width, 1), 0) == 0
+    is_first = jax.lax.broadcasted_iota(jnp.int32, (len(share_ref), width, 1), 1) == 0
     credit = jnp.where(is_first, 0.0, -jnp.inf)
-    credit_ref[0:1] = _as_row(credit)
+    credit_ref[:, 0:1] = _as_row(credit)
     for depth in range(num_depths):
-      share, ratio = share_ref[depth : depth + 1], ratio_ref[depth : depth + 1]
-      above = jnp.sum(jnp.where(candidate_ref[depth] != 0, credit, 0), axis=0, keepdims=True)
+      share, ratio = share_ref[:, depth : depth + 1], ratio_ref[:, depth : depth + 1]
+      above = jnp.sum(jnp.where(candidate_ref[:, depth] != 0, credit, 0), axis=1, keepdims=True)
       passed = jnp.minimum(above + ratio, 0)
       kept_back = -share * expm1(passed)
-      before = jnp.where(before_ref[depth] != 0, kept_back, share)
-      divisor = _as_row(jnp.sum(jnp.where(sibling_ref[depth] != 0, before, 0), axis=1, keepdims=True))
+      before = jnp.where(before_ref[:, depth] != 0, kept_back, share)
+      divisor = _as_row(jnp.sum(jnp.where(sibling_ref[:, depth] != 0, before, 0), axis=2, keepdims=True))
       is_open = share > 0
       following = jnp.log(jnp.where(is_open, share / jnp.where(is_open, divisor, 1), 1)) + passed
       following = jnp.where(is_open, jnp.minimum(following, 0), -jnp.inf)
-      credit_ref[depth + 1 : depth + 2] = following
+      credit_ref[:, depth + 1 : depth + 2] = following
       credit = _as_column(following)
 
   masks = (x.astype(jnp.int32) for x in (is_candidate, is_before, is_sibling))
@@ -139,16 +143,16 @@ def first_kept_kernel(is_child, is_before, is_kept, nodes, *, interpret: bool = 
   scale, none = _ranked(nodes), width * _ranked(nodes)
 
   def kernel(child_ref, before_ref, own_ref, found_ref):
-    found = own_ref[num_depths - 1 : num_depths]
+    found = own_ref[:, num_depths - 1 : num_depths]
     for depth in reversed(range(num_depths - 1)):
-      rank = _as_row(jnp.sum(before_ref[depth], axis=1, keepdims=True))
-      pairs = jnp.where((child_ref[depth] != 0) & (found >= 0), rank * scale + found, none)
-      smallest = _as_row(jnp.min(pairs, axis=1, keepdims=True))
+      rank = _as_row(jnp.sum(before_ref[:, depth], axis=2, keepdims=True))
+      pairs = jnp.where((child_ref[:, depth] != 0) & (found >= 0), rank * scale + found, none)
+      smallest = _as_row(jnp.min(pairs, axis=2, keepdims=True))
       # The remainder of the rank, without a division.
       rest = smallest
       for i in range(width - 1, 0, -1):
         rest = jnp.where(smallest >= i * scale, jnp.minimum(rest, smallest - i * scale), rest)
-      found = jnp.where(smallest < none, rest, own_ref[depth : depth + 1])
+      found = jnp.where(smallest < none, rest, own_ref[:, depth : depth + 1])
     found_ref[...] = found
 
   own = jnp.where(is_kept, nodes, -1)
@@ -159,16 +163,22 @@ def first_kept_kernel(is_child, is_before, is_kept, nodes, *, interpret: bool = 
 
 
 def _by_rows(kernel, result: jax.ShapeDtypeStruct, interpret: bool, name: str):
-  """A call of a kernel for every entry of the first axis of its arguments."""
+  """A call of a kernel for some entries of the first axis of its arguments at a time.
+
+  Every depth waits for the one before, so that several entries take little longer than one.
+  """
   from jax.experimental import pallas as pl
 
+  num_rows = result.shape[0]
+  num_together = math.gcd(num_rows, _ROWS_TOGETHER)
+
   def block(shape):
-    return pl.BlockSpec((None, *shape[1:]), lambda i: (i, *[0] * (len(shape) - 1)))
+    return pl.BlockSpec((num_together, *shape[1:]), lambda i: (i, *[0] * (len(shape) - 1)))
 
   def call(*arrays):
     return pl.pallas_call(
       kernel,
-      grid=(result.shape[0],),
+      grid=(num_rows // num_together,),
       in_specs=[block(x.shape) for x in arrays],
       out_specs=[block(result.shape)],
       out_shape=[result],
@@ -180,14 +190,15 @@ def _by_rows(kernel, result: jax.ShapeDtypeStruct, interpret: bool, name: str):
 
 
 def _diagonal(size):
-  row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+  row, column = (jax.lax.broadcasted_iota(jnp.int32, (1, size, size), axis) for axis in (1, 2))
   return row == column
 
 
 def _as_row(column):
-  """`[1, W]` of `[W, 1]`, by a sum with one term, which a kernel has the operations for."""
-  return jnp.sum(jnp.where(_diagonal(len(column)), column, jnp.zeros((), column.dtype)), axis=0, keepdims=True)
+  """`[M, 1, W]` of `[M, W, 1]`, by a sum with one term, which a kernel has the operations for."""
+  zero = jnp.zeros((), column.dtype)
+  return jnp.sum(jnp.where(_diagonal(column.shape[1]), column, zero), axis=1, keepdims=True)
 
 
 def _as_column(row):
-  return jnp.sum(jnp.where(_diagonal(row.shape[1]), row, jnp.zeros((), row.dtype)), axis=1, keepdims=True)
+  return jnp.sum(jnp.where(_diagonal(row.shape[2]), row, jnp.zeros((), row.dtype)), axis=2, keepdims=True)

@@ -14,6 +14,7 @@ from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.given import with_given
 from spectr_jax.couplings.race import Race
 from spectr_jax.ops.on_demand import map_needed
+from spectr_jax.ops.token_sums import sums_of_rows
 from spectr_jax.ops.tree_steps import first_kept, race_credits
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
@@ -286,6 +287,10 @@ class RaceTraversal(RecordedVerifier):
     def of_one(p, q, credit):
       return jnp.sum(positive_part(credit * q - p))
 
+    def of_all(probs, target_probs, credits):
+      rows = [places for _, places in laws]
+      return sums_of_rows(_excess_of_token, (probs, target_probs), rows, credits[:, None])
+
     def of_several(p, q, credit, scale, *given):
       given = _GivenRows(*given) if given else None
       return jnp.sum(positive_part(credit * q - self._picked_probs(p, q, scale, given)))
@@ -299,7 +304,7 @@ class RaceTraversal(RecordedVerifier):
       nothing = jnp.where(is_open & given.is_alone, excess, nothing)
       is_single &= ~given.is_alone
     with jax.named_scope('excess'):
-      alone = map_needed(of_one, is_single, nothing, laws, (credits,))
+      alone = map_needed(of_one, is_single, nothing, laws, (credits,), all_fn=of_all)
       return map_needed(of_several, is_open & (number > 1), alone, laws, items, at_once=RACES_AT_ONCE)
 
   def _keep_probs(self, tree: Tree, proposal: Proposal, target_probs, contexts, races, log_credits, uniforms=None):
@@ -455,6 +460,11 @@ def _visits(contexts: _Contexts, races: _Races) -> jax.Array:
   _, begins = jax.lax.scan(deeper, jnp.zeros_like(sizes[0]), (contexts.above[1:], races.is_before, sizes[1:]))
   # A context comes after all contexts below it.
   return jnp.concatenate([jnp.zeros_like(sizes[:1]), begins]) + sizes - 1
+
+
+def _excess_of_token(params):
+  (credit,) = params
+  return lambda token: [positive_part(credit * token[1] - token[0])]
 
 
 def _law_rows(tree: Tree, proposal: Proposal, target_probs):

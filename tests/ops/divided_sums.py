@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -29,7 +30,20 @@ def main():
   assert shapes == [(1, 256)], shapes
   expected = [np.bincount(classes, own.astype(np.float64), 5) for own in (p, q)]
   np.testing.assert_allclose(found, np.transpose(expected), rtol=2e-6)
+
+  tables = np.float32(rng.dirichlet(np.full(512, 0.1), (2, 6)))
+  rows, params = [np.arange(5), np.arange(1, 6)], np.float32(rng.random((5, 1)))
+  with jax.set_mesh(mesh):
+    arrays = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, 'model'))) for x in tables]
+    found = jax.jit(lambda *tables: token_sums.sums_of_rows(_overlap_fn, tables, rows, params))(*arrays)
+  assert shapes[1:] == [(1, 6, 256)], shapes
+  expected = np.minimum(tables[0][rows[0]], params * tables[1][rows[1]]).sum(axis=1)
+  np.testing.assert_allclose(found, expected, rtol=2e-6)
   print('equal')
+
+
+def _overlap_fn(params):
+  return lambda token: [jnp.minimum(token[0], params[0] * token[1])]
 
 
 if __name__ == '__main__':

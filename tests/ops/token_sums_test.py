@@ -1,5 +1,7 @@
 """Sums over tokens: the kernel, run operation by operation, against the plain form that other platforms run."""
 
+import functools
+
 import commands
 import jax
 import jax.numpy as jnp
@@ -69,7 +71,60 @@ def test_what_does_not_fit_is_computed_by_the_plain_form(kernels):
   with jax.enable_x64(True):
     found = class_sums._compare(*jnp.float64(_laws(1, 128)[:, 0]), jnp.zeros(128, jnp.int32), num_classes=1)
   assert found.dtype == np.float64
+  rows = [np.asarray([1, 0]), np.arange(2)]
+  arrays = *_laws(2, 130), np.ones((2, 2), np.float32)
+  found = token_sums.sums_of_rows(_kept_fn, arrays[:2], rows, arrays[2])
+  np.testing.assert_allclose(found, _kept_plainly(*arrays, rows=rows), rtol=2e-6)
   assert not kernels
+
+
+def _kept_fn(params):
+  """Of a token with two values: the first times one parameter where that is more than another."""
+  factor, least = params
+  return lambda token: [jnp.where(factor * token[0] > least, factor * token[0], 0) + token[1]]
+
+
+def _kept_plainly(first, second, params, *, rows):
+  kept = params[:, :1] * first[rows[0]]
+  return jnp.sum(jnp.where(kept > params[:, 1:], kept, 0) + second[rows[1]], axis=1)
+
+
+# Neighbours in both tables, more than eight of them; rows far from each other, and again; more runs than a loop takes.
+@pytest.mark.parametrize(
+  'rows',
+  [
+    (range(11), range(2, 13)),
+    ((0, 1, 2, 5, 6, 3), (4, 5, 6, 7, 8, 4)),
+    (range(20), range(20)[::-1]),
+    ((7,), (0,)),
+  ],
+)
+@pytest.mark.parametrize('vocab_size', [128, 1408])
+def test_the_kernel_reads_rows_in_place(kernels, rows, vocab_size):
+  rows = [np.asarray(list(each)) for each in rows]
+  first, second = _laws(20, vocab_size)
+  params = np.float32(np.random.default_rng(0).uniform((0, 0), (2, 0.1), (len(rows[0]), 2)))
+  found = token_sums.sums_of_rows(_kept_fn, (first, second), rows, params)
+  np.testing.assert_allclose(found, _kept_plainly(first, second, params, rows=rows), rtol=2e-6)
+  assert kernels == [[(1, 20, vocab_size)] * 2 + [(1, len(rows[0]), 2)]]
+
+
+def test_groups_of_entries_and_parts_of_the_tokens_have_sums_of_their_own(monkeypatch):
+  rows = [np.arange(9), np.arange(9)]
+  first, second = (table.reshape(2, 9, 1280) for table in _laws(18, 1280))
+  params = np.float32(np.random.default_rng(0).uniform((0, 0), (2, 0.1), (2, 9, 2)))
+  monkeypatch.setattr(token_sums, '_MOST_BYTES', 3 * 4 * 128 * 18)  # two of ten registers, as three do not divide them
+  (found,) = token_sums.sums_of_rows_kernel(
+    first, second, params, token_fn=_kept_fn, runs=token_sums._runs(rows), interpret=True
+  )
+  expected = jax.vmap(functools.partial(_kept_plainly, rows=rows))(first, second, params)
+  np.testing.assert_allclose(found, expected, rtol=2e-6)
+
+
+def test_runs_are_neighbours_in_every_table():
+  rows = [np.asarray([0, 1, 2, 5, 6, 7, *range(8, 18)]), np.asarray([3, 4, 5, 6, 8, 9, *range(10, 20)])]
+  runs = token_sums._runs(rows)
+  assert runs == [(0, (0, 3), 3), (3, (5, 6), 1), (4, (6, 8), 8), (12, (14, 16), 4)]
 
 
 @pytest.mark.slow
