@@ -163,6 +163,29 @@ def test_no_device_holds_laws_whole(chips, pair):
   assert max(sizes) < 32000
 
 
+_OF_ALL = {'transformer_layers', 'softmax', 'draw_tokens', 'keep_largest', 'step_thresholds', 'first_above'}
+
+
+@pytest.mark.parametrize(
+  ('method', 'own'),
+  [
+    ('race_traversal', {'token_sums', 'fit_races', 'race_credits', 'sums_of_rows', 'first_kept'}),
+    ('spectr', {'token_sums', 'narrow_sections'}),
+  ],
+)
+def test_a_round_runs_its_kernels(chips, pair, method, own):
+  """What does not fit a kernel takes its plain form, which is right and slow: only the program shows it."""
+  small = dict(vocab_size=4096, num_layers=1, mlp_dim=256)
+  decoder = Decoder.make(
+    *(decode_aot.abstract_model(dataclasses.replace(pair[role], **small)) for role in ('target', 'draft')),
+    method=method, tree=TokenTree.chains(8, 2), max_new_tokens=32, cache_size=64,
+    sharding=DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips)),
+  )  # fmt: skip
+  program = compile_decode(decoder, batch_size=16, prompt_length=32).as_text()
+  names = re.findall(r'%([a-z_]+)[.\d]* = [^\n]*custom_call_target="tpu_custom_call"', program)
+  assert set(names) == _OF_ALL | own
+
+
 @pytest.fixture(scope='module')
 def train_config():
   config = lm1b.get_config('6m')
