@@ -15,7 +15,9 @@ def _laws(num_laws, vocab_size, seed=0):
   return jnp.asarray(laws / laws.sum(axis=1, keepdims=True), jnp.float32)
 
 
-@pytest.mark.parametrize(('num_laws', 'num_draws', 'vocab_size'), [(3, 4, 1280), (8, 1, 128 * 67), (17, 2, 640)])
+@pytest.mark.parametrize(
+  ('num_laws', 'num_draws', 'vocab_size'), [(3, 4, 1280), (8, 1, 128 * 67), (17, 2, 640), (2, 3, 128), (5, 2, 32000)]
+)
 def test_the_kernel_draws_the_plain_form_s_tokens(num_laws, num_draws, vocab_size):
   laws = _laws(num_laws, vocab_size)
   uniforms = jax.random.uniform(jax.random.key(1), (num_laws, num_draws))
