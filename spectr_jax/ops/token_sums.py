@@ -190,7 +190,7 @@ def sums_of_rows(
 
 
 def _runs(rows):
-  """Entries that follow one another in every table: pairs of a first entry and its rows, and their number."""
+  """Entries that follow one another in every table: triples of the first entry, its rows, and their number."""
   rows = np.stack(rows)
   is_first = np.any(np.diff(rows, axis=1) != 1, axis=0)
   starts = [0]
@@ -227,9 +227,10 @@ def sums_of_rows_kernel(
   num_groups, num_entries, _ = params.shape
   num_registers = tables[0].shape[2] // _LANES
   most = max(1, _MOST_BYTES // sum(4 * _LANES * x.shape[1] for x in tables))
-  # As many tokens at a time as there is memory for, in equal parts.
-  num_registers_at_once = max(n for n in range(1, min(most, num_registers) + 1) if num_registers % n == 0)
-  num_turns = num_registers_at_once // _UNROLLED
+  # As many tokens at a time as there is memory for, in parts of equal size but for the last.
+  num_parts = -(-num_registers // most)
+  at_once = -(-num_registers // num_parts)
+  num_turns = at_once // _UNROLLED
 
   def kernel(params_ref, *refs):
     tables_refs, sums_ref = refs[:-1], refs[-1]
@@ -252,6 +253,8 @@ def sums_of_rows_kernel(
         def of_run(of_token, run):
           _, firsts, n = run
           (found,) = of_token([ref[first : first + n, place] for ref, first in zip(tables_refs, firsts)])
+          if num_registers % at_once:  # beyond the end there is anything
+            found = jnp.where(pl.program_id(1) * at_once + register < num_registers, found, 0)
           return found
 
         return tuple(total + of_run(*each) for total, *each in zip(totals, own, some))
@@ -264,7 +267,7 @@ def sums_of_rows_kernel(
       totals = jax.lax.fori_loop(
         0, num_turns, add_several, tuple(jnp.zeros((n, _LANES), jnp.float32) for *_, n in some)
       )
-      for register in range(num_turns * _UNROLLED, num_registers_at_once):
+      for register in range(num_turns * _UNROLLED, at_once):
         totals = add(register, totals)
       for (start, _, n), total in zip(some, totals):
         sums_ref[start : start + n] += jnp.sum(total, axis=1, keepdims=True)
@@ -272,10 +275,10 @@ def sums_of_rows_kernel(
     for i in range(0, len(runs), _MOST_TOTALS):
       add_up(runs[i : i + _MOST_TOTALS])
 
-  width = num_registers_at_once * _LANES
+  width = at_once * _LANES
   (sums,) = pl.pallas_call(
     kernel,
-    grid=(num_groups, num_registers // num_registers_at_once),
+    grid=(num_groups, num_parts),
     in_specs=[
       pl.BlockSpec((None, *params.shape[1:]), lambda i, _: (i, 0, 0)),
       *(pl.BlockSpec((None, x.shape[1], width), lambda i, j: (i, 0, j)) for x in tables),

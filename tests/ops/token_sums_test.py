@@ -109,11 +109,12 @@ def test_the_kernel_reads_rows_in_place(kernels, rows, vocab_size):
   assert kernels == [[(1, 20, vocab_size)] * 2 + [(1, len(rows[0]), 2)]]
 
 
-def test_groups_of_entries_and_parts_of_the_tokens_have_sums_of_their_own(monkeypatch):
+@pytest.mark.parametrize('most', [5, 3])  # registers at a time, of ten: two parts, or four of which one is short
+def test_groups_of_entries_and_parts_of_the_tokens_have_sums_of_their_own(monkeypatch, most):
   rows = [np.arange(9), np.arange(9)]
   first, second = (table.reshape(2, 9, 1280) for table in _laws(18, 1280))
   params = np.float32(np.random.default_rng(0).uniform((0, 0), (2, 0.1), (2, 9, 2)))
-  monkeypatch.setattr(token_sums, '_MOST_BYTES', 3 * 4 * 128 * 18)  # two of ten registers, as three do not divide them
+  monkeypatch.setattr(token_sums, '_MOST_BYTES', most * 4 * 128 * 18)
   (found,) = token_sums.sums_of_rows_kernel(
     first, second, params, token_fn=_kept_fn, runs=token_sums._runs(rows), interpret=True
   )
