@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from spectr_jax.ops.kernels import as_kernel, expm1
 
 _ROWS_TOGETHER = 8  # for which a kernel goes through the depths at the same time, at most
+_MOST_BYTES = 4 * 2**20  # of these rows, which are in the vector memory twice
+_LANES = 128
 
 
 def race_credits(
@@ -170,12 +172,13 @@ def _by_rows(kernel, result: jax.ShapeDtypeStruct, interpret: bool, name: str):
   from jax.experimental import pallas as pl
 
   num_rows = result.shape[0]
-  num_together = math.gcd(num_rows, _ROWS_TOGETHER)
-
-  def block(shape):
-    return pl.BlockSpec((num_together, *shape[1:]), lambda i: (i, *[0] * (len(shape) - 1)))
 
   def call(*arrays):
+    num_together = _rows_together(num_rows, arrays)
+
+    def block(shape):
+      return pl.BlockSpec((num_together, *shape[1:]), lambda i: (i, *[0] * (len(shape) - 1)))
+
     return pl.pallas_call(
       kernel,
       grid=(num_rows // num_together,),
@@ -187,6 +190,15 @@ def _by_rows(kernel, result: jax.ShapeDtypeStruct, interpret: bool, name: str):
     )(*arrays)
 
   return call
+
+
+def _rows_together(num_rows, arrays):
+  """A divisor of the number of rows, as large as there is memory for; 1 where a single row is larger."""
+  row_bytes = sum(4 * math.prod(x.shape[1:-1]) * -(-x.shape[-1] // _LANES) * _LANES for x in arrays)
+  num_together = math.gcd(num_rows, _ROWS_TOGETHER)
+  while num_together > 1 and num_together * row_bytes > _MOST_BYTES:
+    num_together //= 2
+  return num_together
 
 
 def _diagonal(size):

@@ -285,7 +285,8 @@ class RaceTraversal(RecordedVerifier):
     nothing = jnp.zeros_like(credits)
 
     def of_one(p, q, credit):
-      return jnp.sum(positive_part(credit * q - p))
+      (excess,) = _excess_of_token([credit])([p, q])
+      return jnp.sum(excess)
 
     def of_all(probs, target_probs, credits):
       rows = [places for _, places in laws]
@@ -463,6 +464,7 @@ def _visits(contexts: _Contexts, races: _Races) -> jax.Array:
 
 
 def _excess_of_token(params):
+  """[P q - p]+ of a token with the credit P as the parameter, as `sums_of_rows` takes it."""
   (credit,) = params
   return lambda token: [positive_part(credit * token[1] - token[0])]
 

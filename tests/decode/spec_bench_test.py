@@ -147,8 +147,12 @@ def test_turns_may_be_rendered_by_the_chat_template(question_file, pair, monkeyp
   for each in (request, chat):
     spec_bench.TABLES['spec_bench'].measure(each, lambda *_: None)
   assert [options.chat for options in asked] == [False, True]
-  found = spec_bench.TABLES['spec_bench'].measure(chat, lambda *_: None)
-  assert any("in the target's chat template" in note for note in found.runs[0]['notes'])
+  for each, words in ((request, 'without a chat template'), (chat, "in the target's chat template")):
+    notes = spec_bench.TABLES['spec_bench'].measure(each, lambda *_: None).runs[0]['notes']
+    assert [note.rpartition(', ')[2] for note in notes if 'chat template' in note] == [
+      words if each is request else f'as turns of the user {words}'
+    ]
+  assert not any('chat template' in note for note in spec_bench.TABLES['spec_bench'].notes)
   own = dataclasses.replace(chat, target=pair['target'], drafts={'draft': pair['draft']})
   with pytest.raises(ValueError, match='the model has no chat template'):
     spec_bench.TABLES['spec_bench'].run(own, lambda *_: None)

@@ -58,6 +58,15 @@ def test_the_first_kept_node_of_the_kernel_is_that_of_the_scan(shape):
       assert _walk(is_child[row], is_before[row], is_kept[row], nodes[row], 0, 0) == expected_node
 
 
+@pytest.mark.parametrize(
+  ('num_rows', 'num_depths', 'width', 'expected'), [(64, 8, 8, 8), (12, 8, 8, 4), (3, 8, 8, 1), (64, 16, 128, 1)]
+)
+def test_rows_are_together_as_far_as_memory_goes(num_rows, num_depths, width, expected):
+  masks = [np.zeros((num_rows, num_depths, width, width), np.int32)] * 3
+  rows = [np.zeros((num_rows, num_depths, width), np.float32)] * 2
+  assert tree_steps._rows_together(num_rows, masks + rows) == expected
+
+
 def _walk(is_child, is_before, is_kept, nodes, depth, slot):
   if depth < len(is_child):
     children = np.flatnonzero(is_child[depth, slot])
