@@ -40,6 +40,14 @@ def test_the_kernel_never_draws_what_has_no_probability(uniform):
     assert jnp.sum(jnp.where(beyond, laws[row], 0)) <= (0 if uniform == 0 else 1e-6)
 
 
+def test_rounding_leads_to_no_block_without_probability():
+  """Sums over blocks and over a group of them round apart, so that a level may lie beyond all blocks of its group."""
+  laws = np.random.default_rng(0).gamma(0.5, size=(400, 128 * 16)).astype(np.float32)
+  laws[:, : 128 * 8] = laws[:, -128 * 5 :] = 0  # of four groups of four blocks three are left, all in the third
+  tokens = draw_tokens(jnp.full((400, 1), 1 - 2.0**-24), jnp.asarray(laws), interpret=True)
+  assert (np.take_along_axis(laws, np.asarray(tokens), axis=1) > 0).all()
+
+
 def test_the_kernel_follows_the_distribution():
   law = jnp.asarray([0.1, 0, 0.6, 0.3], jnp.float32)
   spread = jnp.zeros((1, 512)).at[0, jnp.asarray([3, 130, 131, 400])].set(law)
