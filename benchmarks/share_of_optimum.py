@@ -29,7 +29,7 @@ from decode.experiment.laws import laws_after
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import encode_prompts
 from decode.experiment.workload import row_keys
-from spectr_jax import theory
+from spectr_jax import SamplingParams, theory
 from spectr_jax.couplings import Race
 
 RULES = {
@@ -104,9 +104,9 @@ def measure(
       )
       ends = np.asarray(generation.lengths)
       written = jnp.maximum(generation.tokens, 0)
+      sampling = SamplingParams.make(len(written), temperature=temperature)
       p, q = (
-        laws_after(model, tokens[rows], lengths[rows], written, temperature, num_new=num_new)
-        for model in (draft, target)
+        laws_after(model, tokens[rows], lengths[rows], written, sampling, num_new=num_new) for model in (draft, target)
       )
       is_there.append(np.arange(num_new) < ends[:, None])
       overlaps.append(np.asarray(jnp.sum(jnp.minimum(p, q), axis=-1)))

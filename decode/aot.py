@@ -167,7 +167,7 @@ def analyse(
       model, small, method=method, tree=tree, max_new_tokens=max_new_tokens, cache_size=cache_size, eos_id=0,
       sharding=sharding,
     )  # fmt: skip
-    return compile_decode(decoder, batch_size=batch_size, prompt_length=prompt_length)
+    return compile_decode(decoder, batch_size=batch_size, prompt_length=prompt_length, is_filtered=is_filtered)
 
   chip = chip_of(sharding.mesh.devices.flat[0])
 

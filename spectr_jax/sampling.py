@@ -9,10 +9,12 @@ uniform and no noise of the size of the vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
@@ -33,18 +35,22 @@ _MOST_DRAWS = 16  # from one distribution that a kernel takes
 class SamplingParams:
   """Parameters that turn logits into a distribution, per row.
 
+  A filter that is None is not in the program at all. One that is there costs nothing where no row uses it, but is
+  compiled, several searches in each of the draft and the target.
+
   Attributes:
     temperature: float `[B]`; 0 is the point mass at the first largest logit.
-    top_k: int32 `[B]`; keeps the k most probable tokens, 0 keeps all.
-    top_p: float `[B]` in (0, 1]; keeps the fewest most probable tokens that have at least this mass, after top-k.
+    top_k: int32 `[B]`; keeps the k most probable tokens, 0 keeps all. None keeps all.
+    top_p: float `[B]` in (0, 1]; keeps the fewest most probable tokens that have at least this mass, after top-k. None
+      keeps all.
     min_p: float `[B]` in [0, 1]; keeps the tokens at least this many times as probable as the most probable one, after
-      top-p; 0 keeps all.
+      top-p; 0 keeps all. None keeps all.
   """
 
   temperature: jax.Array
-  top_k: jax.Array
-  top_p: jax.Array
-  min_p: jax.Array
+  top_k: jax.Array | None = None
+  top_p: jax.Array | None = None
+  min_p: jax.Array | None = None
 
   @classmethod
   def make(
@@ -66,25 +72,36 @@ class SamplingParams:
       min_p: Scalar or `[B]`, from 0 to 1.
 
     Returns:
-      The parameters of B rows.
+      The parameters of B rows. A filter whose values are known to keep all tokens of all rows is None.
 
     Raises:
       ValueError: A value is out of range or of another shape.
     """
     values = {}
     for name, value, dtype, is_valid, allowed in (
-      ('temperature', temperature, jnp.float32, lambda x: jnp.isfinite(x) & (x >= 0), 'finite and at least 0'),
+      ('temperature', temperature, jnp.float32, lambda x: np.isfinite(x) & (x >= 0), 'finite and at least 0'),
       ('top_k', top_k, jnp.int32, lambda x: x >= 0, 'at least 0 (0 keeps all)'),
       ('top_p', top_p, jnp.float32, lambda x: (x > 0) & (x <= 1), 'above 0 and at most 1'),
       ('min_p', min_p, jnp.float32, lambda x: (x >= 0) & (x <= 1), 'from 0 to 1 (0 keeps all)'),
     ):
-      array = jnp.asarray(value, dtype)
+      is_known = not isinstance(value, Tracer)
+      array = np.asarray(value).astype(dtype) if is_known else value.astype(dtype)
       if array.shape not in ((), (batch_size,)):
         raise ValueError(f'{name} must be a scalar or [{batch_size}], got shape {array.shape}')
-      if not isinstance(array, Tracer) and not bool(jnp.all(is_valid(array))):
+      if is_known and not is_valid(array).all():
         raise ValueError(f'{name} must be {allowed}, got {value}')
-      values[name] = jnp.broadcast_to(array, (batch_size,))
+      is_used = not is_known or name not in _FILTERS or (array != _FILTERS[name][0]).any()
+      values[name] = jnp.broadcast_to(array, (batch_size,)) if is_used else None
     return cls(**values)
+
+  def with_filters_of(self, other: SamplingParams) -> SamplingParams:
+    """These parameters with every filter that `other` has, so that rows of both can stand in one batch."""
+    missing = {
+      name: jnp.full(self.temperature.shape, keeps_all, getattr(other, name).dtype)
+      for name, (keeps_all, _) in _FILTERS.items()
+      if getattr(self, name) is None and getattr(other, name) is not None
+    }
+    return dataclasses.replace(self, **missing)
 
 
 FILTERS = 'filters'  # their scope in compiled programs
@@ -105,25 +122,10 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   Returns:
     Probabilities `[B, N, V]` in the logits' dtype; NaN throughout where the largest logit is not finite.
   """
-  temperature, top_k, top_p, min_p = (getattr(sampling, name)[:, None] for name in SAMPLING_NAMES)
+  temperature = sampling.temperature[:, None]
   is_greedy = temperature == 0
   scale = jnp.where(is_greedy, 1, jnp.maximum(temperature, 1e-30)).astype(logits.dtype)  # 1/scale must be finite
   probs = _softmax(logits, scale)
-
-  def goals(goal, is_used):
-    """The goals of all nodes of the rows, `[B, N]`; 0 where a row does not use a filter."""
-    return jnp.broadcast_to(jnp.where(is_used, goal, 0).astype(probs.dtype), probs.shape[:-1])
-
-  def keep_top_k(probs):
-    return keep_largest(probs, goals(top_k, top_k > 0), is_weighted=False)
-
-  def keep_top_p(probs):
-    return keep_largest(probs, goals(top_p, top_p < 1), is_weighted=True)
-
-  def keep_min_p(probs):
-    share = min_p[..., None].astype(probs.dtype)
-    kept = jnp.where(probs >= share * jnp.max(probs, axis=-1, keepdims=True), probs, 0)
-    return jnp.where(share > 0, kept / jnp.sum(kept, axis=-1, keepdims=True), probs)
 
   def keep_most_likely(probs):
     largest = jnp.max(logits, axis=-1, keepdims=True)
@@ -132,17 +134,48 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     largest_only = jnp.where(jnp.isnan(probs), jnp.nan, largest_only)
     return jnp.where(is_greedy[..., None], largest_only, probs)
 
+  # Which rows use a filter, and the filter.
+  filters = [
+    (values != keeps_all, functools.partial(keep, values=values))
+    for name, (keeps_all, keep) in _FILTERS.items()
+    if (values := getattr(sampling, name)) is not None
+  ]
+
   def filter_all(probs):
-    probs = jax.lax.cond(jnp.any(top_k > 0), keep_top_k, lambda x: x, probs)
-    probs = jax.lax.cond(jnp.any(top_p < 1), keep_top_p, lambda x: x, probs)
-    probs = jax.lax.cond(jnp.any(min_p > 0), keep_min_p, lambda x: x, probs)
-    return jax.lax.cond(jnp.any(is_greedy), keep_most_likely, lambda x: x, probs)
+    for is_used, keep in [*filters, (is_greedy, keep_most_likely)]:
+      probs = jax.lax.cond(jnp.any(is_used), keep, lambda x: x, probs)
+    return probs
 
   # One choice between all of it, since each holds a copy of the distributions.
-  has_filters = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
-  case = jnp.where(has_filters, 2, jnp.any(is_greedy).astype(jnp.int32))
+  case, steps = jnp.any(is_greedy).astype(jnp.int32), [lambda x: x, keep_most_likely]
+  if filters:
+    case = jnp.where(jnp.any(jnp.stack([is_used for is_used, _ in filters])), len(steps), case)
+    steps.append(filter_all)
   with jax.named_scope(FILTERS):
-    return jax.lax.switch(case, [lambda x: x, keep_most_likely, filter_all], probs)
+    return jax.lax.switch(case, steps, probs)
+
+
+def _of_nodes(values: jax.Array, probs: jax.Array) -> jax.Array:
+  """Values `[B]` of rows as those of their nodes, `[B, N]`, for distributions `[B, N, V]`."""
+  return jnp.broadcast_to(values[:, None].astype(probs.dtype), probs.shape[:-1])
+
+
+def _keep_top_k(probs: jax.Array, values: jax.Array) -> jax.Array:
+  return keep_largest(probs, _of_nodes(values, probs), is_weighted=False)
+
+
+def _keep_top_p(probs: jax.Array, values: jax.Array) -> jax.Array:
+  return keep_largest(probs, _of_nodes(jnp.where(values < 1, values, 0), probs), is_weighted=True)
+
+
+def _keep_min_p(probs: jax.Array, values: jax.Array) -> jax.Array:
+  share = values[:, None, None].astype(probs.dtype)
+  kept = jnp.where(probs >= share * jnp.max(probs, axis=-1, keepdims=True), probs, 0)
+  return jnp.where(share > 0, kept / jnp.sum(kept, axis=-1, keepdims=True), probs)
+
+
+# In their order: the value with which a filter does nothing, and distributions `[B, N, V]` filtered by values `[B]`.
+_FILTERS = {'top_k': (0, _keep_top_k), 'top_p': (1.0, _keep_top_p), 'min_p': (0.0, _keep_min_p)}
 
 
 def _softmax(logits: jax.Array, scale: jax.Array) -> jax.Array:

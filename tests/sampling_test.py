@@ -225,6 +225,7 @@ def test_float64_stays_float64():
 
 
 def test_changed_parameters_do_not_recompile():
+  """There is a program for each set of filters that rows use, whatever their values."""
   traces = []
 
   @jax.jit
@@ -233,9 +234,41 @@ def test_changed_parameters_do_not_recompile():
     return logits_to_probs(logits, sampling)
 
   logits = jnp.zeros((2, 1, 7))
-  for sampling in ({}, {'temperature': 0.0}, {'top_k': 3}, {'top_p': np.array([0.5, 1.0])}, {'min_p': 0.1}):
-    laws(logits, SamplingParams.make(2, **sampling))
-  assert len(traces) == 1
+  for num_programs, *values in (
+    (1, {}, {'temperature': 0.0}, {'top_k': 0, 'top_p': 1, 'min_p': np.zeros(2)}),
+    (2, {'top_k': 3}, {'top_k': np.array([0, 1]), 'temperature': 0.3}),
+    (3, {'top_p': np.array([0.5, 1.0])}, {'top_p': 0.1}),
+    (4, {'top_p': 0.5, 'min_p': 0.1}, {'top_p': 0.9, 'min_p': np.array([0.5, 0.0])}),
+  ):
+    for sampling in values:
+      laws(logits, SamplingParams.make(2, **sampling))
+    assert len(traces) == num_programs
+
+
+@pytest.mark.parametrize('name', ['top_k', 'top_p', 'min_p'])
+def test_a_filter_that_no_row_uses_is_not_there(name):
+  """Nor does it change a bit of rows without it: `with_filters_of` lets them stand in one batch."""
+  logits = jnp.asarray(_logits(8, ties=False), jnp.float32)[:, None]
+  used = SamplingParams.make(6, **{name: 0.5 if name != 'top_k' else 2})
+  plain = SamplingParams.make(6, temperature=np.array([1, 0.5, 0, 1, 2, 1]))
+  assert getattr(plain, name) is None
+  both = plain.with_filters_of(used)
+  assert getattr(both, name).shape == (6,)
+  assert jax.tree.structure(both) == jax.tree.structure(used)
+  sizes = [len(str(jax.make_jaxpr(logits_to_probs)(logits, sampling))) for sampling in (plain, both)]
+  assert sizes[0] < 0.8 * sizes[1]
+  np.testing.assert_array_equal(_to_probs(logits, plain), _to_probs(logits, both))
+  np.testing.assert_array_equal(_to_probs(logits, used), _to_probs(logits, used.with_filters_of(both)))
+
+
+def test_a_filter_of_unknown_values_is_there():
+  """Within a compiled function, or given one by one: what is not known may be any value."""
+  logits = jnp.asarray(_logits(9, ties=False), jnp.float32)
+  made_within = jax.jit(lambda top_k: logits_to_probs(logits[:, None], SamplingParams.make(6, top_k=top_k)))
+  alone = SamplingParams(temperature=jnp.ones(6), top_k=jnp.full(6, 3))
+  for found in (made_within(3), logits_to_probs(logits[:, None], alone)):
+    np.testing.assert_allclose(found[:, 0], _laws(logits, top_k=3), rtol=1e-6)
+  np.testing.assert_allclose(made_within(0)[:, 0], _laws(logits), rtol=1e-6)
 
 
 def test_nothing_is_sorted():
@@ -388,7 +421,7 @@ def test_wrong_parameters_are_refused(sampling, message):
 
 
 def test_parameters_are_broadcast_and_may_be_traced():
-  sampling = SamplingParams.make(3, temperature=0.5, top_k=np.array([1, 2, 3]))
+  sampling = SamplingParams.make(3, temperature=0.5, top_k=np.array([1, 2, 3]), top_p=0.5)
   assert sampling.temperature.shape == sampling.top_k.shape == sampling.top_p.shape == (3,)
   assert (sampling.temperature.dtype, sampling.top_k.dtype) == (jnp.float32, jnp.int32)
   traced = jax.jit(functools.partial(SamplingParams.make, 3))(temperature=0.5)

@@ -11,14 +11,12 @@ import numpy as np
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
 from spectr_jax import Model, SamplingParams, get_method
-from spectr_jax.sampling import SAMPLING_NAMES, logits_to_probs
+from spectr_jax.sampling import logits_to_probs
 from spectr_jax.sharding import fetch
 
 
 @jax.jit(static_argnames='num_new')
-def laws_after(
-  model: Model, prompts, lengths, tokens, temperature, top_k=0, top_p=1.0, min_p=0.0, *, num_new: int
-) -> jax.Array:
+def laws_after(model: Model, prompts, lengths, tokens, sampling: SamplingParams, *, num_new: int) -> jax.Array:
   """The distributions `[B, num_new, V]` of a model's tokens after each prompt, given the previous tokens.
 
   Args:
@@ -26,7 +24,7 @@ def laws_after(
     prompts: int32 `[B, P]`, right-padded.
     lengths: int32 `[B]`, tokens of each prompt.
     tokens: int32 `[B, num_new]`, the tokens after each prompt.
-    temperature, top_k, top_p, min_p: Scalars, as in `SamplingParams`.
+    sampling: The rows' sampling parameters.
     num_new: Number of tokens after the prompt.
   """
   batch_size, longest = prompts.shape
@@ -37,15 +35,13 @@ def laws_after(
   called = jnp.concatenate([last, tokens[:, :-1]], axis=1)
   positions = lengths[:, None] - 1 + jnp.arange(num_new)
   causal = jnp.tril(jnp.ones((num_new, num_new), bool))
-  logits = model.apply(called, positions, causal, cache).logits
-  sampling = SamplingParams.make(batch_size, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-  return logits_to_probs(logits, sampling)
+  return logits_to_probs(model.apply(called, positions, causal, cache).logits, sampling)
 
 
 @jax.jit(static_argnames='num_new')
-def _probs_after(model: Model, prompts, lengths, tokens, *sampling, num_new: int) -> jax.Array:
+def _probs_after(model: Model, prompts, lengths, tokens, sampling: SamplingParams, *, num_new: int) -> jax.Array:
   """The probabilities `[B, num_new]` of the tokens themselves under `laws_after`."""
-  laws = laws_after(model, prompts, lengths, tokens, *sampling, num_new=num_new)
+  laws = laws_after(model, prompts, lengths, tokens, sampling, num_new=num_new)
   return jnp.take_along_axis(laws, tokens[..., None], axis=-1)[..., 0]
 
 
@@ -54,11 +50,8 @@ def _along(function, workload: Workload, model: Model, rows: np.ndarray, tokens:
   if not isinstance(model, Model):
     draft = workload.options.draft
     raise ValueError(f'this needs the probabilities of a draft model along texts, and {draft} is not a model')
-  options, written = workload.options, np.maximum(tokens[rows], 0)
-  sampling = [getattr(options, name) for name in SAMPLING_NAMES]
-  return function(
-    model, workload.tokens[rows], workload.lengths[rows], written, *sampling, num_new=tokens.shape[1]
-  )  # fmt: skip
+  written, sampling = np.maximum(tokens[rows], 0), SamplingParams.make(len(rows), **workload.options.sampling)
+  return function(model, workload.tokens[rows], workload.lengths[rows], written, sampling, num_new=tokens.shape[1])
 
 
 def written_laws(

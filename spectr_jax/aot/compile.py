@@ -11,13 +11,16 @@ from spectr_jax.engine.loop import run_rounds
 from spectr_jax.engine.state import init_decode, state_shardings
 
 
-def compile_decode(decoder: Decoder, *, batch_size: int, prompt_length: int) -> jax.stages.Compiled:
+def compile_decode(
+  decoder: Decoder, *, batch_size: int, prompt_length: int, is_filtered: bool = False
+) -> jax.stages.Compiled:
   """Compiles the loop from shapes alone.
 
   Args:
     decoder: The decoder, with a sharding; its parameters may be shapes, and its mesh may have described devices.
     batch_size: B, rows.
     prompt_length: P, tokens of the longest prompt.
+    is_filtered: Whether rows may use top-k, top-p and min-p.
 
   Raises:
     ValueError: The decoder has no sharding; rows, heads or parameters cannot be sharded; or the program needs more
@@ -27,12 +30,15 @@ def compile_decode(decoder: Decoder, *, batch_size: int, prompt_length: int) -> 
   if sharding is None:
     raise ValueError('compile_decode needs a decoder with a sharding, over a mesh of the devices to compile for')
   sharding.check_rows(batch_size)
+  # Values that are not known may be any.
+  filters = {'top_k': jnp.int32, 'top_p': jnp.float32, 'min_p': jnp.float32} if is_filtered else {}
   state = jax.eval_shape(
     init_decode,
     decoder,
     jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl='threefry2x32'), batch_size)),
     jax.ShapeDtypeStruct((batch_size, prompt_length), jnp.int32),
     jax.ShapeDtypeStruct((batch_size,), jnp.int32),
+    **{name: jax.ShapeDtypeStruct((batch_size,), dtype) for name, dtype in filters.items()},
   )
   places = sharding.of_decoder(decoder), state_shardings(decoder, state)
   arguments = jax.tree.map(

@@ -78,7 +78,7 @@ class Likeliest:
   def sampling(self, sampling: SamplingParams) -> SamplingParams:
     """The rows' own parameters; for greedy rows the temperature alone, without filters."""
     is_greedy = sampling.temperature == 0
-    plain = SamplingParams.make(len(is_greedy), temperature=self.temperature)
+    plain = SamplingParams.make(len(is_greedy), temperature=self.temperature).with_filters_of(sampling)
     return jax.tree.map(lambda own, other: jnp.where(is_greedy, other, own), sampling, plain)
 
   def expand(self, key, rule, laws, chances, slots):

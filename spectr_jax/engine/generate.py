@@ -44,8 +44,8 @@ def generate(
 ) -> Generation:
   """Continues prompts with the target's distribution, guessing ahead with a draft.
 
-  The loop is one program, compiled once per shape, method and tree; sampling parameters, keys and prompt lengths may
-  change without compiling again.
+  The loop is one program, compiled once per shape, method and tree, and for each set of filters that rows use: top-k,
+  top-p, min-p. The values of sampling parameters, keys and prompt lengths may change without compiling again.
 
   Args:
     rng_key: One typed key, from which row i takes `fold_in(rng_key, i)`, or a key array `[B]`. With a key array a row's

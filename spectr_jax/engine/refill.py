@@ -29,6 +29,8 @@ from spectr_jax.tree import TokenTree
 @functools.partial(jax.jit, donate_argnames='state')
 def _replace_rows(decoder: Decoder, state: DecodeState, fresh: DecodeState, rows: jax.Array) -> DecodeState:
   """`state` with `rows` `[R]` replaced by the rows of `fresh`; entries that are not rows are dropped."""
+  own, new = state.sampling.with_filters_of(fresh.sampling), fresh.sampling.with_filters_of(state.sampling)
+  state, fresh = dataclasses.replace(state, sampling=own), dataclasses.replace(fresh, sampling=new)
   replaced = jax.tree.map(lambda old, new: old.at[rows].set(new, mode='drop') if old.ndim else old, state, fresh)
   return constrain(decoder, replaced)
 

@@ -31,13 +31,15 @@ def test_one_compilation_per_shape_and_method(tables, traces, method):
       engine_loop.run_rounds._cache_size(),
     )
 
+  filtered = run(jax.random.key(0), top_k=2, top_p=0.9, min_p=0.1)
+  options = {'top_k': np.array([0, 1, 2, 3]), 'top_p': np.array([0.5, 1, 0.2, 0.9]), 'min_p': [0.5, 0, 0, 1]}
+  assert run(jax.random.key(1), **options) == filtered
   first = run(jax.random.key(0))
+  assert first[3] == filtered[3] + 1  # a filter that no row uses is not in the program
   for options in (
     {'temperature': 0.0},
     {'temperature': np.array([0.1, 0.2, 0.3, 2.0])},
-    {'top_k': 3},
-    {'top_p': 0.5, 'top_k': np.array([1, 2, 3, 4])},
-    {'min_p': np.array([0.0, 0.1, 0.5, 1.0])},
+    {'top_k': 0, 'top_p': np.ones(4), 'min_p': np.zeros(4)},
   ):
     assert run(jax.random.key(1), **options) == first
   assert run(make_keys(8)) == first

@@ -184,6 +184,28 @@ def test_rows_are_refilled_one_by_one(tables):
   np.testing.assert_array_equal(found.tokens[::2], expected.tokens[::2])
 
 
+def test_rows_with_filters_follow_rows_without(tables):
+  """The loop is compiled again, once, and rows without filters go on as they would have."""
+  options = {'method': with_gumbel(METHODS['autoregressive']), 'max_new_tokens': 6}
+  keys, prompts, lengths = jax.random.split(jax.random.key(3), 2), np.array([[0, 1], [2, 3]]), np.array([2, 2])
+  decoder = Decoder.make(*tables, cache_size=8, **options)
+  state = decode_rounds(decoder, init_decode(decoder, keys, prompts, lengths), 2)
+  state = refill(decoder, state, [1], keys[:1], prompts[1:], lengths[1:], top_k=1)
+  state = decode_rounds(decoder, state, 2)
+  # A row without filters in the place of one with them.
+  state = refill(decoder, state, [1, 2], keys, prompts[::-1], lengths, temperature=0.5)
+  found = decode_rounds(decoder, state).result
+  expected = generate(keys, *tables, prompts, lengths, **options)
+  np.testing.assert_array_equal(found.tokens[0], expected.tokens[0])
+  expected = generate(keys, *tables, prompts[::-1], lengths, temperature=0.5, **options)
+  np.testing.assert_array_equal(found.tokens[1], expected.tokens[0])
+
+  state = decode_rounds(decoder, init_decode(decoder, keys, prompts, lengths), 2)
+  found = decode_rounds(decoder, refill(decoder, state, [1], keys[:1], prompts[1:], lengths[1:], top_k=1)).result
+  expected = generate(keys[:1], *tables, prompts[1:], lengths[1:], top_k=1, **options)
+  np.testing.assert_array_equal(found.tokens[1], expected.tokens[0])
+
+
 def test_rows_that_cannot_be_refilled(tables):
   options = {'method': 'autoregressive', 'max_new_tokens': 6}
   key, prompt = jax.random.key(0), np.array([[1, 2]])
