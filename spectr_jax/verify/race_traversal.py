@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,80 +17,12 @@ from spectr_jax.ops.token_sums import sums_of_rows
 from spectr_jax.ops.tree_steps import first_kept, race_credits
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
-from spectr_jax.tree import TokenTree
-from spectr_jax.verify.position import has_drawn_children
+from spectr_jax.verify.contexts import Contexts, contexts_of, slots_of
 from spectr_jax.verify.record import Decisions, Record
 from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
 
 # The number of races that an accelerator solves together; chains rarely have more contexts with several candidates.
 RACES_AT_ONCE = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class _Slots:
-  """The places of a tree's nodes in a table `[L + 1, W]` of its depths; NumPy arrays, the same for all rows.
-
-  Attributes:
-    nodes: `[L + 1, W]`, the nodes of each depth; 0 where there is none.
-    is_node: bool `[L + 1, W]`.
-    laws: `[L + 1, W]`, the row of each node in `Proposal.probs`; -1 for nodes that cannot have children.
-    of_nodes: `[N + 1]`, the slot of each node in its depth.
-    of_laws: Two arrays `[R]`, the depth and the slot of the node that each row of `Proposal.probs` follows.
-  """
-
-  nodes: np.ndarray
-  is_node: np.ndarray
-  laws: np.ndarray
-  of_nodes: np.ndarray
-  of_laws: tuple[np.ndarray, np.ndarray]
-
-
-@functools.lru_cache(maxsize=64)
-def _slots_within(bounds: TokenTree) -> _Slots:
-  nodes = bounds.levels[:-1]
-  is_node = nodes >= 0
-  nodes = np.maximum(nodes, 0)
-  of_nodes = np.zeros(bounds.num_nodes + 1, np.int32)
-  of_nodes[nodes[is_node]] = np.nonzero(is_node)[1]
-  return _Slots(
-    nodes=nodes,
-    is_node=is_node,
-    laws=np.where(is_node, bounds.law_index[nodes], -1),
-    of_nodes=of_nodes,
-    of_laws=(bounds.depths[bounds.parent_nodes], of_nodes[bounds.parent_nodes]),
-  )
-
-
-def _slots(tree: Tree) -> _Slots:
-  return _slots_within(tree.bounds)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Contexts:
-  """The contexts of a row's tree: nodes that spell the same are one context, and one of them stands for it.
-
-  Attributes:
-    stands: bool `[L + 1, W]`, whether the node of a slot stands for its context.
-    above: int32 `[L + 1, W]`, the slot that stands for the context above, in the depth above.
-    is_candidate: bool `[L, W, W]`, at `[d, i, j]` whether slot j of depth d + 1 is a candidate after context i.
-    is_same: bool `[L + 1, W, W]`, at `[d, i, j]` whether slots i and j of depth d spell the same.
-  """
-
-  stands: jax.Array
-  above: jax.Array
-  is_candidate: jax.Array
-  is_same: jax.Array
-
-  @property
-  def num_candidates(self) -> jax.Array:
-    """int32 `[L, W]`, the candidates after each context, copies included."""
-    return jnp.sum(self.is_candidate, axis=-1)
-
-  @property
-  def is_child(self) -> jax.Array:
-    """bool `[L, W, W]`, at `[d, i, j]` whether context j of depth d + 1 stands below context i."""
-    return self.is_candidate & self.stands[1:, None, :]
 
 
 @jax.tree_util.register_dataclass
@@ -185,33 +116,7 @@ class RaceTraversal(RecordedVerifier):
     '[Pq − p̃]₊',
   )
 
-  # The contexts and their races depend on the guesses and distributions alone.
-
-  def _stands(self, is_same, preference):
-    """The slots that stand for contexts, bool `[L + 1, W]`, and the slot that stands for each, `[L + 1, W]`.
-
-    Of the slots that spell the same, the first of the highest preference stands for all: one with children, and among
-    these one with drawn children, since only those have the draft's distribution.
-    """
-    width = is_same.shape[-1]
-    first = jnp.argmax(is_same * (1 + preference)[:, None, :], axis=-1)
-    return (first == jnp.arange(width)) & jnp.diagonal(is_same, axis1=1, axis2=2), first
-
-  def _contexts(self, tree: Tree, proposal: Proposal) -> _Contexts:
-    slots = _slots(tree)
-    width = slots.nodes.shape[1]
-    paths = tree.paths[slots.nodes]
-    spelled = jnp.where(paths < 0, 0, proposal.tokens[paths - 1])
-    exists = jnp.all((paths < 0) | (spelled >= 0), axis=-1) & slots.is_node
-    is_same = jnp.all(spelled[:, :, None] == spelled[:, None, :], axis=-1) & exists[:, :, None] & exists[:, None, :]
-    preference = jnp.asarray(tree.num_children > 0, jnp.int32)
-    if proposal.is_given is not None:
-      preference += has_drawn_children(tree, proposal.tokens, proposal.is_given)
-    stands, first = self._stands(is_same, jnp.where(slots.is_node, preference[slots.nodes], 0))
-    parents = jnp.asarray(slots.of_nodes)[tree.parent_of[slots.nodes]]  # in the depth above
-    above = jnp.take_along_axis(jnp.roll(first, 1, axis=0), parents, axis=1).astype(jnp.int32)
-    is_candidate = (above[1:, None, :] == jnp.arange(width)[:, None]) & exists[1:, None, :]
-    return _Contexts(stands, above, is_candidate, is_same)
+  # The races depend on the guesses and distributions alone.
 
   def _order(self, shares, is_sibling):
     """bool `[L, W, W]`: whether k comes before j: the smaller share first, of equal shares the lower slot."""
@@ -219,8 +124,8 @@ class RaceTraversal(RecordedVerifier):
     mine, other = shares[..., :, None], shares[..., None, :]
     return is_sibling & ((other < mine) | ((other == mine) & (place < place[:, None])))
 
-  def _races(self, tree: Tree, proposal: Proposal, target_probs, contexts: _Contexts) -> _Races:
-    slots, dtype = _slots(tree), target_probs.dtype
+  def _races(self, tree: Tree, proposal: Proposal, target_probs, contexts: Contexts) -> _Races:
+    slots, dtype = slots_of(tree), target_probs.dtype
     guesses = jnp.where(slots.is_node, proposal.tokens[slots.nodes - 1], 0)
     is_valid = contexts.is_candidate[slots.of_laws]
     by_row = guesses[slots.of_laws[0] + 1]
@@ -274,7 +179,7 @@ class RaceTraversal(RecordedVerifier):
 
   # The credits, and the acceptances that follow from them.
 
-  def _log_credits(self, contexts: _Contexts, races: _Races):
+  def _log_credits(self, contexts: Contexts, races: _Races):
     """log P by slot, `[L + 1, W]`; in logarithms, since products of many ratios underflow."""
     return race_credits(contexts.is_candidate, races.is_before, races.is_sibling, races.shares, races.log_ratios)
 
@@ -310,7 +215,7 @@ class RaceTraversal(RecordedVerifier):
 
   def _keep_probs(self, tree: Tree, proposal: Proposal, target_probs, contexts, races, log_credits, uniforms=None):
     """h by slot, `[L + 1, W]`; given uniforms, 0 for contexts with u >= P, which cannot be kept since h <= P."""
-    slots = _slots(tree)
+    slots = slots_of(tree)
     is_open = contexts.stands
     if uniforms is not None:
       is_open &= (uniforms < jnp.exp(log_credits)) | (jnp.arange(len(log_credits)) == 0)[:, None]
@@ -337,11 +242,11 @@ class RaceTraversal(RecordedVerifier):
     is_left = (row >= 0) & (races.num_contestants[row] > 0) & (jnp.sum(residual) > 0)
     return jnp.where(is_left, residual, q)
 
-  def _first_kept(self, tree: Tree, contexts: _Contexts, races: _Races, is_kept):
+  def _first_kept(self, tree: Tree, contexts: Contexts, races: _Races, is_kept):
     """The node of the first context in the order of visits that is kept; int32 scalar."""
-    return first_kept(contexts.is_child, races.is_before, is_kept, jnp.asarray(_slots(tree).nodes, jnp.int32))
+    return first_kept(contexts.is_child, races.is_before, is_kept, jnp.asarray(slots_of(tree).nodes, jnp.int32))
 
-  def _arrivals(self, contexts: _Contexts, races: _Races, keep_probs):
+  def _arrivals(self, contexts: Contexts, races: _Races, keep_probs):
     """The probability that each context is visited, that is, that all before it are rejected, by slot `[L + 1, W]`."""
 
     def shallower(nothing_from, depth):
@@ -365,13 +270,13 @@ class RaceTraversal(RecordedVerifier):
     return jnp.concatenate([ones[None], arrive]) * jnp.concatenate([below, ones[None]])
 
   def _steps(self, tree: Tree, proposal: Proposal, target_probs):
-    contexts = self._contexts(tree, proposal)
+    contexts = contexts_of(tree, proposal)
     races = self._races(tree, proposal, target_probs, contexts)
     return contexts, races, self._log_credits(contexts, races)
 
   def _credit_of(self, tree: Tree, log_credits, node):
     """log P of the context that `node` stands for."""
-    return log_credits[jnp.asarray(tree.depths)[node], jnp.asarray(_slots(tree).of_nodes)[node]]
+    return log_credits[jnp.asarray(tree.depths)[node], jnp.asarray(slots_of(tree).of_nodes)[node]]
 
   def _uniforms(self, keys, tree: Tree, dtype):
     """Uniforms `[N + 2]`: one for every node, and one for the next token."""
@@ -390,7 +295,7 @@ class RaceTraversal(RecordedVerifier):
       return stop_at(tree, 0, target_probs[0], uniforms[-1], state, {})
     tree = with_arrays(tree)
     contexts, races, log_credits = self._steps(tree, proposal, target_probs)
-    own = uniforms[_slots(tree).nodes]
+    own = uniforms[slots_of(tree).nodes]
     # An explanation shows every h; a verdict needs only those that its uniforms do not exclude.
     laws = tree, proposal, target_probs
     keep_probs = self._keep_probs(*laws, contexts, races, log_credits, None if is_explained else own)
@@ -401,9 +306,9 @@ class RaceTraversal(RecordedVerifier):
       decisions['keep'] = self._decisions(tree, contexts, races, log_credits, keep_probs, own, node)
     return stop_at(tree, node, weights, uniforms[-1], state, decisions)
 
-  def _decisions(self, tree: Tree, contexts: _Contexts, races: _Races, log_credits, keep_probs, own, node) -> Decisions:
+  def _decisions(self, tree: Tree, contexts: Contexts, races: _Races, log_credits, keep_probs, own, node) -> Decisions:
     """The contexts in the order of visits, up to the first that is kept, for display; `own` holds uniforms by slot."""
-    slots = _slots(tree)
+    slots = slots_of(tree)
     visit = jnp.where(contexts.stands, _visits(contexts, races), tree.num_nodes + 1)
 
     def in_order(values, fill):
@@ -427,7 +332,7 @@ class RaceTraversal(RecordedVerifier):
     del state
     if tree.num_nodes == 0:
       return target_probs
-    tree, slots = with_arrays(tree), _slots(tree)
+    tree, slots = with_arrays(tree), slots_of(tree)
     contexts, races, log_credits = self._steps(tree, proposal, target_probs)
     keep_probs = self._keep_probs(tree, proposal, target_probs, contexts, races, log_credits)
     stops = self._arrivals(contexts, races, keep_probs) * keep_probs
@@ -441,7 +346,7 @@ class RaceTraversal(RecordedVerifier):
     return stop[:, None] * jax.vmap(weights)(jnp.arange(tree.num_nodes + 1))
 
 
-def _visits(contexts: _Contexts, races: _Races) -> jax.Array:
+def _visits(contexts: Contexts, races: _Races) -> jax.Array:
   """The number of each context in the order of visits, by slot; int32 `[L + 1, W]`."""
   stands = contexts.stands.astype(jnp.int32)
 

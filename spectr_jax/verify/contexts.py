@@ -1,0 +1,111 @@
+"""Contexts: the nodes of a tree that spell the same, in tables of the tree's depths."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.proposal import Proposal
+from spectr_jax.tree import TokenTree
+from spectr_jax.verify.position import has_drawn_children
+from spectr_jax.verify.verifier import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+  """The places of a tree's nodes in a table `[L + 1, W]` of its depths; NumPy arrays, the same for all rows.
+
+  Attributes:
+    nodes: `[L + 1, W]`, the nodes of each depth; 0 where there is none.
+    is_node: bool `[L + 1, W]`.
+    laws: `[L + 1, W]`, the row of each node in `Proposal.probs`; -1 for nodes that cannot have children.
+    of_nodes: `[N + 1]`, the slot of each node in its depth.
+    of_laws: Two arrays `[R]`, the depth and the slot of the node that each row of `Proposal.probs` follows.
+  """
+
+  nodes: np.ndarray
+  is_node: np.ndarray
+  laws: np.ndarray
+  of_nodes: np.ndarray
+  of_laws: tuple[np.ndarray, np.ndarray]
+
+
+@functools.lru_cache(maxsize=64)
+def _slots_within(bounds: TokenTree) -> Slots:
+  nodes = bounds.levels[:-1]
+  is_node = nodes >= 0
+  nodes = np.maximum(nodes, 0)
+  of_nodes = np.zeros(bounds.num_nodes + 1, np.int32)
+  of_nodes[nodes[is_node]] = np.nonzero(is_node)[1]
+  return Slots(
+    nodes=nodes,
+    is_node=is_node,
+    laws=np.where(is_node, bounds.law_index[nodes], -1),
+    of_nodes=of_nodes,
+    of_laws=(bounds.depths[bounds.parent_nodes], of_nodes[bounds.parent_nodes]),
+  )
+
+
+def slots_of(tree: Tree) -> Slots:
+  """The slots of a row's tree; of a tree that grows, those of the tree that bounds it."""
+  return _slots_within(tree.bounds)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Contexts:
+  """The contexts of a row's tree: nodes that spell the same are one context, and one of them stands for it.
+
+  Attributes:
+    stands: bool `[L + 1, W]`, whether the node of a slot stands for its context.
+    above: int32 `[L + 1, W]`, the slot that stands for the context above, in the depth above.
+    is_candidate: bool `[L, W, W]`, at `[d, i, j]` whether slot j of depth d + 1 is a candidate after context i.
+    is_same: bool `[L + 1, W, W]`, at `[d, i, j]` whether slots i and j of depth d spell the same.
+  """
+
+  stands: jax.Array
+  above: jax.Array
+  is_candidate: jax.Array
+  is_same: jax.Array
+
+  @property
+  def num_candidates(self) -> jax.Array:
+    """int32 `[L, W]`, the candidates after each context, copies included."""
+    return jnp.sum(self.is_candidate, axis=-1)
+
+  @property
+  def is_child(self) -> jax.Array:
+    """bool `[L, W, W]`, at `[d, i, j]` whether context j of depth d + 1 stands below context i."""
+    return self.is_candidate & self.stands[1:, None, :]
+
+
+def contexts_of(tree: Tree, proposal: Proposal) -> Contexts:
+  """The contexts of a row's guesses.
+
+  Of the slots that spell the same, the first of the highest preference stands for all: one with children, and among
+  these one with drawn children, since only those have the draft's distribution.
+
+  Args:
+    tree: The row's tree, with at least one node.
+    proposal: The row's guesses.
+  """
+  slots = slots_of(tree)
+  width = slots.nodes.shape[1]
+  paths = tree.paths[slots.nodes]
+  spelled = jnp.where(paths < 0, 0, proposal.tokens[paths - 1])
+  exists = jnp.all((paths < 0) | (spelled >= 0), axis=-1) & slots.is_node
+  is_same = jnp.all(spelled[:, :, None] == spelled[:, None, :], axis=-1) & exists[:, :, None] & exists[:, None, :]
+  preference = jnp.asarray(tree.num_children > 0, jnp.int32)
+  if proposal.is_given is not None:
+    preference += has_drawn_children(tree, proposal.tokens, proposal.is_given)
+  preference = jnp.where(slots.is_node, preference[slots.nodes], 0)
+  first = jnp.argmax(is_same * (1 + preference)[:, None, :], axis=-1)  # the slot that stands for each
+  stands = (first == jnp.arange(width)) & jnp.diagonal(is_same, axis1=1, axis2=2)
+  parents = jnp.asarray(slots.of_nodes)[tree.parent_of[slots.nodes]]  # in the depth above
+  above = jnp.take_along_axis(jnp.roll(first, 1, axis=0), parents, axis=1).astype(jnp.int32)
+  is_candidate = (above[1:, None, :] == jnp.arange(width)[:, None]) & exists[1:, None, :]
+  return Contexts(stands, above, is_candidate, is_same)
