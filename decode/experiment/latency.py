@@ -16,7 +16,7 @@ from etils import epath
 from spectr_jax import Model, TokenTree
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds, judge, noise_keys, propose, score
-from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.engine.sharding import DecodeSharding, on_platform_of
 from spectr_jax.engine.state import DecodeState
 from spectr_jax.proposal import Proposal
 from spectr_jax.sharding import put
@@ -42,9 +42,10 @@ def time_in_turns(calls: Mapping[Hashable, Callable[[], Any]], num_runs: int) ->
   return {name: np.array(found) for name, found in times.items()}
 
 
-@jax.jit
-def _logits(model: Model, tokens, positions, mask, cache) -> jax.Array:
-  return model.apply(tokens, positions, mask, cache).logits
+@functools.partial(jax.jit, static_argnames='sharding')
+def _logits(model: Model, tokens, positions, mask, cache, *, sharding: DecodeSharding | None) -> jax.Array:
+  with on_platform_of(sharding):
+    return model.apply(tokens, positions, mask, cache).logits
 
 
 def forward_calls(
@@ -68,7 +69,8 @@ def forward_calls(
     cache = model.init_cache_fn(batch_size, cache_size)
     if sharding is not None:
       positions, cache = sharding.put_rows(positions), put(cache, sharding.of_cache(cache, model))
-    calls[name] = functools.partial(_logits, model, jnp.zeros_like(positions), positions, tree.ancestors, cache)
+    arguments = jnp.zeros_like(positions), positions, tree.ancestors, cache
+    calls[name] = functools.partial(_logits, model, *arguments, sharding=sharding)
   return calls
 
 
@@ -80,7 +82,8 @@ def draft(decoder: Decoder, state: DecodeState) -> Proposal:
     decoder: The decoder.
     state: The state before a round. It is not donated.
   """
-  return dataclasses.replace(propose(decoder, state, noise_keys(decoder, state)[0]), state=None)
+  with on_platform_of(decoder.sharding):
+    return dataclasses.replace(propose(decoder, state, noise_keys(decoder, state)[0]), state=None)
 
 
 def profile(decoder: Decoder, state: DecodeState, directory: epath.PathLike, num_rounds: int = 8) -> None:
@@ -105,12 +108,14 @@ def profile(decoder: Decoder, state: DecodeState, directory: epath.PathLike, num
 
 @jax.jit
 def _score(decoder: Decoder, state: DecodeState, proposal: Proposal):
-  return score(decoder, state, proposal).logits
+  with on_platform_of(decoder.sharding):
+    return score(decoder, state, proposal).logits
 
 
 @jax.jit
 def _judge(decoder: Decoder, state: DecodeState, proposal: Proposal, logits):
-  return judge(decoder, state, noise_keys(decoder, state)[1], proposal, logits)[1]
+  with on_platform_of(decoder.sharding):
+    return judge(decoder, state, noise_keys(decoder, state)[1], proposal, logits)[1]
 
 
 def time_parts(decoder: Decoder, state: DecodeState, num_runs: int = 15) -> dict[str, float]:

@@ -21,12 +21,12 @@ from spectr_jax.engine.result import (
   ORIGIN_DRAFT,
   Generation,
 )
-from spectr_jax.engine.sharding import platform_of
+from spectr_jax.engine.sharding import on_platform_of, platform_of
 from spectr_jax.engine.state import DecodeState, constrain
 from spectr_jax.engine.statistics import round_statistics
 from spectr_jax.model import ModelOutput
 from spectr_jax.ops.layouts import in_rows
-from spectr_jax.ops.platforms import by_platform, made_for
+from spectr_jax.ops.platforms import by_platform
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree
@@ -80,7 +80,7 @@ def _over_rows(outputs: Callable[[Any, Any], Any]) -> Callable[[Callable[..., An
       local = functools.partial(function, **options)
       if decoder.sharding is not None and decoder.sharding.rounds_apart(decoder.drafter, state.keys.shape[0]):
         local = decoder.sharding.over_rows(local, state, outputs)
-      with made_for(platform_of(decoder.sharding)):
+      with on_platform_of(decoder.sharding):
         return local(decoder, state)
 
     return apply

@@ -15,6 +15,7 @@ from spectr_jax.draft import DraftContext
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.refill import padded_lengths
+from spectr_jax.engine.sharding import on_platform_of
 from spectr_jax.engine.state import DecodeState, checked_rows, constrain, first_state, init_decode
 from spectr_jax.sharding import fetch
 
@@ -69,13 +70,14 @@ def reprompt(
 def _reprompt(decoder: Decoder, caches: Any, rows: Any, num_kept: jax.Array, num_new: int) -> DecodeState:
   cache, features, draft_state = caches
   prompts, lengths = rows[2:]
-  cache, new_features = decoder.target.prefill_rest(prompts, lengths - 1, cache, num_kept, num_new)
-  if features is not None:
-    places = num_kept[:, None] + jnp.arange(num_new)
-    features = jax.vmap(lambda row, places, new: row.at[places].set(new, mode='drop'))(features, places, new_features)
-  if decoder.drafter is not None:
-    context = DraftContext(lengths, decoder.target, prompts, features)
-    draft_state = decoder.drafter.reprompt(draft_state, context, num_kept, num_new, decoder.cache_size)
+  with on_platform_of(decoder.sharding):
+    cache, new_features = decoder.target.prefill_rest(prompts, lengths - 1, cache, num_kept, num_new)
+    if features is not None:
+      places = num_kept[:, None] + jnp.arange(num_new)
+      features = jax.vmap(lambda row, places, new: row.at[places].set(new, mode='drop'))(features, places, new_features)
+    if decoder.drafter is not None:
+      context = DraftContext(lengths, decoder.target, prompts, features)
+      draft_state = decoder.drafter.reprompt(draft_state, context, num_kept, num_new, decoder.cache_size)
   return constrain(decoder, first_state(decoder, *rows, cache, features, draft_state))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax.draft import Drafter
 from spectr_jax.model import Model
-from spectr_jax.ops.platforms import default_platform
+from spectr_jax.ops.platforms import default_platform, made_for
 from spectr_jax.sharding import DATA, MODEL, only_over, put, replicated, shardings
 
 # By the compiler's count, with transfers between TPUs taken to last 3 microseconds each: alone eight rows of a draft of
@@ -28,6 +29,11 @@ def platform_of(sharding: DecodeSharding | None) -> str:
     sharding: The sharding, or None for the default device.
   """
   return default_platform() if sharding is None else sharding.mesh.devices.flat[0].platform
+
+
+def on_platform_of(sharding: DecodeSharding | None) -> AbstractContextManager[None]:
+  """A context in which programs are traced for the devices that decode alone, see `made_for`."""
+  return made_for(platform_of(sharding))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from spectr_jax.draft import DraftContext, Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import Generation
-from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.engine.sharding import DecodeSharding, on_platform_of
 from spectr_jax.engine.statistics import Statistics
 from spectr_jax.model import Model
 from spectr_jax.sampling import SamplingParams
@@ -168,8 +168,9 @@ def checked_rows(
 @functools.partial(jax.jit, static_argnames=('cache_size', 'sharding'))
 def _prefill_target(target: Model, prompts, prompt_lengths, *, cache_size: int, sharding: DecodeSharding | None):
   """The target's cache, and the prompt's features `[B, P, F, D]` or None."""
-  cache = target.init_cache_fn(prompts.shape[0], cache_size)
-  cache, features = target.prefill(prompts, prompt_lengths - 1, cache)
+  with on_platform_of(sharding):
+    cache = target.init_cache_fn(prompts.shape[0], cache_size)
+    cache, features = target.prefill(prompts, prompt_lengths - 1, cache)
   if sharding is not None:
     cache = _constrain(cache, sharding.of_cache(cache, target))
   return cache, features
@@ -177,7 +178,8 @@ def _prefill_target(target: Model, prompts, prompt_lengths, *, cache_size: int, 
 
 @functools.partial(jax.jit, static_argnames=('cache_size', 'sharding'))
 def _prefill_draft(drafter: Drafter, context: DraftContext, *, cache_size: int, sharding: DecodeSharding | None):
-  state = drafter.init(context, cache_size)
+  with on_platform_of(sharding):
+    state = drafter.init(context, cache_size)
   return state if sharding is None else _constrain(state, sharding.of_draft_state(state, drafter))
 
 

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 import spectr_jax
+from decode.experiment import latency
 from spectr_jax import Confident, Likeliest, TokenTree, growing, lookup_beside, lookup_drafter
-from spectr_jax.draft import model_drafter
+from spectr_jax.draft import DraftContext, model_drafter
 from spectr_jax.engine import loop as engine_loop
+from spectr_jax.engine import session as engine_session
 from spectr_jax.engine import state as engine_state
 from tests.draft.tiny_heads import tiny_head, tiny_medusa
-from tests.engine.runs import KINDS, NEW, PROMPTS, begin, generate, make_keys
+from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, begin, generate, make_keys
 from tests.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -50,6 +52,37 @@ def test_one_compilation_per_shape_and_method(tables, traces, method):
     is_drafting = method == 'speculative'
     again = run(jax.random.key(0), max_new_tokens=NEW + 1 + is_drafting)  # of its own, or the prefill is there already
     assert [a > b for a, b in zip(again, first)] == [True, is_drafting, True, True]
+
+
+def test_programs_hold_the_forms_of_their_platform_alone(monkeypatch, target, draft):
+  """That of the default device, whatever the default backend is."""
+  decoder, state = begin((target, draft), 'race_traversal', make_keys())
+  rows = (state.keys, state.sampling, PROMPTS, LENGTHS)
+  caches = state.target_cache, state.features, state.draft_state
+  guesses = jax.eval_shape(latency.draft, decoder, state)
+  logits = jax.eval_shape(latency._score, decoder, state, guesses)
+  sizes = {'cache_size': decoder.cache_size, 'sharding': None}
+  programs = {
+    'rounds': (engine_loop.run_rounds, (decoder, state, 1), {}),
+    'prefill': (engine_state._prefill_target, (target, PROMPTS, LENGTHS), sizes),
+    'prefill of the draft': (
+      engine_state._prefill_draft, (decoder.drafter, DraftContext(LENGTHS, target, PROMPTS, None)), sizes,
+    ),
+    'turn': (engine_session._reprompt, (decoder, caches, rows, LENGTHS - 1), {'num_new': 2}),
+    'draft': (latency.draft, (decoder, state), {}),
+    'target': (latency._score, (decoder, state, guesses), {}),
+    'verification': (latency._judge, (decoder, state, guesses, logits), {}),
+  }  # fmt: skip
+
+  def traced():
+    return {name: str(program.trace(*args, **options).jaxpr) for name, (program, args, options) in programs.items()}
+
+  expected = traced()
+  assert [name for name, program in expected.items() if 'platform_index' in program] == []
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
+  with jax.default_device('cpu'):
+    found = traced()
+  assert [name for name in programs if found[name] != expected[name]] == []
 
 
 @pytest.mark.slow
