@@ -125,14 +125,7 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   temperature = sampling.temperature[:, None]
   is_greedy = temperature == 0
   scale = jnp.where(is_greedy, 1, jnp.maximum(temperature, 1e-30)).astype(logits.dtype)  # 1/scale must be finite
-  probs = _softmax(logits, scale)
-
-  def keep_most_likely(probs):
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    first = by_platform(logits, largest, cpu=_first_largest_in_blocks, default=_first_largest)
-    largest_only = jnp.where(jnp.arange(probs.shape[-1]) == first[..., None], 1, 0).astype(probs.dtype)
-    largest_only = jnp.where(jnp.isnan(probs), jnp.nan, largest_only)
-    return jnp.where(is_greedy[..., None], largest_only, probs)
+  probs = _softmax(logits, scale, is_greedy)
 
   # Which rows use a filter, and the filter.
   filters = [
@@ -140,19 +133,17 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     for name, (keeps_all, keep) in _FILTERS.items()
     if (values := getattr(sampling, name)) is not None
   ]
+  if not filters:
+    return probs
 
   def filter_all(probs):
-    for is_used, keep in [*filters, (is_greedy, keep_most_likely)]:
+    for is_used, keep in filters:
       probs = jax.lax.cond(jnp.any(is_used), keep, lambda x: x, probs)
     return probs
 
-  # One choice between all of it, since each holds a copy of the distributions.
-  case, steps = jnp.any(is_greedy).astype(jnp.int32), [lambda x: x, keep_most_likely]
-  if filters:
-    case = jnp.where(jnp.any(jnp.stack([is_used for is_used, _ in filters])), len(steps), case)
-    steps.append(filter_all)
+  has_filters = jnp.any(jnp.stack([is_used for is_used, _ in filters]))
   with jax.named_scope(FILTERS):
-    return jax.lax.switch(case, steps, probs)
+    return jax.lax.cond(has_filters, filter_all, lambda x: x, probs)
 
 
 def _of_nodes(values: jax.Array, probs: jax.Array) -> jax.Array:
@@ -178,24 +169,47 @@ def _keep_min_p(probs: jax.Array, values: jax.Array) -> jax.Array:
 _FILTERS = {'top_k': (0, _keep_top_k), 'top_p': (1.0, _keep_top_p), 'min_p': (0.0, _keep_min_p)}
 
 
-def _softmax(logits: jax.Array, scale: jax.Array) -> jax.Array:
-  """The softmax of logits `[B, N, V]` divided by `[B, 1]`."""
+def _softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.Array:
+  """The softmax of logits `[B, N, V]` divided by `[B, 1]`; or, where `is_greedy` `[B, 1]`, the first largest."""
 
-  def plain(logits, scale):
+  def of_rows(logits, scale):
     # The maximum is subtracted before the division. After it, logits at a small temperature could overflow; and a fused
     # program may divide twice with different rounding, so that logits would differ from their own maximum.
     weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / scale[..., None])
     return (weights / jnp.sum(weights, axis=-1, keepdims=True),)
 
-  def kernel(logits, scale):
+  def find_points(logits, is_greedy):
+    return jnp.where(is_greedy, _first_largest(logits), -1)
+
+  def at_points(probs, points):
+    points = points[..., None]
+    is_point = jax.lax.broadcasted_iota(jnp.int32, probs.shape, probs.ndim - 1) == points
+    return jnp.where(points < 0, probs, is_point.astype(probs.dtype))
+
+  def plain(logits, scale, is_greedy):
+    # Only indices pass through the choice: one between distributions would copy them.
+    with jax.named_scope(FILTERS):
+      none = functools.partial(jnp.full, logits.shape[:-1], -1, jnp.int32)
+      points = jax.lax.cond(jnp.any(is_greedy), lambda: find_points(logits, is_greedy), none)
+    return at_points(of_rows(logits, scale)[0], points)
+
+  def by_kernel(logits, scale, is_greedy):
+    # XLA hands the kernel the logits in fast memory if nothing else needs them, and copies no result of a kernel.
+    scales = jnp.broadcast_to(scale, logits.shape[:-1]).reshape(-1)
+    probs = launch(of_rows, scaled, logits.reshape(-1, logits.shape[-1]), scales)[0].reshape(logits.shape)
+    with jax.named_scope(FILTERS):
+      return jax.lax.cond(
+        jnp.any(is_greedy), lambda probs: at_points(probs, find_points(logits, is_greedy)), lambda probs: probs, probs
+      )
+
+  def scaled(logits, scale):
     from spectr_jax.ops.softmax import scaled_softmax
 
     return (scaled_softmax(logits, scale),)
 
   if not _fits_kernels(logits):
-    return plain(logits, scale)[0]
-  rows = logits.reshape(-1, logits.shape[-1])
-  return launch(plain, kernel, rows, jnp.broadcast_to(scale, logits.shape[:-1]).reshape(-1))[0].reshape(logits.shape)
+    return plain(logits, scale, is_greedy)
+  return by_platform(logits, scale, is_greedy, tpu=by_kernel, default=plain)
 
 
 def _fits_kernels(weights: jax.Array) -> bool:
@@ -204,16 +218,20 @@ def _fits_kernels(weights: jax.Array) -> bool:
   return weights.dtype == jnp.float32 and width > _SMALL and width % _BLOCK == 0 and not dividing_axes()
 
 
-def _first_largest_in_blocks(logits: jax.Array, largest: jax.Array) -> jax.Array:
-  """As `_first_largest`; an argmin over a whole vocabulary is not vectorised on CPU."""
-  del largest
-  return jax.vmap(jax.vmap(_argmin))(-logits)
+def _first_largest(logits: jax.Array) -> jax.Array:
+  """The index of the first largest of `logits` `[B, N, V]`, int32 `[B, N]`; -1 where the largest is not finite."""
+  largest = jnp.max(logits, axis=-1, keepdims=True)
 
+  def in_blocks(logits, largest):  # an argmin over a whole vocabulary is not vectorised on CPU
+    del largest
+    return jax.vmap(jax.vmap(_argmin))(-logits)
 
-def _first_largest(logits: jax.Array, largest: jax.Array) -> jax.Array:
-  """The index of the first largest of `logits` `[B, N, V]`, int32 `[B, N]`; `largest` `[B, N, 1]` is their maximum."""
-  place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-  return jnp.min(jnp.where(logits == largest, place, logits.shape[-1] - 1), axis=-1)
+  def by_comparison(logits, largest):
+    place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
+    return jnp.min(jnp.where(logits == largest, place, logits.shape[-1] - 1), axis=-1)
+
+  first = by_platform(logits, largest, cpu=in_blocks, default=by_comparison)
+  return jnp.where(jnp.isfinite(largest[..., 0]), first, -1).astype(jnp.int32)
 
 
 def _in_blocks(values: jax.Array, fill: float) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
