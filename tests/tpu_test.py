@@ -156,24 +156,25 @@ def test_no_device_holds_laws_whole(chips, pair):
     method='spectr', tree=TokenTree.chains(2, 2), max_new_tokens=32, cache_size=64,
     sharding=DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips)),
   )  # fmt: skip
-  program = compile_decode(decoder, batch_size=16, prompt_length=32).as_text()
+  program = compile_decode(decoder, batch_size=16, prompt_length=32, is_filtered=True).as_text()
   sizes = _moved_sizes(program)
   assert sizes
   # The laws of a row have 5 x 32000 numbers.
   assert max(sizes) < 32000
 
 
-_OF_ALL = {'transformer_layers', 'softmax', 'draw_tokens', 'keep_largest', 'step_thresholds', 'first_above'}
+_OF_ALL = {'transformer_layers', 'softmax', 'draw_tokens', 'first_above'}
+_OF_FILTERS = {'keep_largest', 'step_thresholds'}
 
 
 @pytest.mark.parametrize(
-  ('method', 'own'),
+  ('method', 'is_filtered', 'own'),
   [
-    ('race_traversal', {'token_sums', 'fit_races', 'race_credits', 'sums_of_rows', 'first_kept'}),
-    ('spectr', {'token_sums', 'narrow_sections'}),
+    ('race_traversal', False, {'token_sums', 'fit_races', 'race_credits', 'sums_of_rows', 'first_kept'}),
+    ('spectr', True, {'token_sums', 'narrow_sections'} | _OF_FILTERS),
   ],
 )
-def test_a_round_runs_its_kernels(chips, pair, method, own):
+def test_a_round_runs_its_kernels(chips, pair, method, is_filtered, own):
   """What does not fit a kernel takes its plain form, which is right and slow: only the program shows it."""
   small = dict(vocab_size=4096, num_layers=1, mlp_dim=256)
   decoder = Decoder.make(
@@ -181,7 +182,7 @@ def test_a_round_runs_its_kernels(chips, pair, method, own):
     method=method, tree=TokenTree.chains(8, 2), max_new_tokens=32, cache_size=64,
     sharding=DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips)),
   )  # fmt: skip
-  program = compile_decode(decoder, batch_size=16, prompt_length=32).as_text()
+  program = compile_decode(decoder, batch_size=16, prompt_length=32, is_filtered=is_filtered).as_text()
   names = re.findall(r'%([a-z_]+)[.\d]* = [^\n]*custom_call_target="tpu_custom_call"', program)
   assert set(names) == _OF_ALL | own
 
