@@ -85,7 +85,10 @@ class SamplingParams:
       ('min_p', min_p, jnp.float32, lambda x: (x >= 0) & (x <= 1), 'from 0 to 1 (0 keeps all)'),
     ):
       is_known = not isinstance(value, Tracer)
-      array = np.asarray(value).astype(dtype) if is_known else value.astype(dtype)
+      try:
+        array = np.asarray(value, dtype) if is_known else value.astype(dtype)
+      except OverflowError as error:
+        raise ValueError(f'{name} must be {allowed} and below 2**31, got {value}') from error
       if array.shape not in ((), (batch_size,)):
         raise ValueError(f'{name} must be a scalar or [{batch_size}], got shape {array.shape}')
       if is_known and not is_valid(array).all():

@@ -405,6 +405,7 @@ def test_positive_part_falls_back_only_without_mass():
     ({'temperature': [[1.0, 1.0, 1.0]]}, r'temperature must be a scalar or \[3\]'),
     ({'top_k': -1}, 'top_k must be at least 0'),
     ({'top_k': [0, 0, -5]}, 'top_k must be at least 0'),
+    ({'top_k': 2**40}, r'top_k must be at least 0 .* below 2\*\*31'),
     ({'top_p': 0.0}, 'top_p must be above 0 and at most 1'),
     ({'top_p': 1.5}, 'top_p must be above 0 and at most 1'),
     ({'top_p': float('nan')}, 'top_p must be above 0'),
@@ -415,7 +416,6 @@ def test_positive_part_falls_back_only_without_mass():
   ],
 )
 def test_wrong_parameters_are_refused(sampling, message):
-  sampling = {name: np.array(value) for name, value in sampling.items()}
   with pytest.raises(ValueError, match=message):
     SamplingParams.make(3, **sampling)
 
