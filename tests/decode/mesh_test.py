@@ -82,8 +82,7 @@ def on_one_device(tmp_path_factory, wide_pair):
     slow(['--mesh=data:8'], id='data'),
     pytest.param(['--mesh=data:4,model:2'], id='data and model'),
     slow(['--mesh=model:8', '--draft_mesh=divided'], id='model, draft divided'),
-    # The parts of a round are timed for one method: each is run many times, on two cores for eight devices.
-    slow(['--mesh=data:4,model:-1', '--draft_mesh=divided', '--breakdown', '--method=spectr'], id='divided'),
+    slow(['--mesh=data:4,model:-1', '--draft_mesh=divided', '--method=spectr'], id='divided'),
   ],
 )
 def test_eight_devices_decode_like_one(tmp_path, wide_pair, on_one_device, arguments):
@@ -92,6 +91,15 @@ def test_eight_devices_decode_like_one(tmp_path, wide_pair, on_one_device, argum
   assert 'of 8 devices' in out
   methods = ('spectr',) if '--method=spectr' in arguments else ('autoregressive', 'spectr', 'race_traversal')
   assert read(path) == [entry for entry in on_one_device if entry['method'] in methods]
+
+
+@pytest.mark.slow
+def test_parts_of_a_round_are_timed_on_a_mesh(wide_pair):
+  """On two devices, without filters: each part is run many times, and eight devices would share these cores."""
+  arguments = ['--mesh=model:2', '--draft_mesh=divided', '--breakdown', '--method=spectr', '--top_p=1']
+  out = decode(*_SETTINGS, *wide_pair, *arguments, num_devices=2)
+  times = re.search(r'spectr K=2 L=3: .* draft ([\d.]+), target ([\d.]+), verification ([\d.]+), rest', out)
+  assert all(float(milliseconds) > 0 for milliseconds in times.groups())
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ def test_lookup_in_the_loop(name, method):
   drafter = lookup_drafter(5, **options) if name == 'alone' else lookup_beside(_BESIDE[name](), **options)
   counts = engine_counts(
     jax.random.key(6), target, drafter, _ENGINE_PROMPTS, method=coarse(METHODS[method]), tree=TokenTree.chains(2, 2),
-    num_tokens=4, num_samples=20_000, batch_size=2500, **_SAMPLING,
+    num_tokens=4, num_samples=7_500, batch_size=2500, **_SAMPLING,
   )  # fmt: skip
   for prompt, found in zip(_ENGINE_PROMPTS, counts):
     result = chi_square(found, ordinary_law(target, prompt, 4, **_SAMPLING))
