@@ -23,7 +23,7 @@ from spectr_jax.ops.first_above import first_above, search
 from spectr_jax.ops.kernels import launch
 from spectr_jax.ops.platforms import by_platform
 from spectr_jax.ops.thresholds import keep_largest
-from spectr_jax.sharding import dividing_axes, shards_in_program
+from spectr_jax.sharding import dividing_axes, fetch, shards_in_program
 
 _BLOCK = 128  # tokens whose sum or minimum is taken at a time
 _SMALL = 4 * _BLOCK  # vocabularies that are not cut into blocks
@@ -86,7 +86,7 @@ class SamplingParams:
     ):
       is_known = not isinstance(value, Tracer)
       try:
-        array = np.asarray(value, dtype) if is_known else value.astype(dtype)
+        array = np.asarray(fetch(value), dtype) if is_known else value.astype(dtype)
       except OverflowError as error:
         raise ValueError(f'{name} must be {allowed} and below 2**31, got {value}') from error
       if array.shape not in ((), (batch_size,)):
