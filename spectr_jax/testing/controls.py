@@ -105,11 +105,11 @@ class LikelierKeptFirst(RaceTraversal):
 class CopiesHaveCredit(RaceTraversal):
   """Race traversal that visits a token drawn twice once per copy, each time with the credit of both."""
 
-  def _stands(self, is_same, has_children):
-    stands, first = super()._stands(is_same, has_children)
-    exists = jnp.any(is_same, axis=-1)
+  def _contexts(self, tree, proposal):
+    contexts = super()._contexts(tree, proposal)
+    exists = jnp.any(contexts.is_same, axis=-1)
     # The root is the only context of its depth.
-    return exists.at[0].set(stands[0]), first
+    return dataclasses.replace(contexts, stands=exists.at[0].set(contexts.stands[0]))
 
 
 @dataclasses.dataclass(frozen=True)

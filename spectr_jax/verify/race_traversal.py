@@ -116,7 +116,10 @@ class RaceTraversal(RecordedVerifier):
     '[Pq − p̃]₊',
   )
 
-  # The races depend on the guesses and distributions alone.
+  # The contexts and their races depend on the guesses and distributions alone.
+
+  def _contexts(self, tree: Tree, proposal: Proposal) -> Contexts:
+    return contexts_of(tree, proposal)
 
   def _order(self, shares, is_sibling):
     """bool `[L, W, W]`: whether k comes before j: the smaller share first, of equal shares the lower slot."""
@@ -270,7 +273,7 @@ class RaceTraversal(RecordedVerifier):
     return jnp.concatenate([ones[None], arrive]) * jnp.concatenate([below, ones[None]])
 
   def _steps(self, tree: Tree, proposal: Proposal, target_probs):
-    contexts = contexts_of(tree, proposal)
+    contexts = self._contexts(tree, proposal)
     races = self._races(tree, proposal, target_probs, contexts)
     return contexts, races, self._log_credits(contexts, races)
 
