@@ -16,10 +16,10 @@ from spectr_jax.ops.platforms import default_platform, made_for
 from spectr_jax.sharding import DATA, MODEL, only_over, put, replicated, shardings
 
 # By the compiler's count, with transfers between TPUs taken to last 3 microseconds each: alone eight rows of a draft of
-# 6M with kernels take 1.3 ms of a round, divided 2.8; four rows of a draft of 212M without kernels take 5.4 and 4.6 ms.
+# 6M with kernels take 1.3 ms of a round, divided 2.8; four rows of a draft of 212M without kernels take 5.5 and 6.9 ms.
 # A step of eight rows without a draft takes .52 ms apart and .64 together.
 _MOST_ROWS_APART = 8
-_MOST_ROWS_ALONE = {True: 8, False: 3}  # by whether the drafter has kernels
+_MOST_ROWS_ALONE = {True: 8, False: 4}  # by whether the drafter has kernels
 
 
 def platform_of(sharding: DecodeSharding | None) -> str:
