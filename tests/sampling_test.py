@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from scipy import stats
 
 from spectr_jax import sampling as sampling_module
+from spectr_jax.ops.platforms import made_for
 from spectr_jax.sampling import SamplingParams, arrivals, draw, first_arrival, logits_to_probs, positive_part_or
 from spectr_jax.sharding import shards_in_program
 
@@ -259,6 +260,20 @@ def test_a_filter_that_no_row_uses_is_not_there(name):
   assert sizes[0] < 0.9 * sizes[1]
   np.testing.assert_array_equal(_to_probs(logits, plain), _to_probs(logits, both))
   np.testing.assert_array_equal(_to_probs(logits, used), _to_probs(logits, used.with_filters_of(both)))
+
+
+@pytest.mark.parametrize('temperature', [[1.0, 0.0, 0.5, 0.0, 0.0, 1.0], 1.0])
+def test_greedy_rows_are_the_same_in_the_form_for_tpus(temperature):
+  """There the choice comes after the softmax, and takes whole distributions."""
+  logits = jnp.asarray(_logits(10, vocab_size=640, ties=True), jnp.float32)[:, None]
+  logits = logits.at[4, 0, 7].set(jnp.nan).at[5, 0, 8].set(jnp.inf)
+  sampling = SamplingParams.make(6, temperature=np.array(temperature))
+  with made_for('tpu'):
+    found = jax.jit(logits_to_probs)(logits, sampling)
+  np.testing.assert_array_equal(found, _to_probs(logits, sampling))
+  assert np.isnan(found[4:]).all()
+  if np.ndim(temperature):
+    np.testing.assert_array_equal(found[1, 0], np.arange(640) == np.argmax(logits[1, 0]))
 
 
 def test_a_filter_of_unknown_values_is_there():
