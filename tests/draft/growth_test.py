@@ -234,3 +234,11 @@ def test_what_cannot_grow_is_refused():
   ):
     with pytest.raises(ValueError, match=message):
       Decoder.make(target, drafter, method=method, tree=tree, max_new_tokens=4, cache_size=9)
+
+
+def test_greedy_rows_are_ranked_without_their_filters():
+  own = SamplingParams.make(2, temperature=np.array([0.0, 0.7]), top_p=0.5)
+  found = Likeliest(temperature=0.25).sampling(own)
+  np.testing.assert_allclose(found.temperature, [0.25, 0.7])
+  np.testing.assert_allclose(found.top_p, [1, 0.5])
+  assert found.top_k is None
