@@ -9,6 +9,7 @@ from spectr_jax.aot.hlo_report import out_of_memory
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import run_rounds
 from spectr_jax.engine.state import init_decode, state_shardings
+from spectr_jax.sampling import SAMPLING_NAMES
 
 
 def compile_decode(
@@ -31,14 +32,14 @@ def compile_decode(
     raise ValueError('compile_decode needs a decoder with a sharding, over a mesh of the devices to compile for')
   sharding.check_rows(batch_size)
   # Values that are not known may be any.
-  filters = {'top_k': jnp.int32, 'top_p': jnp.float32, 'min_p': jnp.float32} if is_filtered else {}
+  unknown = dict.fromkeys(SAMPLING_NAMES if is_filtered else (), jax.ShapeDtypeStruct((batch_size,), jnp.float32))
   state = jax.eval_shape(
     init_decode,
     decoder,
     jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl='threefry2x32'), batch_size)),
     jax.ShapeDtypeStruct((batch_size, prompt_length), jnp.int32),
     jax.ShapeDtypeStruct((batch_size,), jnp.int32),
-    **{name: jax.ShapeDtypeStruct((batch_size,), dtype) for name, dtype in filters.items()},
+    **unknown,
   )
   places = sharding.of_decoder(decoder), state_shardings(decoder, state)
   arguments = jax.tree.map(

@@ -50,6 +50,8 @@ def refill(
 ) -> DecodeState:
   """Gives rows, done or not, to other prompts; their old contents are lost. Each pair of R and P is a program.
 
+  Rows that use filters which no row used before make the loop compile once more.
+
   `state` is donated: only the returned one may be used afterwards. A row decodes as it would by itself.
 
   Args:
