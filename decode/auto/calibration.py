@@ -26,6 +26,7 @@ from spectr_jax.sharding import fetch
 
 _FORMAT = 2
 _NUM_RUNS = 9
+_FEWEST_BATCHES = 6  # that a setting decodes; shared machines are slow for seconds at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +198,8 @@ def _observe(
 ) -> dict[str, Observation]:
   """Decodes the workload with every setting. Settings take turns as far as their programs fit in one process.
 
+  A workload of few batches is decoded several times, each time with the next seed.
+
   If several groups are needed, the seconds of later groups are scaled to the first by the time of autoregressive
   decoding in each group, since shared machines drift.
 
@@ -206,21 +209,22 @@ def _observe(
     notify: Called with progress.
     pace: The seconds of an autoregressive round that all are scaled to; None for those of the first group.
   """
-  keys, batches, num_prompts = workload.keys(workload.options.seed), workload.batches, len(workload.prompts)
-  baseline, paces = baseline_of(settings), [] if pace is None else [pace]
-  done, total, observations, decoders = 0, len(settings) * len(batches), {}, {}
+  batches, baseline, paces = workload.batches, baseline_of(settings), [] if pace is None else [pace]
+  seed, num_passes = workload.options.seed, -(-_FEWEST_BATCHES // len(batches))
+  keys = [workload.keys((seed + number) % 2**32) for number in range(num_passes)]
+  done, total, observations, decoders = 0, len(settings) * len(batches) * num_passes, {}, {}
 
   def prepare(setting):
     notify(f'auto: compiling {setting}', done, total)
     decoder = decoders[setting] = workload.decoder(setting)
-    jax.block_until_ready(spectr_jax.decode_rounds(decoder, workload.init(decoder, keys, batches[0]), 1))
+    jax.block_until_ready(spectr_jax.decode_rounds(decoder, workload.init(decoder, keys[0], batches[0]), 1))
 
   for group in in_groups(settings, prepare, baseline=baseline, is_joint=workload.is_joint):
     found = {setting: [] for setting in group}
-    for rows, setting in itertools.product(batches, group):
+    for of_prompts, rows, setting in itertools.product(keys, batches, group):
       notify('auto: decoding calibration prompts', done, total)
       start = time.perf_counter()
-      state = jax.block_until_ready(workload.init(decoders[setting], keys, rows))
+      state = jax.block_until_ready(workload.init(decoders[setting], of_prompts, rows))
       begun = time.perf_counter()
       result = jax.block_until_ready(spectr_jax.decode_rounds(decoders[setting], state)).result
       seconds = time.perf_counter() - begun
@@ -232,14 +236,25 @@ def _observe(
     paces.append(np.median([seconds for _, seconds, _ in found[baseline]]))
     for setting in group:
       if str(setting) not in observations:
-        observations[str(setting)] = _observation(found[setting], num_prompts, pace=paces[-1] / paces[0])
+        observations[str(setting)] = _observation(
+          found[setting], len(workload.prompts), num_passes=num_passes, pace=paces[-1] / paces[0]
+        )
   return observations
 
 
-def _observation(runs: list[tuple], num_prompts: int, *, pace: float) -> Observation:
-  """The observation from several batches, each given as seconds of prefill and of a round and a result."""
+def _observation(runs: list[tuple], num_prompts: int, *, num_passes: int, pace: float) -> Observation:
+  """The observation from the batches of several passes, each given as seconds of prefill and of a round and a result.
+
+  Rows that fill up the last batch of a pass do not count.
+  """
   prefill_seconds, round_seconds, results = zip(*runs)
-  every = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_prompts], *results)
+  num_batches = len(runs) // num_passes
+  every = jax.tree.map(
+    lambda *parts: np.concatenate(
+      [np.concatenate(parts[i : i + num_batches])[:num_prompts] for i in range(0, len(parts), num_batches)]
+    ),
+    *results,
+  )
   return Observation(
     num_batches=len(runs),
     num_tokens=int(every.lengths.sum()),
@@ -254,7 +269,8 @@ def _first_prompts(workload: Workload, turn: int = 0) -> Workload:
   """The first prompts, with a seed that neither the options' runs nor other turns use."""
   options = workload.options
   some = workload.take(max(options.calibration_prompts, 2 * workload.batch_size))
-  seed = (options.seeds[-1] + 2 + turn) % 2**32  # the first unused seed is for acceptance rates
+  # The first unused seed is for acceptance rates, and a turn takes some.
+  seed = (options.seeds[-1] + 2 + turn * _FEWEST_BATCHES) % 2**32
   return dataclasses.replace(some, options=dataclasses.replace(options, seed=seed, num_seeds=1))
 
 

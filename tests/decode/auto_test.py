@@ -128,9 +128,14 @@ def test_seconds_of_a_group_are_those_of_the_first_groups_time():
     calls = np.array(calls)
     return seconds, seconds / 100, Generation(calls, 2 * calls, calls, calls[:, None], calls, 0 * calls)
 
-  found = calibration._observation([batch(3.0, [5, 6]), batch(5.0, [7, 7])], 3, pace=2)  # the last row is a copy
+  runs = [batch(3.0, [5, 6]), batch(5.0, [7, 7])]  # the last row is a copy
+  found = calibration._observation(runs, 3, num_passes=1, pace=2)
   assert (found.prefill_seconds, found.round_seconds) == (2.0, 0.02)
   assert (found.row_calls, found.num_tokens, found.kept) == ([5, 6, 7], 36, [18])
+  # The same prompts twice, and a machine that was slow once.
+  found = calibration._observation([*runs, batch(100.0, [1, 2]), batch(5.0, [3, 3])], 3, num_passes=2, pace=1)
+  assert (found.num_batches, found.prefill_seconds, found.round_seconds) == (4, 5.0, 0.05)
+  assert (found.row_calls, found.num_tokens, found.kept) == ([5, 6, 7, 1, 2, 3], 48, [24])
 
 
 @pytest.mark.slow
@@ -382,8 +387,11 @@ def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
   observed = json.loads(path.read_text())['observations']
   assert set(observed) == names - {'race K=2 L=1'}
   for found in observed.values():
-    assert len(found['row_calls']) == 3
-    assert sum(found['row_calls']) <= found['num_tokens'] <= 3 * 8  # a row may end with its last token before that
+    # Three passes of two batches, each with another seed.
+    assert (found['num_batches'], len(found['row_calls'])) == (6, 9)
+    assert sum(found['row_calls']) <= found['num_tokens'] <= 9 * 8  # a row may end with its last token before that
+  drafted = observed['spectr K=2 L=3']['row_calls']
+  assert not drafted[:3] == drafted[3:6] == drafted[6:]
   alone = observed['autoregressive']
   assert sum(alone['row_calls']) == alone['num_tokens']
 
