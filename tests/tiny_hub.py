@@ -7,7 +7,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from spectr_jax.io.hub import load
+from spectr_jax.io.hub import sources
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.models.causal_lm import param_shapes
 
@@ -78,6 +78,6 @@ def tensors_of(spec):
   tensors = {}
   for keys, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(config)):
     path = jax.tree_util.keystr(keys, simple=True, separator='/')
-    source = load._source(path, leaf.shape, family, config, {family.prefix})
+    source = sources.source_of(path, leaf.shape, family, config, {family.prefix})
     tensors[source.name] = random_array(*source.shape)
   return tensors

@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from etils import epath
 from jax.sharding import Mesh
@@ -14,7 +15,7 @@ from spectr_jax.io import model_files
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.gguf_file import GgufFile
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
-from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config
+from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config, read_json
 from spectr_jax.io.tokenizer import Tokenizer, TokenizerBase
 from spectr_jax.model import Model
 from spectr_jax.models.int8 import check_weights
@@ -66,6 +67,15 @@ class ModelFiles(abc.ABC):
       ValueError: The configuration is damaged or of an unknown kind.
     """
 
+  @property
+  def spec(self) -> Mapping[str, Any]:
+    """The content of the `config.json` that the model has on the hub.
+
+    Raises:
+      ValueError: It is damaged, or the model is none of a kind that the hub has.
+    """
+    raise ValueError('only public models have a config.json')
+
   @abc.abstractmethod
   def tokenizer(self) -> TokenizerBase:
     """Reads the tokenizer.
@@ -114,6 +124,10 @@ class _HubFolder(ModelFiles):
   path: epath.Path
 
   @property
+  def spec(self) -> Mapping[str, Any]:
+    return read_json(self.path)
+
+  @property
   def context_length(self) -> int:
     return read_hub_config(self.path).context_length
 
@@ -131,8 +145,12 @@ class _Gguf(ModelFiles):
   file: GgufFile
 
   @property
+  def spec(self) -> Mapping[str, Any]:
+    return self.file.config
+
+  @property
   def context_length(self) -> int:
-    return read_spec(self.file.config)[1].context_length
+    return read_spec(self.spec)[1].context_length
 
   def tokenizer(self) -> TokenizerBase:
     file = self.file

@@ -15,10 +15,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from spectr_jax.io.new_folder import new_folder
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.model import Model
 from spectr_jax.models import transformer
-from spectr_jax.models.int8 import INT8, check_weights, is_int8, quantised
+from spectr_jax.models.int8 import check_savable, check_weights, quantised
 
 _FORMAT = 3
 
@@ -93,43 +94,27 @@ def save_model(
     ValueError: The directory exists and `overwrite` is False, the vocabularies of model and tokenizer differ, or the
       model was loaded with weights in int8.
   """
-  path = epath.Path(path)
-  if path.exists() and not overwrite:
-    raise ValueError(f'{path} exists and is not overwritten')
   if tokenizer.vocab_size != model.vocab_size:
     raise ValueError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}')
   config = transformer.config_of(model)
-  if any(map(is_int8, jax.tree.leaves(model.params, is_leaf=is_int8))):
-    raise ValueError(f'a model with {INT8} weights is not saved; load it with weights=None to save it')
-  unfinished = path.parent / f'{path.name}.unfinished'
-  if unfinished.exists():
-    unfinished.rmtree()
-  unfinished.mkdir(parents=True)
-  with _checkpointer() as checkpointer:
-    # One process can save NumPy arrays by itself; JAX arrays would have to be saved by all processes together.
-    params = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(param_dtype)), model.params)
-    checkpointer.save((unfinished / 'params').resolve(), params)
-  tokenizer.save(unfinished / 'tokenizer.json')
-  spec = {
-    'format': _FORMAT,
-    'architecture': 'transformer',
-    'config': dataclasses.asdict(config),
-    'num_params': config.num_params,
-    'param_dtype': param_dtype,
-    'tokenizer': tokenizer.fingerprint,
-    'info': info or {},
-    'sha256': _file_hashes(unfinished),
-  }
-  (unfinished / 'model.json').write_text(json.dumps(spec, indent=2) + '\n')
-  # The old model is deleted only when the new one is complete.
-  replaced = path.parent / f'{path.name}.replaced'
-  if replaced.exists():
-    replaced.rmtree()
-  if path.exists():
-    path.rename(replaced)
-  unfinished.rename(path)
-  if replaced.exists():
-    replaced.rmtree()
+  check_savable(model.params)
+  with new_folder(path, overwrite=overwrite) as folder:
+    with _checkpointer() as checkpointer:
+      # One process can save NumPy arrays by itself; JAX arrays would have to be saved by all processes together.
+      params = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(param_dtype)), model.params)
+      checkpointer.save((folder / 'params').resolve(), params)
+    tokenizer.save(folder / 'tokenizer.json')
+    spec = {
+      'format': _FORMAT,
+      'architecture': 'transformer',
+      'config': dataclasses.asdict(config),
+      'num_params': config.num_params,
+      'param_dtype': param_dtype,
+      'tokenizer': tokenizer.fingerprint,
+      'info': info or {},
+      'sha256': _file_hashes(folder),
+    }
+    (folder / 'model.json').write_text(json.dumps(spec, indent=2) + '\n')
 
 
 @dataclasses.dataclass(frozen=True)

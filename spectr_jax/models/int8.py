@@ -64,6 +64,19 @@ def check_weights(weights: str | None) -> None:
     raise ValueError(f'weights must be {INT8}, or None for floating point numbers; got {weights!r}')
 
 
+def check_savable(params: Any) -> None:
+  """Checks that parameters can be written.
+
+  Args:
+    params: A nested dict of arrays.
+
+  Raises:
+    ValueError: Some are in int8.
+  """
+  if any(map(is_int8, jax.tree.leaves(params, is_leaf=is_int8))):
+    raise ValueError(f'a model with {INT8} weights is not saved; load it with weights=None to save it')
+
+
 def quantise(matrix: np.ndarray, channel_axis: int) -> tuple[np.ndarray, np.ndarray]:
   """Rounds every channel to 255 numbers from minus to plus its largest magnitude.
 

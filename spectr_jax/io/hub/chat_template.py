@@ -61,6 +61,10 @@ class ChatTemplate:
   """A chat template.
 
   A template may read the clock (`strftime_now`), as that of Llama 3.1 does. Its prompts then change from day to day.
+
+  Attributes:
+    source: The Jinja text.
+    special_tokens: Special tokens by the names that templates have for them.
   """
 
   def __init__(self, source: str, special_tokens: Mapping[str, str]):
@@ -70,12 +74,12 @@ class ChatTemplate:
       source: The Jinja text.
       special_tokens: Special tokens by the names that templates have for them, such as `bos_token`.
     """
-    self._source, self._special_tokens = source, dict(special_tokens)
+    self.source, self.special_tokens = source, dict(special_tokens)
 
   @functools.cached_property
   def _template(self) -> jinja2.Template:
     try:
-      return _environment().from_string(self._source)
+      return _environment().from_string(self.source)
     except jinja2.TemplateSyntaxError as error:
       raise ValueError(f'the chat template is damaged, line {error.lineno}: {_one_line(error)}') from error
 
@@ -95,7 +99,7 @@ class ChatTemplate:
         add_generation_prompt=True,
         tools=None,
         documents=None,
-        **self._special_tokens,
+        **self.special_tokens,
       )
     except Exception as error:  # a template is a program, which may fail in any way
       raise ValueError(f'the chat template refuses the conversation: {_one_line(error)}') from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spectr_jax.io.hub.rope import read_rope
@@ -227,6 +227,7 @@ class Family:
     head_start: Where the entries of a head of queries, keys or values begin.
     is_transposed: Whether kernels are stored `[out, in]`.
     buffers: Ends of names that are no parameters.
+    num_layers: What `config.json` calls the number of blocks.
   """
 
   read_config: Callable[[Mapping[str, Any]], CausalLMConfig]
@@ -237,6 +238,7 @@ class Family:
   head_start: Callable[[int, int, CausalLMConfig], int] = _apart
   is_transposed: bool = True
   buffers: tuple[str, ...] = ('rotary_emb.inv_freq',)
+  num_layers: str = 'num_hidden_layers'
 
 
 LLAMA_MODULES = {
@@ -311,6 +313,7 @@ FAMILIES = {
     head_start=_by_part,
     is_transposed=False,
     buffers=('.attn.bias', '.attn.masked_bias'),
+    num_layers='n_layer',
   ),
 }
 
@@ -336,3 +339,21 @@ def read_spec(spec: Mapping[str, Any]) -> tuple[Family, CausalLMConfig]:
     return family, family.read_config(spec)
   except KeyError as error:
     raise ValueError(f'the configuration of {names[0]} has no {error.args[0]}') from error
+
+
+def spec_of_layers(spec: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+  """The `config.json` of a model that has some of another one's blocks.
+
+  Args:
+    spec: The content of the other one's.
+    layers: The blocks, from 0.
+
+  Raises:
+    ValueError: As for `read_spec`.
+  """
+  family, config = read_spec(spec)
+  fewer = {**spec, family.num_layers: len(layers)}
+  if config.windows or spec.get('layer_types'):
+    kinds = ('full_attention' if config.window(layer) is None else 'sliding_attention' for layer in layers)
+    fewer['layer_types'] = list(kinds)
+  return fewer

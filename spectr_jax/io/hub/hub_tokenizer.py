@@ -145,6 +145,25 @@ class HubTokenizer(TokenizerBase):
     decode = super().decode
     return decode([*self._before, *ids])[len(decode(self._before)) :]
 
+  def save(self, folder: epath.PathLike) -> None:
+    """Writes the files that `load_hub_tokenizer` reads: `tokenizer.json`, `tokenizer_config.json` and
+    `generation_config.json`.
+
+    Args:
+      folder: The folder, which exists.
+    """
+    folder, template = epath.Path(folder), self.chat_template
+    ids = {'bos_token': self.bos_id, 'eos_token': next(iter(self.eos_ids), None), 'pad_token': self.pad_id}
+    named = {name: self.token(index) for name, index in ids.items() if index is not None}
+    named = {name: token for name, token in named.items() if token is not None}
+    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'add_bos_token': self.add_bos, **named}
+    if template is not None:
+      config |= template.special_tokens | {'chat_template': template.source}
+    (folder / 'tokenizer.json').write_text(self._backend.to_str())
+    (folder / 'tokenizer_config.json').write_text(json.dumps(config, indent=2) + '\n')
+    stops = {'bos_token_id': self.bos_id, 'eos_token_id': list(self.eos_ids)}
+    (folder / 'generation_config.json').write_text(json.dumps(stops) + '\n')
+
   @functools.cached_property
   def _marks(self) -> dict[str, str]:
     return mark_special(self._special.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -14,6 +14,7 @@ from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from spectr_jax.io.hub.families import Family, read_spec
+from spectr_jax.io.hub.sources import Source, output_ranges, source_of
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import CausalLMConfig, causal_lm, param_shapes
@@ -22,77 +23,17 @@ from spectr_jax.models.products import accumulation_dtype
 from spectr_jax.ops.platforms import default_platform
 from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL, only_over, shardings
 
-_LEAVES = {'kernel': 'weight', 'gain': 'weight', 'bias': 'bias'}
 _MOST_AT_ONCE = 2**22  # numbers quantised together
 
 # Gives the part of a parameter at an index, a slice per dimension.
 _ReadPart: TypeAlias = Callable[[Any], np.ndarray]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-  """The tensor, or the part of one, that a parameter is read from.
-
-  Attributes:
-    name: The tensor's name.
-    shape: Its shape.
-    is_transposed: Whether the parameter is its transpose.
-    part: 0, 1, 2 for queries, keys and values, whose heads may lie anywhere along the outputs; None for all others.
-  """
-
-  name: str
-  shape: tuple[int, ...]
-  is_transposed: bool
-  part: int | None
-
-
-def _source(path: str, shape: tuple[int, ...], family: Family, config: CausalLMConfig, names: set[str]) -> _Source:
-  """The source of the parameter at a path, of a shape."""
-  if path == 'unembedding':
-    found = [name for name in family.head_names if f'{name}.weight' in names]
-    return _Source(f'{[*found, *family.head_names][0]}.weight', shape[::-1], True, None)
-  *modules, leaf = path.split('/')
-  prefix = family.prefix if any(name.startswith(family.prefix) for name in names) else ''
-  if not modules:
-    return _Source(f'{prefix}{family.modules[leaf]}.weight', shape, False, None)
-  if modules[0].startswith('layer_'):
-    prefix = f'{prefix}{family.blocks}.{modules.pop(0).removeprefix("layer_")}.'
-  module = '/'.join(modules)
-  part = 'qkv'.index(module[-1]) if module in ('attention/q', 'attention/k', 'attention/v') else None
-  if part is not None:
-    num_heads = config.num_heads if part == 0 else config.num_kv_heads
-    is_fused = len({family.modules[f'attention/{name}'] for name in 'qkv'}) == 1
-    shape = *shape[:-1], (3 if is_fused else 1) * num_heads * config.head_dim
-  is_transposed = family.is_transposed and leaf == 'kernel'
-  name = f'{prefix}{family.modules[module]}.{_LEAVES[leaf]}'
-  return _Source(name, shape[::-1] if is_transposed else shape, is_transposed, part)
-
-
-def _ranges(outputs: slice, source: _Source, family: Family, config: CausalLMConfig) -> Iterator[slice]:
-  """Ranges of the tensor's outputs that, joined, are a range of the parameter's; neighbours are one."""
-  if source.part is None:
-    yield outputs
-    return
-  at, width = outputs.start, config.head_dim
-  begin = end = None
-  while at < outputs.stop:
-    head, offset = divmod(at, width)
-    num = min(width - offset, outputs.stop - at)
-    start = family.head_start(source.part, head, config) + offset
-    if start != end:
-      if end is not None:
-        yield slice(begin, end)
-      begin = start
-    end = start + num
-    at += num
-  yield slice(begin, end)
-
-
-def _read(index, *, shape, tensors: Tensors, source: _Source, family: Family, config: CausalLMConfig) -> np.ndarray:
+def _read(index, *, shape, tensors: Tensors, source: Source, family: Family, config: CausalLMConfig) -> np.ndarray:
   """The part `index` of a parameter of a shape."""
   *inputs, outputs = (slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
   parts = []
-  for found in _ranges(outputs, source, family, config):
+  for found in output_ranges(outputs, source, family, config):
     where = (found, *inputs) if source.is_transposed else (*inputs, found)
     part = tensors.read(source.name, where).astype(config.dtype, copy=False)
     parts.append(part.T if source.is_transposed else part)
@@ -137,7 +78,7 @@ def _quantised_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _R
   return values, scale
 
 
-def _check_names(sources: Mapping[str, _Source], tensors: Tensors, family: Family) -> None:
+def _check_names(sources: Mapping[str, Source], tensors: Tensors, family: Family) -> None:
   tied = [f'{name}.weight' for name in family.head_names]  # stored beside the embedding although it is the same
   check_tensors(
     tensors,
@@ -193,7 +134,7 @@ def make_model(
     return jax.tree_util.keystr(keys, simple=True, separator='/')
 
   sources = {
-    path_of(keys): _source(path_of(keys), leaf.shape, family, config, names)
+    path_of(keys): source_of(path_of(keys), leaf.shape, family, config, names)
     for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_int8)
   }
   _check_names(sources, tensors, family)

@@ -17,7 +17,7 @@ from hub_specs import SPECS
 from safetensors.numpy import save_file
 from tiny_hub import random_array, tensors_of
 
-from spectr_jax.io.hub import load
+from spectr_jax.io.hub import load, sources
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config
 from spectr_jax.io.hub.rope import read_rope
@@ -128,7 +128,7 @@ def test_parts_of_parameters_are_read_alone(name):
   shapes = param_shapes(config)['layer_0']['attention']
   for leaf in 'qkv':
     shape = shapes[leaf]['kernel'].shape
-    source = load._source(f'layer_0/attention/{leaf}/kernel', shape, family, config, tensors.names())
+    source = sources.source_of(f'layer_0/attention/{leaf}/kernel', shape, family, config, tensors.names())
 
     def read(*index, shape=shape, source=source):
       return load._read(index, shape=shape, tensors=tensors, source=source, family=family, config=config)

@@ -1,0 +1,79 @@
+"""Writing of models as the hub serves them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from safetensors.numpy import save_file
+
+from spectr_jax.io.hub.families import Family, read_spec
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
+from spectr_jax.io.hub.sources import output_ranges, source_of
+from spectr_jax.io.new_folder import new_folder
+from spectr_jax.model import Model
+from spectr_jax.models import layers
+from spectr_jax.models.causal_lm import CausalLMConfig, config_of, param_shapes
+from spectr_jax.models.int8 import check_savable
+
+
+def _tensors(params: Mapping[str, Any], family: Family, config: CausalLMConfig, dtype: np.dtype):
+  """The tensors of a checkpoint by their names."""
+  tensors: dict[str, np.ndarray] = {}
+  for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+    path = jax.tree_util.keystr(keys, simple=True, separator='/')
+    source, values = source_of(path, leaf.shape, family, config, {family.prefix}), np.asarray(leaf).astype(dtype)
+    tensor = tensors.setdefault(source.name, np.empty(source.shape, dtype))  # queries, keys and values may share one
+    at = 0
+    for found in output_ranges(slice(0, values.shape[-1]), source, family, config):
+      part = values[..., at : at + found.stop - found.start]
+      tensor[found if source.is_transposed else (..., found)] = part.T if source.is_transposed else part
+      at += part.shape[-1]
+  return tensors
+
+
+def save_hub_model(
+  path: epath.PathLike,
+  model: Model,
+  tokenizer: HubTokenizer,
+  spec: Mapping[str, Any],
+  *,
+  info: Mapping[str, Any] | None = None,
+  param_dtype: str = 'bfloat16',
+  overwrite: bool = False,
+) -> None:
+  """Writes a model and its tokenizer as the hub serves them, which `load_model` reads.
+
+  Args:
+    path: The folder to create, local.
+    model: A model made by `causal_lm`.
+    tokenizer: Its tokenizer.
+    spec: The content of its `config.json`, but for the type of its parameters.
+    info: JSON values to store in `config.json` as `info`.
+    param_dtype: The dtype to store parameters in, `float32` or `bfloat16`.
+    overwrite: Whether to replace an existing folder.
+
+  Raises:
+    ValueError: The folder exists and `overwrite` is False, `spec` describes another model, or the model is in int8 or
+      in a form for one platform or mesh.
+  """
+  config = config_of(model)
+  check_savable(model.params)
+  family, described = read_spec(spec)
+  types = {'dtype': config.dtype, 'cache_dtype': config.cache_dtype}
+  if dataclasses.replace(described, **types) != config:
+    raise ValueError('config.json would describe another model than the one to save')
+  layers.check_params(model.params, param_shapes(config))
+  spec = {name: value for name, value in spec.items() if name not in ('torch_dtype', 'transformers_version')}
+  spec |= {'dtype': param_dtype, 'bos_token_id': tokenizer.bos_id, 'eos_token_id': list(tokenizer.eos_ids)}
+  with new_folder(path, overwrite=overwrite) as folder:
+    tensors = _tensors(model.params, family, config, jnp.dtype(param_dtype))
+    save_file(tensors, folder / 'model.safetensors', metadata={'format': 'pt'})
+    tokenizer.save(folder)
+    (folder / 'config.json').write_text(json.dumps(spec | {'info': dict(info or {})}, indent=2) + '\n')

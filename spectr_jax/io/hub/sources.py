@@ -1,0 +1,85 @@
+"""Where the parameters of a model stand among the tensors of a hub checkpoint, to read them and to write them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from spectr_jax.io.hub.families import Family
+from spectr_jax.models.causal_lm import CausalLMConfig
+
+_LEAVES = {'kernel': 'weight', 'gain': 'weight', 'bias': 'bias'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """The tensor, or the part of one, that a parameter is read from.
+
+  Attributes:
+    name: The tensor's name.
+    shape: Its shape.
+    is_transposed: Whether the parameter is its transpose.
+    part: 0, 1, 2 for queries, keys and values, whose heads may lie anywhere along the outputs; None for all others.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  is_transposed: bool
+  part: int | None
+
+
+def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalLMConfig, names: set[str]) -> Source:
+  """The source of a parameter.
+
+  Args:
+    path: Its path among the parameters of a `causal_lm`.
+    shape: Its shape.
+    family: The family of the checkpoint.
+    config: The sizes.
+    names: The names of the checkpoint's tensors, which may lack the family's prefix and have one of its output heads.
+  """
+  if path == 'unembedding':
+    found = [name for name in family.head_names if f'{name}.weight' in names]
+    return Source(f'{[*found, *family.head_names][0]}.weight', shape[::-1], True, None)
+  *modules, leaf = path.split('/')
+  prefix = family.prefix if any(name.startswith(family.prefix) for name in names) else ''
+  if not modules:
+    return Source(f'{prefix}{family.modules[leaf]}.weight', shape, False, None)
+  if modules[0].startswith('layer_'):
+    prefix = f'{prefix}{family.blocks}.{modules.pop(0).removeprefix("layer_")}.'
+  module = '/'.join(modules)
+  part = 'qkv'.index(module[-1]) if module in ('attention/q', 'attention/k', 'attention/v') else None
+  if part is not None:
+    num_heads = config.num_heads if part == 0 else config.num_kv_heads
+    is_fused = len({family.modules[f'attention/{name}'] for name in 'qkv'}) == 1
+    shape = *shape[:-1], (3 if is_fused else 1) * num_heads * config.head_dim
+  is_transposed = family.is_transposed and leaf == 'kernel'
+  name = f'{prefix}{family.modules[module]}.{_LEAVES[leaf]}'
+  return Source(name, shape[::-1] if is_transposed else shape, is_transposed, part)
+
+
+def output_ranges(outputs: slice, source: Source, family: Family, config: CausalLMConfig) -> Iterator[slice]:
+  """Ranges of the tensor's outputs that, joined, are a range of the parameter's; neighbours are one.
+
+  Args:
+    outputs: A range of the parameter's outputs.
+    source: The source of the parameter.
+    family: The family of the checkpoint.
+    config: The sizes.
+  """
+  if source.part is None:
+    yield outputs
+    return
+  at, width = outputs.start, config.head_dim
+  begin = end = None
+  while at < outputs.stop:
+    head, offset = divmod(at, width)
+    num = min(width - offset, outputs.stop - at)
+    start = family.head_start(source.part, head, config) + offset
+    if start != end:
+      if end is not None:
+        yield slice(begin, end)
+      begin = start
+    end = start + num
+    at += num
+  yield slice(begin, end)

@@ -1,0 +1,119 @@
+"""Models written as the hub serves them: the tensors, the configuration and the tokenizer that were read."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny_hub
+from hub_specs import SPECS
+
+from spectr_jax.io.hub.families import read_spec, spec_of_layers
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
+from spectr_jax.io.hub.load import load_hub_model
+from spectr_jax.io.hub.save import save_hub_model
+from spectr_jax.io.load import load_model
+from spectr_jax.models.causal_lm import causal_lm, config_of
+from spectr_jax.models.int8 import quantised
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+  return HubTokenizer.from_parts(
+    tiny_hub.backend(), bos_id=7, eos_ids=[41, 200], add_bos=True, chat_template=tiny_hub.CHAT, pad_id=300
+  )
+
+
+def _folder(path, spec):
+  folder = tiny_hub.write(path, config=spec)
+  safetensors.numpy.save_file(tiny_hub.tensors_of(spec), folder / 'model.safetensors')
+  return folder
+
+
+@pytest.mark.parametrize('name', SPECS)
+def test_tensors_are_those_that_were_read(name, tokenizer, tmp_path):
+  spec = SPECS[name]
+  model = load_hub_model(_folder(tmp_path / 'read', spec))
+  save_hub_model(tmp_path / 'written', model, tokenizer, spec, info={'a': 1}, param_dtype='float32')
+  found = safetensors.numpy.load_file(tmp_path / 'written' / 'model.safetensors')
+  wanted = tiny_hub.tensors_of(spec)
+  assert found.keys() == wanted.keys()
+  for each, array in wanted.items():
+    np.testing.assert_array_equal(found[each], array, err_msg=each)
+  again, _ = load_model(tmp_path / 'written')
+  assert config_of(again) == config_of(model)
+  jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+  content = json.loads((tmp_path / 'written' / 'config.json').read_text())
+  assert content['info'] == {'a': 1}
+
+
+@pytest.mark.parametrize('add_bos', [True, False])
+@pytest.mark.parametrize(
+  ('backend', 'parts'),
+  [
+    (tiny_hub.backend, {'bos_id': 7, 'eos_ids': [41, 200], 'chat_template': tiny_hub.CHAT, 'pad_id': 300}),
+    (tiny_hub.backend, {'bos_id': 7, 'eos_ids': [999, 41]}),  # a model may stop at an id that is no token
+    (tiny_hub.spaced_backend, {'bos_id': 1, 'eos_ids': [2]}),
+    (lambda: tiny_hub.backend(add_bos=True), {'bos_id': 7, 'eos_ids': []}),
+  ],
+)
+def test_a_tokenizer_is_the_same_again(backend, parts, add_bos, tmp_path):
+  written = HubTokenizer.from_parts(backend(), add_bos=add_bos, **parts)
+  written.save(tmp_path)
+  read = load_hub_tokenizer(tmp_path)
+  assert read.fingerprint == written.fingerprint
+  assert (read.bos_id, read.pad_id, read.add_bos) == (written.bos_id, written.pad_id, written.add_bos)
+  assert set(read.eos_ids) == set(written.eos_ids)
+  for text in ('the owl', ' naïve 日本\n', '<s>a'):
+    assert read.encode(text) == written.encode(text)
+    assert read.encode_prompt(text) == written.encode_prompt(text)
+    assert read.decode(read.encode(text)) == written.decode(written.encode(text))
+  if written.chat_template is not None:
+    messages = [{'role': 'user', 'content': 'the <|im_end|> owl'}]
+    assert read.encode_chat(messages) == written.encode_chat(messages)
+
+
+@pytest.mark.parametrize('name', SPECS)
+def test_some_layers_of_a_model(name):
+  """Its windows are those of the layers."""
+  num_layers = {'n_layer': 6} if name == 'gpt2' else {'num_hidden_layers': 6}
+  spec = SPECS[name] | num_layers
+  config, layers = read_spec(spec)[1], (0, 3, 5)
+  fewer = read_spec(spec_of_layers(spec, layers))[1]
+  windows = tuple(config.window(layer) for layer in layers) if config.windows else ()
+  assert fewer == dataclasses.replace(config, num_layers=3, windows=windows)
+  if name == 'gemma3':
+    assert windows == (4, None, None)
+    assert read_spec(spec_of_layers(spec, (1, 3)))[1].windows == ()
+
+
+def test_what_is_refused(tokenizer, tmp_path):
+  spec = SPECS['llama']
+  model = load_hub_model(_folder(tmp_path / 'read', spec))
+
+  def save(model, spec=spec, **options):
+    save_hub_model(tmp_path / 'written', model, tokenizer, spec, **options)
+
+  with pytest.raises(ValueError, match='a model with int8 weights is not saved'):
+    save(causal_lm(quantised(model.params), dataclasses.replace(config_of(model), weights='int8')))
+  for changes in ({'rope_theta': 1e4}, {'num_hidden_layers': 3}, {'tie_word_embeddings': True}):
+    with pytest.raises(ValueError, match='config.json would describe another model'):
+      save(model, spec | changes)
+  copies = dataclasses.replace(config_of(model), kv_copies=2)
+  attention = {name: {'kernel': np.repeat(model.params['layer_0']['attention'][name]['kernel'], 2, 1)} for name in 'kv'}
+  layers = {
+    f'layer_{i}': model.params[f'layer_{i}'] | {'attention': model.params[f'layer_{i}']['attention'] | attention}
+    for i in range(2)
+  }
+  with pytest.raises(ValueError, match='config.json would describe another model'):
+    save(causal_lm(model.params | layers, copies))
+  assert not (tmp_path / 'written').exists()
+  save(model)
+  before = (tmp_path / 'written' / 'model.safetensors').read_bytes()
+  with pytest.raises(ValueError, match='written exists and is not overwritten'):
+    save(model)
+  save(model, overwrite=True)
+  assert (tmp_path / 'written' / 'model.safetensors').read_bytes() == before
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['read', 'written']
