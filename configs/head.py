@@ -1,16 +1,16 @@
-r"""A head for a target of one's own, on text that the target writes: `python -m train.head --config=configs/head.py`.
+r"""A draft for a target of one's own, on text that the target writes: `python -m train.head --config=configs/head.py`.
 
 Command   python -m train.head --config=configs/head.py:eagle3 --target=SmolLM2-135M-Instruct.Q4_1.gguf \
             --workdir=runs/smollm2_head
-          or :medusa in place of :eagle3
+          or :medusa or :model in place of :eagle3
 """
 
 import ml_collections
 
 
 def get_config(kind: str = 'eagle3') -> ml_collections.ConfigDict:
-  if kind not in ('eagle3', 'medusa'):
-    raise ValueError(f'kind must be eagle3 or medusa, got {kind!r}')
+  if kind not in ('eagle3', 'medusa', 'model'):
+    raise ValueError(f'kind must be eagle3, medusa or model, got {kind!r}')
   config = ml_collections.ConfigDict()
   config.kind = kind
 
@@ -25,11 +25,16 @@ def get_config(kind: str = 'eagle3') -> ml_collections.ConfigDict:
   config.temperatures = (1.0, 1.0, 0.6, 0.0)
   config.data_dtype = 'bfloat16'  # type that the target computes in
 
-  # Head. `init_from` is the folder of a head of these sizes, whose parameters and tokens a new run begins with.
+  # Draft. `init_from` is the folder of a head of these sizes, whose parameters and tokens a new run begins with, or of
+  # any model with the target's tokenizer.
   config.init_from = ''
-  config.num_unrolled = 2  # guesses ahead of the target that are trained; Medusa has a head for each
-  # Whether it has an output head of its own, which begins as the target's rows and is trained; else it has these rows.
-  config.has_unembedding = kind == 'medusa'
+  if kind == 'model':
+    config.num_layers = 4  # of the target's, of which the model is made without `init_from`
+  else:
+    config.num_unrolled = 2  # guesses ahead of the target that are trained; Medusa has a head for each
+    # Whether it has an output head of its own, which begins as the target's rows and is trained; else it has these
+    # rows.
+    config.has_unembedding = kind == 'medusa'
   if kind == 'eagle3':
     # It is as wide as the target, and guesses the `vocab_size` tokens that are most frequent in the text.
     config.vocab_size = 8192
@@ -39,7 +44,7 @@ def get_config(kind: str = 'eagle3') -> ml_collections.ConfigDict:
   config.tv_weight = 1.0  # weight of the total variation beside the cross entropy
   config.dtype = 'bfloat16'  # of activations and products; parameters are trained in float32
 
-  # Devices: sizes of the mesh. Rows are sharded over `data`, and every device holds the whole head.
+  # Devices: sizes of the mesh. Rows are sharded over `data`, and every device holds the whole draft.
   config.mesh = 'data:-1,model:1'
 
   # Optimisation: AdamW, linear warm-up, cosine down to a tenth.

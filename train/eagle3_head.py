@@ -9,17 +9,19 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from spectr_jax.draft import Drafter, head_drafter
 from spectr_jax.draft.head_drafter import config_of
 from spectr_jax.io.heads.save import eagle3_spec
+from spectr_jax.io.load import ModelFiles
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, head
 from spectr_jax.models.causal_lm import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.products import accumulation_dtype
 from train.config_rules import Rule, at_least, finite_at_least_0
-from train.head_kind import cast
+from train.draft_kind import Head, cast, load_head_params
 from train.head_step import HeadBatch, Step
 
 
@@ -124,8 +126,8 @@ def _sizes(config: HeadConfig) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Kind:
-  """A head of EAGLE-3's kind, a `HeadKind`.
+class Eagle3Kind(Head):
+  """A head of EAGLE-3's kind, a `DraftKind`.
 
   Attributes:
     config: The head.
@@ -134,7 +136,7 @@ class Eagle3Kind:
       reads h; else they are random. The output norm begins as the target's in any case.
   """
 
-  rules: ClassVar[tuple[Rule, ...]] = (*at_least(1, 'vocab_size'), *finite_at_least_0('mlp_dim'))
+  rules: ClassVar[tuple[Rule, ...]] = (*at_least(1, 'num_unrolled', 'vocab_size'), *finite_at_least_0('mlp_dim'))
 
   config: HeadConfig
   num_steps: int
@@ -142,22 +144,18 @@ class Eagle3Kind:
 
   @property
   def num_ids(self) -> int | None:
-    """As for `HeadKind`."""
+    """As for `DraftKind`."""
     return self.config.block.vocab_size
 
   @property
   def feature_layers(self) -> tuple[int, ...]:
-    """As for `HeadKind`."""
+    """As for `DraftKind`."""
     return (*self.config.feature_layers, -1)
 
-  @property
-  def sizes(self) -> dict[str, Any]:
-    """As for `HeadKind`."""
-    return _sizes(self.config)
-
   @classmethod
-  def of(cls, config, target: CausalLMConfig) -> Eagle3Kind:
-    """As for `HeadKind`."""
+  def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> Eagle3Kind:
+    """As for `DraftKind`."""
+    del files
     if config.vocab_size > target.vocab_size:
       raise ValueError(f'config.vocab_size must be at most {target.vocab_size}, got {config.vocab_size}')
     if target.rope is None:
@@ -167,13 +165,8 @@ class Eagle3Kind:
     eagle3_spec(own, target.vocab_size)  # refuses a head that could not be written
     return cls(own, config.num_unrolled, config.from_target)
 
-  @staticmethod
-  def sizes_of(drafter: Drafter) -> dict[str, Any]:
-    """As for `HeadKind`."""
-    return _sizes(config_of(drafter))
-
   def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:
-    """As for `HeadKind`."""
+    """As for `DraftKind`."""
     block = self.config.block
     wide = dataclasses.replace(self.config, block=dataclasses.replace(block, dtype='float32'))
     params = head.init_params(key, wide)
@@ -199,19 +192,25 @@ class Eagle3Kind:
       params |= {'mlp': own['mlp'], 'mlp_norm': own['mlp_norm']}
     return params
 
-  def frozen_params(self, target: Model) -> dict[str, jax.Array]:
+  def load_params(self, path: epath.PathLike, target: Model) -> tuple[dict[str, Any], np.ndarray | None]:
+    """As for `DraftKind`."""
+    return load_head_params(path, target, sizes=_sizes(self.config), sizes_of=lambda found: _sizes(config_of(found)))
+
+  def frozen_params(self, target: Model) -> dict[str, Any]:
     """The embedded tokens, `[V, D]`, as the drafter reads them."""
     assert target.embed_fn is not None  # the target has rotary positions
     return {'embedding': target.embed_fn(target.params, jnp.arange(target.vocab_size))}
 
   def steps(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Step]:
-    """As for `HeadKind`."""
+    """As for `DraftKind`."""
     embedded = jnp.take(frozen['embedding'], batch.tokens[:, 1:-1], axis=0)
     outputs = unrolled_outputs(params, self.config, embedded, batch.features[:, :-2, :-1], self.num_steps)
     unembedding = params.get('unembedding', frozen['unembedding'])
     return [(output, unembedding) for output in outputs]
 
-  def drafter(self, params: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int) -> Drafter:
-    """As for `HeadKind`."""
-    params = {**params, 'target_ids': target_ids}
+  def drafter(
+    self, params: Mapping[str, Any], frozen: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int
+  ) -> Drafter:
+    """As for `DraftKind`."""
+    params = {'unembedding': frozen['unembedding'], **params, 'target_ids': target_ids}
     return head_drafter(cast(params, head.param_shapes(self.config)), self.config, vocab_size)

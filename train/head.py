@@ -1,4 +1,4 @@
-"""Trains a head for a target: `python -m train.head --config=configs/head.py --target=MODEL --workdir=DIR`.
+"""Trains a head or a small model for a target: `python -m train.head --config=configs/head.py --target=MODEL ...`.
 
 The target writes the text (`train.head_data`), so nothing but the target is needed. Several processes run as those of
 `train.main` do.
@@ -12,7 +12,7 @@ from train.head_training import HeadTraining
 from train.training_command import ALLOW_FALLBACK, CONFIG, WORKDIR
 
 flags.adopt_module_key_flags(training_command)
-_TARGET = flags.DEFINE_string('target', None, 'Model that the head is for: a folder, a .gguf file or ORG/NAME.')
+_TARGET = flags.DEFINE_string('target', None, 'Model that the draft is for: a folder, a .gguf file or ORG/NAME.')
 
 
 def run():

@@ -1,4 +1,4 @@
-"""Training of a head on a target's hidden states. The command is `train.head`."""
+"""Training of a draft on text that its target writes. The command is `train.head`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from orbax.checkpoint import multihost
 from common.command_line import parse_sizes
 from spectr_jax.draft import Drafter
 from spectr_jax.io.heads.load import output_head_rows
-from spectr_jax.io.heads.save import save_drafter
-from spectr_jax.io.load import load_model
+from spectr_jax.io.load import open_model
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm
 from spectr_jax.sharding import DATA, is_primary, make_mesh, put, replicated
 from train.config_rules import Rule, at_least, check_fields, finite_at_least_0
+from train.draft_kind import DraftKind
+from train.draft_model import ModelKind
 from train.eagle3_head import Eagle3Kind
 from train.head_data import Shard, Sizes, features_shape, generate_shard
-from train.head_kind import HeadKind, load_params
 from train.head_step import HeadBatch, head_loss
 from train.medusa_head import MedusaKind
 from train.run import Run
@@ -38,10 +38,10 @@ from train.text_sources import Files
 
 _WIDTH = 64  # texts of a batch are padded to a multiple of this
 _TIMEOUT_MS = 24 * 3600 * 1000  # for the text of all processes
-_KINDS: dict[str, type[HeadKind]] = {'eagle3': Eagle3Kind, 'medusa': MedusaKind}
+_KINDS: dict[str, type[DraftKind]] = {'eagle3': Eagle3Kind, 'medusa': MedusaKind, 'model': ModelKind}
 _RULES: tuple[Rule, ...] = (
-  ('kind', ' or '.join(_KINDS), lambda x: x in _KINDS),
-  *at_least(1, 'rows_per_shard', 'max_user_tokens', 'max_new_tokens', 'num_unrolled'),
+  ('kind', f'one of {", ".join(_KINDS)}', lambda x: x in _KINDS),
+  *at_least(1, 'rows_per_shard', 'max_user_tokens', 'max_new_tokens'),
   *at_least(2, 'num_shards'),
   *finite_at_least_0('tv_weight', 'user_temperature'),
   ('decay', 'above 0 and at most 1', lambda x: 0 < x <= 1),
@@ -50,8 +50,8 @@ _RULES: tuple[Rule, ...] = (
 )
 
 
-def check_config(config) -> type[HeadKind]:
-  """The kind of the head. All fields are checked as far as possible without the target.
+def check_config(config) -> type[DraftKind]:
+  """The kind of the draft. All fields are checked as far as possible without the target.
 
   Args:
     config: The experiment, as `configs/head.py` describes.
@@ -191,12 +191,12 @@ class _Data:
 
 
 class HeadTraining(Run):
-  """A run that trains a head.
+  """A run that trains a draft.
 
   Args:
     config: The experiment, as `configs/head.py` describes.
     target_path: The target, as for `load_model`.
-    workdir: Directory for data, checkpoints, metrics and the head.
+    workdir: Directory for data, checkpoints, metrics and the draft.
     allow_fallback: Whether to continue from an older checkpoint if the newest is damaged.
 
   Raises:
@@ -207,26 +207,30 @@ class HeadTraining(Run):
     kind = check_config(config)
     super().__init__(config, workdir)
     self.mesh = make_config_mesh(config)
-    target, tokenizer = load_model(target_path, dtype=config.data_dtype)
+    files = open_model(target_path)
+    target, self.tokenizer = files.load(dtype=config.data_dtype, weights=None, mesh=None), files.tokenizer()
     try:
       target_config = causal_lm.config_of(target)
     except ValueError as error:
-      raise ValueError(f'{target_path}: heads are trained for public models; this one is {error}') from error
-    self.head = kind.of(config, target_config)
+      raise ValueError(f'{target_path}: drafts are trained for public models; this one is {error}') from error
+    self.draft = kind.of(config, target_config, files)
     # Before the text is written, which takes long.
     params, self.target_ids = None, None
     if config.init_from:
-      params, self.target_ids = load_params(config.init_from, self.head, target, has_unembedding=config.has_unembedding)
+      try:
+        params, self.target_ids = self.draft.load_params(config.init_from, target)
+      except ValueError as error:
+        raise ValueError(f'config.init_from: {error}') from error
     unembedding = output_head_rows(target, None, config.dtype)
     self.target_name, self.vocab_size = epath.Path(target_path).name, target.vocab_size
-    self.data = _Data(config, workdir / 'data', self.head.feature_layers)
-    self.data.generate(target.for_decoding(), tokenizer)
+    self.data = _Data(config, workdir / 'data', self.draft.feature_layers)
+    self.data.generate(target.for_decoding(), self.tokenizer)
     # Some processes write for longer than others, for longer than a collective waits.
     multihost.get_barrier_sync_fn()(key='the text is written', timeout_ms=_TIMEOUT_MS)
-    if self.target_ids is None and self.head.num_ids is not None:
-      self.target_ids = self.data.target_ids(target.vocab_size, self.head.num_ids)
+    if self.target_ids is None and self.draft.num_ids is not None:
+      self.target_ids = self.data.target_ids(target.vocab_size, self.draft.num_ids)
     rows = unembedding if self.target_ids is None else unembedding[:, self.target_ids]
-    frozen = jax.tree.map(lambda x: x.astype(config.dtype), self.head.frozen_params(target))
+    frozen = jax.tree.map(lambda x: x.astype(config.dtype), self.draft.frozen_params(target))
     frozen |= {'unembedding': rows}
     self.frozen = put(frozen, jax.tree.map(lambda _: replicated(self.mesh), frozen))
     self.optimizer = make_optimizer(config)
@@ -248,11 +252,11 @@ class HeadTraining(Run):
 
   def _init_state(self, target: Model, rows: jax.Array, params: dict[str, Any] | None) -> dict[str, Any]:
     if params is None:
-      params = self.head.init_params(jax.random.key(self.config.seed), target, rows)
+      params = self.draft.init_params(jax.random.key(self.config.seed), target, rows)
     return {'params': params, 'opt_state': self.optimizer.init(params), 'step': jnp.zeros((), jnp.int32)}
 
   def _loss(self, params, frozen, batch):
-    steps = self.head.steps(params, frozen, batch)
+    steps = self.draft.steps(params, frozen, batch)
     return head_loss(steps, frozen['unembedding'], batch, decay=self.config.decay, tv_weight=self.config.tv_weight)
 
   def _update(self, state, frozen, batch):
@@ -279,20 +283,20 @@ class HeadTraining(Run):
     return found
 
   def drafter(self) -> Drafter:
-    """The head as it stands, with the target's rows for an output head if it has none of its own."""
-    params, unembedding = jax.device_get((self.state['params'], self.frozen['unembedding']))
-    return self.head.drafter({'unembedding': unembedding, **params}, self.target_ids, self.vocab_size)
+    """The draft as it stands, with the target's rows for an output head if it has none of its own."""
+    params, frozen = jax.device_get((self.state['params'], self.frozen))
+    return self.draft.drafter(params, frozen, self.target_ids, self.vocab_size)
 
-  def keep_head(self, found: dict[str, float]) -> None:
-    """Writes the head to `WORKDIR/head`, in the published format of its kind.
+  def keep_draft(self, found: dict[str, float]) -> None:
+    """Writes the draft below WORKDIR, in the published format of its kind.
 
     Args:
       found: The held-out metrics.
     """
     if is_primary():
       info = {'target': self.target_name, 'steps': self.step, 'held_out': found}
-      save_drafter(self.workdir / 'head', self.drafter(), info=info, overwrite=True)
-    multihost_utils.sync_global_devices('the head is written')
+      self.draft.save(self.workdir / self.draft.folder, self.drafter(), self.tokenizer, info)
+    multihost_utils.sync_global_devices('the draft is written')
 
   def advance(self) -> jax.Array:
     self.state, loss = self._advance(self.state, self.frozen, self._place(next(self._batches)))
@@ -303,7 +307,7 @@ class HeadTraining(Run):
 
   def finish(self, found: dict[str, float] | None) -> dict[str, float]:
     final = self.evaluate() if found is None else found
-    self.keep_head(final)
+    self.keep_draft(final)
     return final
 
 

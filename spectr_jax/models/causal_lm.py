@@ -299,19 +299,36 @@ def norm(params: Mapping[str, Any], x: jax.Array, config: CausalLMConfig) -> jax
   return layers.layer_norm(x, params['gain'], params['bias'], epsilon=config.norm_epsilon)
 
 
-def visible_slots(window: int | None, positions, mask, cache: KVCache) -> tuple[jax.Array, jax.Array]:
-  """The pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token attends to.
+def visible_tokens(window: int | None, mask: jax.Array) -> jax.Array:
+  """The pending tokens, bool `[1 or B, N, M]`, that each token attends to in a layer.
 
-  A committed token's position is its slot. The pending tokens that a token sees are its ancestors in order, so their
-  distances are differences of their ranks among them.
+  Those that a token sees are its ancestors in order, so their distances are differences of their ranks among them.
+
+  Args:
+    window: The layer's window, or None.
+    mask: bool `[1 or B, N, M]`, those that it attends to without a window.
+  """
+  if window is None:
+    return mask
+  rank = jnp.cumsum(mask, axis=-1)
+  return mask & (rank[..., -1:] - rank < window)
+
+
+def visible_slots(window: int | None, positions: jax.Array, cache: KVCache) -> jax.Array:
+  """The slots of a cache, bool `[B, 1 or N, S]`, that each token attends to in a layer.
+
+  A committed token's position is its slot.
+
+  Args:
+    window: The layer's window, or None.
+    positions: int32 `[B, N]`.
+    cache: The cache.
   """
   num_slots = cache.keys[0].shape[-1]
   slots = layers.committed_slots(num_slots, cache.lengths)
   if window is None:
-    return mask, slots
-  rank = jnp.cumsum(mask, axis=-1)
-  is_near = positions[:, :, None] - jnp.arange(num_slots) < window
-  return mask & (rank[..., -1:] - rank < window), slots & is_near
+    return slots
+  return slots & (positions[:, :, None] - jnp.arange(num_slots) < window)
 
 
 def rotation_of(rope: Rope | None, positions: jax.Array) -> layers.Rotation | None:
@@ -346,7 +363,7 @@ def project(params, config: CausalLMConfig, x: jax.Array, rotation: layers.Rotat
   return query, key, value
 
 
-def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache):
+def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None):
   """The output of attention `[B, N, embed_dim]`, and the layer's pending keys and values.
 
   Args:
@@ -355,18 +372,17 @@ def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, 
     layer: The layer.
     x: `[B, N, in]`, the input of attention.
     rotation: As `rotation_of` gives it.
-    visible: The pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees.
-    cache: The cache.
+    visible: The pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees; None
+      for the slots if there is no cache.
+    cache: The cache, or None.
   """
   query, key, value = project(params, config, x, rotation)
   pending_mask, slots = visible
-  keys, values = cache.append(
-    layer,
-    jnp.transpose(key, (0, 2, 3, 1)),
-    jnp.transpose(value, (0, 2, 1, 3)),
-    num_pending_slots=pending_mask.shape[-1],
-  )
-  prefix = cache.keys[layer], cache.values[layer], slots
+  keys, values = jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
+  prefix = None
+  if cache is not None:
+    keys, values = cache.append(layer, keys, values, num_pending_slots=pending_mask.shape[-1])
+    prefix = cache.keys[layer], cache.values[layer], slots
   mixed = layers.attend(
     query, keys, values, pending_mask, prefix, scale=config.query_scale, soft_cap=config.attention_soft_cap
   )
@@ -419,14 +435,19 @@ def _unembed(params, features, *, config):
   return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
-  mask = mask[None] if mask.ndim == 2 else mask
+def _streams(params, tokens, positions, mask, cache, *, config):
+  """The stream before and after every block and after the final norm, and the pending keys and values of all layers.
+
+  The cache may be None.
+  """
   x = _embed(params, tokens, config=config)
   if config.rope is None:
     # Padding may stand at any position; a missing one would embed as NaN.
     x += jnp.take(params['position_embedding'], positions, axis=0, mode='clip')
-  windows = {config.window(layer) for layer in range(config.num_layers)}
-  visible = {window: visible_slots(window, positions, mask, cache) for window in windows}
+  visible = {
+    window: (visible_tokens(window, mask), None if cache is None else visible_slots(window, positions, cache))
+    for window in {config.window(layer) for layer in range(config.num_layers)}
+  }
   rotations = {rope: rotation_of(rope, positions) for rope in map(config.rope_of, range(config.num_layers))}
   pending, streams = [], [x]
   for layer in range(config.num_layers):
@@ -434,7 +455,26 @@ def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
     x, keys, values = _block(params[f'layer_{layer}'], config, layer, x, rotation, seen, cache)
     pending.append((keys, values))
     streams.append(x)
-  streams.append(norm(params['final_norm'], x, config))
+  return [*streams, norm(params['final_norm'], x, config)], pending
+
+
+def hidden_states(params: Mapping[str, Any], config: CausalLMConfig, tokens: jax.Array) -> jax.Array:
+  """The inputs of the output head, `[B, T, embed_dim]`, after every token of whole texts; they have a gradient.
+
+  Args:
+    params: Parameters as of `init_params`, in `config.dtype`.
+    config: The sizes.
+    tokens: int32 `[B, T]`, texts from their first tokens on.
+  """
+  size = tokens.shape[1]
+  positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
+  causal = jnp.tril(jnp.ones((1, size, size), bool))
+  return _streams(params, tokens, positions, causal, None, config=config)[0][-1]
+
+
+def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
+  mask = mask[None] if mask.ndim == 2 else mask
+  streams, pending = _streams(params, tokens, positions, mask, cache, config=config)
   features = jnp.stack([streams[layer] for layer in feature_layers], axis=2) if feature_layers else None
   keys, values = zip(*pending, strict=True)
   num_pending = cache.num_pending + tokens.shape[1]

@@ -266,8 +266,9 @@ def apply(
     keys, values = cache.append(
       0, jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3)), num_pending_slots=mask.shape[-1]
     )
-    seen, slots = causal_lm.visible_slots(block.window(0), positions, mask, cache)
-    prefix = cache.keys[0], cache.values[0], slots
+    window = block.window(0)
+    seen = causal_lm.visible_tokens(window, mask)
+    prefix = cache.keys[0], cache.values[0], causal_lm.visible_slots(window, positions, cache)
     mixed = layers.attend(query, keys, values, seen, prefix, scale=block.query_scale, soft_cap=block.attention_soft_cap)
     return mixed, (keys, values)
 

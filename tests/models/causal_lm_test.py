@@ -12,7 +12,16 @@ from hub_specs import SPECS
 from spectr_jax.io.hub.families import FAMILIES, read_spec
 from spectr_jax.model import Model
 from spectr_jax.models import cpu_form, table
-from spectr_jax.models.causal_lm import CausalLMConfig, Rope, causal_lm, config_of, init_params, mlp, param_shapes
+from spectr_jax.models.causal_lm import (
+  CausalLMConfig,
+  Rope,
+  causal_lm,
+  config_of,
+  hidden_states,
+  init_params,
+  mlp,
+  param_shapes,
+)
 from spectr_jax.tree import TokenTree
 from tests.slow import slow, slow_but
 
@@ -78,6 +87,29 @@ def test_cached_logits_are_those_of_the_whole_text(name):
   assert expected.std() > 0.1
   np.testing.assert_allclose(tree, expected, atol=TOLERANCE, rtol=0)
   np.testing.assert_allclose(steps, expected[:, list(PATH)].swapaxes(0, 1), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize('name', slow_but(_QUICK, SPECS))
+def test_hidden_states_of_whole_texts(name):
+  """Without a cache, and with a gradient: of what follows none, by its own token some."""
+  model, texts = _model(name), _texts()[2]
+  config = config_of(model)
+
+  @jax.jit
+  def run(params):
+    embedding = params['embedding']
+    hidden, pull = jax.vjp(lambda x: hidden_states({**params, 'embedding': x}, config, texts), embedding)
+    place = jnp.zeros_like(hidden).at[0, 5].set(1.0)
+    return model.unembed_fn(params, hidden), pull(place)[0]
+
+  logits, gradient = run(model.params)
+  positions = jnp.broadcast_to(jnp.arange(texts.shape[1]), texts.shape)
+  causal = jnp.tril(jnp.ones((texts.shape[1],) * 2, bool))
+  expected = _apply(model, texts, positions, causal, model.init_cache_fn(len(texts), 1)).logits
+  np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
+  moved = np.abs(gradient).max(1) > 0
+  assert moved[texts[0, 5]]
+  assert set(np.flatnonzero(moved)) <= set(texts[0, :6])
 
 
 def test_every_family_is_tested():

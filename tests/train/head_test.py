@@ -1,6 +1,7 @@
 """Training of heads: the text that the target writes, the loss, and runs that continue."""
 
 import dataclasses
+import functools
 import json
 
 import commands
@@ -16,7 +17,9 @@ from etils import epath
 import spectr_jax
 from configs import head as head_experiment
 from spectr_jax import TokenTree
-from spectr_jax.draft import DraftContext, DraftRequest
+from spectr_jax.draft import DraftContext, DraftRequest, model_drafter
+from spectr_jax.io.load import open_model
+from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, head
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
@@ -45,6 +48,11 @@ def target_folder(tmp_path_factory):
 @pytest.fixture(scope='session')
 def target(target_folder):
   return spectr_jax.load_model(target_folder)
+
+
+@pytest.fixture(scope='session')
+def files(target_folder):
+  return open_model(target_folder)
 
 
 @pytest.fixture(scope='session')
@@ -108,11 +116,11 @@ def test_training_sees_what_drafting_sees(target):
 
 
 @pytest.mark.slow
-def test_the_loss_counts_what_the_target_wrote(target, shard):
+def test_the_loss_counts_what_the_target_wrote(target, shard, files):
   model = target[0]
   config = head_experiment.get_config()
   config.update(vocab_size=64, dtype='float32')
-  kind = Eagle3Kind.of(config, causal_lm.config_of(model))
+  kind = Eagle3Kind.of(config, causal_lm.config_of(model), files)
   unembedding = model.params['embedding'][:64].T
   params = kind.init_params(jax.random.key(0), model, unembedding)
   frozen = kind.frozen_params(model) | {'unembedding': unembedding}
@@ -137,19 +145,19 @@ def test_the_loss_counts_what_the_target_wrote(target, shard):
 
 
 @pytest.mark.slow
-def test_medusa_training_sees_what_drafting_sees(target, shard):
+def test_medusa_training_sees_what_drafting_sees(target, shard, files):
   """Entry i of step s is the guess of head s for the token after a root at token i - s + 1."""
   model = target[0]
   config = head_experiment.get_config('medusa')
   config.update(num_unrolled=3, dtype='float32')
-  kind = MedusaKind.of(config, causal_lm.config_of(model))
+  kind = MedusaKind.of(config, causal_lm.config_of(model), files)
   unembedding = model.params['embedding'].T
   params = kind.init_params(jax.random.key(0), model, unembedding)
   noise = jax.tree.map(lambda x: 0.1 * jax.random.normal(jax.random.key(x.ndim), x.shape), params)
   params = jax.tree.map(jnp.add, params, noise)
   batch = head_step.HeadBatch(shard.tokens, shard.lengths, shard.starts, shard.features)
   steps = kind.steps(params, {'unembedding': unembedding}, batch)
-  drafter = kind.drafter(params, None, model.vocab_size)
+  drafter = kind.drafter(params, {'unembedding': unembedding}, None, model.vocab_size)
   rows, propose = np.arange(len(shard.tokens)), jax.jit(drafter.propose_fn)
   keys = jax.random.split(jax.random.key(1), (len(rows), 4))
   request = DraftRequest(keys, SamplingParams.make(len(rows)), TokenTree.chains(1, 3), Independent())
@@ -162,11 +170,11 @@ def test_medusa_training_sees_what_drafting_sees(target, shard):
 
 
 @pytest.mark.parametrize('has_unembedding', [True, False])
-def test_medusa_heads_begin_as_the_targets_output_head(target, shard, has_unembedding):
+def test_medusa_heads_begin_as_the_targets_output_head(target, shard, has_unembedding, files):
   model = target[0]
   config = head_experiment.get_config('medusa')
   config.update(num_unrolled=2, has_unembedding=has_unembedding)
-  kind = MedusaKind.of(config, causal_lm.config_of(model))
+  kind = MedusaKind.of(config, causal_lm.config_of(model), files)
   unembedding = model.params['embedding'].T
   params = kind.init_params(jax.random.key(0), model, unembedding)
   assert ('unembedding' in params) == has_unembedding
@@ -205,10 +213,12 @@ def _config(kind='eagle3'):
   )  # fmt: skip
   if kind == 'eagle3':
     config.vocab_size = 64
+  if kind == 'model':
+    config.num_layers = 3
   return config
 
 
-@pytest.fixture(scope='session', params=['eagle3', 'medusa'])
+@pytest.fixture(scope='session', params=['eagle3', 'medusa', 'model'])
 def trained(tmp_path_factory, target_folder, request):
   workdir = epath.Path(tmp_path_factory.mktemp('head') / 'run')
   training = HeadTraining(_config(request.param), target_folder, workdir, allow_fallback=False)
@@ -226,6 +236,22 @@ def _continue(trained, target_folder, path, **changes):
   return HeadTraining(config, target_folder, epath.Path(path), allow_fallback=False)
 
 
+# Of `trained`.
+_heads = pytest.mark.parametrize('trained', ['eagle3', 'medusa'], indirect=True)
+_model = pytest.mark.parametrize('trained', ['model'], indirect=True)
+
+
+def _load(kind, workdir, target):
+  """The draft that a run wrote."""
+  if kind == 'model':
+    return model_drafter(spectr_jax.load_model(workdir / 'model', dtype='float32')[0])
+  return spectr_jax.load_drafter(workdir / 'head', target, dtype='float32')
+
+
+def _params_of(drafter):
+  return drafter.params.params if isinstance(drafter.params, Model) else drafter.params
+
+
 @pytest.mark.slow
 def test_a_run_learns_and_logs(trained, target):
   training, outcome, workdir = trained
@@ -234,15 +260,15 @@ def test_a_run_learns_and_logs(trained, target):
   assert [line['step'] for line in held_out] == [6, 12]
   assert held_out[1]['held_out_loss'] < held_out[0]['held_out_loss']
   assert outcome.step == 12
-  assert 0 < outcome.held_out['acceptance_1'] < 1
-  assert 0 < outcome.held_out['acceptance_2'] < 1
+  for depth in range(1, 1 + training.config.get('num_unrolled', 1)):
+    assert 0 < outcome.held_out[f'acceptance_{depth}'] < 1
   if training.target_ids is not None:
     assert (np.diff(training.target_ids) > 0).all()
   model = target[0]
-  drafter = spectr_jax.load_drafter(workdir / 'head', model, dtype='float32')
-  trained_params = training.drafter().params
-  assert jax.tree.structure(drafter.params) == jax.tree.structure(trained_params)
-  for one, other in zip(jax.tree.leaves(drafter.params), jax.tree.leaves(trained_params), strict=True):
+  drafter = _load(training.config.kind, workdir, model)
+  found, trained_params = _params_of(drafter), _params_of(training.drafter())
+  assert jax.tree.structure(found) == jax.tree.structure(trained_params)
+  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(trained_params), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-6)
   prompts, lengths = jax.random.randint(jax.random.key(5), (2, 5), 0, 300), jnp.array([5, 2])
   options = {'max_new_tokens': 6, 'temperature': 0.0}
@@ -265,6 +291,68 @@ def test_a_run_continues_exactly(trained, target_folder, tmp_path):
 
 
 @pytest.mark.slow
+@_model
+def test_what_is_logged_of_a_model_is_how_often_it_is_accepted(trained, target):
+  """1 - TV of the written model's and the target's distributions, by forwards of the held-out conversations."""
+  training, outcome, workdir = trained
+  draft, tokenizer = spectr_jax.load_model(workdir / 'model', dtype='float32')
+  assert causal_lm.config_of(draft).num_layers == 3
+  assert tokenizer.fingerprint == target[1].fingerprint
+  held_out = training.data.shard(0)
+  positions = jnp.broadcast_to(jnp.arange(held_out.tokens.shape[1]), held_out.tokens.shape)
+  causal = jnp.tril(jnp.ones((positions.shape[1],) * 2, bool))
+  p, q = (
+    jax.nn.softmax(model.apply(held_out.tokens, positions, causal, model.init_cache_fn(len(positions), 1)).logits)
+    for model in (draft, target[0])
+  )
+  places = np.arange(positions.shape[1]) + 1  # the token that is guessed
+  counts = (places >= np.maximum(held_out.starts[:, None], 2)) & (places < held_out.lengths[:, None])
+  overlap = np.minimum(p, q).sum(-1)
+  np.testing.assert_allclose(outcome.held_out['acceptance_1'], overlap[counts].mean(), atol=0.01)
+  assert overlap[counts].std() > 0.01
+
+
+@pytest.mark.slow
+@_model
+def test_a_run_begins_with_another_model(trained, target, target_folder, tmp_path):
+  """All of it is trained; its vocabulary may be padded otherwise than the target's."""
+  whole, outcome, workdir = trained
+  start = functools.partial(_continue, trained, target_folder, tmp_path / 'run')
+  training = start(init_from=str(workdir / 'model'), seed=1)
+  found = training.evaluate()
+  for name, value in outcome.held_out.items():
+    np.testing.assert_allclose(found[name], value, rtol=3e-3, atol=6e-3, err_msg=name)  # it is stored in bfloat16
+  assert jax.tree.map(jnp.shape, training.state['params']) == _shapes(training.draft.config)
+  before = jax.device_get(training.state['params'])
+  assert training.run().held_out['loss'] < found['loss']
+  moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), before, jax.device_get(training.state['params']))
+  assert min(jax.tree.leaves(moved)) > 0
+  for size in (305, 320):
+    spec = json.loads((workdir / 'model' / 'config.json').read_text()) | {'vocab_size': size}
+    tensors = safetensors.numpy.load_file(workdir / 'model' / 'model.safetensors')
+    embedding = np.resize(tensors['model.embed_tokens.weight'], (size, tensors['model.embed_tokens.weight'].shape[1]))
+    folder = tiny_hub.write(tmp_path / str(size), config=spec)
+    safetensors.numpy.save_file(tensors | {'model.embed_tokens.weight': embedding}, folder / 'model.safetensors')
+    padded = _continue(trained, target_folder, tmp_path / f'run_{size}', init_from=str(folder))
+    assert padded.frozen['unembedding'].shape[1] == min(size, target[0].vocab_size)
+    assert np.isfinite(padded.run().held_out['loss'])
+    written, _ = spectr_jax.load_model(tmp_path / f'run_{size}' / 'model')
+    assert written.vocab_size == size
+  folder = tiny_hub.write(tmp_path / 'other', tiny_hub.spaced_backend(), config=spec)
+  with pytest.raises(ValueError, match='config.init_from: .*other: .*token'):
+    start(init_from=str(folder))
+  with pytest.raises(ValueError, match='config.init_from: .*no model at'):
+    start(init_from=str(tmp_path))
+  with pytest.raises(ValueError, match='config.num_layers must be at most 6, got 7'):
+    start(num_layers=7)
+
+
+def _shapes(config):
+  return jax.tree.map(lambda x: x.shape, causal_lm.param_shapes(config))
+
+
+@pytest.mark.slow
+@_heads
 def test_a_run_begins_with_a_saved_head(trained, target_folder, tmp_path):
   whole, outcome, workdir = trained
 
@@ -295,6 +383,7 @@ def test_a_run_begins_with_a_saved_head(trained, target_folder, tmp_path):
 
 
 @pytest.mark.slow
+@_heads
 def test_the_other_choice_of_an_output_head(trained, target, target_folder, tmp_path):
   """A head of EAGLE-3's kind with its own, Medusa heads with the target's rows."""
   own = not trained[0].config.has_unembedding
@@ -307,7 +396,7 @@ def test_the_other_choice_of_an_output_head(trained, target, target_folder, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['eagle3', 'medusa'])
+@pytest.mark.parametrize('kind', ['eagle3', 'medusa', 'model'])
 def test_two_processes_train_like_one(target_folder, tmp_path, kind):
   """They share the writing of the text and the rows of a batch."""
   config = _config(kind)
@@ -343,7 +432,7 @@ def test_two_processes_train_like_one(target_folder, tmp_path, kind):
   ('changes', 'message'),
   [
     ({'num_shards': 1}, 'config.num_shards must be at least 2, got 1'),
-    ({'kind': 'hydra'}, 'config.kind must be eagle3 or medusa, got hydra'),
+    ({'kind': 'hydra'}, 'config.kind must be one of eagle3, medusa, model, got hydra'),
     ({'vocab_size': 400}, 'config.vocab_size must be at most 310, got 400'),
     ({'temperatures': (-1.0,)}, 'config.temperatures must be numbers of at least 0'),
     ({'warmup_steps': 12}, 'warmup_steps must be below'),
@@ -416,10 +505,10 @@ def test_a_target_without_enough_layers():
 
 
 @pytest.mark.slow
-def test_targets_whose_heads_could_not_be_written_are_refused_at_once(target):
+def test_targets_whose_heads_could_not_be_written_are_refused_at_once(target, files):
   sizes = causal_lm.config_of(target[0])
   for field, value in (('gain_offset', 1.0), ('norm', 'layer'), ('has_post_norms', True)):
     with pytest.raises(ValueError, match=f'the format of EAGLE-3 cannot say that {field} is'):
-      Eagle3Kind.of(_config(), dataclasses.replace(sizes, **{field: value}))
+      Eagle3Kind.of(_config(), dataclasses.replace(sizes, **{field: value}), files)
   with pytest.raises(ValueError, match='this one has learned ones'):
-    Eagle3Kind.of(_config(), dataclasses.replace(sizes, rope=None))
+    Eagle3Kind.of(_config(), dataclasses.replace(sizes, rope=None), files)

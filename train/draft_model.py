@@ -1,0 +1,124 @@
+"""Training of a small model on text that its target writes, to draft for it (DistillSpec, Zhou et al. 2023)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from spectr_jax.draft import Drafter, model_drafter
+from spectr_jax.io.hub.families import read_spec, spec_of_layers
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
+from spectr_jax.io.hub.save import save_hub_model
+from spectr_jax.io.load import ModelFiles, open_model
+from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
+from spectr_jax.model import Model
+from spectr_jax.models.causal_lm import CausalLMConfig, causal_lm, hidden_states
+from train.config_rules import Rule, at_least
+from train.head_step import HeadBatch, Step
+
+_EMBEDDINGS = ('embedding', 'position_embedding', 'unembedding')
+
+
+def _as_float32(params: Any) -> Any:
+  return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+
+
+def _spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
+  """Layers at equal distances, the first and the last among them."""
+  return tuple(np.linspace(0, num_layers - 1, num_chosen).round().astype(int).tolist())
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelKind:
+  """A small model, a `DraftKind`.
+
+  It is made of some of the target's layers, between the target's embedding and output head, which stay as they are; or
+  it is another model, all of which is trained.
+
+  Attributes:
+    config: The model.
+    spec: The content of its `config.json`.
+    layers: The target's layers that it begins with, or None for another model.
+  """
+
+  rules: ClassVar[tuple[Rule, ...]] = at_least(1, 'num_layers')
+  folder: ClassVar[str] = 'model'
+
+  config: CausalLMConfig
+  spec: Mapping[str, Any]
+  layers: tuple[int, ...] | None
+
+  @property
+  def num_ids(self) -> int | None:
+    """As for `DraftKind`."""
+    return None
+
+  @property
+  def feature_layers(self) -> tuple[int, ...]:
+    """As for `DraftKind`: it reads none, and learns the distributions that follow from the last one."""
+    return (-1,)
+
+  @classmethod
+  def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> ModelKind:
+    """As for `DraftKind`."""
+    if not config.init_from:
+      if config.num_layers > target.num_layers:
+        raise ValueError(f'config.num_layers must be at most {target.num_layers}, got {config.num_layers}')
+      layers = _spread(target.num_layers, config.num_layers)
+      spec = spec_of_layers(files.spec, layers)
+    else:
+      try:
+        own = open_model(config.init_from)
+        spec, layers = own.spec, None
+        check_same_tokens([('the target', files.tokenizer()), (config.init_from, own.tokenizer())])
+      except ValueError as error:
+        raise ValueError(f'config.init_from: {config.init_from}: {error}') from error
+    found = dataclasses.replace(read_spec(spec)[1], dtype=config.dtype)
+    if found.logit_soft_cap is not None:
+      raise ValueError('models whose logits are capped are not trained here')
+    return cls(found, spec, layers)
+
+  def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:
+    """Layers of the target."""
+    del key, unembedding
+    assert self.layers is not None  # another model has parameters
+    own = {f'layer_{i}': target.params[f'layer_{layer}'] for i, layer in enumerate(self.layers)}
+    return _as_float32({'final_norm': target.params['final_norm'], **own})
+
+  def load_params(self, path: epath.PathLike, target: Model) -> tuple[dict[str, Any], np.ndarray | None]:
+    """As for `DraftKind`; tokens that one of both models does not have are no guesses that count."""
+    model = open_model(path).load(dtype='float32', weights=None, mesh=None)
+    ids = np.arange(model.vocab_size, dtype=np.int32) if model.vocab_size < target.vocab_size else None
+    return dict(model.params), ids
+
+  def frozen_params(self, target: Model) -> dict[str, Any]:
+    """The target's embedding and output head, if the model is made of its layers."""
+    if self.layers is None:
+      return {}
+    return {'embeddings': {name: target.params[name] for name in _EMBEDDINGS if name in target.params}}
+
+  def steps(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Step]:
+    """As for `DraftKind`: a model guesses one token ahead of the text, whoever wrote it."""
+    whole = jax.tree.map(lambda x: x.astype(self.config.dtype), {**frozen.get('embeddings', {}), **params})
+    tokens = jnp.where(batch.tokens < self.config.vocab_size, batch.tokens, 0)  # as `Model.with_vocab_size` reads them
+    hidden = hidden_states(whole, self.config, tokens[:, :-1])[:, 1:]
+    unembedding = whole['unembedding'] if 'unembedding' in whole else whole['embedding'].T
+    return [(hidden, unembedding[:, : frozen['unembedding'].shape[1]])]
+
+  def drafter(
+    self, params: Mapping[str, Any], frozen: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int
+  ) -> Drafter:
+    """As for `DraftKind`."""
+    del target_ids, vocab_size
+    return model_drafter(causal_lm({**frozen.get('embeddings', {}), **params}, self.config))
+
+  def save(self, path: epath.PathLike, drafter: Drafter, tokenizer: TokenizerBase, info: Mapping[str, Any]) -> None:
+    """As for `DraftKind`."""
+    assert isinstance(tokenizer, HubTokenizer)  # that of a public model
+    save_hub_model(path, drafter.params, tokenizer, self.spec, info=info, overwrite=True)
