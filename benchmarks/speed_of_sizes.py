@@ -37,7 +37,7 @@ from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.models import causal_lm, head
 from spectr_jax.models.causal_lm import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
-from train.eagle3_head import Eagle3Kind
+from train import eagle3_head
 
 SEED = 0
 METHODS = 'race_traversal', 'spectr'
@@ -107,7 +107,7 @@ def head_config(target: CausalLMConfig) -> HeadConfig:
   """
   config = head_experiment.get_config('eagle3')
   config.update({'vocab_size': min(HEAD_TOKENS, target.vocab_size), 'has_unembedding': True, 'dtype': target.dtype})
-  return Eagle3Kind.of(config, target).config
+  return eagle3_head.head_config(config, target)
 
 
 def bytes_per_step(config: CausalLMConfig) -> int:

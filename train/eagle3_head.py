@@ -120,6 +120,26 @@ def _block_config(config, target: CausalLMConfig) -> CausalLMConfig:
   )
 
 
+def head_config(config, target: CausalLMConfig) -> HeadConfig:
+  """The sizes of an experiment's head.
+
+  Args:
+    config: The experiment, as `configs/head.py` describes.
+    target: The target's sizes.
+
+  Raises:
+    ValueError: There is no such head for this target, or it could not be written.
+  """
+  if config.vocab_size > target.vocab_size:
+    raise ValueError(f'config.vocab_size must be at most {target.vocab_size}, got {config.vocab_size}')
+  if target.rope is None:
+    raise ValueError('a head has rotary positions like its target; this one has learned ones')
+  width, read = target.embed_dim, feature_layers(target.num_layers)
+  own = HeadConfig(_block_config(config, target), width, width, read, has_unembedding=config.has_unembedding)
+  eagle3_spec(own, target.vocab_size)  # refuses a head that could not be written
+  return own
+
+
 def _sizes(config: HeadConfig) -> dict[str, Any]:
   sizes = vars(config.block) | vars(config)
   return {name: value for name, value in sizes.items() if name not in ('block', 'dtype', 'cache_dtype')}
@@ -156,13 +176,7 @@ class Eagle3Kind(Head):
   def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> Eagle3Kind:
     """As for `DraftKind`."""
     del files
-    if config.vocab_size > target.vocab_size:
-      raise ValueError(f'config.vocab_size must be at most {target.vocab_size}, got {config.vocab_size}')
-    if target.rope is None:
-      raise ValueError('a head has rotary positions like its target; this one has learned ones')
-    width, read = target.embed_dim, feature_layers(target.num_layers)
-    own = HeadConfig(_block_config(config, target), width, width, read, has_unembedding=config.has_unembedding)
-    eagle3_spec(own, target.vocab_size)  # refuses a head that could not be written
+    own = head_config(config, target)
     return cls(own, config.num_unrolled, config.from_target)
 
   def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:
