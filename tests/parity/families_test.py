@@ -10,10 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_hub
 
 from spectr_jax import TokenTree, generate
-from spectr_jax.io.hub.load import load_hub_model
+from spectr_jax.io.hub.families import read_spec, spec_of_layers
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
+from spectr_jax.io.hub.load import load_hub_model, read_json
+from spectr_jax.io.hub.save import save_hub_model
 from spectr_jax.model import Model
+from spectr_jax.models.causal_lm import causal_lm
 
 torch = pytest.importorskip('torch', reason='needs the extra parity')
 transformers = pytest.importorskip('transformers', reason='needs the extra parity')
@@ -177,3 +182,24 @@ def test_greedy_texts_are_the_references(case):
     logits = _reference_logits(reference, texts)
     texts = [[*text, int(row.argmax())] for text, row in zip(texts, logits)]
   np.testing.assert_array_equal(new.tokens, [text[-12:] for text in texts])
+
+
+def test_some_layers_written_here_are_read_there(case, tmp_path):
+  """Layers 0 and 2, written by `save_hub_model`: the reference reads them, and has the same logits."""
+  reference, folder = case
+  layers, spec = (0, 2), read_json(folder)
+  model, fewer = load_hub_model(folder, dtype='float32'), spec_of_layers(spec, layers)
+  params = {name: leaf for name, leaf in model.params.items() if not name.startswith('layer_')}
+  params |= {f'layer_{i}': model.params[f'layer_{layer}'] for i, layer in enumerate(layers)}
+  config = dataclasses.replace(read_spec(fewer)[1], dtype='float32')
+  model = causal_lm(params, config)
+  tokenizer = HubTokenizer.from_parts(tiny_hub.backend(), bos_id=1, eos_ids=[2], add_bos=False)
+  save_hub_model(tmp_path / 'written', model, tokenizer, fewer, param_dtype='float32')
+  theirs = type(reference).from_pretrained(tmp_path / 'written', attn_implementation='eager').eval()
+  assert theirs.config.num_hidden_layers == 2
+  tokens = np.random.default_rng(0).integers(0, 61, (2, 12))
+  with torch.no_grad():
+    wanted = theirs(torch.tensor(tokens)).logits.numpy()
+  positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+  found = model.apply(tokens, positions, jnp.tril(jnp.ones((12, 12), bool)), model.init_cache_fn(2, 1)).logits
+  _assert_near(found, wanted, 'float32')
