@@ -35,8 +35,8 @@ class Observation:
 
   Attributes:
     num_batches: Batches decoded.
-    num_tokens: New tokens of all prompts.
-    row_calls: Target calls of each prompt.
+    num_tokens: New tokens of all rows.
+    row_calls: Target calls of each row: of each prompt, once or several times.
     kept: `[L]`, at `[d]` the number of calls that kept at least d + 1 drafted tokens.
     prefill_seconds, round_seconds: Medians over batches.
   """
@@ -61,12 +61,12 @@ class Observation:
     return self.num_tokens / len(self.row_calls)
 
   def rounds(self, batch_size: int) -> float:
-    """The mean number of rounds until the last row of a batch is done, over all batches of different prompts.
+    """The mean number of rounds until the last row of a batch is done, over all batches that the rows could form.
 
     Few batches are decoded, and the slowest row of each says little: all rows together say more.
 
     Args:
-      batch_size: Rows of a batch; with fewer prompts than these it is that of all prompts.
+      batch_size: Rows of a batch; with fewer rows than these it is that of all rows.
     """
     calls, size = sorted(self.row_calls), min(batch_size, len(self.row_calls))
     # The n-th smallest is the largest of a batch whose other rows are among the n - 1 smaller ones.

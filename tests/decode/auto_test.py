@@ -235,6 +235,23 @@ def test_processes_whose_clocks_differ_choose_alike(monkeypatch):
   assert prediction.choose(own) == prediction.choose(first)
 
 
+def test_no_seed_is_decoded_twice():
+  @dataclasses.dataclass(frozen=True)
+  class Prompts:
+    options: DecodeOptions
+    batch_size: int = 2
+
+    def take(self, number):
+      assert number == 4  # two batches
+      return self
+
+  options = _options(seed=2**32 - 3, num_seeds=2, calibration_prompts=3)
+  firsts = [calibration._first_prompts(Prompts(options), turn).options.seed for turn in (0, 1)]
+  passes = [(first + number) % 2**32 for first in firsts for number in range(calibration._FEWEST_BATCHES)]
+  used = [*options.seeds, options.seeds[-1] + 1, *passes]  # one is for acceptance rates
+  assert len(set(used)) == 2 + 1 + 2 * calibration._FEWEST_BATCHES
+
+
 def test_observations_are_joined_by_their_batches():
   one = calibration.Observation(2, 30, [8, 12], [8, 2], 1.0, 0.1)
   other = calibration.Observation(6, 50, [5] * 6, [15, 5], 2.0, 0.2)
