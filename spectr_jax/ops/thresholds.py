@@ -1,6 +1,6 @@
 """Thresholds on probabilities, for top-k and top-p.
 
-A search over the bits of a float finds them, without a sort. A CPU bisects, row by row, since several rows do not fit
+A search over the bits of a float finds them, without a sort. A CPU searches row by row, since several rows do not fit
 into its cache together, and no row waits for the slowest. An accelerator tries many thresholds in one pass over the
 distributions, which on a mesh is one transfer between devices.
 """
@@ -23,6 +23,8 @@ THRESHOLD_PASSES = 8  # the most that it takes in float32 on an accelerator
 _NUM_SECTIONS = 16
 _NUM_PARTS = 32
 _NEAR = 2**14  # floats between the ends of a bracket from which on tokens are counted
+_LEAST_REST = 1e-6  # mass below a point that sums in float32 tell from 0
+_MOST_GUESSES = 32  # of a search that interpolates, before it bisects
 
 
 def largest_threshold(probs: jax.Array, goal: jax.Array, *, is_weighted: bool) -> jax.Array:
@@ -155,7 +157,7 @@ def _row_by_row(probs, goal, *, is_weighted):
   padding = -rows.shape[-1] % _NUM_PARTS
   rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding)), constant_values=-1)  # never kept
   parts = rows.reshape(*rows.shape[:2], _NUM_PARTS, -1)
-  search = functools.partial(_bisect, num_tokens=num_tokens, is_weighted=is_weighted)
+  search = functools.partial(_search_row, num_tokens=num_tokens, is_weighted=is_weighted)
   found = (
     search(parts[0], goal.reshape(()))
     if goal.size == 1
@@ -164,8 +166,12 @@ def _row_by_row(probs, goal, *, is_weighted):
   return found.reshape(*goal.shape, 1)
 
 
-def _bisect(parts, goal, *, num_tokens, is_weighted):
-  """The threshold of one row `[S, P, ...]`, a scalar."""
+def _search_row(parts, goal, *, num_tokens, is_weighted):
+  """The threshold of one row `[S, P, ...]`, a scalar, by the regula falsi of Illinois (Dowell and Jarratt 1971).
+
+  Over the bits of a float, which are nearly its logarithm, the logarithm of the number of tokens from a point on is
+  smooth, and so is that of the mass of the others.
+  """
 
   def add_up(values_fn):
     # Each part is compared by itself: of a whole row XLA would write down what is left of it before it adds that up.
@@ -187,26 +193,41 @@ def _bisect(parts, goal, *, num_tokens, is_weighted):
     most, fewest = jax.lax.cond(is_near, lambda: (count(point),) * 2, lambda: (everything, nothing))
     return weight, most, fewest
 
+  def excess_of(weight):
+    """How far a weight is above the goal, as a difference of logarithms."""
+    wanted = goal.astype(parts.dtype)
+    if is_weighted:
+      return jnp.log(jnp.maximum(1 - wanted, _LEAST_REST)) - jnp.log(jnp.maximum(1 - weight, _LEAST_REST))
+    return jnp.log(weight + 0.25) - jnp.log(wanted - 0.5)  # 0 between two numbers of tokens
+
   def unsettled(carry):
-    low, high, _, most, fewest = carry
+    low, high, most, fewest, *_ = carry
     # Settled: the next float, or at most one token between the two.
     return (high - low > 1) & (most - fewest > 1)
 
   def cut(carry):
-    low, high, point, most, fewest = carry
+    low, high, most, fewest, point, above, below, was_enough, number = carry
     weight, at_most, at_least = measure(point, high - low <= _NEAR)
     is_enough = weight >= goal
+    # The excess of an end that stays counts half, if it stayed before.
+    share = jnp.where(is_enough == was_enough, 0.5, 1.0).astype(parts.dtype)
+    above = jnp.where(is_enough, excess_of(weight), share * above)
+    below = jnp.where(is_enough, share * below, excess_of(weight))
     low, most = jnp.where(is_enough, point, low), jnp.where(is_enough, jnp.minimum(most, at_most), most)
     high, fewest = jnp.where(is_enough, high, point), jnp.where(is_enough, fewest, jnp.maximum(fewest, at_least))
-    return low, high, low + (high - low) // 2, most, fewest
+    guess = low + (above / (above - below) * (high - low).astype(parts.dtype)).astype(low.dtype)
+    point = jnp.where(number < _MOST_GUESSES, jnp.clip(guess, low + 1, high - 1), low + (high - low) // 2)
+    return low, high, most, fewest, point, above, below, is_enough, number + 1
 
   everything, nothing = jnp.asarray(num_tokens, parts.dtype), jnp.zeros((), parts.dtype)
   high = _bits(jnp.max(parts)) + 1
   low = jnp.zeros_like(high)
-  first = high // 2
-  if is_weighted:
-    # All tokens below weigh less than what may be left out, so this is most often a lower end close to the threshold.
-    first = jnp.clip(_bits(jnp.maximum(1 - goal, 0) / (2 * num_tokens)), 1, jnp.maximum(high - 1, 1))
+  # With a weighted goal all tokens below weigh less than what may be left out, so this is most often a lower end close
+  # to the threshold.
+  share = jnp.maximum(1 - goal, 0) if is_weighted else 1.0
+  first = jnp.clip(_bits(jnp.asarray(share / (2 * num_tokens), parts.dtype)), 1, jnp.maximum(high - 1, 1))
+  above, below = excess_of(jnp.ones_like(everything) if is_weighted else everything), excess_of(nothing)
+  carry = low, high, everything, nothing, first, above, below, jnp.asarray(False), jnp.zeros((), jnp.int32)
   with jax.named_scope(THRESHOLDS):
-    low, *_ = jax.lax.while_loop(unsettled, cut, (low, high, first, everything, nothing))
+    low, *_ = jax.lax.while_loop(unsettled, cut, carry)
   return as_float(low)

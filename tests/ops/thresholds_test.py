@@ -54,24 +54,57 @@ def test_thresholds_among_probabilities_of_many_sizes_and_neighbouring_ones(form
   np.testing.assert_array_equal(probs >= found, probs >= expected[:, None])
 
 
-def test_an_accelerator_needs_no_more_passes_than_it_says(monkeypatch):
+@pytest.fixture
+def passes(monkeypatch):
+  """The passes of all searches so far."""
+  found, loop = [], jax.lax.while_loop
+
+  def counted(is_going, step, start):
+    end, count = loop(lambda x: is_going(x[0]), lambda x: (step(x[0]), x[1] + 1), (start, 0))
+    jax.debug.callback(lambda count: found.append(int(count)), count)
+    return end
+
+  monkeypatch.setattr(jax.lax, 'while_loop', counted)
+  return found
+
+
+def test_an_accelerator_needs_no_more_passes_than_it_says(passes):
   """Among probabilities of many sizes, and among neighbouring floats, which only the last pass tells apart."""
   rng = np.random.default_rng(1)
   probs = np.exp(rng.normal(0, 8, (20, 400))).astype(np.float32)
   probs /= probs.sum(-1, keepdims=True)
   probs[0] = (np.float32(1 / 400).view(np.int32) + np.arange(400, dtype=np.int32)).view(np.float32)
-  passes, loop = [], jax.lax.while_loop
-
-  def counted(is_going, step, start):
-    end, count = loop(lambda x: is_going(x[0]), lambda x: (step(x[0]), x[1] + 1), (start, 0))
-    jax.debug.callback(passes.append, count)
-    return end
-
-  monkeypatch.setattr(jax.lax, 'while_loop', counted)
   for goal in (0.5, 0.95, 1.0):
     jax.block_until_ready(thresholds._together(probs, jnp.full(20, goal), is_weighted=True))
   jax.effects_barrier()
   assert max(passes) == thresholds.THRESHOLD_PASSES
+
+
+@pytest.mark.parametrize(('is_weighted', 'goals', 'most'), [(False, (1, 40, 2000), 10), (True, (0.5, 0.9, 0.95), 16)])
+def test_a_cpu_interpolates(passes, is_weighted, goals, most):
+  """Bisection takes 13 passes on average for a number of tokens and 17 for a mass. What is hard has a bound."""
+  rng = np.random.default_rng(3)
+  search = jax.jit(lambda probs, goal: thresholds._row_by_row(probs, goal, is_weighted=is_weighted))
+
+  def run(rows):
+    passes.clear()
+    for goal in goals:
+      jax.block_until_ready(search(rows, jnp.full(len(rows), goal, jnp.float32)))
+    jax.effects_barrier()
+    return passes
+
+  def distributions(logits):
+    return np.asarray(jax.nn.softmax(jnp.float32(logits)))
+
+  assert np.mean(run(distributions(rng.normal(0, 3, (8, 8192))))) < most
+  hard = np.zeros((6, 8192), np.float32)
+  hard[0, 7] = 1  # one token
+  hard[1] = 1 / 8192  # all alike
+  hard[2, :60] = 0.5 ** np.arange(1, 61)
+  hard[3] = (np.float32(1 / 8192).view(np.int32) + np.arange(8192, dtype=np.int32)).view(np.float32)
+  hard[4, :3] = 0.4, 0.4, 0.2
+  hard[5] = distributions(rng.normal(0, 30, 8192))
+  assert max(run(hard)) <= thresholds._MOST_GUESSES + 31
 
 
 def test_every_platform_has_its_form(monkeypatch):
