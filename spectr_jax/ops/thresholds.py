@@ -157,40 +157,44 @@ def _row_by_row(probs, goal, *, is_weighted):
   padding = -rows.shape[-1] % _NUM_PARTS
   rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding)), constant_values=-1)  # never kept
   parts = rows.reshape(*rows.shape[:2], _NUM_PARTS, -1)
-  search = functools.partial(_search_row, num_tokens=num_tokens, is_weighted=is_weighted)
-  found = (
-    search(parts[0], goal.reshape(()))
-    if goal.size == 1
-    else jax.lax.map(lambda row: search(*row), (parts, goal.reshape(-1)))
-  )
+  search = functools.partial(_search_row, parts, num_tokens=num_tokens, is_weighted=is_weighted)
+  arguments = jnp.arange(goal.size), goal.reshape(-1), jnp.max(parts, axis=(1, 2, 3))
+  if goal.size == 1:
+    found = search(*(each[0] for each in arguments))
+  else:
+    found = jax.lax.map(lambda arguments: search(*arguments), arguments)
   return found.reshape(*goal.shape, 1)
 
 
-def _search_row(parts, goal, *, num_tokens, is_weighted):
-  """The threshold of one row `[S, P, ...]`, a scalar, by the regula falsi of Illinois (Dowell and Jarratt 1971).
+def _search_row(parts, row, goal, top, *, num_tokens, is_weighted):
+  """The threshold of one row of `[R, S, P, ...]`, a scalar, by the regula falsi of Illinois (Dowell and Jarratt 1971).
 
   Over the bits of a float, which are nearly its logarithm, the logarithm of the number of tokens from a point on is
   smooth, and so is that of the mass of the others.
+
+  The row's number is a part of the search's state, and all of this is two vectors: a row that is cut out before would
+  be copied, and every number by itself would be a kernel of its own.
   """
 
-  def add_up(values_fn):
+  def add_up(row, values_fn):
     # Each part is compared by itself: of a whole row XLA would write down what is left of it before it adds that up.
-    return jnp.sum(functools.reduce(jnp.add, (values_fn(parts[:, i]) for i in range(_NUM_PARTS))))
+    of_row = (jax.lax.dynamic_index_in_dim(parts[:, :, i], row, keepdims=False) for i in range(_NUM_PARTS))
+    return jnp.sum(functools.reduce(jnp.add, map(values_fn, of_row)))
 
   def as_float(point):
     return jax.lax.bitcast_convert_type(point, parts.dtype)
 
-  def count(point):
-    return add_up(lambda probs: (probs >= as_float(point)).astype(parts.dtype))
+  def count(row, point):
+    return add_up(row, lambda probs: (probs >= as_float(point)).astype(parts.dtype))
 
-  def measure(point, is_near):
+  def measure(row, point, is_near):
     """The weight of the tokens from a point on, and the most and the fewest that they can be."""
     if not is_weighted:
-      number = count(point)
+      number = count(row, point)
       return number, number, number
-    weight = add_up(lambda probs: jnp.where(probs >= as_float(point), probs, 0))
+    weight = add_up(row, lambda probs: jnp.where(probs >= as_float(point), probs, 0))
     # To count takes as long as to weigh, and many tokens lie in a wide bracket anyway.
-    most, fewest = jax.lax.cond(is_near, lambda: (count(point),) * 2, lambda: (everything, nothing))
+    most, fewest = jax.lax.cond(is_near, lambda: (count(row, point),) * 2, lambda: (everything, nothing))
     return weight, most, fewest
 
   def excess_of(weight):
@@ -201,33 +205,35 @@ def _search_row(parts, goal, *, num_tokens, is_weighted):
     return jnp.log(weight + 0.25) - jnp.log(wanted - 0.5)  # 0 between two numbers of tokens
 
   def unsettled(carry):
-    low, high, most, fewest, *_ = carry
+    (low, high, *_), (most, fewest, *_) = carry
     # Settled: the next float, or at most one token between the two.
     return (high - low > 1) & (most - fewest > 1)
 
   def cut(carry):
-    low, high, most, fewest, point, above, below, was_enough, number = carry
-    weight, at_most, at_least = measure(point, high - low <= _NEAR)
+    (low, high, point, row), (most, fewest, above, below, was_enough, number) = carry
+    weight, at_most, at_least = measure(row, point, high - low <= _NEAR)
     is_enough = weight >= goal
     # The excess of an end that stays counts half, if it stayed before.
-    share = jnp.where(is_enough == was_enough, 0.5, 1.0).astype(parts.dtype)
+    share = jnp.where(is_enough == (was_enough > 0), 0.5, 1.0).astype(parts.dtype)
     above = jnp.where(is_enough, excess_of(weight), share * above)
     below = jnp.where(is_enough, share * below, excess_of(weight))
-    low, most = jnp.where(is_enough, point, low), jnp.where(is_enough, jnp.minimum(most, at_most), most)
-    high, fewest = jnp.where(is_enough, high, point), jnp.where(is_enough, fewest, jnp.maximum(fewest, at_least))
-    guess = low + (above / (above - below) * (high - low).astype(parts.dtype)).astype(low.dtype)
+    most = jnp.where(is_enough, jnp.minimum(most, at_most), most)
+    fewest = jnp.where(is_enough, fewest, jnp.maximum(fewest, at_least))
+    numbers = jnp.stack([most, fewest, above, below, is_enough.astype(parts.dtype), number + 1])
+    low, high = jnp.where(is_enough, point, low), jnp.where(is_enough, high, point)
+    guess = low + (numbers[2] / (numbers[2] - numbers[3]) * (high - low).astype(parts.dtype)).astype(low.dtype)
     point = jnp.where(number < _MOST_GUESSES, jnp.clip(guess, low + 1, high - 1), low + (high - low) // 2)
-    return low, high, most, fewest, point, above, below, is_enough, number + 1
+    return jnp.stack([low, high, point, row]), numbers
 
   everything, nothing = jnp.asarray(num_tokens, parts.dtype), jnp.zeros((), parts.dtype)
-  high = _bits(jnp.max(parts)) + 1
-  low = jnp.zeros_like(high)
+  high = _bits(top) + 1
   # With a weighted goal all tokens below weigh less than what may be left out, so this is most often a lower end close
   # to the threshold.
   share = jnp.maximum(1 - goal, 0) if is_weighted else 1.0
   first = jnp.clip(_bits(jnp.asarray(share / (2 * num_tokens), parts.dtype)), 1, jnp.maximum(high - 1, 1))
-  above, below = excess_of(jnp.ones_like(everything) if is_weighted else everything), excess_of(nothing)
-  carry = low, high, everything, nothing, first, above, below, jnp.asarray(False), jnp.zeros((), jnp.int32)
+  above = excess_of(jnp.ones_like(everything) if is_weighted else everything)
+  points = jnp.stack([jnp.zeros_like(high), high, first, row.astype(high.dtype)])
+  numbers = jnp.stack([everything, nothing, above, excess_of(nothing), nothing, nothing])
   with jax.named_scope(THRESHOLDS):
-    low, *_ = jax.lax.while_loop(unsettled, cut, carry)
+    (low, *_), _ = jax.lax.while_loop(unsettled, cut, (points, numbers))
   return as_float(low)
