@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from spectr_jax.draft import Drafter
 from spectr_jax.draft.head_drafter import config_of as head_config_of
@@ -215,5 +215,6 @@ def save_drafter(
   (folder / 'config.json').unlink(missing_ok=True)  # until the end there is no head here
   for _, _, other in _KINDS:
     (folder / other).unlink(missing_ok=True)
-  save_file({key: np.ascontiguousarray(array) for key, array in arrays.items()}, folder / name)
+  # `save_file` would let no one else read the file.
+  (folder / name).write_bytes(save({key: np.ascontiguousarray(array) for key, array in arrays.items()}))
   (folder / 'config.json').write_text(json.dumps(spec | {'info': dict(info or {})}, indent=2) + '\n')

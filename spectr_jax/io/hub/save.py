@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from spectr_jax.io.hub.families import Family, read_spec
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
@@ -51,7 +51,7 @@ def save_hub_model(
   """Writes a model and its tokenizer as the hub serves them, which `load_model` reads.
 
   Args:
-    path: The folder to create, local.
+    path: The folder to create, may be remote.
     model: A model made by `causal_lm`.
     tokenizer: Its tokenizer.
     spec: The content of its `config.json`, but for the type of its parameters.
@@ -74,6 +74,7 @@ def save_hub_model(
   spec |= {'dtype': param_dtype, 'bos_token_id': tokenizer.bos_id, 'eos_token_id': list(tokenizer.eos_ids)}
   with new_folder(path, overwrite=overwrite) as folder:
     tensors = _tensors(model.params, family, config, jnp.dtype(param_dtype))
-    save_file(tensors, folder / 'model.safetensors', metadata={'format': 'pt'})
+    # `save_file` would let no one else read the file.
+    (folder / 'model.safetensors').write_bytes(save(tensors, metadata={'format': 'pt'}))
     tokenizer.save(folder)
     (folder / 'config.json').write_text(json.dumps(spec | {'info': dict(info or {})}, indent=2) + '\n')

@@ -47,6 +47,7 @@ def test_tensors_are_those_that_were_read(name, tokenizer, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
   content = json.loads((tmp_path / 'written' / 'config.json').read_text())
   assert content['info'] == {'a': 1}
+  assert len({path.stat().st_mode for path in (tmp_path / 'written').iterdir()}) == 1  # others may read all or none
 
 
 @pytest.mark.parametrize('add_bos', [True, False])
