@@ -202,7 +202,7 @@ def _search_row(parts, row, goal, top, *, num_tokens, is_weighted):
     wanted = goal.astype(parts.dtype)
     if is_weighted:
       return jnp.log(jnp.maximum(1 - wanted, _LEAST_REST)) - jnp.log(jnp.maximum(1 - weight, _LEAST_REST))
-    return jnp.log(weight + 0.25) - jnp.log(wanted - 0.5)  # 0 between two numbers of tokens
+    return jnp.log(weight + 0.5) - jnp.log(wanted)  # 0 between two numbers of tokens
 
   def unsettled(carry):
     (low, high, *_), (most, fewest, *_) = carry

@@ -51,7 +51,7 @@ def save_hub_model(
   """Writes a model and its tokenizer as the hub serves them, which `load_model` reads.
 
   Args:
-    path: The folder to create, may be remote.
+    path: The folder to create.
     model: A model made by `causal_lm`.
     tokenizer: Its tokenizer.
     spec: The content of its `config.json`, but for the type of its parameters.
@@ -60,9 +60,11 @@ def save_hub_model(
     overwrite: Whether to replace an existing folder.
 
   Raises:
-    ValueError: The folder exists and `overwrite` is False, `spec` describes another model, or the model is in int8 or
-      in a form for one platform or mesh.
+    ValueError: The folder exists and `overwrite` is False, `spec` describes another model, `param_dtype` is unknown, or
+      the model is in int8 or in a form for one platform or mesh.
   """
+  if param_dtype not in ('float32', 'bfloat16'):
+    raise ValueError(f'param_dtype must be float32 or bfloat16, got {param_dtype!r}')
   config = config_of(model)
   check_savable(model.params)
   family, described = read_spec(spec)

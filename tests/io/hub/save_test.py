@@ -110,6 +110,8 @@ def test_what_is_refused(tokenizer, tmp_path):
   }
   with pytest.raises(ValueError, match='config.json would describe another model'):
     save(causal_lm(model.params | layers, copies))
+  with pytest.raises(ValueError, match='param_dtype must be float32 or bfloat16'):
+    save(model, param_dtype='int8')
   assert not (tmp_path / 'written').exists()
   save(model)
   before = (tmp_path / 'written' / 'model.safetensors').read_bytes()
