@@ -29,7 +29,7 @@ def _matrix(path: str, axes: tuple[str, str], *, channel_axis: int = 1) -> tuple
   """The rules of a matrix in every form: an array, values in int8 and the scales of their channels; or transposed."""
   over_channels = (MODEL,) if axes[channel_axis] == MODEL else ()
   return (
-    (rf'{path}(/values)?', axes),
+    (rf'{path}(/values|/in_out)?', axes),
     (rf'{path}/out_in(/values)?', axes[::-1]),
     (rf'{path}(/out_in)?/scale', over_channels),
   )

@@ -3,8 +3,8 @@
 XLA's CPU backend reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product,
 and a product of few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the
 caches are transposed, and those that multiply the same input become one. Without units for bfloat16 products (AMX) a
-step in bfloat16 would take twice as long so, and its kernels keep their order. `products.matmul` has the forms of the
-product; jax 0.10 was measured.
+single token takes half as long in the order `[in, out]`, and several take two thirds as long in the other one: there
+bfloat16 kernels are kept in both. `products.matmul` has the forms of the product; jax 0.10 was measured.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from spectr_jax.ops.platforms import default_platform
 # The name of the products that become one, by theirs.
 JOINED = {('q', 'k', 'v'): 'qkv', ('gate', 'up'): 'gate_up'}
 LARGE = 2**17  # numbers of a kernel; smaller ones stay as they are
+MOST_DOUBLED = 2**31  # bytes of kernels that a model keeps in both orders; with more, it keeps them in their own
 _CPU_INFO = pathlib.Path('/proc/cpuinfo')
 
 
@@ -34,9 +35,11 @@ class TransposedKernel:
 
   Attributes:
     out_in: `[out, in]`, an array or an `Int8Kernel`.
+    in_out: `[in, out]`, for the products of a single token, or None where `out_in` serves them too.
   """
 
   out_in: Any
+  in_out: Any = None
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -53,8 +56,8 @@ def _side_by_side(kernels: Sequence[Any], axis: int):
 
 
 def _joined(params: Mapping[str, Any]) -> dict[str, Any]:
-  """The parameters of products and others, with those of `JOINED` as one."""
-  params = dict(params)
+  """The parameters of products and others, with those of `JOINED` as one, at every level of a nested dict."""
+  params = {name: _joined(node) if isinstance(node, Mapping) else node for name, node in params.items()}
   for names, joined in JOINED.items():
     parts = [params[name] for name in names if isinstance(params.get(name), Mapping)]
     if len(parts) == len(names) and all(part.keys() == parts[0].keys() for part in parts):
@@ -80,15 +83,15 @@ def multiplies_bfloat16() -> bool:
     return False
 
 
-def _gains(kernel: Any) -> bool:
-  """Whether products with a kernel are faster in the other order."""
-  if len(kernel.shape) != 2 or kernel.size < LARGE:
-    return False
-  return is_int8(kernel) or kernel.dtype != jnp.bfloat16 or multiplies_bfloat16()
+def _wants_both(kernel: Any) -> bool:
+  """Whether the fastest products with a kernel read it in both orders."""
+  return not is_int8(kernel) and kernel.dtype == jnp.bfloat16 and not multiplies_bfloat16()
 
 
 def kernels_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   """Parameters whose large matrices `kernel` and `unembedding` are joined and transposed, where CPUs compute with them.
+
+  Kernels in both orders take twice the memory. A model with more than `MOST_DOUBLED` bytes of them keeps their order.
 
   Args:
     params: A nested dict, which is returned as it is on other backends, or if it is in this form.
@@ -96,13 +99,22 @@ def kernels_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   if default_platform() != 'cpu':
     return params
 
-  def convert(name: str, node: Any) -> Any:
-    if isinstance(node, Mapping):
-      return {key: convert(key, value) for key, value in _joined(node).items()}
-    is_kernel = name in ('kernel', 'unembedding') and not isinstance(node, TransposedKernel)
-    return _transposed(node) if is_kernel and _gains(node) else node
+  def is_whole(node):
+    return is_int8(node) or isinstance(node, TransposedKernel)
 
-  converted = convert('', params)
+  def is_slow(keys, node):
+    is_kernel = keys[-1].key in ('kernel', 'unembedding') and not isinstance(node, TransposedKernel)
+    return is_kernel and len(node.shape) == 2 and node.size >= LARGE
+
+  def convert(keys, node):
+    if not is_slow(keys, node):
+      return node
+    return _transposed(node) if not _wants_both(node) else TransposedKernel(node.T, node) if is_doubled else node
+
+  joined = _joined(params)
+  leaves = jax.tree_util.tree_leaves_with_path(joined, is_leaf=is_whole)
+  is_doubled = sum(node.nbytes for keys, node in leaves if is_slow(keys, node) and _wants_both(node)) <= MOST_DOUBLED
+  converted = jax.tree_util.tree_map_with_path(convert, joined, is_leaf=is_whole)
   return params if jax.tree.structure(converted) == jax.tree.structure(params) else converted
 
 
@@ -115,11 +127,8 @@ def for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   Args:
     params: A nested dict with `embedding` `[V, D]` and perhaps `unembedding` `[D, V]`.
   """
-  if default_platform() != 'cpu':
-    return params
-  params, embedding = kernels_for_cpu(params), params['embedding']
-  if is_int8(embedding) or embedding.dtype != jnp.bfloat16:
-    return params
+  embedding = params['embedding']
+  if default_platform() != 'cpu' or is_int8(embedding) or embedding.dtype != jnp.bfloat16:
+    return kernels_for_cpu(params)
   bits = jax.lax.bitcast_convert_type(embedding, jnp.uint16)
-  head = TransposedKernel(embedding) if _gains(embedding) else embedding.T
-  return {'unembedding': head, **params, 'embedding': bits}
+  return {**kernels_for_cpu({'unembedding': embedding.T, **params}), 'embedding': bits}

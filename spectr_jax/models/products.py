@@ -43,7 +43,8 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
     `[..., out]` in the accumulation's dtype.
   """
   if isinstance(kernel, TransposedKernel):
-    return matmul(x, kernel.out_in, axis=1)
+    is_single = kernel.in_out is not None and x.size == x.shape[-1]
+    return matmul(x, kernel.in_out, axis=0) if is_single else matmul(x, kernel.out_in, axis=1)
   if isinstance(kernel, Int8Kernel):
     in_blocks = functools.partial(_matmul_in_blocks, axis=axis)
     whole = functools.partial(matmul, axis=axis)
@@ -53,7 +54,7 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
   is_row = rows.shape[0] == 1
   plain = functools.partial(_product_of_two if is_row and x.dtype == jnp.bfloat16 else _product_of_rows, axis=axis)
   by_columns = axis == 1 and kernel.size >= cpu_form.LARGE and rows.shape[0] <= _FEW_ROWS
-  if by_columns and (x.dtype == jnp.bfloat16 or not is_row):
+  if by_columns and (cpu_form.multiplies_bfloat16() if x.dtype == jnp.bfloat16 else not is_row):
     out = by_platform(rows, kernel, cpu=_product_of_columns, default=plain)
   elif axis == 0 and is_row and x.dtype == kernel.dtype == jnp.bfloat16 and kernel.shape[0] % _NUM_PARTS == 0:
     out = by_platform(rows, kernel, cpu=_product_in_parts, default=plain)
@@ -150,6 +151,8 @@ def _matmul_in_blocks(x: jax.Array, values: jax.Array, *, axis: int) -> jax.Arra
   Returns:
     `[..., out]` in the accumulation's dtype.
   """
+  if x.dtype == jnp.bfloat16 and not cpu_form.multiplies_bfloat16():
+    x = x.astype(jnp.float32)  # integers become bfloat16 number by number there
   num_inputs, num_channels = values.shape[axis], values.shape[1 - axis]
   # A loop of one iteration would be none.
   size = max(1, min(_BLOCK_SIZE // num_inputs, -(-num_channels // 2)))

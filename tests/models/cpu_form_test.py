@@ -1,6 +1,7 @@
 """Parameters in the form that CPUs decode fastest: products, joined kernels, shardings."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,11 @@ def all_kernels_are_large(monkeypatch):
   monkeypatch.setattr(cpu_form, 'LARGE', 1)
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+# Processors with units for bfloat16 products, and others.
+@pytest.mark.parametrize(('dtype', 'has_units'), [('float32', False), ('bfloat16', True), ('bfloat16', False)])
 @pytest.mark.parametrize('num_rows', [1, 2, 5, 12, 13, 100])
-def test_a_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtype):
+def test_a_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtype, has_units, monkeypatch):
+  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: has_units)
   rows = jax.random.normal(jax.random.key(0), (num_rows, 48), dtype)
   kernel = jax.random.normal(jax.random.key(1), (48, 40), dtype)
   multiply = jax.jit(matmul)
@@ -46,13 +49,17 @@ def test_gradients_of_a_product_are_those_of_the_other_order(num_rows):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, expected)
 
 
+@pytest.mark.parametrize(('dtype', 'has_units'), [('float32', False), ('bfloat16', True), ('bfloat16', False)])
 @pytest.mark.parametrize('num_rows', [1, 5, 20])
-def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows):
+def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtype, has_units, monkeypatch):
+  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: has_units)
   params = quantised({'kernel': jax.random.normal(jax.random.key(1), (48, 40))})
-  rows = jax.random.normal(jax.random.key(0), (num_rows, 48))
+  rows = jax.random.normal(jax.random.key(0), (num_rows, 48), dtype)
   fast = kernels_for_cpu(params)['kernel']
   assert fast.shape == (48, 40)
-  np.testing.assert_allclose(matmul(rows, fast), matmul(rows, params['kernel']), rtol=1e-4, atol=1e-4)
+  found = matmul(rows, fast)
+  assert found.dtype == jnp.float32
+  np.testing.assert_allclose(found, matmul(rows, params['kernel']), rtol=1e-4, atol=1e-4)
 
 
 def test_products_of_one_input_are_joined_where_they_have_the_same_parameters():
@@ -65,11 +72,14 @@ def test_products_of_one_input_are_joined_where_they_have_the_same_parameters():
   assert fast['qkv']['bias'].shape == (6,)
 
 
-@pytest.mark.parametrize('weights', [None, 'int8'])
-def test_every_parameter_is_sharded_as_the_one_that_it_is_made_of(weights):
+@pytest.mark.parametrize(('weights', 'dtype'), [(None, 'float32'), ('int8', 'float32'), (None, 'bfloat16')])
+def test_every_parameter_is_sharded_as_the_one_that_it_is_made_of(weights, dtype, monkeypatch):
+  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: False)
   mesh = make_mesh({}, jax.devices()[:1])
   config = dataclasses.replace(read_spec(SPECS['qwen2'])[1], weights=weights)  # with biases
-  params = init_params(jax.random.key(0), config)
+  params = jax.tree.map(
+    lambda x: x.astype(dtype) if x.dtype == jnp.float32 and x.ndim > 1 else x, init_params(jax.random.key(0), config)
+  )
 
   def specs(params):
     found = jax.tree_util.tree_leaves_with_path(shardings(mesh, params, CAUSAL_LM_RULES))
@@ -78,14 +88,16 @@ def test_every_parameter_is_sharded_as_the_one_that_it_is_made_of(weights):
   plain, fast = specs(params), specs(for_cpu(params))
   checked = 0
   for path, spec in fast.items():
-    original = path.replace('/out_in', '')
+    original = re.sub('/(out_in|in_out)', '', path)
     for names, joined in JOINED.items():
       original = original.replace(f'/{joined}/', f'/{names[0]}/')
+    original = original if original in plain else original.replace('unembedding', 'embedding')
     is_matrix = '/out_in' in path and not path.endswith('scale')
-    expected = PartitionSpec(*reversed(plain[original])) if is_matrix else plain[original]
+    is_reversed = is_matrix != (original == 'embedding' != path)
+    expected = PartitionSpec(*reversed(plain[original])) if is_reversed else plain[original]
     assert spec == expected, path
     checked += is_matrix
-  assert checked == 4 * config.num_layers + (not config.is_tied)
+  assert checked == 4 * config.num_layers + (not config.is_tied or dtype == 'bfloat16')
 
 
 def test_small_kernels_stay_as_they_are(monkeypatch):
@@ -98,12 +110,27 @@ def test_small_kernels_stay_as_they_are(monkeypatch):
   assert kernels_for_cpu(params['b']) is params['b']
 
 
-def test_bfloat16_kernels_stay_in_order_on_processors_without_units_for_them(monkeypatch):
+def test_bfloat16_kernels_are_in_both_orders_on_processors_without_units_for_them(monkeypatch):
   monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: False)
-  params = {'kernel': jnp.ones((3, 4), jnp.bfloat16), 'unembedding': jnp.ones((3, 4))}
+  params = {'a': {'kernel': jnp.ones((3, 4), jnp.bfloat16)}, 'unembedding': jnp.ones((3, 4))}
   fast = kernels_for_cpu(params)
-  assert fast['kernel'] is params['kernel']
-  assert isinstance(fast['unembedding'], TransposedKernel)
+  assert fast['a']['kernel'].in_out is params['a']['kernel']
+  assert fast['a']['kernel'].out_in.shape == (4, 3)
+  assert fast['unembedding'].in_out is None
+  assert kernels_for_cpu(fast) is fast
+  monkeypatch.setattr(cpu_form, 'MOST_DOUBLED', 3 * 4 * 2 - 1)
+  large = kernels_for_cpu(params)
+  assert large['a']['kernel'] is params['a']['kernel']
+  assert isinstance(large['unembedding'], TransposedKernel)
+  assert kernels_for_cpu(large) is large
+
+
+@pytest.mark.parametrize(('shape', 'factor'), [((1, 1, 48), 1), ((1, 48), 1), ((2, 48), 2), ((1, 3, 48), 2)])
+def test_a_single_token_is_multiplied_in_the_order_that_is_fast_for_it(shape, factor):
+  kernel = jax.random.normal(jax.random.key(1), (48, 40), jnp.bfloat16)
+  rows = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+  found = matmul(rows, TransposedKernel(2 * kernel.T, kernel))
+  np.testing.assert_allclose(found, factor * matmul(rows, kernel), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(('text', 'has_units'), [('flags : fpu amx_bf16 avx', True), ('flags : fpu avx512f', False)])
