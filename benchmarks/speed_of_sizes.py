@@ -35,7 +35,7 @@ from spectr_jax import Model, TokenTree
 from spectr_jax.draft import Drafter, head_drafter
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.models import causal_lm, head
-from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 from train import eagle3_head
 

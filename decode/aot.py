@@ -39,7 +39,8 @@ from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.io.load import hub_folder
 from spectr_jax.methods import METHODS, Method, get_method
 from spectr_jax.model import Model
-from spectr_jax.models.causal_lm import CausalLMConfig, causal_lm, param_shapes
+from spectr_jax.models.causal_lm import causal_lm
+from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 from spectr_jax.ops.thresholds import THRESHOLD_PASSES, THRESHOLDS
 from spectr_jax.sampling import FILTERS

@@ -15,7 +15,8 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.hub_tokenizer import load_hub_tokenizer
-from spectr_jax.models.causal_lm import causal_lm, config_of, init_params
+from spectr_jax.models.causal_lm import causal_lm, config_of
+from spectr_jax.models.causal_lm_config import init_params
 from spectr_jax.models.transformer import TransformerConfig
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from spectr_jax.io.heads.save import save_drafter
 from spectr_jax.io.load import ModelFiles
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.model import Model
-from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 from train.config_rules import Rule
 from train.head_step import HeadBatch, Step
 

@@ -18,7 +18,8 @@ from spectr_jax.io.hub.save import save_hub_model
 from spectr_jax.io.load import ModelFiles, open_model
 from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
 from spectr_jax.model import Model
-from spectr_jax.models.causal_lm import CausalLMConfig, causal_lm, hidden_states
+from spectr_jax.models.causal_lm import causal_lm, hidden_states
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 from train.config_rules import Rule, at_least
 from train.head_step import HeadBatch, Step
 

@@ -17,7 +17,7 @@ from spectr_jax.io.heads.save import eagle3_spec
 from spectr_jax.io.load import ModelFiles
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, head
-from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.products import accumulation_dtype
 from train.config_rules import Rule, at_least, finite_at_least_0

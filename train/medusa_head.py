@@ -15,7 +15,7 @@ from spectr_jax.draft import Drafter, medusa_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig, config_of, head_output, output_kernel, param_shapes
 from spectr_jax.io.load import ModelFiles
 from spectr_jax.model import Model
-from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 from train.config_rules import Rule, at_least
 from train.draft_kind import Head, cast, load_head_params
 from train.head_step import HeadBatch, Step

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from spectr_jax.model import KVCache
 from spectr_jax.models import causal_lm, layers
-from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.products import matmul
 
 

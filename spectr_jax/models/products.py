@@ -43,8 +43,9 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
     `[..., out]` in the accumulation's dtype.
   """
   if isinstance(kernel, TransposedKernel):
-    is_single = kernel.in_out is not None and x.size == x.shape[-1]
-    return matmul(x, kernel.in_out, axis=0) if is_single else matmul(x, kernel.out_in, axis=1)
+    if kernel.in_out is not None and x.size == x.shape[-1]:
+      return matmul(x, kernel.in_out)
+    return matmul(x, kernel.out_in, axis=1)
   if isinstance(kernel, Int8Kernel):
     in_blocks = functools.partial(_matmul_in_blocks, axis=axis)
     whole = functools.partial(matmul, axis=axis)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 from decode import aot
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.tree import TokenTree
 

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.models import cpu_form
-from spectr_jax.models.causal_lm import causal_lm, init_params
+from spectr_jax.models.causal_lm import causal_lm
+from spectr_jax.models.causal_lm_config import init_params
 from spectr_jax.models.cpu_form import JOINED, TransposedKernel, for_cpu, kernels_for_cpu
 from spectr_jax.models.int8 import is_int8, quantised
 from spectr_jax.models.products import matmul

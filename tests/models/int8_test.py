@@ -11,7 +11,8 @@ from hub_specs import SPECS
 from spectr_jax import TokenTree, generate
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.models import layers, products, transformer
-from spectr_jax.models.causal_lm import causal_lm, init_params, param_shapes
+from spectr_jax.models.causal_lm import causal_lm
+from spectr_jax.models.causal_lm_config import init_params, param_shapes
 from spectr_jax.models.int8 import Int8Kernel, is_int8, quantise, quantised
 from spectr_jax.models.products import matmul
 from spectr_jax.sharding import CAUSAL_LM_RULES, TRANSFORMER_RULES, make_mesh, shardings

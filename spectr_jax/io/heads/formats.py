@@ -18,7 +18,7 @@ from spectr_jax.io.hub.load import for_platform
 from spectr_jax.io.hub.tensors import Tensors
 from spectr_jax.model import KVCache, Model
 from spectr_jax.models import head
-from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 
 MEDUSA, MTP, DEEPSEEK_MTP = 'Medusa', 'MTP', 'MTP, DeepSeek'

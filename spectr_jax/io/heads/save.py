@@ -25,7 +25,7 @@ from spectr_jax.io.heads.formats import (
   names_and_shapes,
   read_eagle3,
 )
-from spectr_jax.models.causal_lm import Rope
+from spectr_jax.models.causal_lm_config import Rope
 from spectr_jax.models.head import HeadConfig
 
 # A name of an activation as Transformers calls it, where it calls it differently.

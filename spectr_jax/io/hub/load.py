@@ -17,7 +17,8 @@ from spectr_jax.io.hub.families import Family, read_spec
 from spectr_jax.io.hub.sources import Source, output_ranges, source_of
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.model import Model
-from spectr_jax.models.causal_lm import CausalLMConfig, causal_lm, param_shapes
+from spectr_jax.models.causal_lm import causal_lm
+from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
 from spectr_jax.models.int8 import Int8Kernel, is_int8, quantise
 from spectr_jax.models.products import accumulation_dtype
 from spectr_jax.ops.platforms import default_platform

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.models.causal_lm import Rope
+from spectr_jax.models.causal_lm_config import Rope
 
 
 def _linear(frequencies, parameters):

@@ -19,7 +19,8 @@ from spectr_jax.io.hub.sources import output_ranges, source_of
 from spectr_jax.io.new_folder import new_folder
 from spectr_jax.model import Model
 from spectr_jax.models import layers
-from spectr_jax.models.causal_lm import CausalLMConfig, config_of, param_shapes
+from spectr_jax.models.causal_lm import config_of
+from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
 from spectr_jax.models.int8 import check_savable
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from spectr_jax.io.hub.families import Family
-from spectr_jax.models.causal_lm import CausalLMConfig
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 
 _LEAVES = {'kernel': 'weight', 'gain': 'weight', 'bias': 'bias'}
 

@@ -1,0 +1,248 @@
+"""The sizes of a `causal_lm` decoder, the shapes of its parameters, and random ones.
+
+Parameters are a nested dict of arrays of one dtype, with kernels `[in, out]`; matrices may be in int8. A bias, a gate,
+an output head or a norm is there where the configuration says so; `param_shapes` alone decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from spectr_jax.models.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantised
+from spectr_jax.models.products import accumulation_dtype
+from spectr_jax.sharding import MODEL
+
+ACTIVATIONS = {
+  'silu': jax.nn.silu,
+  'gelu': functools.partial(jax.nn.gelu, approximate=False),
+  'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
+  'relu': jax.nn.relu,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+  """Rotary positions.
+
+  Attributes:
+    frequencies: The F radians per position; entries of a head from 2 F on are not rotated.
+    magnitude: Factor of the entries that are rotated.
+  """
+
+  frequencies: tuple[float, ...]
+  magnitude: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalLMConfig:
+  """Sizes of a decoder, and what it does where families differ. The defaults are those of Llama.
+
+  Attributes:
+    vocab_size: V.
+    embed_dim: Width of the residual stream.
+    num_layers: Number of blocks.
+    num_heads: Query heads, a multiple of `num_cached_heads`.
+    num_kv_heads: Heads of keys and values.
+    head_dim: Width of a head.
+    mlp_dim: Hidden width of the MLP.
+    context_length: Longest context it is made for, in tokens.
+    dtype: Type of parameters and activations. Softmaxes, norms and logits are float32 or wider.
+    cache_dtype: Type of the caches, or None for `dtype`. CPUs write bfloat16 caches by copying them, and float32 ones
+      in place.
+    weights: `int8` for kernels, embedding and output head in int8 with a scale per output channel; None for `dtype`.
+      Norms, biases and learned positions are of `dtype` in any case.
+    rope: Rotary positions, or None for learned ones that are added to the embedding.
+    window_rope: Rotary positions of the layers with a window, or None for `rope`.
+    windows: For each layer, the number of last tokens that a token attends to, itself included, or None for all. Empty
+      for no windows at all.
+    norm: Norm of the stream: root mean square, or layer norm with a bias.
+    norm_epsilon: Added to variances.
+    gain_offset: Added to the gains of root-mean-square norms.
+    has_qk_norm: Whether queries and keys are normalised per head.
+    has_post_norms: Whether the outputs of attention and MLP are normalised.
+    is_parallel: Whether attention and MLP of a block both read the block's input.
+    has_qkv_bias: Whether queries, keys and values have biases.
+    has_out_bias: Whether the output of attention has a bias.
+    has_mlp_bias: Whether the MLP's products have biases.
+    is_gated: Whether the MLP multiplies its hidden units by a gate.
+    activation: A name of `ACTIVATIONS`.
+    query_scale: Factor of queries, or None for `head_dim ** -0.5`.
+    attention_soft_cap: Bound of attention's scores, or None.
+    logit_soft_cap: Bound of logits, or None.
+    embedding_scale: Factor of embedded tokens.
+    is_tied: Whether the embedding is the output head as well.
+    kv_copies: How often each head of keys and values is stored, so that a mesh with more devices than heads can shard
+      them.
+
+  Raises:
+    ValueError: Sizes do not fit each other, or a name is unknown.
+  """
+
+  vocab_size: int
+  embed_dim: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  mlp_dim: int
+  context_length: int
+  dtype: str = 'float32'
+  weights: Literal['int8'] | None = None
+  cache_dtype: str | None = None
+  rope: Rope | None = None
+  window_rope: Rope | None = None
+  windows: tuple[int | None, ...] = ()
+  norm: Literal['rms', 'layer'] = 'rms'
+  norm_epsilon: float = 1e-6
+  gain_offset: float = 0.0
+  has_qk_norm: bool = False
+  has_post_norms: bool = False
+  is_parallel: bool = False
+  has_qkv_bias: bool = False
+  has_out_bias: bool = False
+  has_mlp_bias: bool = False
+  is_gated: bool = True
+  activation: str = 'silu'
+  query_scale: float | None = None
+  attention_soft_cap: float | None = None
+  logit_soft_cap: float | None = None
+  embedding_scale: float = 1.0
+  is_tied: bool = False
+  kv_copies: int = 1
+
+  def __post_init__(self):
+    sizes = ('vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'mlp_dim')
+    for name in (*sizes, 'context_length', 'kv_copies'):
+      value = getattr(self, name)
+      if not isinstance(value, int) or value < 1:
+        raise ValueError(f'{name} must be a positive integer, got {value!r}')
+    if self.num_heads % self.num_cached_heads:
+      raise ValueError(
+        f'num_heads {self.num_heads} must be a multiple of the {self.num_cached_heads} heads of keys and values'
+      )
+    dtypes = ('float32', 'bfloat16', 'float64')
+    for name, allowed in (
+      ('dtype', dtypes),
+      ('cache_dtype', (*dtypes, None)),
+      ('norm', ('rms', 'layer')),
+      ('activation', tuple(ACTIVATIONS)),
+    ):
+      if getattr(self, name) not in allowed:
+        raise ValueError(f'{name} must be one of {", ".join(map(str, allowed))}; got {getattr(self, name)!r}')
+    check_weights(self.weights)
+    if len(self.windows) not in (0, self.num_layers):
+      raise ValueError(f'windows must be given for all {self.num_layers} layers or none, got {len(self.windows)}')
+    for rope in (self.rope, self.window_rope):
+      if rope is not None and 2 * len(rope.frequencies) > self.head_dim:
+        raise ValueError(f'{len(rope.frequencies)} rotary frequencies need heads of twice that; got {self.head_dim}')
+
+  @property
+  def num_cached_heads(self) -> int:
+    """Heads of keys and values as they are stored."""
+    return self.num_kv_heads * self.kv_copies
+
+  @property
+  def num_params(self) -> int:
+    """The number of parameters, copies of heads and scales not counted."""
+    shapes = param_shapes(dataclasses.replace(self, kv_copies=1, weights=None))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+  def for_mesh(self, mesh: Mesh | AbstractMesh) -> CausalLMConfig:
+    """The configuration with as many copies of key-value heads as the mesh's axis `model` needs.
+
+    Raises:
+      ValueError: The heads cannot be sharded over the axis.
+    """
+    num_shards, num_kv_heads = mesh.shape[MODEL], self.num_kv_heads
+    if num_kv_heads % num_shards == 0:
+      return self
+    if num_shards % num_kv_heads or self.num_heads % num_shards:
+      raise ValueError(
+        f'{self.num_heads} heads with {num_kv_heads} heads of keys and values cannot be sharded over'
+        f' {MODEL}:{num_shards}'
+      )
+    return dataclasses.replace(self, kv_copies=num_shards // num_kv_heads)
+
+  def window(self, layer: int) -> int | None:
+    """The window of a layer, or None for all tokens."""
+    return self.windows[layer] if self.windows else None
+
+  def rope_of(self, layer: int) -> Rope | None:
+    """The rotary positions of a layer, or None for learned ones."""
+    has_own = self.window_rope is not None and self.window(layer) is not None
+    return self.window_rope if has_own else self.rope
+
+
+def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
+  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`, and of `Int8Kernel` of these.
+
+  It is enough to compile for a model whose weights are not there.
+  """
+
+  def array(*shape):
+    return jax.ShapeDtypeStruct(shape, config.dtype)
+
+  def matrix(name, *shape) -> dict[str, Any]:
+    if config.weights is None:
+      return {name: array(*shape)}
+    axis = CHANNEL_AXES[name]
+    scale = jax.ShapeDtypeStruct((shape[axis],), accumulation_dtype(config.dtype))
+    return {name: Int8Kernel(jax.ShapeDtypeStruct(shape, jnp.int8), scale, axis)}
+
+  def linear(num_in, num_out, has_bias):
+    return matrix('kernel', num_in, num_out) | ({'bias': array(num_out)} if has_bias else {})
+
+  def norm():
+    return {'gain': array(width)} | ({'bias': array(width)} if config.norm == 'layer' else {})
+
+  width, head_dim = config.embed_dim, config.head_dim
+  query_width, kv_width = config.num_heads * head_dim, config.num_cached_heads * head_dim
+
+  def block():
+    attention = {
+      'q': linear(width, query_width, config.has_qkv_bias),
+      'k': linear(width, kv_width, config.has_qkv_bias),
+      'v': linear(width, kv_width, config.has_qkv_bias),
+      'out': linear(query_width, width, config.has_out_bias),
+    }
+    if config.has_qk_norm:
+      attention |= {'q_norm': {'gain': array(head_dim)}, 'k_norm': {'gain': array(head_dim)}}
+    into = {name: linear(width, config.mlp_dim, config.has_mlp_bias) for name in ('gate', 'up')[not config.is_gated :]}
+    mlp = {**into, 'down': linear(config.mlp_dim, width, config.has_mlp_bias)}
+    norms = {'attention_norm': norm(), 'mlp_norm': norm()}
+    if config.has_post_norms:
+      norms |= {'attention_post_norm': norm(), 'mlp_post_norm': norm()}
+    return {'attention': attention, 'mlp': mlp, **norms}
+
+  shapes = matrix('embedding', config.vocab_size, width) | {'final_norm': norm()}
+  if config.rope is None:
+    shapes['position_embedding'] = array(config.context_length, width)
+  if not config.is_tied:
+    shapes |= matrix('unembedding', width, config.vocab_size)
+  return shapes | {f'layer_{layer}': block() for layer in range(config.num_layers)}
+
+
+def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
+  """Random parameters, of a scale that keeps activations near unit variance.
+
+  Args:
+    key: A typed key.
+    config: The sizes.
+  """
+  shapes, structure = jax.tree_util.tree_flatten_with_path(param_shapes(dataclasses.replace(config, weights=None)))
+
+  def draw(key, path, shape):
+    scale = shape.shape[0] ** -0.5 if path[-1].key in ('kernel', 'unembedding') else shape.shape[-1] ** -0.5
+    offset = 1.0 - config.gain_offset if path[-1].key == 'gain' else 0.0
+    return (offset + scale * jax.random.normal(key, shape.shape)).astype(shape.dtype)
+
+  keys = jax.random.split(key, len(shapes))
+  params = jax.tree.unflatten(structure, [draw(key, *shape) for key, shape in zip(keys, shapes)])
+  return params if config.weights is None else quantised(params)
