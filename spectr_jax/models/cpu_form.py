@@ -103,8 +103,9 @@ def kernels_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
     return is_int8(node) or isinstance(node, TransposedKernel)
 
   def is_slow(keys, node):
-    is_kernel = keys[-1].key in ('kernel', 'unembedding') and not isinstance(node, TransposedKernel)
-    return is_kernel and len(node.shape) == 2 and node.size >= LARGE
+    if isinstance(node, TransposedKernel) or keys[-1].key not in ('kernel', 'unembedding'):
+      return False
+    return len(node.shape) == 2 and node.size >= LARGE
 
   def convert(keys, node):
     if not is_slow(keys, node):
