@@ -17,6 +17,7 @@ from spectr_jax.models.causal_lm_config import init_params
 from spectr_jax.models.cpu_form import JOINED, TransposedKernel, for_cpu, kernels_for_cpu
 from spectr_jax.models.int8 import is_int8, quantised
 from spectr_jax.models.products import matmul
+from spectr_jax.ops.platforms import made_for
 from spectr_jax.sharding import CAUSAL_LM_RULES, make_mesh, shardings
 
 
@@ -32,8 +33,7 @@ def test_a_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtype, has
   monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: has_units)
   rows = jax.random.normal(jax.random.key(0), (num_rows, 48), dtype)
   kernel = jax.random.normal(jax.random.key(1), (48, 40), dtype)
-  multiply = jax.jit(matmul)
-  found = multiply(rows, TransposedKernel(kernel.T))
+  found = jax.jit(lambda *operands: matmul(*operands))(rows, TransposedKernel(kernel.T))  # traced anew
   assert found.dtype == jnp.float32
   np.testing.assert_allclose(found, np.asarray(rows, np.float64) @ np.asarray(kernel, np.float64), rtol=1e-4, atol=1e-4)
 
@@ -61,6 +61,15 @@ def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtyp
   found = matmul(rows, fast)
   assert found.dtype == jnp.float32
   np.testing.assert_allclose(found, matmul(rows, params['kernel']), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(('has_units', 'dtype'), [(True, 'bf16'), (False, 'f32')])
+def test_integers_become_bfloat16_only_where_there_are_units_for_it(has_units, dtype, monkeypatch):
+  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: has_units)
+  kernel = quantised({'kernel': jnp.ones((48, 40))})['kernel']
+  with made_for('cpu'):
+    program = str(jax.make_jaxpr(lambda rows: matmul(rows, kernel))(jnp.ones((3, 48), jnp.bfloat16)))
+  assert re.findall(r'(\w+)\[48,20\] = convert_element_type', program) == [dtype]
 
 
 def test_products_of_one_input_are_joined_where_they_have_the_same_parameters():
@@ -92,9 +101,10 @@ def test_every_parameter_is_sharded_as_the_one_that_it_is_made_of(weights, dtype
     original = re.sub('/(out_in|in_out)', '', path)
     for names, joined in JOINED.items():
       original = original.replace(f'/{joined}/', f'/{names[0]}/')
-    original = original if original in plain else original.replace('unembedding', 'embedding')
     is_matrix = '/out_in' in path and not path.endswith('scale')
-    is_reversed = is_matrix != (original == 'embedding' != path)
+    is_reversed = is_matrix
+    if original not in plain:  # a tied output head, whose original is stored as `[out, in]`
+      original, is_reversed = 'embedding', not is_matrix
     expected = PartitionSpec(*reversed(plain[original])) if is_reversed else plain[original]
     assert spec == expected, path
     checked += is_matrix
