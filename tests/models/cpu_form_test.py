@@ -72,6 +72,15 @@ def test_integers_become_bfloat16_only_where_there_are_units_for_it(has_units, d
   assert re.findall(r'(\w+)\[48,20\] = convert_element_type', program) == [dtype]
 
 
+@pytest.mark.parametrize(('has_units', 'is_first'), [(True, True), (False, False)])
+def test_a_bfloat16_kernel_is_the_first_factor_only_where_there_are_units_for_it(has_units, is_first, monkeypatch):
+  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: has_units)
+  operands = jnp.ones((3, 48), jnp.bfloat16), TransposedKernel(jnp.ones((40, 48), jnp.bfloat16))
+  with made_for('cpu'):
+    program = str(jax.make_jaxpr(lambda *operands: matmul(*operands))(*operands))
+  assert re.findall(r'(f32\[\d+,\d+\]) = dot_general', program) == ['f32[40,3]' if is_first else 'f32[3,40]']
+
+
 def test_products_of_one_input_are_joined_where_they_have_the_same_parameters():
   def linear(has_bias):
     return {'kernel': jnp.ones((4, 2))} | ({'bias': jnp.ones(2)} if has_bias else {})
