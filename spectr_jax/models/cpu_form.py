@@ -3,8 +3,8 @@
 XLA's CPU backend reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product,
 and a product of few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the
 caches are transposed, and those that multiply the same input become one. Without units for bfloat16 products (AMX) a
-single token takes half as long in the order `[in, out]`, and several take two thirds as long in the other one: there
-bfloat16 kernels are kept in both. `products.matmul` has the forms of the product; jax 0.10 was measured.
+single token takes half as long in the order `[in, out]`, and several take two thirds as long in the other one, prompts
+longer: there bfloat16 kernels are kept in both. `products.matmul` has the forms of the product; jax 0.10 was measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TransposedKernel:
 
   Attributes:
     out_in: `[out, in]`, an array or an `Int8Kernel`.
-    in_out: `[in, out]`, for the products of a single token, or None where `out_in` serves them too.
+    in_out: `[in, out]`, for the products of a single token and of prompts, or None where `out_in` serves them too.
   """
 
   out_in: Any

@@ -42,8 +42,9 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
   Returns:
     `[..., out]` in the accumulation's dtype.
   """
+  has_many_tokens = x.ndim == 3 and x.shape[1] >= _MANY_TOKENS
   if isinstance(kernel, TransposedKernel):
-    if kernel.in_out is not None and x.size == x.shape[-1]:
+    if kernel.in_out is not None and (x.size == x.shape[-1] or has_many_tokens):
       return matmul(x, kernel.in_out)
     return matmul(x, kernel.out_in, axis=1)
   if isinstance(kernel, Int8Kernel):
@@ -59,7 +60,7 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
     out = by_platform(rows, kernel, cpu=_product_of_columns, default=plain)
   elif axis == 0 and is_row and x.dtype == kernel.dtype == jnp.bfloat16 and kernel.shape[0] % _NUM_PARTS == 0:
     out = by_platform(rows, kernel, cpu=_product_in_parts, default=plain)
-  elif x.ndim == 3 and x.shape[1] >= _MANY_TOKENS:
+  elif has_many_tokens:
     return plain(x, kernel)
   else:
     out = plain(rows, kernel)
@@ -153,7 +154,7 @@ def _matmul_in_blocks(x: jax.Array, values: jax.Array, *, axis: int) -> jax.Arra
     `[..., out]` in the accumulation's dtype.
   """
   if x.dtype == jnp.bfloat16 and not cpu_form.multiplies_bfloat16():
-    x = x.astype(jnp.float32)  # integers become bfloat16 number by number there
+    x = x.astype(jnp.float32)  # in bfloat16 a single token takes nine times as long there
   num_inputs, num_channels = values.shape[axis], values.shape[1 - axis]
   # A loop of one iteration would be none.
   size = max(1, min(_BLOCK_SIZE // num_inputs, -(-num_channels // 2)))

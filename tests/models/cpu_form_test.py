@@ -145,8 +145,10 @@ def test_bfloat16_kernels_are_in_both_orders_on_processors_without_units_for_the
   assert kernels_for_cpu(large) is large
 
 
-@pytest.mark.parametrize(('shape', 'factor'), [((1, 1, 48), 1), ((1, 48), 1), ((2, 48), 2), ((1, 3, 48), 2)])
-def test_a_single_token_is_multiplied_in_the_order_that_is_fast_for_it(shape, factor):
+@pytest.mark.parametrize(
+  ('shape', 'factor'), [((1, 1, 48), 1), ((1, 48), 1), ((2, 48), 2), ((1, 3, 48), 2), ((2, 64, 48), 1)]
+)
+def test_a_single_token_and_prompts_are_multiplied_in_the_order_that_is_fast_for_them(shape, factor):
   kernel = jax.random.normal(jax.random.key(1), (48, 40), jnp.bfloat16)
   rows = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
   found = matmul(rows, TransposedKernel(2 * kernel.T, kernel))
