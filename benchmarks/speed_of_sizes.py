@@ -60,8 +60,8 @@ class Sizes:
     has_head: Whether a head of EAGLE-3's sizes drafts as well.
     dtype: Type of weights and activations.
     batch_sizes: Numbers of rows.
-    shapes: K drafts of L tokens of each kind of round; the first is compared with the peer, the second, if
-      there are several, is profiled.
+    shapes: K drafts of L tokens of each kind of round; a single draft of the first one's length is compared with the
+      peer, the second shape, if there are several, is profiled.
     num_runs: Timed runs of each measurement.
     peer_device: Where Hugging Face's transformers run, `cuda` or `cpu`; None to leave them out.
   """
@@ -269,7 +269,7 @@ def measure_beside_peer(models: Models, sizes: Sizes) -> Result:
     sizes: What is measured.
   """
   rows, target = speed.prompts(1, models.target.vocab_size), models.target
-  tree = TokenTree.chains(*sizes.shapes[0])
+  tree = TokenTree.chains(1, sizes.shapes[0][1])  # the peer drafts a single chain
   calls = {
     'spectr_jax, step': speed.own_call((target, None), rows, 'autoregressive', None),
     'spectr_jax, round': speed.own_call((target, models.drafts['draft']), rows, 'speculative', tree),

@@ -107,7 +107,9 @@ def test_a_cpu_interpolates(passes, is_weighted, goals, most):
   assert max(run(hard)) <= thresholds._MOST_GUESSES + 31
 
 
-def test_every_platform_has_its_form(monkeypatch):
+@pytest.mark.parametrize(('vocab_size', 'on_cpu'), [(64, '_together'), (65, '_row_by_row')])
+def test_every_platform_has_its_form(vocab_size, on_cpu, monkeypatch):
+  """Short rows are searched together on a CPU, too."""
   chosen = []
 
   def choose(*arguments, cpu, default):
@@ -115,7 +117,7 @@ def test_every_platform_has_its_form(monkeypatch):
     return default(*arguments)
 
   monkeypatch.setattr(jax.lax, 'platform_dependent', choose)
-  probs = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+  probs = jax.ShapeDtypeStruct((2, vocab_size), jnp.float32)
   found = jax.eval_shape(lambda probs: thresholds.largest_threshold(probs, jnp.array(2), is_weighted=False), probs)
   assert found.shape == (2, 1)
-  assert [tuple(form.func for form in forms) for forms in chosen] == [(thresholds._row_by_row, thresholds._together)]
+  assert [tuple(form.func.__name__ for form in forms) for forms in chosen] == [(on_cpu, '_together')]
