@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import struct
 import zipfile
 from collections.abc import Sequence
 
@@ -79,13 +80,33 @@ class Shard:
 
   @classmethod
   def load(cls, path: pathlib.Path) -> Shard:
-    """Reads a shard.
+    """Opens a shard. Hidden states stay on disk until rows of them are taken: a batch takes few of them.
 
     Args:
       path: The file.
+
+    Raises:
+      ValueError: It is no shard.
     """
+    features = _mapped_features(path).view(ml_dtypes.bfloat16)
     with np.load(path, allow_pickle=False) as arrays:
-      return cls(arrays['tokens'], arrays['lengths'], arrays['starts'], arrays['features'].view(ml_dtypes.bfloat16))
+      return cls(arrays['tokens'], arrays['lengths'], arrays['starts'], features)
+
+
+def _mapped_features(path: os.PathLike) -> np.ndarray:
+  """The hidden states of a file as they lie there, uncompressed."""
+  try:
+    with zipfile.ZipFile(path) as archive:
+      start = archive.getinfo('features.npy').header_offset
+    with open(path, 'rb') as file:
+      # A member's header: 26 bytes, then the lengths of its name and of another field, then both of these.
+      file.seek(start + 26)
+      file.seek(sum(struct.unpack('<HH', file.read(4))), os.SEEK_CUR)
+      np.lib.format.read_magic(file)
+      shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+      return np.memmap(file, dtype, mode='r', offset=file.tell(), shape=shape)
+  except (zipfile.BadZipFile, KeyError, ValueError, struct.error) as error:
+    raise ValueError(f'{path} is damaged: {error}') from error
 
 
 def features_shape(path: os.PathLike) -> tuple[int, ...]:
@@ -97,12 +118,7 @@ def features_shape(path: os.PathLike) -> tuple[int, ...]:
   Raises:
     ValueError: It is no shard.
   """
-  try:
-    with zipfile.ZipFile(path) as archive, archive.open('features.npy') as file:
-      np.lib.format.read_magic(file)
-      return np.lib.format.read_array_header_1_0(file)[0]
-  except (zipfile.BadZipFile, KeyError, ValueError) as error:
-    raise ValueError(f'{path} is damaged: {error}') from error
+  return _mapped_features(path).shape
 
 
 def chat_frame(tokenizer: TokenizerBase) -> tuple[list[int], list[int]]:

@@ -85,6 +85,13 @@ def test_a_shard_holds_conversations_and_their_hidden_states(target, shard, tmp_
   again = head_data.Shard.load(tmp_path / 'shard.npz')
   for field in dataclasses.fields(shard):
     np.testing.assert_array_equal(getattr(again, field.name), getattr(shard, field.name))
+  assert isinstance(again.features, np.memmap)  # a batch reads its own rows alone
+  whole = (tmp_path / 'shard.npz').read_bytes()
+  for name, content in (('cut', whole[:-100]), ('empty', b''), ('other', b'no archive' * 100)):
+    (tmp_path / name).write_bytes(content)
+    for read in (head_data.Shard.load, head_data.features_shape):
+      with pytest.raises(ValueError, match=f'{name} is damaged: '):
+        read(tmp_path / name)
 
 
 def test_training_sees_what_drafting_sees(target):
