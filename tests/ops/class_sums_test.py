@@ -26,3 +26,18 @@ def test_tiny_values_are_not_lost_beside_a_large_one():
   # Added to 1 one by one, every one of them would be rounded away.
   found = jax.jit(functools.partial(class_sums._scatter, num_classes=2))(values, classes)
   np.testing.assert_allclose(found[0] - 1, 4.1e-6, rtol=0.3)
+
+
+@pytest.mark.parametrize(('num_tokens', 'num_forms'), [(128, 0), (129, 2)])
+def test_few_tokens_are_compared_everywhere(num_tokens, num_forms, monkeypatch):
+  chosen = []
+
+  def choose(*arguments, **forms):
+    chosen.extend(forms)
+    return forms['default'](*arguments)
+
+  monkeypatch.setattr(class_sums, 'by_platform', choose)
+  classes = np.arange(num_tokens, dtype=np.int32) % 3
+  found = class_sums.sums_by_class((np.ones(num_tokens, np.float32),), classes, 3)
+  np.testing.assert_array_equal(found[:, 0], np.bincount(classes))
+  assert len(chosen) == num_forms
