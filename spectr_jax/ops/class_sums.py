@@ -1,6 +1,6 @@
 """Sums by class.
 
-A CPU has a form of its own because it scatters faster than it compares, but for few tokens; vector units do the opposite.
+A CPU has a form of its own for many tokens, because it scatters faster than it compares; vector units do the opposite.
 """
 
 from __future__ import annotations
