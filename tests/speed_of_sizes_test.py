@@ -10,6 +10,7 @@ import pytest
 from hub_specs import SPECS
 
 from benchmarks import speed, speed_of_sizes
+from spectr_jax import TokenTree
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.models import head
 
@@ -94,6 +95,16 @@ def test_the_peer_is_named_where_it_is_left_out(tiny, tmp_path, capsys, monkeypa
   monkeypatch.setattr(speed_of_sizes, 'measurements', lambda *_: [])
   speed_of_sizes.run(dataclasses.replace(tiny, peer_device='cuda'), tmp_path / 'sizes.json')
   assert 'transformers are left out: import of torch halted' in capsys.readouterr().out
+
+
+def test_a_single_draft_is_compared_with_the_peer(tiny, monkeypatch):
+  """Whatever shape comes first, since the peer drafts a chain."""
+  trees = []
+  monkeypatch.setattr(speed, 'own_call', lambda models, rows, method, tree: trees.append((method, tree)) or (lambda: 1))
+  models = speed_of_sizes.make_models(tiny)
+  found = speed_of_sizes.measure_beside_peer(models, dataclasses.replace(tiny, shapes=((2, 3), (4, 4))))
+  assert set(found['times']) == {'spectr_jax, step', 'spectr_jax, round'}
+  assert trees[-1] == ('speculative', TokenTree.chains(1, 3))
 
 
 def test_ratios_are_those_of_medians():
