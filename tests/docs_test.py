@@ -362,6 +362,7 @@ def _reduced(command, directory):
   own = _MODELS_AND_PROMPTS.get(command.module, ())
   if own:
     values |= {role: directory / role for role in ('target', 'draft')}
+  values.pop('chat', None)  # tiny models have no chat template
   if 'prompts' in own and 'prompt' not in values:
     values['prompts'] = directory / 'prompts.txt'
   values |= {name: _SMALL[name] for name in (*values, *own) if name in _SMALL}
