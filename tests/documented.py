@@ -85,7 +85,7 @@ def inline_flags(page: pathlib.Path) -> set[str]:
   return {match for code in codes for match in re.findall(r'(?:^| )--(\w+)', code)}
 
 
-def attempt(tasks: list[dict], timeout: float = 1200) -> list[dict]:
+def attempt(tasks: list[dict], timeout: float = 600) -> list[dict]:
   """Parses or runs commands in a new process; the module's docstring describes tasks and results.
 
   Args:

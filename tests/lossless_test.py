@@ -344,14 +344,14 @@ def _compare_engine(name, tree, sampling):
     method=coarse(_LOSSLESS[name]),
     tree=tree,
     num_tokens=num_tokens,
-    num_samples=15_000,
+    num_samples=25_000,
     batch_size=2500,
     **sampling,
   )
   for prompt, found in zip(_PROMPTS, counts):
     # By uncached forwards of every context.
     result = chi_square(found, ordinary_law(target, prompt, num_tokens, **sampling))
-    assert result.num_samples >= 15_000
+    assert result.num_samples >= 25_000
     assert result.p_value > 1e-3, (prompt, result)
 
 

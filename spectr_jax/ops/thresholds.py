@@ -25,7 +25,7 @@ _NUM_PARTS = 32
 _NEAR = 2**14  # floats between the ends of a bracket from which on tokens are counted
 _LEAST_REST = 1e-6  # mass below a point that sums in float32 tell from 0
 _MOST_GUESSES = 32  # of a search that interpolates, before it bisects
-_SHORT_ROW = 64  # the most tokens of rows that a CPU searches together: a search of each takes up to 80 times as long
+_SHORT_ROW = 64  # the most tokens of rows that a CPU searches together: a search of each takes up to 75 times as long
 
 
 def largest_threshold(probs: jax.Array, goal: jax.Array, *, is_weighted: bool) -> jax.Array:

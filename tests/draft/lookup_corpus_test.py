@@ -266,8 +266,12 @@ _SAMPLING = {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
 @pytest.mark.slow
 @pytest.mark.usefixtures('highest')
 @pytest.mark.parametrize(
-  ('name', 'method'), [('alone', 'spectr'), ('beside', 'race_traversal'), ('beside a head', 'race_block')]
-)
+  ('name', 'method'),
+  [
+    ('alone', 'spectr'), ('alone', 'race_traversal'), ('beside', 'race_traversal'),
+    ('beside a head', 'race_traversal'), ('beside a head', 'race_block'),
+  ],
+)  # fmt: skip
 def test_lookup_in_the_loop(name, method):
   """The joint distribution of the first tokens is that of ordinary sampling, by chi-square."""
   target, draft = tiny_transformers()

@@ -7,7 +7,7 @@ from guesses import ALL, DISTINCT, DUPLICATES, EXACT, RAN_OUT, RAN_OUT_BELOW, UN
 
 from spectr_jax import METHODS, Proposal, TokenTree
 from spectr_jax.row_tree import RowTree
-from tests.slow import slow_but
+from tests.slow import slow, slow_but
 
 
 def _placed(tree, bounds, places, proposal, targets):
@@ -53,10 +53,8 @@ def _tokens_for(name, *choices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ('name', 'is_bound'),
-  [*((name, False) for name in _GROWN), *((name, True) for name in ('ersd', 'traversal', 'race_traversal'))],
-)
+@_grown_methods
+@pytest.mark.parametrize('is_bound', [False, slow(True)])
 def test_a_row_with_the_parents_of_a_tree_is_verified_like_it(name, is_bound):
   """Verdict, law and explanation: with the tree itself as its bounds, and with bounds in which every node may have
   children.
