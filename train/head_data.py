@@ -109,16 +109,21 @@ def _mapped_features(path: os.PathLike) -> np.ndarray:
     raise ValueError(f'{path} is damaged: {error}') from error
 
 
-def features_shape(path: os.PathLike) -> tuple[int, ...]:
-  """The shape of a shard's features, without reading them.
+def checked_features_shape(path: os.PathLike) -> tuple[int, ...]:
+  """The shape of a shard's features. The whole file is compared with its checksums, as `Shard.load` does not.
 
   Args:
     path: The file.
 
   Raises:
-    ValueError: It is no shard.
+    ValueError: It is no shard, or it has changed since it was written.
   """
-  return _mapped_features(path).shape
+  shape = _mapped_features(path).shape
+  with zipfile.ZipFile(path) as archive:
+    changed = archive.testzip()
+  if changed is not None:
+    raise ValueError(f'{path} is damaged: {changed} has another checksum')
+  return shape
 
 
 def chat_frame(tokenizer: TokenizerBase) -> tuple[list[int], list[int]]:

@@ -29,7 +29,7 @@ from train.config_rules import Rule, at_least, check_fields, finite_at_least_0
 from train.draft_kind import DraftKind
 from train.draft_model import ModelKind
 from train.eagle3_head import Eagle3Kind
-from train.head_data import Shard, Sizes, features_shape, generate_shard
+from train.head_data import Shard, Sizes, checked_features_shape, generate_shard
 from train.head_step import HeadBatch, head_loss
 from train.medusa_head import MedusaKind
 from train.run import Run
@@ -76,7 +76,7 @@ class _Data:
     return self.directory / f'shard_{number:05d}.npz'
 
   def _check(self, path: epath.Path) -> None:
-    num_rows, _, num_found, _ = features_shape(path)
+    num_rows, _, num_found, _ = checked_features_shape(path)
     num_layers = len(self.layers)
     # The last layer is the last one of every shard.
     is_enough = num_found == num_layers or (self.layers == (-1,) and num_found)

@@ -89,9 +89,13 @@ def test_a_shard_holds_conversations_and_their_hidden_states(target, shard, tmp_
   whole = (tmp_path / 'shard.npz').read_bytes()
   for name, content in (('cut', whole[:-100]), ('empty', b''), ('other', b'no archive' * 100)):
     (tmp_path / name).write_bytes(content)
-    for read in (head_data.Shard.load, head_data.features_shape):
+    for read in (head_data.Shard.load, head_data.checked_features_shape):
       with pytest.raises(ValueError, match=f'{name} is damaged: '):
         read(tmp_path / name)
+  middle = len(whole) // 2  # within the hidden states, which are nearly all of it
+  (tmp_path / 'changed').write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+  with pytest.raises(ValueError, match='changed is damaged: features.npy has another checksum'):
+    head_data.checked_features_shape(tmp_path / 'changed')
 
 
 def test_training_sees_what_drafting_sees(target):
