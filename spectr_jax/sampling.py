@@ -210,9 +210,12 @@ def _softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.A
 
     return (scaled_softmax(logits, scale),)
 
-  if not _fits_kernels(logits):
-    return plain(logits, scale, is_greedy)
-  return by_platform(logits, scale, is_greedy, tpu=by_kernel, default=plain)
+  def without_choice(logits, scale, is_greedy):
+    # A GPU waits for the host at a choice, longer than the search takes.
+    return at_points(of_rows(logits, scale)[0], find_points(logits, is_greedy))
+
+  forms = {'tpu': by_kernel} if _fits_kernels(logits) else {}
+  return by_platform(logits, scale, is_greedy, gpu=without_choice, default=plain, **forms)
 
 
 def _fits_kernels(weights: jax.Array) -> bool:

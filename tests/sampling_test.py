@@ -262,14 +262,17 @@ def test_a_filter_that_no_row_uses_is_not_there(name):
   np.testing.assert_array_equal(_to_probs(logits, used), _to_probs(logits, used.with_filters_of(both)))
 
 
+@pytest.mark.parametrize('platform', ['tpu', 'gpu'])
 @pytest.mark.parametrize('temperature', [[1.0, 0.0, 0.5, 0.0, 0.0, 1.0], 1.0])
-def test_greedy_rows_are_the_same_in_the_form_for_tpus(temperature):
-  """There the choice comes after the softmax, and takes whole distributions."""
+def test_greedy_rows_are_the_same_in_the_forms_for_accelerators(temperature, platform):
+  """On a TPU the choice comes after the softmax, and takes whole distributions; on a GPU there is none."""
   logits = jnp.asarray(_logits(10, vocab_size=640, ties=True), jnp.float32)[:, None]
   logits = logits.at[4, 0, 7].set(jnp.nan).at[5, 0, 8].set(jnp.inf)
   sampling = SamplingParams.make(6, temperature=np.array(temperature))
-  with made_for('tpu'):
+  with made_for(platform):
     found = jax.jit(logits_to_probs)(logits, sampling)
+    program = str(jax.make_jaxpr(logits_to_probs)(logits, sampling))
+  assert ('cond[' in program) == (platform == 'tpu')
   np.testing.assert_array_equal(found, _to_probs(logits, sampling))
   assert np.isnan(found[4:]).all()
   if np.ndim(temperature):

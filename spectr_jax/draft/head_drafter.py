@@ -14,7 +14,7 @@ from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftReq
 from spectr_jax.draft.drawing import ScoredNodes, draw_tree
 from spectr_jax.model import PREFILL_CHUNK, KVCache
 from spectr_jax.models import head, layers
-from spectr_jax.models.cpu_form import kernels_for_cpu
+from spectr_jax.models.decoding_form import kernels_for_decoding
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.proposal import Proposal
 
@@ -200,7 +200,7 @@ def head_drafter(params: Mapping[str, Any], config: HeadConfig, vocab_size: int)
     reads_tokens=True,
     reads_target='embedding' not in params,
     feature_layers=config.feature_layers,
-    for_decoding_fn=kernels_for_cpu,
+    for_decoding_fn=kernels_for_decoding,
     **_functions(config),
   )
 

@@ -13,13 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import functions, layers
 from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, init_params, param_shapes
-from spectr_jax.models.cpu_form import JOINED, for_cpu
+from spectr_jax.models.decoding_form import JOINED, params_for_decoding
 from spectr_jax.models.functions import model_functions
 from spectr_jax.models.products import accumulation_dtype, matmul
+from spectr_jax.ops.platforms import by_platform
 from spectr_jax.sharding import CAUSAL_LM_RULES
 
 __all__ = [
@@ -54,10 +56,10 @@ def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
 
 
 def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-  """The products of one input with several kernels, `[..., out]` each, which `cpu_form` may have made one.
+  """The products of one input with several kernels, `[..., out]` each, which `decoding_form` may have made one.
 
   Args:
-    params: Parameters by name, as for `linear`, or of all under the name that `cpu_form.JOINED` gives them.
+    params: Parameters by name, as for `linear`, or of all under the name that `decoding_form.JOINED` gives them.
     names: The products.
     x: `[..., in]`.
     widths: Their numbers of outputs.
@@ -65,7 +67,15 @@ def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, wid
   joined = params.get(JOINED[names])
   if joined is None:
     return [linear(params[name], x) for name in names]
-  return jnp.split(linear(joined, x), np.cumsum(widths)[:-1], axis=-1)
+
+  def in_order(products):
+    # XLA would compute all in the order of the keys in a cache, side by side for one number of a head.
+    return with_layout_constraint(products, Layout(major_to_minor=tuple(range(products.ndim))))
+
+  products = linear(joined, x)
+  if products.shape[-2] > 1:
+    products = by_platform(products, gpu=in_order, default=lambda products: products)
+  return jnp.split(products, np.cumsum(widths)[:-1], axis=-1)
 
 
 def _rms_norm(params, x, config):
@@ -272,7 +282,7 @@ def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
 
 def _for_decoding(params, *, config):
   del config
-  return for_cpu(params)
+  return params_for_decoding(params)
 
 
 def _init_cache(batch_size, cache_size, *, config):

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 
 from spectr_jax.models.int8 import Int8Kernel
 from spectr_jax.models.products import accumulation_dtype, matmul
+from spectr_jax.ops import tree_attention
+from spectr_jax.ops.kernels import launch
 from spectr_jax.ops.platforms import by_platform
+from spectr_jax.sharding import dividing_axes
 
 # Keys `[B, K, head_dim, S]` and values `[B, K, S, head_dim]` of a committed prefix, and bool `[B, 1 or N, S]`, the
 # slots that each query sees.
@@ -135,7 +138,7 @@ def attend(
   Query head h reads key-value head h // (H / K).
 
   On TPUs a single query is repeated to eight, so that its products run on the matrix units. On the vector units a step
-  would take twice the time.
+  would take twice the time. On GPUs attention over a prefix is one kernel, see `tree_attention`.
 
   Args:
     query: `[B, N, H, head_dim]`.
@@ -149,10 +152,33 @@ def attend(
   Returns:
     `[B, N, H, head_dim]` in the query's dtype.
   """
+  query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+  plain = functools.partial(_attend_by_heads, soft_cap=soft_cap)
+  arguments = query, new_keys, new_values, mask, prefix
+  if prefix is None or not tree_attention.takes(query.shape[-1], query.dtype, prefix[0].dtype):
+    return plain(*arguments)
+  return by_platform(*arguments, gpu=functools.partial(_attend_by_kernel, soft_cap=soft_cap), default=plain)
+
+
+def _attend_by_kernel(query, new_keys, new_values, mask, prefix, *, soft_cap):
+  """`attend` for scaled queries and a prefix, on a GPU by one kernel."""
+  if dividing_axes():  # the compiler divides no kernel
+    return _attend_by_heads(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap)
+
+  def plain(query, new_keys, new_values, mask, *prefix):
+    return (_attend_by_heads(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap),)
+
+  kernel = functools.partial(tree_attention.attend_by_kernel, soft_cap=soft_cap)
+  masks = (jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])) for x in (mask, prefix[2]))
+  mask, visible = masks
+  return launch(plain, kernel, query, new_keys, new_values, mask, *prefix[:2], visible, platform='gpu')[0]
+
+
+def _attend_by_heads(query, new_keys, new_values, mask, prefix, *, soft_cap):
+  """`attend` for scaled queries."""
   batch_size, num_queries, num_heads, head_dim = query.shape
   num_kv_heads = new_keys.shape[1]
   group = num_heads // num_kv_heads
-  query = query * (head_dim**-0.5 if scale is None else scale)
   if group > 1:
     # The heads that share keys become queries of one head, so that no key is repeated.
     query = jnp.swapaxes(query.reshape(batch_size, num_queries, num_kv_heads, group, head_dim), 2, 3)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from spectr_jax.models import cpu_form
-from spectr_jax.models.cpu_form import TransposedKernel
+from spectr_jax.models import decoding_form
+from spectr_jax.models.decoding_form import TransposedKernel
 from spectr_jax.models.int8 import Int8Kernel
 from spectr_jax.ops.platforms import by_platform
 
@@ -55,8 +55,8 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
   rows = x.reshape(-1, x.shape[-1])
   is_row = rows.shape[0] == 1
   plain = functools.partial(_product_of_two if is_row and x.dtype == jnp.bfloat16 else _product_of_rows, axis=axis)
-  by_columns = axis == 1 and kernel.size >= cpu_form.LARGE and rows.shape[0] <= _FEW_ROWS
-  if by_columns and (cpu_form.multiplies_bfloat16() if x.dtype == jnp.bfloat16 else not is_row):
+  by_columns = axis == 1 and kernel.size >= decoding_form.LARGE and rows.shape[0] <= _FEW_ROWS
+  if by_columns and (decoding_form.multiplies_bfloat16() if x.dtype == jnp.bfloat16 else not is_row):
     out = by_platform(rows, kernel, cpu=_product_of_columns, default=plain)
   elif axis == 0 and is_row and x.dtype == kernel.dtype == jnp.bfloat16 and kernel.shape[0] % _NUM_PARTS == 0:
     out = by_platform(rows, kernel, cpu=_product_in_parts, default=plain)
@@ -129,7 +129,7 @@ def _product_in_parts(row, kernel):
   XLA's CPU backend rearranges a bfloat16 kernel at every product. Here the kernel's parts are weighted and summed in
   one pass, and a float32 product adds up what is left of the input axis.
   """
-  if kernel.size >= cpu_form.LARGE:
+  if kernel.size >= decoding_form.LARGE:
     # Bound to the row, the kernel is converted where it is read. XLA would convert all kernels before the loop of
     # decoding, and every step would read a float32 copy of the model, twice the bytes.
     row, kernel = jax.lax.optimization_barrier((row, kernel))
@@ -153,7 +153,7 @@ def _matmul_in_blocks(x: jax.Array, values: jax.Array, *, axis: int) -> jax.Arra
   Returns:
     `[..., out]` in the accumulation's dtype.
   """
-  if x.dtype == jnp.bfloat16 and not cpu_form.multiplies_bfloat16():
+  if x.dtype == jnp.bfloat16 and not decoding_form.multiplies_bfloat16():
     x = x.astype(jnp.float32)  # in bfloat16 a single token takes nine times as long there
   num_inputs, num_channels = values.shape[axis], values.shape[1 - axis]
   # A loop of one iteration would be none.

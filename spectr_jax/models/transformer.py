@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import functions, layers
-from spectr_jax.models.cpu_form import for_cpu
+from spectr_jax.models.decoding_form import params_for_decoding
 from spectr_jax.models.functions import model_functions
 from spectr_jax.models.int8 import is_int8
 from spectr_jax.models.products import matmul
@@ -81,7 +81,7 @@ class Linear(nn.Module):
   @nn.compact
   def __call__(self, x):
     init = nn.initializers.variance_scaling(self.init_scale, 'fan_in', 'normal', in_axis=-1, out_axis=-2)
-    if self.has_variable('params', 'kernel'):  # in a form of `cpu_form` perhaps, whose shape `param` would refuse
+    if self.has_variable('params', 'kernel'):  # in a form of `decoding_form` perhaps, whose shape `param` would refuse
       kernel = self.get_variable('params', 'kernel')
     else:
       # Drawn as `[out, in]`, so that a key gives the same numbers as when kernels were stored in that order.
@@ -236,7 +236,7 @@ def _unembed(params, features, *, config):
 
 def _for_decoding(params, *, config):
   del config
-  return for_cpu(params)
+  return params_for_decoding(params)
 
 
 def init_params(key: jax.Array, config: TransformerConfig) -> Any:

@@ -1,4 +1,4 @@
-"""Functions that a TPU runs as a kernel of its own.
+"""Functions that a TPU or a GPU runs as a kernel of its own.
 
 A kernel is one launch, where XLA would make a launch of every few operations: on a v5e that takes 1,800 cycles, more
 than the operations on a few thousand numbers.
@@ -6,6 +6,7 @@ than the operations on a few thousand numbers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -16,9 +17,9 @@ from jax.sharding import PartitionSpec
 
 from spectr_jax.sharding import automatic_axes
 
-# Pallas takes seconds to import, so it is not imported before a program for a TPU is lowered. `platform_dependent`
-# would trace the kernel for every platform.
-_kernel_p = Primitive('tpu_kernel')
+# Pallas takes seconds to import, so it is not imported before a program for a platform with a kernel is lowered.
+# `platform_dependent` would trace the kernel for every platform.
+_kernel_p = Primitive('kernel')
 _kernel_p.multiple_results = True
 
 
@@ -28,26 +29,28 @@ def _run(*arrays, **functions):
 
 
 @_kernel_p.def_abstract_eval
-def _shapes(*arrays, plain, kernel):
-  del arrays, kernel
+def _shapes(*arrays, plain, kernel, platform):
+  del arrays, kernel, platform
   return plain.out_avals
 
 
-def _lower_plainly(context, *arrays, plain, kernel):
-  del kernel
+def _lower_plainly(context, *arrays, plain, kernel, platform):
+  del kernel, platform
   return mlir.lower_fun(jaxpr_as_fun(plain), multiple_results=True)(context, *arrays)
 
 
-def _lower_for_tpu(context, *arrays, plain, kernel):
+def _lower(platform_of_program, context, *arrays, plain, kernel, platform):
   axes = context.module_context.axis_context
   # Where the compiler divides work over devices, it cannot divide a kernel.
-  if not hasattr(axes, 'manual_axes') and getattr(axes, 'num_devices', 1) > 1:
-    return _lower_plainly(context, *arrays, plain=plain, kernel=kernel)
+  is_divided = not hasattr(axes, 'manual_axes') and getattr(axes, 'num_devices', 1) > 1
+  if platform != platform_of_program or is_divided:
+    return _lower_plainly(context, *arrays, plain=plain, kernel=kernel, platform=platform)
   return mlir.lower_fun(lambda *arrays: kernel(*arrays), multiple_results=True)(context, *arrays)
 
 
 mlir.register_lowering(_kernel_p, _lower_plainly)
-mlir.register_lowering(_kernel_p, _lower_for_tpu, platform='tpu')
+for _name, _platform in (('tpu', 'tpu'), ('cuda', 'gpu'), ('rocm', 'gpu')):
+  mlir.register_lowering(_kernel_p, functools.partial(_lower, _platform), platform=_name)
 
 
 def as_kernel(
@@ -83,25 +86,26 @@ def _batched(num_entries, in_batched, arrays):
   ]
 
 
-def launch(plain, kernel, *arrays):
-  """`plain(*arrays)` of the arrays of M entries, on a TPU by one call of a kernel; entries of rows are entries.
+def launch(plain, kernel, *arrays, platform='tpu'):
+  """`plain(*arrays)` of the arrays of M entries, on one platform by one call of a kernel; entries of rows are entries.
 
   Args:
     plain: Takes arrays `[M, ...]` and returns a tuple of arrays `[M, ...]`. It must not close over traced values.
     kernel, *arrays: As of `as_kernel`.
+    platform: That of the kernel, `tpu` or `gpu`.
   """
 
   @jax.custom_batching.custom_vmap
   def call(*arrays):
     def bind(*arrays):
-      return tuple(_kernel_p.bind(*arrays, plain=jax.make_jaxpr(plain)(*arrays), kernel=kernel))
+      return tuple(_kernel_p.bind(*arrays, plain=jax.make_jaxpr(plain)(*arrays), kernel=kernel, platform=platform))
 
     return _on_each_device(bind)(*arrays)
 
   @call.def_vmap
   def of_rows(num_rows, in_batched, *arrays):
     arrays = _batched(num_rows, in_batched, arrays)
-    results = launch(plain, kernel, *(x.reshape(-1, *x.shape[2:]) for x in arrays))
+    results = launch(plain, kernel, *(x.reshape(-1, *x.shape[2:]) for x in arrays), platform=platform)
     return tuple(x.reshape(num_rows, -1, *x.shape[1:]) for x in results), (True,) * len(results)
 
   return call(*arrays)

@@ -42,8 +42,10 @@ def by_platform(*arguments: Any, default: Callable[..., Any], **forms: Callable[
   Args:
     *arguments: The arguments of the form, any pytrees of arrays.
     default: The form for all platforms without one of their own.
-    **forms: Forms by platform, `cpu` or `tpu`. All forms return the same shapes and dtypes.
+    **forms: Forms by platform, `cpu`, `tpu` or `gpu`, which is used only where the platform is known. All forms return
+      the same shapes and dtypes.
   """
   if _platform.value is None:
-    return jax.lax.platform_dependent(*arguments, default=default, **forms)
+    forms.pop('gpu', None)  # JAX has no one name for GPUs here
+    return jax.lax.platform_dependent(*arguments, default=default, **forms) if forms else default(*arguments)
   return forms.get(_platform.value, default)(*arguments)

@@ -36,6 +36,20 @@ def test_one_form_is_traced_where_it_is(forms, platform, name, value):
   assert traced == [name]
 
 
+def test_a_form_for_gpus_is_used_where_the_platform_is_known(forms):
+  forms, traced = forms
+  all_forms = forms | {'gpu': lambda x: x + 4}
+
+  def apply(x):
+    return by_platform(x, **all_forms)
+
+  with made_for('gpu'):
+    assert jax.jit(lambda x: apply(x))(jnp.zeros(())) == 4
+  assert not traced
+  assert jax.jit(lambda x: apply(x))(jnp.zeros(())) == 1
+  assert jax.jit(lambda x: by_platform(x, gpu=lambda x: x + 4, default=forms['default']))(jnp.zeros(())) == 3
+
+
 def test_functions_are_traced_anew_for_another_platform(forms):
   forms, _ = forms
   inner = jax.jit(lambda x: by_platform(x, **forms))

@@ -1,16 +1,20 @@
-"""Parameters in the form that CPUs decode fastest.
+"""Parameters in the form that CPUs and GPUs decode fastest.
 
 XLA's CPU backend reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product,
 and a product of few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the
 caches are transposed, and those that multiply the same input become one. Without units for bfloat16 products (AMX) a
 single token takes half as long in the order `[in, out]`, and several take two thirds as long in the other one, prompts
 longer: there bfloat16 kernels are kept in both. `products.matmul` has the forms of the product; jax 0.10 was measured.
+
+On a GPU, too, kernels of the same input become one. XLA would multiply by all of them at once, and may copy them side
+by side for it in every step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -88,17 +92,21 @@ def _wants_both(kernel: Any) -> bool:
   return not is_int8(kernel) and kernel.dtype == jnp.bfloat16 and not multiplies_bfloat16()
 
 
-def kernels_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
-  """Parameters whose large matrices `kernel` and `unembedding` are joined and transposed, where CPUs compute with them.
+def _has_room_twice(arrays: Sequence[jax.Array]) -> bool:
+  """Whether all arrays are on one device, which could hold them twice."""
+  devices = {device for array in arrays for device in array.devices()}
+  if len(devices) > 1:  # the parts of a joined kernel would not be where they are multiplied
+    return False
+  memory = devices.pop().memory_stats() or {}
+  return 2 * sum(array.nbytes for array in arrays) <= memory.get('bytes_limit', math.inf)
 
-  Kernels in both orders take twice the memory. A model with more than `MOST_DOUBLED` bytes of them keeps their order.
 
-  Args:
-    params: A nested dict, which is returned as it is on other backends, or if it is in this form.
-  """
-  if default_platform() != 'cpu':
-    return params
+def _joined_for_gpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
+  is_joined = jax.tree.structure(jax.eval_shape(_joined, params)) == jax.tree.structure(params)
+  return params if is_joined or not _has_room_twice(jax.tree.leaves(params)) else _joined(params)
 
+
+def _transposed_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   def is_whole(node):
     return is_int8(node) or isinstance(node, TransposedKernel)
 
@@ -119,17 +127,32 @@ def kernels_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   return params if jax.tree.structure(converted) == jax.tree.structure(params) else converted
 
 
-def for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
-  """The parameters of a network in the form that CPUs decode fastest; themselves on other backends.
+def kernels_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Parameters whose matrices are in the form that the default device multiplies fastest.
 
-  Beside `kernels_for_cpu`, a bfloat16 embedding becomes integers of the same bits, and the output head, if it is tied,
-  an array of its own: to take rows of bfloat16, XLA would convert all of them to float32, once in every program.
+  For CPUs large matrices `kernel` and `unembedding` are joined and transposed. Kernels in both orders take twice the
+  memory; a model with more than `MOST_DOUBLED` bytes of them keeps their order. For GPUs kernels are joined, if all
+  parameters are on one device that could hold them twice.
+
+  Args:
+    params: A nested dict, which is returned as it is on TPUs, or if it is in this form.
+  """
+  forms = {'cpu': _transposed_for_cpu, 'gpu': _joined_for_gpu}
+  return forms.get(default_platform(), lambda params: params)(params)
+
+
+def params_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The parameters of a network in the form that the default device decodes fastest.
+
+  Beside `kernels_for_decoding`, on a CPU a bfloat16 embedding becomes integers of the same bits, and the output head,
+  if it is tied, an array of its own: to take rows of bfloat16, XLA would convert all of them to float32, once in every
+  program.
 
   Args:
     params: A nested dict with `embedding` `[V, D]` and perhaps `unembedding` `[D, V]`.
   """
   embedding = params['embedding']
   if default_platform() != 'cpu' or is_int8(embedding) or embedding.dtype != jnp.bfloat16:
-    return kernels_for_cpu(params)
+    return kernels_for_decoding(params)
   bits = jax.lax.bitcast_convert_type(embedding, jnp.uint16)
-  return {**kernels_for_cpu({'unembedding': embedding.T, **params}), 'embedding': bits}
+  return {**kernels_for_decoding({'unembedding': embedding.T, **params}), 'embedding': bits}

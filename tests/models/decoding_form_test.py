@@ -1,7 +1,8 @@
-"""Parameters in the form that CPUs decode fastest: products, joined kernels, shardings."""
+"""Parameters in the form that CPUs and GPUs decode fastest: products, joined kernels, shardings."""
 
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,10 @@ from hub_specs import SPECS
 from jax.sharding import PartitionSpec
 
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.models import cpu_form
+from spectr_jax.models import decoding_form
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import init_params
-from spectr_jax.models.cpu_form import JOINED, TransposedKernel, for_cpu, kernels_for_cpu
+from spectr_jax.models.decoding_form import JOINED, TransposedKernel, kernels_for_decoding, params_for_decoding
 from spectr_jax.models.int8 import is_int8, quantised
 from spectr_jax.models.products import matmul
 from spectr_jax.ops.platforms import made_for
@@ -23,14 +24,14 @@ from spectr_jax.sharding import CAUSAL_LM_RULES, make_mesh, shardings
 
 @pytest.fixture(autouse=True)
 def all_kernels_are_large(monkeypatch):
-  monkeypatch.setattr(cpu_form, 'LARGE', 1)
+  monkeypatch.setattr(decoding_form, 'LARGE', 1)
 
 
 # Processors with units for bfloat16 products, and others.
 @pytest.mark.parametrize(('dtype', 'has_units'), [('float32', False), ('bfloat16', True), ('bfloat16', False)])
 @pytest.mark.parametrize('num_rows', [1, 2, 5, 12, 13, 100])
 def test_a_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtype, has_units, monkeypatch):
-  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: has_units)
+  monkeypatch.setattr(decoding_form, 'multiplies_bfloat16', lambda: has_units)
   rows = jax.random.normal(jax.random.key(0), (num_rows, 48), dtype)
   kernel = jax.random.normal(jax.random.key(1), (48, 40), dtype)
   found = jax.jit(lambda *operands: matmul(*operands))(rows, TransposedKernel(kernel.T))  # traced anew
@@ -53,10 +54,10 @@ def test_gradients_of_a_product_are_those_of_the_other_order(num_rows):
 @pytest.mark.parametrize(('dtype', 'has_units'), [('float32', False), ('bfloat16', True), ('bfloat16', False)])
 @pytest.mark.parametrize('num_rows', [1, 5, 20])
 def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtype, has_units, monkeypatch):
-  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: has_units)
+  monkeypatch.setattr(decoding_form, 'multiplies_bfloat16', lambda: has_units)
   params = quantised({'kernel': jax.random.normal(jax.random.key(1), (48, 40))})
   rows = jax.random.normal(jax.random.key(0), (num_rows, 48), dtype)
-  fast = kernels_for_cpu(params)['kernel']
+  fast = kernels_for_decoding(params)['kernel']
   assert fast.shape == (48, 40)
   found = matmul(rows, fast)
   assert found.dtype == jnp.float32
@@ -65,7 +66,7 @@ def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtyp
 
 @pytest.mark.parametrize(('has_units', 'dtype'), [(True, 'bf16'), (False, 'f32')])
 def test_integers_become_bfloat16_only_where_there_are_units_for_it(has_units, dtype, monkeypatch):
-  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: has_units)
+  monkeypatch.setattr(decoding_form, 'multiplies_bfloat16', lambda: has_units)
   kernel = quantised({'kernel': jnp.ones((48, 40))})['kernel']
   with made_for('cpu'):
     program = str(jax.make_jaxpr(lambda rows: matmul(rows, kernel))(jnp.ones((3, 48), jnp.bfloat16)))
@@ -74,7 +75,7 @@ def test_integers_become_bfloat16_only_where_there_are_units_for_it(has_units, d
 
 @pytest.mark.parametrize(('has_units', 'is_first'), [(True, True), (False, False)])
 def test_a_bfloat16_kernel_is_the_first_factor_only_where_there_are_units_for_it(has_units, is_first, monkeypatch):
-  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: has_units)
+  monkeypatch.setattr(decoding_form, 'multiplies_bfloat16', lambda: has_units)
   operands = jnp.ones((3, 48), jnp.bfloat16), TransposedKernel(jnp.ones((40, 48), jnp.bfloat16))
   with made_for('cpu'):
     program = str(jax.make_jaxpr(lambda *operands: matmul(*operands))(*operands))
@@ -85,15 +86,49 @@ def test_products_of_one_input_are_joined_where_they_have_the_same_parameters():
   def linear(has_bias):
     return {'kernel': jnp.ones((4, 2))} | ({'bias': jnp.ones(2)} if has_bias else {})
 
-  fast = kernels_for_cpu({name: linear(True) for name in 'qkv'} | {'gate': linear(True), 'up': linear(False)})
+  fast = kernels_for_decoding({name: linear(True) for name in 'qkv'} | {'gate': linear(True), 'up': linear(False)})
   assert fast.keys() == {'qkv', 'gate', 'up'}
   assert fast['qkv']['kernel'].out_in.shape == (6, 4)
   assert fast['qkv']['bias'].shape == (6,)
 
 
+@pytest.mark.parametrize('weights', [None, 'int8'])
+def test_for_a_gpu_products_of_one_input_are_joined(weights, monkeypatch):
+  monkeypatch.setattr(decoding_form, 'default_platform', lambda: 'gpu')
+  config = dataclasses.replace(read_spec(SPECS['qwen2'])[1], weights=weights)  # with biases
+  model = causal_lm(init_params(jax.random.key(0), config), config)
+  fast = model.for_decoding()
+  assert fast.params['layer_0']['attention'].keys() == {'qkv', 'out'}
+  assert fast.params['layer_0']['mlp'].keys() == {'gate_up', 'down'}
+  assert fast.for_decoding() is fast
+  tokens, positions = jnp.arange(6).reshape(2, 3), jnp.broadcast_to(jnp.arange(3), (2, 3))
+
+  def logits(model):
+    return model.apply(tokens, positions, jnp.tril(jnp.ones((3, 3), bool)), model.init_cache_fn(2, 8)).logits
+
+  with made_for('gpu'):
+    np.testing.assert_allclose(jax.jit(logits)(fast), jax.jit(logits)(model), rtol=1e-4, atol=1e-4)
+  monkeypatch.setattr(decoding_form, '_has_room_twice', lambda arrays: False)
+  assert model.for_decoding() is model
+
+
+@pytest.mark.parametrize(
+  ('num_devices', 'stats', 'has_room'),
+  [(1, None, True), (1, {'bytes_limit': 48}, True), (1, {'bytes_limit': 47}, False), (2, None, False)],
+)
+def test_room_is_that_of_one_device(num_devices, stats, has_room):
+  class Device:
+    def memory_stats(self):
+      return stats
+
+  devices = [Device() for _ in range(num_devices)]
+  arrays = [types.SimpleNamespace(devices=lambda device=device: {device}, nbytes=8) for device in (devices * 3)[:3]]
+  assert decoding_form._has_room_twice(arrays) == has_room
+
+
 @pytest.mark.parametrize(('weights', 'dtype'), [(None, 'float32'), ('int8', 'float32'), (None, 'bfloat16')])
 def test_every_parameter_is_sharded_as_the_one_that_it_is_made_of(weights, dtype, monkeypatch):
-  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: False)
+  monkeypatch.setattr(decoding_form, 'multiplies_bfloat16', lambda: False)
   mesh = make_mesh({}, jax.devices()[:1])
   config = dataclasses.replace(read_spec(SPECS['qwen2'])[1], weights=weights)  # with biases
   params = jax.tree.map(
@@ -104,7 +139,7 @@ def test_every_parameter_is_sharded_as_the_one_that_it_is_made_of(weights, dtype
     found = jax.tree_util.tree_leaves_with_path(shardings(mesh, params, CAUSAL_LM_RULES))
     return {jax.tree_util.keystr(keys, simple=True, separator='/'): place.spec for keys, place in found}
 
-  plain, fast = specs(params), specs(for_cpu(params))
+  plain, fast = specs(params), specs(params_for_decoding(params))
   checked = 0
   for path, spec in fast.items():
     original = re.sub('/(out_in|in_out)', '', path)
@@ -121,28 +156,28 @@ def test_every_parameter_is_sharded_as_the_one_that_it_is_made_of(weights, dtype
 
 
 def test_small_kernels_stay_as_they_are(monkeypatch):
-  monkeypatch.setattr(cpu_form, 'LARGE', 48 * 40)
+  monkeypatch.setattr(decoding_form, 'LARGE', 48 * 40)
   params = {'a': {'kernel': jnp.ones((48, 40))}, 'b': {'kernel': jnp.ones((48, 39))}}
-  fast = kernels_for_cpu(params)
+  fast = kernels_for_decoding(params)
   assert fast['a']['kernel'].out_in.shape == (40, 48)
   assert fast['b'] == params['b']
-  assert kernels_for_cpu(fast) is fast
-  assert kernels_for_cpu(params['b']) is params['b']
+  assert kernels_for_decoding(fast) is fast
+  assert kernels_for_decoding(params['b']) is params['b']
 
 
 def test_bfloat16_kernels_are_in_both_orders_on_processors_without_units_for_them(monkeypatch):
-  monkeypatch.setattr(cpu_form, 'multiplies_bfloat16', lambda: False)
+  monkeypatch.setattr(decoding_form, 'multiplies_bfloat16', lambda: False)
   params = {'a': {'kernel': jnp.ones((3, 4), jnp.bfloat16)}, 'unembedding': jnp.ones((3, 4))}
-  fast = kernels_for_cpu(params)
+  fast = kernels_for_decoding(params)
   assert fast['a']['kernel'].in_out is params['a']['kernel']
   assert fast['a']['kernel'].out_in.shape == (4, 3)
   assert fast['unembedding'].in_out is None
-  assert kernels_for_cpu(fast) is fast
-  monkeypatch.setattr(cpu_form, 'MOST_DOUBLED', 3 * 4 * 2 - 1)
-  large = kernels_for_cpu(params)
+  assert kernels_for_decoding(fast) is fast
+  monkeypatch.setattr(decoding_form, 'MOST_DOUBLED', 3 * 4 * 2 - 1)
+  large = kernels_for_decoding(params)
   assert large['a']['kernel'] is params['a']['kernel']
   assert isinstance(large['unembedding'], TransposedKernel)
-  assert kernels_for_cpu(large) is large
+  assert kernels_for_decoding(large) is large
 
 
 @pytest.mark.parametrize(
@@ -158,10 +193,10 @@ def test_a_single_token_and_prompts_are_multiplied_in_the_order_that_is_fast_for
 @pytest.mark.parametrize(('text', 'has_units'), [('flags : fpu amx_bf16 avx', True), ('flags : fpu avx512f', False)])
 def test_linux_says_whether_there_are_units_for_bfloat16_products(text, has_units, tmp_path, monkeypatch):
   (tmp_path / 'cpuinfo').write_text(text)
-  monkeypatch.setattr(cpu_form, '_CPU_INFO', tmp_path / 'cpuinfo')
-  assert cpu_form.multiplies_bfloat16.__wrapped__() == has_units
-  monkeypatch.setattr(cpu_form, '_CPU_INFO', tmp_path / 'nothing')  # another system
-  assert not cpu_form.multiplies_bfloat16.__wrapped__()
+  monkeypatch.setattr(decoding_form, '_CPU_INFO', tmp_path / 'cpuinfo')
+  assert decoding_form.multiplies_bfloat16.__wrapped__() == has_units
+  monkeypatch.setattr(decoding_form, '_CPU_INFO', tmp_path / 'nothing')  # another system
+  assert not decoding_form.multiplies_bfloat16.__wrapped__()
 
 
 def test_other_backends_keep_their_parameters(monkeypatch):
