@@ -6,6 +6,7 @@ than for the slowest.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -152,9 +153,10 @@ def map_needed(
   """`function` of some distributions and an item for each of M entries that needs it, and `otherwise` for the rest.
 
   A CPU visits the needed entries one by one; under vmap these are the needed entries of all rows. An accelerator
-  computes `at_once` needed entries together and repeats this until the row with the most of them is done. With
-  `at_once` None it computes all entries in one pass without a loop. For a small vocabulary all entries are computed on
-  every device.
+  computes `at_once` needed entries together and repeats this until the row with the most of them is done. A GPU waits
+  for the host whenever it asks whether all are, so it computes the first ones without asking. With `at_once` None an
+  accelerator computes all entries in one pass without a loop. For a small vocabulary all entries are computed on every
+  device.
 
   Args:
     function: Takes one distribution `[V]` of each array of `laws`, then one item. It must not close over traced values.
@@ -189,7 +191,7 @@ def map_needed(
     to = jnp.where(is_needed, jnp.cumsum(is_needed) - 1, len(is_needed))
     return order.at[to].set(jnp.arange(len(is_needed), dtype=jnp.int32), mode='drop')
 
-  def in_parts(is_needed, otherwise, arrays, items):
+  def in_parts(is_needed, otherwise, arrays, items, *, asks_first=True):
     size = num_entries if at_once is None else min(at_once, num_entries)
     entries = jnp.arange(num_entries)
     # The place of each needed entry among all needed ones, as a sum, which is one operation.
@@ -207,7 +209,8 @@ def map_needed(
       is_here = jnp.any(is_place, axis=0)
       return start + size, jax.tree.map(lambda x, y: choose(is_here, _sum_over(is_place.T, y), x), results, computed)
 
-    return jax.lax.while_loop(is_unfinished, compute, (jnp.zeros((), jnp.int32), otherwise))[1]
+    start = jnp.zeros((), jnp.int32), otherwise
+    return jax.lax.while_loop(is_unfinished, compute, start if asks_first else compute(start))[1]
 
   def one_by_one(is_needed, otherwise, arrays, items):
     """The map over B rows: every argument has the shape `[B, ...]`."""
@@ -228,7 +231,10 @@ def map_needed(
     results = jax.lax.fori_loop(0, jnp.sum(is_needed), compute, flat(otherwise))
     return jax.tree.map(lambda x: x.reshape(num_rows, num_entries, *x.shape[1:]), results)
 
-  together = in_one_pass if at_once is None else in_parts
+  if at_once is None:
+    together = on_gpu = in_one_pass
+  else:
+    together, on_gpu = in_parts, functools.partial(in_parts, asks_first=False)
   arguments = is_needed, otherwise, arrays, items
   if arrays[0].shape[-1] < _MANY:
     return in_one_pass(*arguments)
@@ -239,7 +245,7 @@ def map_needed(
       rows = one_by_one(*jax.tree.map(lambda x: x[None], arguments))
       return jax.tree.map(lambda x: x[0], rows)
 
-    return by_platform(*arguments, cpu=alone, default=together)
+    return by_platform(*arguments, cpu=alone, gpu=on_gpu, default=together)
 
   @call.def_vmap
   def call_rows(num_rows, in_batched, *arguments):
@@ -248,7 +254,7 @@ def map_needed(
       tuple(in_batched),
       arguments,
     )
-    results = by_platform(*arguments, cpu=one_by_one, default=jax.vmap(together))
+    results = by_platform(*arguments, cpu=one_by_one, gpu=jax.vmap(on_gpu), default=jax.vmap(together))
     return results, jax.tree.map(lambda _: True, results)
 
   return call(*arguments)

@@ -1,17 +1,20 @@
 """Recursions along the depths of a tree, over tables `[L + 1, W]` of its nodes by depth and slot.
 
 The plain forms are scans. On a TPU every iteration of a scan is several launches, so there each recursion is a kernel
-that goes through the depths by itself.
+that goes through the depths by itself. On a GPU the iterations of a short scan are launched one by one, so there it is
+unrolled, and becomes part of what is launched together.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
 from spectr_jax.ops.kernels import as_kernel, expm1
+from spectr_jax.ops.platforms import by_platform
 
 _ROWS_TOGETHER = 8  # for which a kernel goes through the depths at the same time, at most
 _MOST_BYTES = 4 * 2**20  # of these rows, which are in the vector memory twice
@@ -61,7 +64,12 @@ def _credits(is_candidate, is_before, is_sibling, shares, log_ratios):
   root = jnp.where(jnp.arange(shares.shape[1]) == 0, 0, -jnp.inf).astype(shares.dtype)
   depths = is_candidate, is_before, is_sibling, shares, log_ratios
   with jax.named_scope('credits'):
-    return (jnp.concatenate([root[None], jax.lax.scan(next_depth, root, depths)[1]]),)
+    return (jnp.concatenate([root[None], _scan(next_depth, root, depths)[1]]),)
+
+
+def _scan(step, start, depths, *, reverse=False):
+  scan = functools.partial(jax.lax.scan, step, reverse=reverse)
+  return by_platform(start, depths, gpu=functools.partial(scan, unroll=True), default=scan)
 
 
 def credits_kernel(is_candidate, is_before, is_sibling, shares, log_ratios, *, interpret: bool = False):
@@ -130,7 +138,7 @@ def _first_kept(is_child, is_before, is_kept, nodes):
 
   leaves = jnp.where(is_kept[-1], nodes[-1], -1)
   with jax.named_scope('visits'):
-    found, _ = jax.lax.scan(shallower, leaves, (is_child, ranks, is_kept[:-1], nodes[:-1]), reverse=True)
+    found, _ = _scan(shallower, leaves, (is_child, ranks, is_kept[:-1], nodes[:-1]), reverse=True)
   return (found[:1],)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from spectr_jax.ops import on_demand
 from spectr_jax.ops.on_demand import map_needed, where_needed
+from spectr_jax.ops.platforms import made_for
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +38,12 @@ def test_where_needed_is_the_function_where_it_is_needed(monkeypatch, vocab_size
 
 
 @pytest.mark.parametrize('at_once', [None, 3])
-@pytest.mark.parametrize('platform', ['cpu', 'default'])
+@pytest.mark.parametrize('platform', ['cpu', 'gpu', 'default'])
 def test_map_needed_is_the_function_where_it_is_needed(monkeypatch, at_once, platform):
   """A CPU's loop, an accelerator's parts and its one pass, alone and for several rows, against a loop in NumPy."""
   vocab_size, num_rows, places = 5000, 4, (np.arange(7), np.array([0, 1, 2, 4, 5, 6, 8]))
-  monkeypatch.setattr(jax.lax, 'platform_dependent', lambda *arguments, **branches: branches[platform](*arguments))
+  if platform == 'default':
+    monkeypatch.setattr(jax.lax, 'platform_dependent', lambda *arguments, **branches: branches[platform](*arguments))
   rng = np.random.default_rng(0)
   arrays = rng.random((num_rows, 7, vocab_size)), rng.random((num_rows, 9, vocab_size))
   items = rng.random((num_rows, 7)), rng.random((num_rows, 7, 3))
@@ -55,8 +57,9 @@ def test_map_needed_is_the_function_where_it_is_needed(monkeypatch, at_once, pla
     return map_needed(function, is_needed, otherwise, tuple(zip(arrays, places)), items, at_once=at_once)
 
   arguments = is_needed, otherwise, arrays, items
-  batched = jax.jit(jax.vmap(one_row))(*arguments)
-  single = [jax.jit(one_row)(*jax.tree.map(lambda x, row=row: x[row], arguments)) for row in range(num_rows)]
+  with made_for(None if platform == 'default' else platform):
+    batched = jax.jit(jax.vmap(one_row))(*arguments)
+    single = [jax.jit(one_row)(*jax.tree.map(lambda x, row=row: x[row], arguments)) for row in range(num_rows)]
   for found in (batched, jax.tree.map(lambda *x: np.stack(x), *single)):
     for row, entry in np.ndindex(num_rows, 7):
       first, second = arrays[0][row, places[0][entry]], arrays[1][row, places[1][entry]]
@@ -64,6 +67,17 @@ def test_map_needed_is_the_function_where_it_is_needed(monkeypatch, at_once, pla
       for own, wanted, other in zip(found, expected, otherwise):
         value = wanted if is_needed[row, entry] else other[row, entry]
         np.testing.assert_allclose(own[row, entry], value, rtol=1e-12)
+
+
+@pytest.mark.parametrize(('platform', 'num_bodies'), [('tpu', 1), ('gpu', 2)])
+def test_a_gpu_computes_the_first_entries_without_asking(platform, num_bodies):
+  def function(is_needed, laws):
+    return map_needed(jnp.max, is_needed, jnp.zeros(7), ((laws, np.arange(7)),), at_once=3)
+
+  with made_for(platform):
+    program = str(jax.make_jaxpr(function)(np.zeros(7, bool), np.zeros((7, 5000))))
+  assert program.count('reduce_max') == num_bodies
+  assert program.count(' while[') == 1
 
 
 def test_map_needed_leaves_out_what_is_not_needed():

@@ -1,10 +1,11 @@
-"""Recursions along a tree: the kernels, interpreted, against the scans."""
+"""Recursions along a tree: the kernels, interpreted, and the unrolled forms for GPUs against the scans."""
 
 import jax
 import numpy as np
 import pytest
 
 from spectr_jax.ops import tree_steps
+from spectr_jax.ops.platforms import made_for
 
 
 def _trees(num_rows, num_depths, width):
@@ -30,6 +31,17 @@ def _trees(num_rows, num_depths, width):
   return rng, stands, is_child, is_before, is_sibling, shares
 
 
+def _unrolled(function):
+  def apply(*arguments):
+    with made_for('gpu'):
+      rows = jax.jit(jax.vmap(function))
+      # XLA removes a loop of one iteration.
+      assert arguments[0].shape[1] == 1 or 'stablehlo.while' not in rows.lower(*arguments).as_text()
+      return rows(*arguments)
+
+  return apply
+
+
 # Rows are taken eight at a time, or as many as divide their number.
 @pytest.mark.parametrize('shape', [(3, 4, 5), (2, 1, 8), (1, 6, 1), (16, 3, 4)])
 def test_credits_of_the_kernel_are_those_of_the_scan(shape):
@@ -41,6 +53,7 @@ def test_credits_of_the_kernel_are_those_of_the_scan(shape):
   expected = jax.vmap(tree_steps.race_credits)(*arguments)
   (found,) = tree_steps.credits_kernel(*arguments, interpret=True)
   np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-7)
+  np.testing.assert_allclose(_unrolled(tree_steps.race_credits)(*arguments), expected, rtol=2e-6, atol=2e-7)
 
 
 @pytest.mark.parametrize('shape', [(5, 4, 5), (4, 1, 8), (3, 6, 1), (16, 3, 4)])
@@ -53,6 +66,8 @@ def test_the_first_kept_node_of_the_kernel_is_that_of_the_scan(shape):
     expected = jax.vmap(tree_steps.first_kept)(is_child, is_before, is_kept, nodes)
     (found,) = tree_steps.first_kept_kernel(is_child, is_before, is_kept, nodes, interpret=True)
     np.testing.assert_array_equal(found[:, 0], expected)
+    unrolled = _unrolled(tree_steps.first_kept)(is_child, is_before, is_kept, nodes)
+    np.testing.assert_array_equal(unrolled, expected)
     # Beside the scan a walk: the best child first, the node itself last.
     for row, expected_node in enumerate(np.asarray(expected)):
       assert _walk(is_child[row], is_before[row], is_kept[row], nodes[row], 0, 0) == expected_node
