@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from spectr_jax.ops.first_above import first_above, search
 from spectr_jax.ops.kernels import launch
 from spectr_jax.ops.platforms import by_platform
-from spectr_jax.ops.thresholds import keep_largest
+from spectr_jax.ops.thresholds import keep_largest, largest_threshold
 from spectr_jax.sharding import dividing_axes, fetch, shards_in_program
 
 _BLOCK = 128  # tokens whose sum or minimum is taken at a time
@@ -93,15 +93,15 @@ class SamplingParams:
         raise ValueError(f'{name} must be a scalar or [{batch_size}], got shape {array.shape}')
       if is_known and not is_valid(array).all():
         raise ValueError(f'{name} must be {allowed}, got {value}')
-      is_used = not is_known or name not in _FILTERS or (array != _FILTERS[name][0]).any()
+      is_used = not is_known or name not in _FILTERS or (array != _FILTERS[name].keeps_all).any()
       values[name] = jnp.broadcast_to(array, (batch_size,)) if is_used else None
     return cls(**values)
 
   def with_filters_of(self, other: SamplingParams) -> SamplingParams:
     """These parameters with every filter that `other` has, so that rows of both can stand in one batch."""
     missing = {
-      name: jnp.full(self.temperature.shape, keeps_all, getattr(other, name).dtype)
-      for name, (keeps_all, _) in _FILTERS.items()
+      name: jnp.full(self.temperature.shape, each.keeps_all, getattr(other, name).dtype)
+      for name, each in _FILTERS.items()
       if getattr(self, name) is None and getattr(other, name) is not None
     }
     return dataclasses.replace(self, **missing)
@@ -130,21 +130,32 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   scale = jnp.where(is_greedy, 1, jnp.maximum(temperature, 1e-30)).astype(logits.dtype)  # 1/scale must be finite
   probs = _softmax(logits, scale, is_greedy)
 
-  # Which rows use a filter, and the filter.
   filters = [
-    (values != keeps_all, functools.partial(keep, values=values))
-    for name, (keeps_all, keep) in _FILTERS.items()
+    (values, values != each.keeps_all, each) for name, each in _FILTERS.items()
     if (values := getattr(sampling, name)) is not None
-  ]
+  ]  # fmt: skip
   if not filters:
     return probs
 
-  def filter_all(probs):
-    for is_used, keep in filters:
-      probs = jax.lax.cond(jnp.any(is_used), keep, lambda x: x, probs)
+  def one_by_one(probs):
+    for values, is_used, each in filters:
+      probs = jax.lax.cond(jnp.any(is_used), each.keep, lambda probs, _: probs, probs, values)
     return probs
 
-  has_filters = jnp.any(jnp.stack([is_used for is_used, _ in filters]))
+  def by_threshold(probs):
+    threshold, lowest = None, jnp.zeros((*probs.shape[:-1], 1), probs.dtype)
+    for values, is_used, each in filters:
+      found = functools.partial(each.find_threshold, probs, values, threshold)
+      lowest = threshold = jax.lax.cond(jnp.any(is_used), found, lambda lowest=lowest: lowest)
+    is_filtered = functools.reduce(jnp.logical_or, (is_used for _, is_used, _ in filters))
+    kept = jnp.where(probs >= threshold, probs, 0)
+    return jnp.where(is_filtered[:, None, None], kept / jnp.sum(kept, axis=-1, keepdims=True), probs)
+
+  def filter_all(probs):
+    # On a TPU a kernel finds a threshold and writes what it keeps.
+    return by_platform(probs, tpu=one_by_one, default=by_threshold)
+
+  has_filters = jnp.any(jnp.stack([is_used for _, is_used, _ in filters]))
   with jax.named_scope(FILTERS):
     return jax.lax.cond(has_filters, filter_all, lambda x: x, probs)
 
@@ -154,22 +165,70 @@ def _of_nodes(values: jax.Array, probs: jax.Array) -> jax.Array:
   return jnp.broadcast_to(values[:, None].astype(probs.dtype), probs.shape[:-1])
 
 
+@dataclasses.dataclass(frozen=True)
+class _Filter:
+  """A filter, which keeps the tokens whose probability is at least a threshold.
+
+  Attributes:
+    keeps_all: The value with which it keeps all tokens.
+    keep: Distributions `[B, N, V]`, filtered by values `[B]`.
+    find_threshold: The threshold `[B, N, 1]` of this filter and those before it together, of distributions by values,
+      given the threshold of those before it, or None if it is the first.
+  """
+
+  keeps_all: float
+  keep: Callable[[jax.Array, jax.Array], jax.Array]
+  find_threshold: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
+
+
+def _raised(threshold: jax.Array | None, found: jax.Array, is_used: jax.Array) -> jax.Array:
+  """The larger of two thresholds `[B, N, 1]` for rows `[B]` that use a filter, and the first, or 0, for the others."""
+  before = jnp.zeros_like(found) if threshold is None else threshold
+  return jnp.where(is_used[:, None, None], jnp.maximum(before, found), before)
+
+
 def _keep_top_k(probs: jax.Array, values: jax.Array) -> jax.Array:
   return keep_largest(probs, _of_nodes(values, probs), is_weighted=False)
+
+
+def _find_top_k(probs: jax.Array, values: jax.Array, threshold: jax.Array | None) -> jax.Array:
+  found = largest_threshold(probs, _of_nodes(jnp.maximum(values, 1), probs), is_weighted=False)
+  return _raised(threshold, found, values > 0)
 
 
 def _keep_top_p(probs: jax.Array, values: jax.Array) -> jax.Array:
   return keep_largest(probs, _of_nodes(jnp.where(values < 1, values, 0), probs), is_weighted=True)
 
 
+def _find_top_p(probs: jax.Array, values: jax.Array, threshold: jax.Array | None) -> jax.Array:
+  goal, above = _of_nodes(values, probs), None
+  if threshold is not None:
+    mass = jnp.sum(jnp.where(probs >= threshold, probs, 0), axis=-1)
+    # A row that no filter before has cut gets what it would get alone, without rounding.
+    mass = jnp.where(threshold[..., 0] > 0, mass, 1)
+    goal, above = mass * goal, (threshold, mass)
+  return _raised(threshold, largest_threshold(probs, goal, is_weighted=True, above=above), values < 1)
+
+
+def _min_p_threshold(probs: jax.Array, values: jax.Array) -> jax.Array:
+  return values[:, None, None].astype(probs.dtype) * jnp.max(probs, axis=-1, keepdims=True)
+
+
 def _keep_min_p(probs: jax.Array, values: jax.Array) -> jax.Array:
-  share = values[:, None, None].astype(probs.dtype)
-  kept = jnp.where(probs >= share * jnp.max(probs, axis=-1, keepdims=True), probs, 0)
-  return jnp.where(share > 0, kept / jnp.sum(kept, axis=-1, keepdims=True), probs)
+  kept = jnp.where(probs >= _min_p_threshold(probs, values), probs, 0)
+  return jnp.where(values[:, None, None] > 0, kept / jnp.sum(kept, axis=-1, keepdims=True), probs)
 
 
-# In their order: the value with which a filter does nothing, and distributions `[B, N, V]` filtered by values `[B]`.
-_FILTERS = {'top_k': (0, _keep_top_k), 'top_p': (1.0, _keep_top_p), 'min_p': (0.0, _keep_min_p)}
+def _find_min_p(probs: jax.Array, values: jax.Array, threshold: jax.Array | None) -> jax.Array:
+  return _raised(threshold, _min_p_threshold(probs, values), values > 0)
+
+
+# In their order.
+_FILTERS = {
+  'top_k': _Filter(0, _keep_top_k, _find_top_k),
+  'top_p': _Filter(1.0, _keep_top_p, _find_top_p),
+  'min_p': _Filter(0.0, _keep_min_p, _find_min_p),
+}
 
 
 def _softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.Array:

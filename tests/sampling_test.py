@@ -101,6 +101,32 @@ def test_rows_have_their_own_parameters():
     np.testing.assert_array_equal(alone[0], found[row])
 
 
+def test_top_p_of_a_row_is_the_same_beside_top_k_of_another():
+  """Also where the mass is that of some tokens to the last bit, which a sum of all that is not quite 1 would miss."""
+  logits = jnp.asarray(np.random.default_rng(4).normal(size=(300, 1, 100)), jnp.float32)
+  laws = np.sort(np.asarray(_to_probs(logits, SamplingParams.make(300))), axis=-1)[:, 0, ::-1]
+  assert np.mean(laws.sum(-1) != 1) > 0.3
+  top_p = np.cumsum(laws, axis=-1)[:, 10]
+  alone = _to_probs(logits, SamplingParams.make(300, top_p=top_p))
+  top_k = np.append(np.zeros(299, int), 3)
+  np.testing.assert_array_equal(
+    _to_probs(logits, SamplingParams.make(300, top_k=top_k, top_p=top_p))[:299], alone[:299]
+  )
+
+
+@pytest.mark.parametrize('platform', ['tpu', 'gpu'])
+def test_filters_of_accelerators_keep_what_a_cpu_keeps(platform):
+  logits = jnp.asarray(np.random.default_rng(5).normal(scale=3, size=(20, 2, 640)), jnp.float32)
+  sampling = SamplingParams.make(
+    20, top_k=np.arange(20) * 7 % 60, top_p=np.linspace(0.05, 1, 20), min_p=np.where(np.arange(20) % 3, 0, 0.1)
+  )
+  with made_for(platform):
+    found = jax.jit(logits_to_probs)(logits, sampling)
+  expected = _to_probs(logits, sampling)
+  np.testing.assert_array_equal(found > 0, expected > 0)
+  np.testing.assert_allclose(found, expected, rtol=2e-6)
+
+
 def test_many_rows_get_what_few_get():
   logits = jnp.asarray(np.random.default_rng(3).normal(scale=3, size=(20, 5, 300)), jnp.float32)
   top_k, top_p = np.arange(20) * 7, np.linspace(0.05, 1, 20)

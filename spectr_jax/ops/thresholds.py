@@ -28,13 +28,17 @@ _MOST_GUESSES = 32  # of a search that interpolates, before it bisects
 _SHORT_ROW = 64  # the most tokens of rows that a CPU searches together: a search of each takes up to 75 times as long
 
 
-def largest_threshold(probs: jax.Array, goal: jax.Array, *, is_weighted: bool) -> jax.Array:
+def largest_threshold(
+  probs: jax.Array, goal: jax.Array, *, is_weighted: bool, above: tuple[jax.Array, jax.Array] | None = None
+) -> jax.Array:
   """Finds the largest t such that the tokens with probability at least t have a total weight of `goal` or more.
 
   Args:
     probs: `[..., V]`, not negative; distributions if `is_weighted`.
     goal: `[...]`, or broadcastable to it.
     is_weighted: Whether tokens weigh their probability; otherwise each weighs 1.
+    above: None, or a number `[..., 1]` that t is known to be no less than, which shortens the search, and the weight
+      `[...]` of the tokens with at least that probability.
 
   Returns:
     `[..., 1]`, t; the tokens to keep are those with probability at least t. 0 where all tokens together weigh less.
@@ -42,7 +46,8 @@ def largest_threshold(probs: jax.Array, goal: jax.Array, *, is_weighted: bool) -
   goal = jnp.broadcast_to(goal, probs.shape[:-1])
   forms = {'cpu': _together if probs.shape[-1] <= _SHORT_ROW else _row_by_row, 'default': _together}
   forms = {platform: functools.partial(form, is_weighted=is_weighted) for platform, form in forms.items()}
-  return by_platform(probs, goal, **forms)
+  arguments = (probs, goal) if above is None else (probs, goal, above)
+  return by_platform(*arguments, **forms)
 
 
 def keep_largest(probs: jax.Array, goal: jax.Array, *, is_weighted: bool) -> jax.Array:
@@ -107,7 +112,7 @@ def _bits(probs):
   return jax.lax.bitcast_convert_type(probs, {4: jnp.int32, 8: jnp.int64}[probs.dtype.itemsize])
 
 
-def _together(probs, goal, *, is_weighted):
+def _together(probs, goal, above=None, *, is_weighted):
   """One search for all rows, which ends with the slowest of them; the plain form.
 
   It cuts the bracket of each row into equal sections, over and over, and keeps the one with the threshold.
@@ -140,14 +145,14 @@ def _together(probs, goal, *, is_weighted):
     return low, high, low_count, high_count
 
   high = _bits(jnp.max(probs, axis=-1, keepdims=True)) + 1
-  low = jnp.zeros_like(high)
+  low = jnp.zeros_like(high) if above is None else jnp.minimum(_bits(above[0]), high - 1)
   everything = jnp.full(low.shape, probs.shape[-1], jnp.int32)
   with jax.named_scope(THRESHOLDS):
     low, *_ = jax.lax.while_loop(unsettled, cut, (low, high, everything, jnp.zeros_like(everything)))
   return jax.lax.bitcast_convert_type(low, probs.dtype)
 
 
-def _row_by_row(probs, goal, *, is_weighted):
+def _row_by_row(probs, goal, above=None, *, is_weighted):
   """The search of each row by itself, in parts, which a CPU adds up as vectors, and a whole row number by number.
 
   Each shard of a mesh has parts of its own, so one sum per shard is all that devices exchange. To move parts between
@@ -159,7 +164,10 @@ def _row_by_row(probs, goal, *, is_weighted):
   rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding)), constant_values=-1)  # never kept
   parts = rows.reshape(*rows.shape[:2], _NUM_PARTS, -1)
   search = functools.partial(_search_row, parts, num_tokens=num_tokens, is_weighted=is_weighted)
-  arguments = jnp.arange(goal.size), goal.reshape(-1), jnp.max(parts, axis=(1, 2, 3))
+  if above is None:
+    above = jnp.zeros(goal.shape, probs.dtype), jnp.full(goal.shape, 1 if is_weighted else num_tokens, probs.dtype)
+  bounds = (bound.reshape(-1) for bound in above)
+  arguments = jnp.arange(goal.size), goal.reshape(-1), jnp.max(parts, axis=(1, 2, 3)), *bounds
   if goal.size == 1:
     found = search(*(each[0] for each in arguments))
   else:
@@ -167,7 +175,7 @@ def _row_by_row(probs, goal, *, is_weighted):
   return found.reshape(*goal.shape, 1)
 
 
-def _search_row(parts, row, goal, top, *, num_tokens, is_weighted):
+def _search_row(parts, row, goal, top, lowest, weight_above, *, num_tokens, is_weighted):
   """The threshold of one row of `[R, S, P, ...]`, a scalar, by the regula falsi of Illinois (Dowell and Jarratt 1971).
 
   Over the bits of a float, which are nearly its logarithm, the logarithm of the number of tokens from a point on is
@@ -205,6 +213,10 @@ def _search_row(parts, row, goal, top, *, num_tokens, is_weighted):
       return jnp.log(jnp.maximum(1 - wanted, _LEAST_REST)) - jnp.log(jnp.maximum(1 - weight, _LEAST_REST))
     return jnp.log(weight + 0.5) - jnp.log(wanted)  # 0 between two numbers of tokens
 
+  def guess(low, high, above, below):
+    found = low + (above / (above - below) * (high - low).astype(parts.dtype)).astype(low.dtype)
+    return jnp.clip(found, low + 1, jnp.maximum(high - 1, low + 1))
+
   def unsettled(carry):
     (low, high, *_), (most, fewest, *_) = carry
     # Settled: the next float, or at most one token between the two.
@@ -212,7 +224,7 @@ def _search_row(parts, row, goal, top, *, num_tokens, is_weighted):
 
   def cut(carry):
     (low, high, point, row), (most, fewest, above, below, was_enough, number) = carry
-    weight, at_most, at_least = measure(row, point, high - low <= _NEAR)
+    weight, at_most, at_least = measure(row, point, (lowest > 0) | (high - low <= _NEAR))
     is_enough = weight >= goal
     # The excess of an end that stays counts half, if it stayed before.
     share = jnp.where(is_enough == (was_enough > 0), 0.5, 1.0).astype(parts.dtype)
@@ -222,8 +234,7 @@ def _search_row(parts, row, goal, top, *, num_tokens, is_weighted):
     fewest = jnp.where(is_enough, fewest, jnp.maximum(fewest, at_least))
     numbers = jnp.stack([most, fewest, above, below, is_enough.astype(parts.dtype), number + 1])
     low, high = jnp.where(is_enough, point, low), jnp.where(is_enough, high, point)
-    guess = low + (numbers[2] / (numbers[2] - numbers[3]) * (high - low).astype(parts.dtype)).astype(low.dtype)
-    point = jnp.where(number < _MOST_GUESSES, jnp.clip(guess, low + 1, high - 1), low + (high - low) // 2)
+    point = jnp.where(number < _MOST_GUESSES, guess(low, high, numbers[2], numbers[3]), low + (high - low) // 2)
     return jnp.stack([low, high, point, row]), numbers
 
   everything, nothing = jnp.asarray(num_tokens, parts.dtype), jnp.zeros((), parts.dtype)
@@ -232,9 +243,10 @@ def _search_row(parts, row, goal, top, *, num_tokens, is_weighted):
   # to the threshold.
   share = jnp.maximum(1 - goal, 0) if is_weighted else 1.0
   first = jnp.clip(_bits(jnp.asarray(share / (2 * num_tokens), parts.dtype)), 1, jnp.maximum(high - 1, 1))
-  above = excess_of(jnp.ones_like(everything) if is_weighted else everything)
-  points = jnp.stack([jnp.zeros_like(high), high, first, row.astype(high.dtype)])
-  numbers = jnp.stack([everything, nothing, above, excess_of(nothing), nothing, nothing])
+  low, above, below = jnp.minimum(_bits(lowest), high - 1), excess_of(weight_above), excess_of(nothing)
+  first = jnp.where(low > 0, guess(low, high, above, below), first)
+  points = jnp.stack([low, high, first, row.astype(high.dtype)])
+  numbers = jnp.stack([everything, nothing, above, below, nothing, nothing])
   with jax.named_scope(THRESHOLDS):
     (low, *_), _ = jax.lax.while_loop(unsettled, cut, (points, numbers))
   return as_float(low)

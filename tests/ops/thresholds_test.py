@@ -1,5 +1,7 @@
 """Thresholds: every platform's form against sorting."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,30 @@ def test_thresholds_among_probabilities_of_many_sizes_and_neighbouring_ones(form
   np.testing.assert_array_equal(probs >= found, probs >= expected[:, None])
 
 
+@pytest.mark.parametrize('form', ['_together', '_row_by_row'])
+@pytest.mark.parametrize('is_weighted', [False, True])
+def test_a_bound_from_below_changes_nothing(form, is_weighted):
+  rng = np.random.default_rng(4)
+  probs = np.float32(np.int64(2.0 ** rng.uniform(0, 17, (6, 1000))) / 2**24)
+  weights = probs if is_weighted else np.ones_like(probs)
+  goal = np.float32(weights.sum(-1) * 0.01)
+  search = functools.partial(jax.jit(getattr(thresholds, form), static_argnames='is_weighted'), is_weighted=is_weighted)
+  expected = np.asarray(search(probs, goal))
+  # The threshold itself, the largest number below it, one far below, one between two of its tokens, 0.
+  ranked = np.sort(probs, axis=-1)
+  for bound in (
+    expected,
+    np.nextafter(expected, np.float32(0)),
+    ranked[:, 500:501],
+    ranked[:, 700:701] * 1.0001,
+    0 * expected,
+  ):
+    weight = np.sum(np.where(probs >= bound, weights, 0), axis=-1, dtype=np.float32)
+    assert (weight >= goal).all()
+    found = np.asarray(search(probs, goal, (jnp.asarray(bound), jnp.asarray(weight))))
+    np.testing.assert_array_equal(probs >= found, probs >= expected)
+
+
 @pytest.fixture
 def passes(monkeypatch):
   """The passes of all searches so far."""
@@ -105,6 +131,16 @@ def test_a_cpu_interpolates(passes, is_weighted, goals, most):
   hard[4, :3] = 0.4, 0.4, 0.2
   hard[5] = distributions(rng.normal(0, 30, 8192))
   assert max(run(hard)) <= thresholds._MOST_GUESSES + 31
+
+
+def test_a_bound_from_below_shortens_the_search(passes):
+  """Of top-p among the tokens that top-k keeps."""
+  probs = np.asarray(jax.nn.softmax(jnp.float32(np.random.default_rng(5).normal(0, 3, (8, 8192)))))
+  bound = np.sort(probs, axis=-1)[:, -40:-39]
+  mass = np.sum(np.where(probs >= bound, probs, 0), axis=-1, dtype=np.float32)
+  jax.block_until_ready(thresholds._row_by_row(probs, jnp.asarray(0.95 * mass), (bound, mass), is_weighted=True))
+  jax.effects_barrier()
+  assert np.mean(passes) < 6
 
 
 @pytest.mark.parametrize(('vocab_size', 'on_cpu'), [(64, '_together'), (65, '_row_by_row')])
