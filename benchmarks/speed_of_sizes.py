@@ -4,7 +4,8 @@ No checkpoint is read and none is written: the sizes come from `config.json`, an
 For each number of rows a step of autoregressive decoding is measured beside its floor, and rounds of `spectr` and
 `race_traversal` with the draft and with the head, whole and by parts; then some rounds are profiled. The floor is the
 time to read what a step reads of the target's weights, at the rate of a copy in the same process; caches do not count.
-Random models agree only by chance, so a round is what counts, and not the tokens that it keeps.
+Random models agree only by chance, so a round is what counts, and not the tokens that it keeps. Parts are programs of
+their own: on a GPU each has its launch and waits for the host, which within a round are hidden in part.
 
 The results are written after every measurement. Those that are there are not measured again, so that a run that was
 ended goes on with the same command.
