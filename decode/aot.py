@@ -42,8 +42,8 @@ from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
+from spectr_jax.ops.filters import FILTERS
 from spectr_jax.ops.thresholds import THRESHOLD_PASSES, THRESHOLDS
-from spectr_jax.sampling import FILTERS
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
 from train import config_flag

@@ -19,10 +19,10 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from spectr_jax.ops.filters import FILTERS, FILTERS_BY_NAME, filtered
 from spectr_jax.ops.first_above import first_above, search
 from spectr_jax.ops.kernels import launch
 from spectr_jax.ops.platforms import by_platform
-from spectr_jax.ops.thresholds import keep_largest, largest_threshold
 from spectr_jax.sharding import dividing_axes, fetch, shards_in_program
 
 _BLOCK = 128  # tokens whose sum or minimum is taken at a time
@@ -93,7 +93,7 @@ class SamplingParams:
         raise ValueError(f'{name} must be a scalar or [{batch_size}], got shape {array.shape}')
       if is_known and not is_valid(array).all():
         raise ValueError(f'{name} must be {allowed}, got {value}')
-      is_used = not is_known or name not in _FILTERS or (array != _FILTERS[name].keeps_all).any()
+      is_used = not is_known or name not in FILTERS_BY_NAME or (array != FILTERS_BY_NAME[name].keeps_all).any()
       values[name] = jnp.broadcast_to(array, (batch_size,)) if is_used else None
     return cls(**values)
 
@@ -101,13 +101,12 @@ class SamplingParams:
     """These parameters with every filter that `other` has, so that rows of both can stand in one batch."""
     missing = {
       name: jnp.full(self.temperature.shape, each.keeps_all, getattr(other, name).dtype)
-      for name, each in _FILTERS.items()
+      for name, each in FILTERS_BY_NAME.items()
       if getattr(self, name) is None and getattr(other, name) is not None
     }
     return dataclasses.replace(self, **missing)
 
 
-FILTERS = 'filters'  # their scope in compiled programs
 SAMPLING_NAMES = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
@@ -129,106 +128,7 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   is_greedy = temperature == 0
   scale = jnp.where(is_greedy, 1, jnp.maximum(temperature, 1e-30)).astype(logits.dtype)  # 1/scale must be finite
   probs = _softmax(logits, scale, is_greedy)
-
-  filters = [
-    (values, values != each.keeps_all, each) for name, each in _FILTERS.items()
-    if (values := getattr(sampling, name)) is not None
-  ]  # fmt: skip
-  if not filters:
-    return probs
-
-  def one_by_one(probs):
-    for values, is_used, each in filters:
-      probs = jax.lax.cond(jnp.any(is_used), each.keep, lambda probs, _: probs, probs, values)
-    return probs
-
-  def by_threshold(probs):
-    threshold, lowest = None, jnp.zeros((*probs.shape[:-1], 1), probs.dtype)
-    for values, is_used, each in filters:
-      found = functools.partial(each.find_threshold, probs, values, threshold)
-      lowest = threshold = jax.lax.cond(jnp.any(is_used), found, lambda lowest=lowest: lowest)
-    is_filtered = functools.reduce(jnp.logical_or, (is_used for _, is_used, _ in filters))
-    kept = jnp.where(probs >= threshold, probs, 0)
-    return jnp.where(is_filtered[:, None, None], kept / jnp.sum(kept, axis=-1, keepdims=True), probs)
-
-  def filter_all(probs):
-    # On a TPU a kernel finds a threshold and writes what it keeps.
-    return by_platform(probs, tpu=one_by_one, default=by_threshold)
-
-  has_filters = jnp.any(jnp.stack([is_used for _, is_used, _ in filters]))
-  with jax.named_scope(FILTERS):
-    return jax.lax.cond(has_filters, filter_all, lambda x: x, probs)
-
-
-def _of_nodes(values: jax.Array, probs: jax.Array) -> jax.Array:
-  """Values `[B]` of rows as those of their nodes, `[B, N]`, for distributions `[B, N, V]`."""
-  return jnp.broadcast_to(values[:, None].astype(probs.dtype), probs.shape[:-1])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Filter:
-  """A filter, which keeps the tokens whose probability is at least a threshold.
-
-  Attributes:
-    keeps_all: The value with which it keeps all tokens.
-    keep: Distributions `[B, N, V]`, filtered by values `[B]`.
-    find_threshold: The threshold `[B, N, 1]` of this filter and those before it together, of distributions by values,
-      given the threshold of those before it, or None if it is the first.
-  """
-
-  keeps_all: float
-  keep: Callable[[jax.Array, jax.Array], jax.Array]
-  find_threshold: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
-
-
-def _raised(threshold: jax.Array | None, found: jax.Array, is_used: jax.Array) -> jax.Array:
-  """The larger of two thresholds `[B, N, 1]` for rows `[B]` that use a filter, and the first, or 0, for the others."""
-  before = jnp.zeros_like(found) if threshold is None else threshold
-  return jnp.where(is_used[:, None, None], jnp.maximum(before, found), before)
-
-
-def _keep_top_k(probs: jax.Array, values: jax.Array) -> jax.Array:
-  return keep_largest(probs, _of_nodes(values, probs), is_weighted=False)
-
-
-def _find_top_k(probs: jax.Array, values: jax.Array, threshold: jax.Array | None) -> jax.Array:
-  found = largest_threshold(probs, _of_nodes(jnp.maximum(values, 1), probs), is_weighted=False)
-  return _raised(threshold, found, values > 0)
-
-
-def _keep_top_p(probs: jax.Array, values: jax.Array) -> jax.Array:
-  return keep_largest(probs, _of_nodes(jnp.where(values < 1, values, 0), probs), is_weighted=True)
-
-
-def _find_top_p(probs: jax.Array, values: jax.Array, threshold: jax.Array | None) -> jax.Array:
-  goal, above = _of_nodes(values, probs), None
-  if threshold is not None:
-    mass = jnp.sum(jnp.where(probs >= threshold, probs, 0), axis=-1)
-    # A row that no filter before has cut gets what it would get alone, without rounding.
-    mass = jnp.where(threshold[..., 0] > 0, mass, 1)
-    goal, above = mass * goal, (threshold, mass)
-  return _raised(threshold, largest_threshold(probs, goal, is_weighted=True, above=above), values < 1)
-
-
-def _min_p_threshold(probs: jax.Array, values: jax.Array) -> jax.Array:
-  return values[:, None, None].astype(probs.dtype) * jnp.max(probs, axis=-1, keepdims=True)
-
-
-def _keep_min_p(probs: jax.Array, values: jax.Array) -> jax.Array:
-  kept = jnp.where(probs >= _min_p_threshold(probs, values), probs, 0)
-  return jnp.where(values[:, None, None] > 0, kept / jnp.sum(kept, axis=-1, keepdims=True), probs)
-
-
-def _find_min_p(probs: jax.Array, values: jax.Array, threshold: jax.Array | None) -> jax.Array:
-  return _raised(threshold, _min_p_threshold(probs, values), values > 0)
-
-
-# In their order.
-_FILTERS = {
-  'top_k': _Filter(0, _keep_top_k, _find_top_k),
-  'top_p': _Filter(1.0, _keep_top_p, _find_top_p),
-  'min_p': _Filter(0.0, _keep_min_p, _find_min_p),
-}
+  return filtered(probs, {name: getattr(sampling, name) for name in FILTERS_BY_NAME})
 
 
 def _softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.Array:
