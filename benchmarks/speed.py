@@ -36,6 +36,7 @@ from decode.experiment import latency
 from decode.experiment.workload import describe_machine
 from spectr_jax import Decoder, TokenTree
 from spectr_jax.engine.state import DecodeState
+from spectr_jax.methods import Method
 from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
 
 SHAPES = {
@@ -185,13 +186,13 @@ def round_calls(dtype: str, draft_length: int, has_peer: bool) -> dict[str, Call
   return calls
 
 
-def make_decoder(target, draft, method: str, tree: TokenTree | None) -> Decoder:
+def make_decoder(target, draft, method: str | Method, tree: TokenTree | None) -> Decoder:
   """A decoder of `NEW_TOKENS` tokens behind prompts of `PROMPT_LENGTH`.
 
   Args:
     target: The target.
     draft: A model or drafter, or None.
-    method: Name of the method.
+    method: A method or its name.
     tree: The tree of guesses, or None.
   """
   return Decoder.make(

@@ -5,7 +5,8 @@ For each number of rows a step of autoregressive decoding is measured beside its
 `race_traversal` with the draft and with the head, whole and by parts; then some rounds are profiled. The floor is the
 time to read what a step reads of the target's weights, at the rate of a copy in the same process; caches do not count.
 Random models agree only by chance, so a round is what counts, and not the tokens that it keeps. Parts are programs of
-their own: on a GPU each has its launch and waits for the host, which within a round are hidden in part.
+their own: on a GPU each has its launch and waits for the host, which within a round are hidden in part. So rounds that
+keep no guess are measured as well. What a round takes longer is the share of its verification within the loop.
 
 The results are written after every measurement. Those that are there are not measured again, so that a run that was
 ended goes on with the same command.
@@ -28,6 +29,7 @@ import numpy as np
 from etils import epath
 
 from benchmarks import real_models, speed
+from benchmarks.unverified import UNVERIFIED
 from common.output_files import OutputFiles
 from configs import head as head_experiment
 from decode.experiment import latency
@@ -185,6 +187,25 @@ def measure_steps(models: Models, sizes: Sizes, batch_size: int) -> Result:
   }
 
 
+def measure_unverified(
+  models: Models, sizes: Sizes, batch_size: int, draft: str, num_drafts: int, draft_length: int
+) -> Result:
+  """Rounds that keep no guess.
+
+  Args:
+    models: The models.
+    sizes: What is measured.
+    batch_size: Rows.
+    draft: `draft` or `head`.
+    num_drafts: K.
+    draft_length: L.
+  """
+  tree = TokenTree.chains(num_drafts, draft_length)
+  decoder = speed.make_decoder(models.target, models.drafts[draft], UNVERIFIED, tree)
+  rows = speed.prompts(batch_size, models.target.vocab_size)
+  return {'unverified': spread(speed.round_seconds(decoder, rows, sizes.num_runs, NUM_ROUNDS))}
+
+
 def measure_rounds(
   models: Models, sizes: Sizes, batch_size: int, draft: str, method: str, num_drafts: int, draft_length: int
 ) -> Result:
@@ -292,14 +313,14 @@ def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Cal
     yield f'steps, {batch_size} rows', functools.partial(measure_steps, sizes=sizes, batch_size=batch_size)
     for draft in ('draft', 'head')[: 1 + sizes.has_head]:
       for num_drafts, draft_length in sizes.shapes:
+        rounds = {
+          'sizes': sizes, 'batch_size': batch_size, 'draft': draft, 'num_drafts': num_drafts,
+          'draft_length': draft_length,
+        }  # fmt: skip
+        shape = f'{num_drafts} x {draft_length}, {draft}, {batch_size} rows'
+        yield f'{UNVERIFIED.name} {shape}', functools.partial(measure_unverified, **rounds)
         for method in METHODS:
-          yield (
-            f'{method} {num_drafts} x {draft_length}, {draft}, {batch_size} rows',
-            functools.partial(
-              measure_rounds, sizes=sizes, batch_size=batch_size, draft=draft, method=method, num_drafts=num_drafts,
-              draft_length=draft_length,
-            ),
-          )  # fmt: skip
+          yield f'{method} {shape}', functools.partial(measure_rounds, method=method, **rounds)
   yield 'profile', lambda models: measure_profile(models, sizes, directory)
 
 
@@ -320,6 +341,8 @@ def describe(name: str, found: Result) -> str:
   if 'round' in found:
     parts = ', '.join(f'{part} {value:.2f}' for part, value in found['parts'].items())
     return f'{name}: {times(found["round"])}; {parts}; verification {found["verification_share"]:.1%} of a round'
+  if 'unverified' in found:
+    return f'{name}: {times(found["unverified"])}'
   if 'times' in found:
     return f'{name}: ' + '; '.join(f'{key} {times(value)}' for key, value in found['times'].items())
   return f'{name}: {found}'
@@ -335,6 +358,22 @@ def describe_run(sizes: Sizes) -> dict[str, Any]:
   params = {name: read_hub_config(flags[name], dtype=sizes.dtype).num_params for name in ('target', 'draft')}
   shared = {'flags': flags, 'seed': SEED, 'prompt_length': speed.PROMPT_LENGTH, 'num_params': params}
   return describe_machine() | shared
+
+
+def describe_shares(results: dict[str, Result]) -> list[str]:
+  """Lines about the share of verification in the rounds of each method.
+
+  Args:
+    results: All results by name.
+  """
+  lines = []
+  for name, found in results.items():
+    method, _, shape = name.partition(' ')
+    beside = results.get(f'{UNVERIFIED.name} {shape}')
+    if 'round' in found and beside is not None:
+      own, without = found['round']['median'], beside['unverified']['median']
+      lines.append(f'{name}: verification {own - without:.2f} ms within the loop, {1 - without / own:.1%} of a round')
+  return lines
 
 
 def describe_ratios(results: dict[str, Result]) -> list[str]:
@@ -392,6 +431,6 @@ def run(sizes: Sizes, output: epath.PathLike) -> None:
           print(f'{name}: FAILED, {str(error).splitlines()[0]}', flush=True)
           continue
       print(describe(name, results[name]), flush=True)
-  print('\n'.join(describe_ratios(results)))
+  print('\n'.join([*describe_shares(results), *describe_ratios(results)]))
   if failed:
     raise ValueError(f'{failed} measurements failed')

@@ -149,7 +149,7 @@ def test_speed(tmp_path):
   )  # fmt: skip
   assert 'transformers are left out' in said  # for want of torch, or of CUDA
   results = json.loads((out / 'sizes.json').read_text())['results']
-  rounds = [f'{method} 1 x 2, draft, 1 rows' for method in ('race_traversal', 'spectr')]
+  rounds = [f'{method} 1 x 2, draft, 1 rows' for method in ('no verification', 'race_traversal', 'spectr')]
   assert set(results) == {'spectr_jax with prefill, 1 row', 'steps, 1 rows', *rounds, 'profile'}
   with tarfile.open(out / 'sizes_profile.tar.gz') as archive:
     assert any(name.endswith('.xplane.pb') for name in archive.getnames())

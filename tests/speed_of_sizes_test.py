@@ -6,13 +6,19 @@ import pathlib
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hub_specs import SPECS
 
+import spectr_jax
 from benchmarks import speed, speed_of_sizes
-from spectr_jax import TokenTree
+from benchmarks.unverified import UNVERIFIED
+from spectr_jax import Decoder, TokenTree
+from spectr_jax.engine.loop import run_rounds
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.models import head
+from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 
 ROOT = pathlib.Path(__file__).parents[1]
 _HUB = ROOT / 'configs' / 'hub'
@@ -43,7 +49,8 @@ def test_what_is_there_is_not_measured_again(tiny, tmp_path, capsys, monkeypatch
   speed_of_sizes.run(tiny, output)
   written = json.loads(output.read_text())
   drafts = [f'race_traversal 2 x 2, {draft}, 2 rows' for draft in ('draft', 'head')]
-  assert list(written['results']) == ['steps, 2 rows', *drafts, 'profile']
+  unverified = [name.replace('race_traversal', 'no verification') for name in drafts]
+  assert list(written['results']) == ['steps, 2 rows', unverified[0], drafts[0], unverified[1], drafts[1], 'profile']
   assert written['run']['num_params']['target'] == read_hub_config(tiny.target).num_params
   assert written['run']['device']['kind'] == jax.devices()[0].device_kind
   assert list((tmp_path / 'sizes_profile').rglob('*.xplane.pb'))
@@ -65,6 +72,45 @@ def test_what_is_there_is_not_measured_again(tiny, tmp_path, capsys, monkeypatch
     speed_of_sizes.run(dataclasses.replace(tiny, num_runs=3), output)
 
 
+def test_a_round_that_keeps_no_guess_computes_all_but_the_verification():
+  config = TransformerConfig(vocab_size=64, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, max_length=64)
+  model = transformer_model(init_params(jax.random.key(0), config), config)
+  rows, tree = speed.prompts(2, 64)[:, :8], TokenTree.chains(2, 3)
+
+  def decoder(method):
+    return Decoder.make(model, model, method=method, tree=tree, max_new_tokens=6, cache_size=14)
+
+  def operations(method):
+    own = decoder(method)
+    program = run_rounds.lower(own, speed.begin(own, rows), 1).compile().as_text()
+    return sum(f' {operation}(' in line for line in program.splitlines() for operation in ('dot', 'custom-call'))
+
+  assert operations(UNVERIFIED) >= operations('spectr')
+  state = spectr_jax.decode_rounds(decoder(UNVERIFIED), speed.begin(decoder(UNVERIFIED), rows))
+  assert (np.asarray(state.result.num_target_calls) == 6).all()
+  assert not np.asarray(state.result.accepted_by_depth).any()
+  target_probs = jnp.full((7, 64), 1 / 64)
+  law = UNVERIFIED.verifier.law(tree, None, target_probs, ())
+  np.testing.assert_array_equal(law, np.broadcast_to(np.where(np.arange(7)[:, None] == 0, 1 / 64, 0), (7, 64)))
+
+
+def test_shares_are_those_of_the_same_shape_and_draft():
+  def spread(median):
+    return {'median': median, 'low': median, 'high': median}
+
+  results = {
+    'no verification 4 x 8, draft, 1 rows': {'unverified': spread(8.0)},
+    'no verification 4 x 8, head, 1 rows': {'unverified': spread(2.0)},
+    'spectr 4 x 8, draft, 1 rows': {'round': spread(10.0)},
+    'race_traversal 4 x 8, head, 1 rows': {'round': spread(2.5)},
+    'spectr 1 x 4, draft, 1 rows': {'round': spread(3.0)},
+  }
+  assert speed_of_sizes.describe_shares(results) == [
+    'spectr 4 x 8, draft, 1 rows: verification 2.00 ms within the loop, 20.0% of a round',
+    'race_traversal 4 x 8, head, 1 rows: verification 0.50 ms within the loop, 20.0% of a round',
+  ]
+
+
 def test_shapes_from_texts():
   assert speed_of_sizes.parse_shapes(['1x4', '4x16']) == ((1, 4), (4, 16))
   for texts in ([], ['4'], ['4x'], ['0x3'], ['2x3x4']):
@@ -77,15 +123,15 @@ def test_what_fails_does_not_stop_the_rest(tiny, tmp_path, capsys, monkeypatch):
     raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory')
 
   monkeypatch.setattr(speed_of_sizes, 'measure_rounds', fail)
+  monkeypatch.setattr(speed_of_sizes, 'measure_unverified', lambda *_, **__: {})
   monkeypatch.setattr(speed_of_sizes, 'measure_profile', lambda *_: {})
   monkeypatch.setattr(speed_of_sizes, 'make_models', lambda _: 'models')
   monkeypatch.setattr(speed_of_sizes, 'measure_steps', lambda *_, **__: {})
   with pytest.raises(ValueError, match='2 measurements failed'):
     speed_of_sizes.run(tiny, tmp_path / 'sizes.json')
   assert set(json.loads((tmp_path / 'sizes.json').read_text())['results']) == {
-    'steps, 2 rows',
-    'profile',
-  }
+    'steps, 2 rows', 'no verification 2 x 2, draft, 2 rows', 'no verification 2 x 2, head, 2 rows', 'profile',
+  }  # fmt: skip
   assert 'FAILED, RESOURCE_EXHAUSTED' in capsys.readouterr().out
 
 

@@ -169,8 +169,7 @@ def _attend_by_kernel(query, new_keys, new_values, mask, prefix, *, soft_cap):
     return (_attend_by_heads(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap),)
 
   kernel = functools.partial(tree_attention.attend_by_kernel, soft_cap=soft_cap)
-  masks = (jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])) for x in (mask, prefix[2]))
-  mask, visible = masks
+  mask, visible = (jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])) for x in (mask, prefix[2]))
   return launch(plain, kernel, query, new_keys, new_values, mask, *prefix[:2], visible, platform='gpu')[0]
 
 
