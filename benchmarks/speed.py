@@ -16,11 +16,9 @@ target's weights once, at the rate at which the device finds the maximum of 2^28
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,6 +28,7 @@ import numpy as np
 from absl import flags
 
 import spectr_jax
+from benchmarks.memory_rates import read_rate
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import latency
@@ -58,26 +57,6 @@ def make_model(shape: str, dtype: str):
   """
   config = dataclasses.replace(SHAPES[shape], dtype=dtype)
   return for_decoding(transformer_model(init_params(jax.random.key(0), config), config))
-
-
-def read_rate() -> float:
-  """The device's read rate in bytes per second, the best of several passes over 1 GiB."""
-
-  def rate(largest, num_bytes):
-    def seconds():
-      start = time.perf_counter()
-      largest()
-      return time.perf_counter() - start
-
-    return num_bytes / min(seconds() for _ in range(10))
-
-  if jax.default_backend() != 'cpu':
-    array, largest = jnp.ones(2**28, jnp.float32), jax.jit(jnp.max)
-    return rate(lambda: jax.block_until_ready(largest(array)), array.nbytes)
-  num_cpus = os.cpu_count()
-  parts = np.split(np.ones(2**28 // num_cpus * num_cpus, np.float32), num_cpus)
-  with concurrent.futures.ThreadPoolExecutor(num_cpus) as pool:
-    return rate(lambda: list(pool.map(np.max, parts)), sum(part.nbytes for part in parts))
 
 
 def time_steps(calls: dict[str, Call], num_runs: int) -> dict[str, dict]:

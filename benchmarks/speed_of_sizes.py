@@ -19,24 +19,25 @@ import functools
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
 from benchmarks import real_models, speed
+from benchmarks.memory_rates import copy_rate
+from benchmarks.sizes_in_words import OWN, PEER, Result, describe, describe_ratios, describe_shares
 from benchmarks.unverified import UNVERIFIED
 from common.output_files import OutputFiles
 from configs import head as head_experiment
 from decode.experiment import latency
 from decode.experiment.workload import describe_machine
-from spectr_jax import Model, TokenTree
+from spectr_jax import Decoder, Model, TokenTree
 from spectr_jax.draft import Drafter, head_drafter
 from spectr_jax.io.hub.load import read_hub_config
+from spectr_jax.methods import Method
 from spectr_jax.models import causal_lm, head
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
@@ -47,10 +48,6 @@ METHODS = 'race_traversal', 'spectr'
 NUM_ROUNDS = 16  # of a timed run
 PROFILED = 'race_traversal'
 HEAD_TOKENS = 32000  # tokens that the head guesses, as EAGLE-3 has them
-COPIED, NUM_COPIES = 2**28, 16  # numbers of a copy, and copies in one program
-UNITS = 'step', 'round'
-OWN, PEER = 'spectr_jax with prefill, 1 row', 'transformers with prefill, 1 row'
-Result = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +99,32 @@ class Models:
   drafts: dict[str, Model | Drafter]
 
 
+@dataclasses.dataclass(frozen=True)
+class Rounds:
+  """Rounds with K drafts of L tokens.
+
+  Attributes:
+    batch_size: Rows.
+    draft: The name of what drafts.
+    num_drafts: K.
+    draft_length: L.
+  """
+
+  batch_size: int
+  draft: str
+  num_drafts: int
+  draft_length: int
+
+  def __str__(self) -> str:
+    return f'{self.num_drafts} x {self.draft_length}, {self.draft}, {self.batch_size} rows'
+
+  def begin(self, models: Models, method: str | Method) -> tuple[Decoder, np.ndarray]:
+    """Their decoder by a method, and prompts, int32 `[B, P]`."""
+    tree = TokenTree.chains(self.num_drafts, self.draft_length)
+    decoder = speed.make_decoder(models.target, models.drafts[self.draft], method, tree)
+    return decoder, speed.prompts(self.batch_size, models.target.vocab_size)
+
+
 def head_config(target: CausalLMConfig) -> HeadConfig:
   """The sizes of EAGLE-3's head for a target.
 
@@ -123,20 +146,6 @@ def bytes_per_step(config: CausalLMConfig) -> int:
   if not config.is_tied:
     del shapes['embedding']
   return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-
-
-def copy_rate() -> float:
-  """Bytes per second that copies of 1 GiB read and write, one after another in one program; the best of five runs."""
-  array = jnp.ones(COPIED, jnp.float32)
-  copied = jax.jit(lambda x: jax.lax.fori_loop(0, NUM_COPIES, lambda _, x: x + 1, x))
-
-  def seconds():
-    start = time.perf_counter()
-    jax.block_until_ready(copied(array))
-    return time.perf_counter() - start
-
-  seconds()
-  return NUM_COPIES * 2 * array.nbytes / min(seconds() for _ in range(5))
 
 
 def make_models(sizes: Sizes) -> Models:
@@ -187,42 +196,28 @@ def measure_steps(models: Models, sizes: Sizes, batch_size: int) -> Result:
   }
 
 
-def measure_unverified(
-  models: Models, sizes: Sizes, batch_size: int, draft: str, num_drafts: int, draft_length: int
-) -> Result:
+def measure_unverified(models: Models, sizes: Sizes, rounds: Rounds) -> Result:
   """Rounds that keep no guess.
 
   Args:
     models: The models.
     sizes: What is measured.
-    batch_size: Rows.
-    draft: `draft` or `head`.
-    num_drafts: K.
-    draft_length: L.
+    rounds: Their rows, draft and shape.
   """
-  tree = TokenTree.chains(num_drafts, draft_length)
-  decoder = speed.make_decoder(models.target, models.drafts[draft], UNVERIFIED, tree)
-  rows = speed.prompts(batch_size, models.target.vocab_size)
+  decoder, rows = rounds.begin(models, UNVERIFIED)
   return {'unverified': spread(speed.round_seconds(decoder, rows, sizes.num_runs, NUM_ROUNDS))}
 
 
-def measure_rounds(
-  models: Models, sizes: Sizes, batch_size: int, draft: str, method: str, num_drafts: int, draft_length: int
-) -> Result:
+def measure_rounds(models: Models, sizes: Sizes, rounds: Rounds, method: str) -> Result:
   """Rounds, and their parts, each of which is a separate program.
 
   Args:
     models: The models.
     sizes: What is measured.
-    batch_size: Rows.
-    draft: `draft` or `head`.
+    rounds: Their rows, draft and shape.
     method: Name of the method.
-    num_drafts: K.
-    draft_length: L.
   """
-  tree = TokenTree.chains(num_drafts, draft_length)
-  decoder = speed.make_decoder(models.target, models.drafts[draft], method, tree)
-  rows = speed.prompts(batch_size, models.target.vocab_size)
+  decoder, rows = rounds.begin(models, method)
   found: Result = {'round': spread(speed.round_seconds(decoder, rows, sizes.num_runs, NUM_ROUNDS))}
   parts = latency.time_parts(decoder, speed.begin(decoder, rows), max(sizes.num_runs, 3))
   found['parts'] = {name: 1e3 * seconds for name, seconds in parts.items()}
@@ -238,12 +233,11 @@ def measure_profile(models: Models, sizes: Sizes, directory: epath.Path) -> Resu
     sizes: What is measured.
     directory: Where the profile goes.
   """
-  method, shape = PROFILED, sizes.shapes[:2][-1]
-  decoder = speed.make_decoder(models.target, models.drafts['draft'], method, TokenTree.chains(*shape))
-  rows = speed.prompts(1, models.target.vocab_size)
+  shape = sizes.shapes[:2][-1]
+  decoder, rows = Rounds(1, 'draft', *shape).begin(models, PROFILED)
   speed.round_seconds(decoder, rows, 1, 1)
   latency.profile(decoder, speed.begin(decoder, rows), directory, num_rounds=4)
-  return {'directory': directory.name, 'method': method, 'num_drafts': shape[0], 'draft_length': shape[1]}
+  return {'directory': directory.name, 'method': PROFILED, 'num_drafts': shape[0], 'draft_length': shape[1]}
 
 
 def measure_peer(sizes: Sizes, device: str) -> Result:
@@ -313,39 +307,11 @@ def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Cal
     yield f'steps, {batch_size} rows', functools.partial(measure_steps, sizes=sizes, batch_size=batch_size)
     for draft in ('draft', 'head')[: 1 + sizes.has_head]:
       for num_drafts, draft_length in sizes.shapes:
-        rounds = {
-          'sizes': sizes, 'batch_size': batch_size, 'draft': draft, 'num_drafts': num_drafts,
-          'draft_length': draft_length,
-        }  # fmt: skip
-        shape = f'{num_drafts} x {draft_length}, {draft}, {batch_size} rows'
-        yield f'{UNVERIFIED.name} {shape}', functools.partial(measure_unverified, **rounds)
+        rounds = Rounds(batch_size, draft, num_drafts, draft_length)
+        yield f'{UNVERIFIED.name} {rounds}', functools.partial(measure_unverified, sizes=sizes, rounds=rounds)
         for method in METHODS:
-          yield f'{method} {shape}', functools.partial(measure_rounds, method=method, **rounds)
+          yield f'{method} {rounds}', functools.partial(measure_rounds, sizes=sizes, rounds=rounds, method=method)
   yield 'profile', lambda models: measure_profile(models, sizes, directory)
-
-
-def describe(name: str, found: Result) -> str:
-  """A line about a result.
-
-  Args:
-    name: Its name.
-    found: The result.
-  """
-
-  def times(found):
-    return f'{found["median"]:.2f} ms ({found["low"]:.2f} to {found["high"]:.2f})'
-
-  if 'step' in found:
-    said = f'{times(found["step"])}, {found["tokens_per_second"]:.1f} tokens/s; floor {found["floor"]:.2f} ms'
-    return f'{name}: {said}, {found["floor_share"]:.0%} of the step'
-  if 'round' in found:
-    parts = ', '.join(f'{part} {value:.2f}' for part, value in found['parts'].items())
-    return f'{name}: {times(found["round"])}; {parts}; verification {found["verification_share"]:.1%} of a round'
-  if 'unverified' in found:
-    return f'{name}: {times(found["unverified"])}'
-  if 'times' in found:
-    return f'{name}: ' + '; '.join(f'{key} {times(value)}' for key, value in found['times'].items())
-  return f'{name}: {found}'
 
 
 def describe_run(sizes: Sizes) -> dict[str, Any]:
@@ -358,35 +324,6 @@ def describe_run(sizes: Sizes) -> dict[str, Any]:
   params = {name: read_hub_config(flags[name], dtype=sizes.dtype).num_params for name in ('target', 'draft')}
   shared = {'flags': flags, 'seed': SEED, 'prompt_length': speed.PROMPT_LENGTH, 'num_params': params}
   return describe_machine() | shared
-
-
-def describe_shares(results: dict[str, Result]) -> list[str]:
-  """Lines about the share of verification in the rounds of each method.
-
-  Args:
-    results: All results by name.
-  """
-  lines = []
-  for name, found in results.items():
-    method, _, shape = name.partition(' ')
-    beside = results.get(f'{UNVERIFIED.name} {shape}')
-    if 'round' in found and beside is not None:
-      own, without = found['round']['median'], beside['unverified']['median']
-      lines.append(f'{name}: verification {own - without:.2f} ms within the loop, {1 - without / own:.1%} of a round')
-  return lines
-
-
-def describe_ratios(results: dict[str, Result]) -> list[str]:
-  """Lines about how much faster this library is than transformers, if both were measured.
-
-  Args:
-    results: All results by name.
-  """
-  if OWN not in results or PEER not in results:
-    return []
-  own, peer = results[OWN]['times'], results[PEER]['times']
-  ratios = {unit: peer[f'transformers, {unit}']['median'] / own[f'spectr_jax, {unit}']['median'] for unit in UNITS}
-  return [f'{unit}: {ratio:.2f} times as fast as transformers' for unit, ratio in ratios.items()]
 
 
 def run(sizes: Sizes, output: epath.PathLike) -> None:

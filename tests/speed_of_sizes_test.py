@@ -12,7 +12,7 @@ import pytest
 from hub_specs import SPECS
 
 import spectr_jax
-from benchmarks import speed, speed_of_sizes
+from benchmarks import memory_rates, sizes_in_words, speed, speed_of_sizes
 from benchmarks.unverified import UNVERIFIED
 from spectr_jax import Decoder, TokenTree
 from spectr_jax.engine.loop import run_rounds
@@ -36,7 +36,7 @@ def tiny(monkeypatch, tmp_path):
   monkeypatch.setattr(speed, 'NEW_TOKENS', 6)
   monkeypatch.setattr(speed, 'PROMPT_LENGTH', 4)
   monkeypatch.setattr(speed_of_sizes, 'NUM_ROUNDS', 2)
-  monkeypatch.setattr(speed_of_sizes, 'COPIED', 2**16)
+  monkeypatch.setattr(memory_rates, 'COPIED', 2**16)
   monkeypatch.setattr(speed_of_sizes, 'METHODS', ('race_traversal',))
   target = _write(tmp_path / 'target', num_hidden_layers=6)
   draft = _write(tmp_path / 'draft', num_hidden_layers=1, tie_word_embeddings=True)
@@ -64,7 +64,7 @@ def test_what_is_there_is_not_measured_again(tiny, tmp_path, capsys, monkeypatch
 
   del written['results'][drafts[0]]
   output.write_text(json.dumps(written))
-  monkeypatch.setattr(speed_of_sizes, 'measure_rounds', lambda *_, draft, **__: {'measured': draft})
+  monkeypatch.setattr(speed_of_sizes, 'measure_rounds', lambda *_, rounds, **__: {'measured': rounds.draft})
   speed_of_sizes.run(tiny, output)
   assert json.loads(output.read_text())['results'] == written['results'] | {drafts[0]: {'measured': 'draft'}}
   assert share in capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_shares_are_those_of_the_same_shape_and_draft():
     'race_traversal 4 x 8, head, 1 rows': {'round': spread(2.5)},
     'spectr 1 x 4, draft, 1 rows': {'round': spread(3.0)},
   }
-  assert speed_of_sizes.describe_shares(results) == [
+  assert sizes_in_words.describe_shares(results) == [
     'spectr 4 x 8, draft, 1 rows: verification 2.00 ms within the loop, 20.0% of a round',
     'race_traversal 4 x 8, head, 1 rows: verification 0.50 ms within the loop, 20.0% of a round',
   ]
@@ -156,10 +156,10 @@ def test_a_single_draft_is_compared_with_the_peer(tiny, monkeypatch):
 def test_ratios_are_those_of_medians():
   times = {'step': 2.0, 'round': 3.0}
   results = {
-    speed_of_sizes.OWN: {'times': {f'spectr_jax, {unit}': {'median': value} for unit, value in times.items()}},
-    speed_of_sizes.PEER: {'times': {f'transformers, {unit}': {'median': 6.0} for unit in times}},
+    sizes_in_words.OWN: {'times': {f'spectr_jax, {unit}': {'median': value} for unit, value in times.items()}},
+    sizes_in_words.PEER: {'times': {f'transformers, {unit}': {'median': 6.0} for unit in times}},
   }
-  assert speed_of_sizes.describe_ratios(results) == [
+  assert sizes_in_words.describe_ratios(results) == [
     'step: 3.00 times as fast as transformers', 'round: 2.00 times as fast as transformers'
   ]  # fmt: skip
 
