@@ -15,7 +15,7 @@ import spectr_jax
 from benchmarks import memory_rates, sizes_in_words, speed, speed_of_sizes
 from benchmarks.unverified import UNVERIFIED
 from spectr_jax import Decoder, TokenTree
-from spectr_jax.engine.loop import run_rounds
+from spectr_jax.engine.result import FAILED_DRAFT
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.models import head
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
@@ -72,25 +72,22 @@ def test_what_is_there_is_not_measured_again(tiny, tmp_path, capsys, monkeypatch
     speed_of_sizes.run(dataclasses.replace(tiny, num_runs=3), output)
 
 
-def test_a_round_that_keeps_no_guess_computes_all_but_the_verification():
+def test_rounds_that_keep_no_guess():
   config = TransformerConfig(vocab_size=64, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, max_length=64)
   model = transformer_model(init_params(jax.random.key(0), config), config)
   rows, tree = speed.prompts(2, 64)[:, :8], TokenTree.chains(2, 3)
 
-  def decoder(method):
-    return Decoder.make(model, model, method=method, tree=tree, max_new_tokens=6, cache_size=14)
+  def run(draft):
+    decoder = Decoder.make(model, draft, method=UNVERIFIED, tree=tree, max_new_tokens=6, cache_size=14)
+    return spectr_jax.decode_rounds(decoder, speed.begin(decoder, rows)).result
 
-  def operations(method):
-    own = decoder(method)
-    program = run_rounds.lower(own, speed.begin(own, rows), 1).compile().as_text()
-    return sum(f' {operation}(' in line for line in program.splitlines() for operation in ('dot', 'custom-call'))
-
-  assert operations(UNVERIFIED) >= operations('spectr')
-  state = spectr_jax.decode_rounds(decoder(UNVERIFIED), speed.begin(decoder(UNVERIFIED), rows))
-  assert (np.asarray(state.result.num_target_calls) == 6).all()
-  assert not np.asarray(state.result.accepted_by_depth).any()
-  target_probs = jnp.full((7, 64), 1 / 64)
-  law = UNVERIFIED.verifier.law(tree, None, target_probs, ())
+  result = run(model)
+  assert (np.asarray(result.num_target_calls) == 6).all()
+  assert not np.asarray(result.accepted_by_depth).any()
+  # Guesses are computed although none is kept: a draft that is not finite is seen.
+  failed = run(dataclasses.replace(model, params=jax.tree.map(lambda x: x * jnp.nan, model.params)))
+  assert (np.asarray(failed.failures) == FAILED_DRAFT).all()
+  law = UNVERIFIED.verifier.law(tree, None, jnp.full((7, 64), 1 / 64), ())
   np.testing.assert_array_equal(law, np.broadcast_to(np.where(np.arange(7)[:, None] == 0, 1 / 64, 0), (7, 64)))
 
 
