@@ -324,6 +324,47 @@ def test_a_schedule_takes_its_bundles_or_its_chains():
   assert schedule_cycles(_BUNDLES, _CHAINS.replace(' 90,', ' 1,')) == 3 + 8 * (4 + 3 * 4)
 
 
+# The steps of a grid of 5: turns of a loop of 7, behind a test of the turn. A branch within a step is no end of it.
+_GRID = """\
+     0   :  { %s1 = smov 0 }
+   0x1 LB: > { %s2_s1 = sphi 0 }
+   0x2   : > { %p3_p7 = scmp.ge.s32.totalorder %s2_s1, 1 }
+   0x3   : > { %p4_p8 = scmp.lt.s32.totalorder %s2_s1, 6 }
+   0x4   : > { %p5_p9 = pnand %p3_p7, %p4_p8 } /* Start region 27 */
+   0x5   : > { %6 = sbr.rel (%p5_p9) target = $region28 }
+   0x6   : > { %v1 = vld }
+   0x7   : > { %7 = sbr.rel (!%p9_p1) target = $region32 }
+   0x8 LB: >> { %s3_s4 = sphi 0 }
+   0x9   : >> { %p6_p0 = scmp.ge.s32.totalorder %s3_s4, 3 /* loop exit test */ }
+   0xa   : >> { %7 = sbr.rel (!%p6_p0) target = $region40 }
+   0xb PF: > { %v2 = vst } /* Start/End empty region 32 */
+   0xc PF: > { %s5 = sand 1 } /* Start/End empty region 28 */
+   0xd   : > { %p8_p1 = scmp.ge.s32.totalorder %s2_s1, 7 /* loop exit test */ }
+   0xe   :  { %9 = sbr.rel (!%p8_p1) target = $region10 }
+"""
+_CHAINS_OF_GRID = """\
+New basic block in region: region10 {members=3 hlo=kernel.1 parent=0}
+  Length to end: 5, %s2 = sphi 0
+
+New basic block in region: region27 {members=3 hlo=kernel.1 parent=10}
+  Length to end: 40, %v1 = vld
+
+New basic block in region: region30 {members=3 hlo=kernel.1 parent=27}
+  Length to end: 10, %v2 = vst
+
+New basic block in region: region40 {members=3 hlo=kernel.1 parent=30}
+  Length to end: 90, %v1 = vld
+"""
+
+
+def test_the_steps_of_a_grid_count_as_often_as_there_are_steps():
+  # Outside: a bundle. Each turn: 8 bundles. A step: chains of 40 and 10, and a loop of 3 turns of 90.
+  assert schedule_cycles(_GRID, _CHAINS_OF_GRID) == 1 + 7 * 8 + 5 * (50 + 3 * 90)
+  # A branch by anything but the turn is taken.
+  always = _GRID.replace('%p4_p8 = scmp.lt.s32.totalorder %s2_s1', '%p4_p8 = scmp.lt.s32.totalorder %s8_s9')
+  assert schedule_cycles(always, _CHAINS_OF_GRID) == 1 + 7 * (55 + 3 * 90)
+
+
 def test_a_schedule_with_a_loop_of_unknown_length_is_refused():
   with pytest.raises(ValueError, match='1 of the 2 loops have no constant limit'):
     schedule_cycles(_BUNDLES.replace('(%p5_p0), %s3_s4, 8', '(%p5_p0), %s3_s4, %s5_s6'), _CHAINS)

@@ -37,6 +37,17 @@ def test_equal_kernels_share_a_schedule(folder):
   assert kernels.take_schedules(text) == {'forward.2': 7, 'forward.11': 9, 'backward.5': 2}
 
 
+def test_equal_kernels_have_the_same_results(folder):
+  small, large = _CALL.format('forward.1'), _CALL.format('forward.2').replace('f32[8]', 'f32[64]')
+  for name, length in [('forward.1', 5), ('forward.2', 90)]:
+    write_schedule(folder, name, length)
+  assert kernels.take_schedules(small + large + small.replace('.1', '.3')) == {
+    'forward.1': 5, 'forward.2': 90, 'forward.3': 5,
+  }  # fmt: skip
+  with pytest.raises(ValueError, match=r'there is no schedule of the kernel forward\.4'):
+    kernels.take_schedules(_CALL.format('forward.4').replace('f32[8]', 'f32[16]'))
+
+
 def test_a_kernel_without_a_schedule_is_refused(folder):
   write_schedule(folder, 'forward.1', 5)
   with pytest.raises(ValueError, match=r'there is no schedule of the kernel backward\.1'):
