@@ -20,6 +20,7 @@ import functools
 import json
 import math
 import time
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 import jax
@@ -42,7 +43,7 @@ from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
-from spectr_jax.ops.filters import FILTERS
+from spectr_jax.ops.filters import FILTERS, FILTERS_BY_NAME
 from spectr_jax.ops.thresholds import THRESHOLD_PASSES, THRESHOLDS
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
@@ -135,7 +136,7 @@ def analyse(
   prompt_length: int,
   max_new_tokens: int,
   collective_seconds: float = COLLECTIVE_SECONDS,
-  is_filtered: bool = False,
+  filters: Collection[str] = (),
 ) -> Report:
   """Compiles the loop of a method and that of autoregressive decoding.
 
@@ -149,7 +150,7 @@ def analyse(
     prompt_length: Tokens of the longest prompt.
     max_new_tokens: The largest number of new tokens. Prompt and new tokens determine the size of a cache.
     collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
-    is_filtered: Whether distributions are filtered, by top-k, top-p and min-p at once.
+    filters: The filters of the distributions, of `top_k`, `top_p` and `min_p`, which are counted.
 
   Raises:
     ValueError: The method does not take the tree, rows or heads cannot be sharded over the mesh, the texts are longer
@@ -168,12 +169,12 @@ def analyse(
       model, small, method=method, tree=tree, max_new_tokens=max_new_tokens, cache_size=cache_size, eos_id=0,
       sharding=sharding,
     )  # fmt: skip
-    return compile_decode(decoder, batch_size=batch_size, prompt_length=prompt_length, is_filtered=is_filtered)
+    return compile_decode(decoder, batch_size=batch_size, prompt_length=prompt_length, filters=filters)
 
   chip = chip_of(sharding.mesh.devices.flat[0])
 
   def costs(compiled, trips):
-    dearest = (FILTERS,) if is_filtered else ()
+    dearest = (FILTERS,) if filters else ()
     text = compiled.as_text()
     program = Program(
       text, chip, collective_seconds=collective_seconds, trips=trips, dearest=dearest, kernels=take_schedules(text)
@@ -276,8 +277,9 @@ if __name__ == '__main__':
     'collective_us', 1e6 * COLLECTIVE_SECONDS, 'Microseconds of a transfer between devices beside that of its bytes.',
     lower_bound=0,
   )  # fmt: skip
-  _FILTERS = flags.DEFINE_boolean(
-    'filters', False, 'Count filters of the distributions: top-k, top-p and min-p at once.'
+  _FILTERS = flags.DEFINE_boolean('filters', False, 'Count filters of the distributions, see --filter_names.')
+  _NAMES = flags.DEFINE_multi_enum(
+    'filter_names', list(FILTERS_BY_NAME), list(FILTERS_BY_NAME), 'The filters that --filters counts; may be repeated.'
   )
   _OUTPUT = flags.DEFINE_string('output', None, 'Write the report to this file, as JSON.')
 
@@ -299,7 +301,7 @@ if __name__ == '__main__':
       prompt_length=_PROMPT_LENGTH.value,
       max_new_tokens=_NEW_TOKENS.value,
       collective_seconds=1e-6 * _COLLECTIVE.value,
-      is_filtered=_FILTERS.value,
+      filters=_NAMES.value if _FILTERS.value else (),
     )
     print(
       f'target {_TARGET.value} ({target.num_params / 1e6:.1f}M), draft {_DRAFT.value} ({draft.num_params / 1e6:.1f}M)'

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from spectr_jax.ops.filters import FILTERS, FILTERS_BY_NAME, filtered
+from spectr_jax.ops.filters import FILTERS_BY_NAME, filtered
 from spectr_jax.ops.first_above import first_above, search
 from spectr_jax.ops.kernels import launch
 from spectr_jax.ops.platforms import by_platform
@@ -150,19 +150,17 @@ def _softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.A
 
   def plain(logits, scale, is_greedy):
     # Only indices pass through the choice: one between distributions would copy them.
-    with jax.named_scope(FILTERS):
-      none = functools.partial(jnp.full, logits.shape[:-1], -1, jnp.int32)
-      points = jax.lax.cond(jnp.any(is_greedy), lambda: find_points(logits, is_greedy), none)
+    none = functools.partial(jnp.full, logits.shape[:-1], -1, jnp.int32)
+    points = jax.lax.cond(jnp.any(is_greedy), lambda: find_points(logits, is_greedy), none)
     return at_points(of_rows(logits, scale)[0], points)
 
   def by_kernel(logits, scale, is_greedy):
     # XLA hands the kernel the logits in fast memory if nothing else needs them, and copies no result of a kernel.
     scales = jnp.broadcast_to(scale, logits.shape[:-1]).reshape(-1)
     probs = launch(of_rows, scaled, logits.reshape(-1, logits.shape[-1]), scales)[0].reshape(logits.shape)
-    with jax.named_scope(FILTERS):
-      return jax.lax.cond(
-        jnp.any(is_greedy), lambda probs: at_points(probs, find_points(logits, is_greedy)), lambda probs: probs, probs
-      )
+    return jax.lax.cond(
+      jnp.any(is_greedy), lambda probs: at_points(probs, find_points(logits, is_greedy)), lambda probs: probs, probs
+    )
 
   def scaled(logits, scale):
     from spectr_jax.ops.softmax import scaled_softmax

@@ -143,38 +143,42 @@ def test_decoding_that_does_not_fit_is_refused(chips, pair):
     )
 
 
-def _moved_sizes(program):
-  """The numbers of entries of the arrays that move between devices, sums apart."""
-  moved = re.findall(r'= .*?(?:all-gather|all-to-all|collective-permute)(?:-start)?\(', program)
+def _moved_sizes(program, kinds):
+  """The numbers of entries of the arrays that move between devices in these ways."""
+  moved = re.findall(rf'= .*?(?:{kinds})(?:-start)?\(', program)
   return [math.prod(map(int, shape.split(','))) for text in moved for shape in re.findall(r'\[([\d,]+)\]', text)]
 
 
-def test_no_device_holds_laws_whole(chips, pair):
-  """Divided over `model`, laws are sent neither from chip to chip nor gathered."""
+@pytest.mark.parametrize('filters', [(), ('top_k', 'top_p', 'min_p')])
+def test_no_device_holds_all_laws_whole(chips, pair, filters):
+  """Divided over `model`, laws are not gathered. To filter them, each device gets some of the rows whole."""
   decoder = Decoder.make(
     *(decode_aot.abstract_model(dataclasses.replace(pair[role], num_layers=1)) for role in ('target', 'draft')),
     method='spectr', tree=TokenTree.chains(2, 2), max_new_tokens=32, cache_size=64,
     sharding=DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips)),
   )  # fmt: skip
-  program = compile_decode(decoder, batch_size=16, prompt_length=32, is_filtered=True).as_text()
-  sizes = _moved_sizes(program)
-  assert sizes
-  # The laws of a row have 5 x 32000 numbers.
-  assert max(sizes) < 32000
+  program = compile_decode(decoder, batch_size=16, prompt_length=32, filters=filters).as_text()
+  # The laws of two rows have 2 x 5 x 32000 numbers.
+  assert max(_moved_sizes(program, 'all-gather|collective-permute')) < 32000
+  sent = _moved_sizes(program, 'all-to-all')
+  if filters:
+    assert set(sent) == {5 * 32000}  # half of the laws
+  else:
+    assert not sent
 
 
 _OF_ALL = {'transformer_layers', 'softmax', 'draw_tokens', 'first_above'}
-_OF_FILTERS = {'keep_largest', 'step_thresholds'}
+_OF_FILTERS = {'keep_in_rows', 'find_in_rows'}
 
 
 @pytest.mark.parametrize(
-  ('method', 'is_filtered', 'own'),
+  ('method', 'filters', 'own'),
   [
-    ('race_traversal', False, {'token_sums', 'fit_races', 'race_credits', 'sums_of_rows', 'first_kept'}),
-    ('spectr', True, {'token_sums', 'narrow_sections'} | _OF_FILTERS),
+    ('race_traversal', (), {'token_sums', 'fit_races', 'race_credits', 'sums_of_rows', 'first_kept'}),
+    ('spectr', ('top_k', 'top_p', 'min_p'), {'token_sums', 'narrow_sections'} | _OF_FILTERS),
   ],
 )
-def test_a_round_runs_its_kernels(chips, pair, method, is_filtered, own):
+def test_a_round_runs_its_kernels(chips, pair, method, filters, own):
   """What does not fit a kernel takes its plain form, which is right and slow: only the program shows it."""
   small = dict(vocab_size=4096, num_layers=1, mlp_dim=256)
   decoder = Decoder.make(
@@ -182,7 +186,7 @@ def test_a_round_runs_its_kernels(chips, pair, method, is_filtered, own):
     method=method, tree=TokenTree.chains(8, 2), max_new_tokens=32, cache_size=64,
     sharding=DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips)),
   )  # fmt: skip
-  program = compile_decode(decoder, batch_size=16, prompt_length=32, is_filtered=is_filtered).as_text()
+  program = compile_decode(decoder, batch_size=16, prompt_length=32, filters=filters).as_text()
   names = re.findall(r'%([a-z_]+)[.\d]* = [^\n]*custom_call_target="tpu_custom_call"', program)
   assert set(names) == _OF_ALL | own
 

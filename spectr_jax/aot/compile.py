@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import jax
 import jax.numpy as jnp
 
@@ -9,11 +11,10 @@ from spectr_jax.aot.hlo_report import out_of_memory
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import run_rounds
 from spectr_jax.engine.state import init_decode, state_shardings
-from spectr_jax.sampling import SAMPLING_NAMES
 
 
 def compile_decode(
-  decoder: Decoder, *, batch_size: int, prompt_length: int, is_filtered: bool = False
+  decoder: Decoder, *, batch_size: int, prompt_length: int, filters: Collection[str] = ()
 ) -> jax.stages.Compiled:
   """Compiles the loop from shapes alone.
 
@@ -21,7 +22,7 @@ def compile_decode(
     decoder: The decoder, with a sharding; its parameters may be shapes, and its mesh may have described devices.
     batch_size: B, rows.
     prompt_length: P, tokens of the longest prompt.
-    is_filtered: Whether rows may use top-k, top-p and min-p.
+    filters: Those that rows may use, of `top_k`, `top_p` and `min_p`.
 
   Raises:
     ValueError: The decoder has no sharding; rows, heads or parameters cannot be sharded; or the program needs more
@@ -32,7 +33,7 @@ def compile_decode(
     raise ValueError('compile_decode needs a decoder with a sharding, over a mesh of the devices to compile for')
   sharding.check_rows(batch_size)
   # Values that are not known may be any.
-  unknown = dict.fromkeys(SAMPLING_NAMES if is_filtered else (), jax.ShapeDtypeStruct((batch_size,), jnp.float32))
+  unknown = dict.fromkeys(('temperature', *filters), jax.ShapeDtypeStruct((batch_size,), jnp.float32))
   state = jax.eval_shape(
     init_decode,
     decoder,

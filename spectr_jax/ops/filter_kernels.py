@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 MOST_TOKENS = 2**18  # per row: eight rows of them are in the vector memory, twice
-_ROWS = 8
-_CHUNK = 2048  # tokens of each row that are visited at a time
+_ROWS, _LANES = 8, 128
+_CHUNK = 4096  # tokens of each row that are visited at a time
 _MEMORY = 64 * 2**20
 _HIGHEST = 0x3F800001  # the bits of the float after 1: no probability is larger
 _SECTIONS = 4
@@ -50,44 +50,57 @@ class _KernelLaws:
 
   ref: Any
 
-  def visit(self, add, totals):
-    """`totals` after `add(totals, probs)` of the rows' parts, from the first to the last, each `[8, 128]` or less."""
+  def _reduce(self, values_fn, combine, start):
+    """All values of tokens combined, columns `[8, 1]` each.
+
+    Args:
+      values_fn: A list of arrays `[8, W]`, those of W tokens, by their probabilities.
+      combine: Combines two arrays, in any order.
+      start: What changes nothing in a combination.
+    """
     from jax.experimental import pallas as pl
 
-    size = self.ref.shape[1]
+    def whole(values):
+      width = values.shape[1]
+      return values if width == _LANES else jnp.pad(values, ((0, 0), (0, _LANES - width)), constant_values=start)
 
-    def add_chunk(i, totals):
-      for j in range(0, _CHUNK, 128):
-        totals = add(totals, self.ref[:, pl.ds(i * _CHUNK + j, 128)])
+    def add(totals, places):
+      for place in places:
+        totals = tuple(map(combine, totals, map(whole, values_fn(self.ref[place]))))
       return totals
 
+    num_parts, _, size = self.ref.shape
     num_chunks = size // _CHUNK
-    if num_chunks:
-      totals = jax.lax.fori_loop(0, num_chunks, add_chunk, totals)
-    for start in range(num_chunks * _CHUNK, size, 128):
-      totals = add(totals, self.ref[:, start : min(start + 128, size)])
+    totals = tuple(jnp.full((_ROWS, _LANES), start, jnp.float32) for _ in values_fn(jnp.zeros((_ROWS, _LANES))))
+    for part in range(num_parts):
+      if num_chunks:
+        totals = jax.lax.fori_loop(
+          0,
+          num_chunks,
+          lambda i, totals, part=part: add(
+            totals, [(part, slice(None), pl.ds(i * _CHUNK + j, _LANES)) for j in range(0, _CHUNK, _LANES)]
+          ),
+          totals,
+        )
+      rest = [(part, slice(None), slice(j, min(j + _LANES, size))) for j in range(num_chunks * _CHUNK, size, _LANES)]
+      if rest:
+        totals = add(totals, rest)
     return totals
 
   def _sums(self, thresholds, is_weighted):
     """The sums of the probabilities, or the numbers of tokens, from each of the thresholds on."""
     # Once for all lanes, and not in every turn of the loop.
-    thresholds = [jnp.broadcast_to(threshold, (_ROWS, 128)) for threshold in thresholds]
+    thresholds = [jnp.broadcast_to(threshold, (_ROWS, _LANES)) for threshold in thresholds]
 
-    def add(totals, probs):
-      width = probs.shape[1]
-      kept = [jnp.where(probs < threshold[:, :width], 0.0, probs if is_weighted else 1.0) for threshold in thresholds]
-      kept = [part if width == 128 else jnp.pad(part, ((0, 0), (0, 128 - width))) for part in kept]
-      return tuple(total + part for total, part in zip(totals, kept))
+    def values_fn(probs):
+      weights = probs if is_weighted else 1.0
+      return [jnp.where(probs < threshold[:, : probs.shape[1]], 0.0, weights) for threshold in thresholds]
 
-    totals = self.visit(add, tuple(jnp.zeros((_ROWS, 128), jnp.float32) for _ in thresholds))
-    return [jnp.sum(total, axis=1, keepdims=True) for total in totals]
+    return [jnp.sum(total, axis=1, keepdims=True) for total in self._reduce(values_fn, jnp.add, 0.0)]
 
   def largest(self):
-    def add(top, probs):
-      width = probs.shape[1]
-      return jnp.maximum(top, probs if width == 128 else jnp.pad(probs, ((0, 0), (0, 128 - width))))
-
-    return jnp.max(self.visit(add, jnp.zeros((_ROWS, 128), jnp.float32)), axis=1, keepdims=True)
+    (top,) = self._reduce(lambda probs: [probs], jnp.maximum, 0.0)
+    return jnp.max(top, axis=1, keepdims=True)
 
   def mass_from(self, threshold):
     return self._sums([threshold], True)[0]
@@ -105,81 +118,89 @@ class _KernelLaws:
     return jax.lax.bitcast_convert_type(low, jnp.float32)
 
 
-def keep_in_rows(find, probs: jax.Array, *values: jax.Array, interpret: bool = False) -> tuple[jax.Array]:
+def keep_in_rows(find, probs: jax.Array, values: jax.Array, *, interpret: bool = False) -> jax.Array:
   """Filtered rows.
 
   Args:
-    find: Takes `filters.Laws` of eight rows and values, columns `[8, 1]`, and returns columns: the threshold from which
-      on tokens are kept, and their mass.
+    find: Takes `filters.Laws` of eight rows and their values `[8, F]`, and returns columns `[8, 1]`: the threshold from
+      which on tokens are kept, and their mass.
     probs: float32 `[M, V]`, from 0 to 1 but for rounding by one unit in the last place.
-    *values: float32 `[M, 1]`.
+    values: float32 `[M, F]`.
     interpret: Whether to run without a TPU, for tests.
 
   Returns:
     `[M, V]`.
   """
+  from jax.experimental import pallas as pl
 
-  def kernel(probs_ref, *refs):
-    *value_refs, kept_ref = refs
-    found = find(_KernelLaws(probs_ref), *(ref[...] for ref in value_refs))
-    threshold, mass = (jnp.broadcast_to(column, (_ROWS, 128)) for column in found)
+  def kernel(probs_ref, values_ref, kept_ref):
+    threshold, mass = (jnp.broadcast_to(x, (_ROWS, _LANES)) for x in find(_KernelLaws(probs_ref), values_ref[...]))
 
-    from jax.experimental import pallas as pl
+    def keep(start, width):
+      place = 0, slice(None), pl.ds(start, width)
+      probs = probs_ref[place]
+      kept_ref[place] = jnp.where(probs < threshold[:, :width], 0, probs) / mass[:, :width]
 
-    def keep(place):
-      probs = probs_ref[:, place]
-      width = probs.shape[1]
-      kept_ref[:, place] = jnp.where(probs < threshold[:, :width], 0, probs) / mass[:, :width]
-
-    size = probs_ref.shape[1]
+    size = probs_ref.shape[2]
     num_chunks = size // _CHUNK
     if num_chunks:
 
       @pl.loop(0, num_chunks)
       def _(i):
-        for j in range(0, _CHUNK, 128):
-          keep(pl.ds(i * _CHUNK + j, 128))
+        for j in range(0, _CHUNK, _LANES):
+          keep(i * _CHUNK + j, _LANES)
 
-    for start in range(num_chunks * _CHUNK, size, 128):
-      keep(pl.ds(start, min(128, size - start)))
+    for start in range(num_chunks * _CHUNK, size, _LANES):
+      keep(start, min(_LANES, size - start))
 
-  return (_call(kernel, probs, values, [probs.shape[1]], interpret, 'keep_in_rows')[0],)
-
-
-def find_in_rows(find, probs: jax.Array, *values: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-  """What `find` finds for rows, columns `[M, 1]`; arguments as of `keep_in_rows`."""
-
-  def kernel(probs_ref, *refs):
-    *value_refs, threshold_ref, mass_ref = refs
-    threshold_ref[...], mass_ref[...] = find(_KernelLaws(probs_ref), *(ref[...] for ref in value_refs))
-
-  threshold, mass = _call(kernel, probs, values, [1, 1], interpret, 'find_in_rows')
-  return threshold, mass
+  return _call(kernel, probs[None], values, probs.shape[1], interpret, 'keep_in_rows')
 
 
-def _call(kernel, probs, values, widths, interpret, name):
-  """A call of a kernel for eight rows at a time, whose results are float32 and have these widths."""
+def find_in_rows(find, probs: jax.Array, values: jax.Array, *, interpret: bool = False) -> jax.Array:
+  """What `find` finds for rows in D equal parts.
+
+  Args:
+    find, values, interpret: As of `keep_in_rows`.
+    probs: float32 `[M, D, V / D]`. It is read part by part, so it should be in this order in memory.
+
+  Returns:
+    `[M, 2]`, the two columns.
+  """
+
+  def kernel(probs_ref, values_ref, found_ref):
+    found_ref[0, :, :1], found_ref[0, :, 1:] = find(_KernelLaws(probs_ref), values_ref[...])
+
+  return _call(kernel, jnp.swapaxes(probs, 0, 1), values, 2, interpret, 'find_in_rows')
+
+
+def _call(kernel, probs, values, width, interpret, name):
+  """A call of a kernel for eight rows at a time, of probabilities `[D, M, V / D]` and values `[M, F]`.
+
+  Returns:
+    float32 `[M, width]`; the kernel writes eight rows as `[1, 8, width]`.
+  """
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import tpu as pltpu
 
-  num_rows = len(probs)
-  if num_rows < _ROWS:  # fewer would be in a layout of their own, which takes five times as long
-    probs, *values = (jnp.pad(x, ((0, _ROWS - num_rows), (0, 0))) for x in (probs, *values))
+  num_parts, num_rows, size = probs.shape
+  missing = max(0, _ROWS - num_rows)  # fewer rows would be in a layout of their own, which takes five times as long
+  probs = jnp.pad(probs, ((0, 0), (0, missing), (0, 0)))
+  values = jnp.pad(values, ((0, missing), (0, 0)))
 
-  def block(width):
-    return pl.BlockSpec((_ROWS, width), lambda i: (i, 0))
+  def rows(num_parts, width):
+    return pl.BlockSpec((num_parts, _ROWS, width), lambda i: (0, i, 0))
 
   found = pl.pallas_call(
     kernel,
     grid=(pl.cdiv(num_rows, _ROWS),),
-    in_specs=[block(x.shape[1]) for x in (probs, *values)],
-    out_specs=[block(width) for width in widths],
-    out_shape=[jax.ShapeDtypeStruct((len(probs), width), jnp.float32) for width in widths],
+    in_specs=[rows(num_parts, size), pl.BlockSpec((_ROWS, values.shape[1]), lambda i: (i, 0))],
+    out_specs=rows(1, width),
+    out_shape=jax.ShapeDtypeStruct((1, num_rows + missing, width), probs.dtype),
     interpret=interpret,
     compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY),
     name=name,
-  )(probs, *values)
-  return [x[:num_rows] for x in found]
+  )(probs, values)
+  return found[0, :num_rows]
 
 
 def is_covered(probs: jax.Array) -> bool:

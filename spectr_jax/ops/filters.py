@@ -1,23 +1,44 @@
-"""Top-k, top-p and min-p: filters that keep the tokens whose probability is at least a threshold."""
+"""Top-k, top-p and min-p: filters that keep the tokens whose probability is at least a threshold.
+
+All filters of a row find one threshold together, and the distribution is written once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from spectr_jax.ops.filter_kernels import find_in_rows, is_covered, keep_in_rows
+from spectr_jax.ops.kernels import launch
 from spectr_jax.ops.platforms import by_platform
-from spectr_jax.ops.thresholds import keep_largest, largest_threshold
+from spectr_jax.ops.thresholds import largest_threshold
+from spectr_jax.sharding import dividing_axes, shards_in_program
 
 FILTERS = 'filters'  # their scope in compiled programs
 
 
-def _of_nodes(values: jax.Array, probs: jax.Array) -> jax.Array:
-  """Values `[B]` of rows as those of their nodes, `[B, N]`, for distributions `[B, N, V]`."""
-  return jnp.broadcast_to(values[:, None].astype(probs.dtype), probs.shape[:-1])
+class Laws(Protocol):
+  """Distributions as filters see them. All numbers of a distribution are columns `[..., 1]`."""
+
+  def largest(self) -> jax.Array:
+    """The largest probability."""
+    ...
+
+  def mass_from(self, threshold: jax.Array) -> jax.Array:
+    """The mass of the tokens with probability at least a threshold."""
+    ...
+
+  def largest_threshold(
+    self, goal: jax.Array, *, is_weighted: bool, above: tuple[jax.Array, jax.Array] | None = None
+  ) -> jax.Array:
+    """`thresholds.largest_threshold`, where all arguments are columns."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,63 +47,37 @@ class Filter:
 
   Attributes:
     keeps_all: The value with which it keeps all tokens.
-    keep: Distributions `[B, N, V]`, filtered by values `[B]`.
-    find_threshold: The threshold `[B, N, 1]` of this filter and those before it together, of distributions by values,
-      given the threshold of those before it, or None if it is the first.
+    find: The threshold `[..., 1]` of distributions by values `[..., 1]`, given the threshold of the filters before it,
+      or None if it is the first. It may be any number where the value keeps all.
   """
 
   keeps_all: float
-  keep: Callable[[jax.Array, jax.Array], jax.Array]
-  find_threshold: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
+  find: Callable[[Laws, jax.Array, jax.Array | None], jax.Array]
 
 
-def _raised(threshold: jax.Array | None, found: jax.Array, is_used: jax.Array) -> jax.Array:
-  """The larger of two thresholds `[B, N, 1]` for rows `[B]` that use a filter, and the first, or 0, for the others."""
-  before = jnp.zeros_like(found) if threshold is None else threshold
-  return jnp.where(is_used[:, None, None], jnp.maximum(before, found), before)
+def _find_top_k(laws: Laws, values: jax.Array, before: jax.Array | None) -> jax.Array:
+  del before  # the same tokens are among the k most probable ones
+  return laws.largest_threshold(jnp.maximum(values, 1), is_weighted=False)
 
 
-def _keep_top_k(probs: jax.Array, values: jax.Array) -> jax.Array:
-  return keep_largest(probs, _of_nodes(values, probs), is_weighted=False)
+def _find_top_p(laws: Laws, values: jax.Array, before: jax.Array | None) -> jax.Array:
+  if before is None:
+    return laws.largest_threshold(values, is_weighted=True)
+  # A row that no filter before has cut gets what it would get alone, without rounding.
+  mass = jnp.where(before > 0, laws.mass_from(before), 1)
+  return laws.largest_threshold(mass * values, is_weighted=True, above=(before, mass))
 
 
-def _find_top_k(probs: jax.Array, values: jax.Array, threshold: jax.Array | None) -> jax.Array:
-  found = largest_threshold(probs, _of_nodes(jnp.maximum(values, 1), probs), is_weighted=False)
-  return _raised(threshold, found, values > 0)
-
-
-def _keep_top_p(probs: jax.Array, values: jax.Array) -> jax.Array:
-  return keep_largest(probs, _of_nodes(jnp.where(values < 1, values, 0), probs), is_weighted=True)
-
-
-def _find_top_p(probs: jax.Array, values: jax.Array, threshold: jax.Array | None) -> jax.Array:
-  goal, above = _of_nodes(values, probs), None
-  if threshold is not None:
-    mass = jnp.sum(jnp.where(probs >= threshold, probs, 0), axis=-1)
-    # A row that no filter before has cut gets what it would get alone, without rounding.
-    mass = jnp.where(threshold[..., 0] > 0, mass, 1)
-    goal, above = mass * goal, (threshold, mass)
-  return _raised(threshold, largest_threshold(probs, goal, is_weighted=True, above=above), values < 1)
-
-
-def _min_p_threshold(probs: jax.Array, values: jax.Array) -> jax.Array:
-  return values[:, None, None].astype(probs.dtype) * jnp.max(probs, axis=-1, keepdims=True)
-
-
-def _keep_min_p(probs: jax.Array, values: jax.Array) -> jax.Array:
-  kept = jnp.where(probs >= _min_p_threshold(probs, values), probs, 0)
-  return jnp.where(values[:, None, None] > 0, kept / jnp.sum(kept, axis=-1, keepdims=True), probs)
-
-
-def _find_min_p(probs: jax.Array, values: jax.Array, threshold: jax.Array | None) -> jax.Array:
-  return _raised(threshold, _min_p_threshold(probs, values), values > 0)
+def _find_min_p(laws: Laws, values: jax.Array, before: jax.Array | None) -> jax.Array:
+  del before  # the most probable token is always kept
+  return values * laws.largest()
 
 
 # In their order.
 FILTERS_BY_NAME = {
-  'top_k': Filter(0, _keep_top_k, _find_top_k),
-  'top_p': Filter(1.0, _keep_top_p, _find_top_p),
-  'min_p': Filter(0.0, _keep_min_p, _find_min_p),
+  'top_k': Filter(0, _find_top_k),
+  'top_p': Filter(1.0, _find_top_p),
+  'min_p': Filter(0.0, _find_min_p),
 }
 
 
@@ -96,30 +91,111 @@ def filtered(probs: jax.Array, values: Mapping[str, jax.Array | None]) -> jax.Ar
   Returns:
     Distributions `[B, N, V]`.
   """
-  filters = [
-    (own, own != each.keeps_all, each) for name, each in FILTERS_BY_NAME.items() if (own := values[name]) is not None
-  ]
-  if not filters:
+  names = tuple(name for name in FILTERS_BY_NAME if values[name] is not None)
+  if not names:
     return probs
-
-  def one_by_one(probs):
-    for own, is_used, each in filters:
-      probs = jax.lax.cond(jnp.any(is_used), each.keep, lambda probs, _: probs, probs, own)
-    return probs
-
-  def by_threshold(probs):
-    threshold, lowest = None, jnp.zeros((*probs.shape[:-1], 1), probs.dtype)
-    for own, is_used, each in filters:
-      found = functools.partial(each.find_threshold, probs, own, threshold)
-      lowest = threshold = jax.lax.cond(jnp.any(is_used), found, lambda lowest=lowest: lowest)
-    is_filtered = functools.reduce(jnp.logical_or, (is_used for _, is_used, _ in filters))
-    kept = jnp.where(probs >= threshold, probs, 0)
-    return jnp.where(is_filtered[:, None, None], kept / jnp.sum(kept, axis=-1, keepdims=True), probs)
-
-  def filter_all(probs):
-    # On a TPU a kernel finds a threshold and writes what it keeps.
-    return by_platform(probs, tpu=one_by_one, default=by_threshold)
-
-  has_filters = jnp.any(jnp.stack([is_used for _, is_used, _ in filters]))
+  # The same for all nodes of a row. Numbers of tokens are exact as floats, since no vocabulary has 2^24 of them.
+  own = jnp.stack([jnp.asarray(values[name], probs.dtype) for name in names], axis=-1)[:, None]
+  find = functools.partial(_find, names)
+  forms = {'tpu': functools.partial(_keep_on_tpu, find), 'default': functools.partial(_keep_plainly, find)}
   with jax.named_scope(FILTERS):
-    return jax.lax.cond(has_filters, filter_all, lambda x: x, probs)
+    return jax.lax.cond(
+      jnp.any(own != jnp.asarray([FILTERS_BY_NAME[name].keeps_all for name in names], probs.dtype)),
+      lambda *arguments: by_platform(*arguments, **forms),
+      lambda probs, _: probs,
+      probs,
+      own,
+    )
+
+
+def _find(names: tuple[str, ...], laws: Laws, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The threshold of F filters together and the mass from there on, columns; 0 and 1 for a row that uses none.
+
+  Args:
+    names: The filters, in their order.
+    laws: The distributions.
+    values: `[..., F]`.
+  """
+  threshold, is_filtered = None, False
+  for i, name in enumerate(names):
+    each, own = FILTERS_BY_NAME[name], values[..., i : i + 1]
+    is_used, found = own != each.keeps_all, functools.partial(each.find, laws, own, threshold)
+    lowest = jnp.zeros_like(laws.largest()) if threshold is None else threshold
+    threshold = jax.lax.cond(
+      jnp.any(is_used),
+      lambda is_used=is_used, found=found, lowest=lowest: jnp.where(is_used, jnp.maximum(lowest, found()), lowest),
+      lambda lowest=lowest: lowest,
+    )
+    is_filtered |= is_used
+  assert threshold is not None
+  return threshold, jnp.where(is_filtered, laws.mass_from(threshold), 1)
+
+
+def _keep(probs: jax.Array, threshold: jax.Array, mass: jax.Array) -> jax.Array:
+  """Distributions `[..., V]` from thresholds `[..., 1]` on; one that is not finite stays as it is."""
+  return jnp.where(probs < threshold, 0, probs) / mass
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlainLaws:
+  """`Laws` of an array `[..., V]`."""
+
+  probs: jax.Array
+
+  def largest(self):
+    return jnp.max(self.probs, axis=-1, keepdims=True)
+
+  def mass_from(self, threshold):
+    return jnp.sum(jnp.where(self.probs < threshold, 0, self.probs), axis=-1, keepdims=True)
+
+  def largest_threshold(self, goal, *, is_weighted, above=None):
+    goal = jnp.broadcast_to(goal, (*self.probs.shape[:-1], 1))
+    above = None if above is None else (above[0], above[1][..., 0])
+    return largest_threshold(self.probs, goal[..., 0], is_weighted=is_weighted, above=above)
+
+
+def _keep_plainly(find, probs, values):
+  return _keep(probs, *find(_PlainLaws(probs), values))
+
+
+def _keep_on_tpu(find, probs, values):
+  """By a kernel, which takes whole rows. Of rows that are divided over devices each device gets some, whole."""
+  num_shards, axes = shards_in_program(probs.shape[-1]), dividing_axes()
+  if not is_covered(probs) or len(axes) > 1 or (axes and num_shards == 1):
+    return _keep_plainly(find, probs, values)
+  rows = probs.reshape(-1, probs.shape[-1])
+  values = jnp.broadcast_to(values, (*probs.shape[:-1], values.shape[-1])).reshape(len(rows), -1)
+  if not axes:
+
+    def keep_by_kernel(*rows, **options):
+      return (keep_in_rows(find, *rows, **options),)
+
+    return launch(lambda *rows: (_keep_plainly(find, *rows),), keep_by_kernel, rows, values)[0].reshape(probs.shape)
+
+  found = jax.shard_map(
+    functools.partial(_find_divided, find, axes[0]),
+    in_specs=(PartitionSpec(None, axes[0]), PartitionSpec()),
+    out_specs=PartitionSpec(),
+    axis_names=set(axes),
+    check_vma=False,
+  )(rows, values)
+  return _keep(probs, *jnp.split(found.reshape(*probs.shape[:-1], 2), 2, axis=-1))
+
+
+def _find_divided(find, axis, probs, values):
+  """What `find` finds, `[M, 2]`, for rows `[M, V]` whose parts are on the devices of an axis, by values `[M, F]`."""
+  num_rows, num_devices = len(probs), jax.lax.axis_size(axis)
+  own = -(-num_rows // num_devices)
+  own += -own % 8 if own > 8 else 0  # whole tiles of memory, which move as they are
+  probs, values = (jnp.pad(x, ((0, own * num_devices - num_rows), (0, 0))) for x in (probs, values))
+  parts = jax.lax.all_to_all(probs.reshape(num_devices, own, -1), axis, split_axis=0, concat_axis=0)
+  values = jax.lax.dynamic_slice_in_dim(values, jax.lax.axis_index(axis) * own, own)
+
+  def find_plainly(parts, values):
+    return (jnp.concatenate(find(_PlainLaws(parts.reshape(own, -1)), values), axis=-1),)
+
+  def find_by_kernel(*rows, **options):
+    return (find_in_rows(find, *rows, **options),)
+
+  (found,) = launch(find_plainly, find_by_kernel, jnp.swapaxes(parts, 0, 1), values)
+  return jax.lax.all_gather(found, axis, tiled=True)[:num_rows]

@@ -11,12 +11,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from spectr_jax.ops.kernels import launch
 from spectr_jax.ops.platforms import by_platform
-from spectr_jax.ops.threshold_kernels import is_covered, keep_rows, search_parts, step_parts, step_parts_plainly
-from spectr_jax.sharding import dividing_axes, shards_in_program
+from spectr_jax.sharding import shards_in_program
 
 THRESHOLDS = 'thresholds'  # the search's scope in compiled programs
 THRESHOLD_PASSES = 8  # the most that it takes in float32 on an accelerator
@@ -48,63 +45,6 @@ def largest_threshold(
   forms = {platform: functools.partial(form, is_weighted=is_weighted) for platform, form in forms.items()}
   arguments = (probs, goal) if above is None else (probs, goal, above)
   return by_platform(*arguments, **forms)
-
-
-def keep_largest(probs: jax.Array, goal: jax.Array, *, is_weighted: bool) -> jax.Array:
-  """Distributions without all but the largest probabilities that together weigh enough, ties included.
-
-  Args:
-    probs: `[..., V]`, distributions.
-    goal: `[...]`, the weight to keep; a distribution with 0 stays as it is.
-    is_weighted: Whether tokens weigh their probability; otherwise each weighs 1.
-
-  Returns:
-    Distributions `[..., V]`.
-  """
-  plain = functools.partial(_keep_largest, is_weighted=is_weighted)
-  on_tpu = functools.partial(_keep_by_kernel, is_weighted=is_weighted)
-  return by_platform(probs, goal, tpu=on_tpu, default=plain)
-
-
-def _keep_from(probs, threshold, goal):
-  """`keep_largest` by thresholds `[..., 1]`."""
-  kept = jnp.where(probs >= threshold, probs, 0)
-  return jnp.where(goal[..., None] > 0, kept / jnp.sum(kept, axis=-1, keepdims=True), probs)
-
-
-def _keep_largest(probs, goal, *, is_weighted):
-  """The plain form."""
-  threshold = largest_threshold(probs, jnp.where(goal > 0, goal, 1), is_weighted=is_weighted)
-  return _keep_from(probs, threshold, goal)
-
-
-def _keep_by_kernel(probs, goal, *, is_weighted):
-  """The form of a TPU: whole rows are kept by a kernel; rows that are divided over devices are searched by another."""
-  num_shards = shards_in_program(probs.shape[-1])
-  axes = dividing_axes()
-  if not is_covered(probs, num_shards) or len(axes) > 1 or (axes and num_shards == 1):
-    return _keep_largest(probs, goal, is_weighted=is_weighted)
-  rows, goals = probs.reshape(-1, probs.shape[-1]), goal.reshape(-1).astype(probs.dtype)
-  if not axes:
-    (kept,) = launch(
-      lambda *arrays: (_keep_largest(*arrays, is_weighted=is_weighted),),
-      lambda *arrays: (keep_rows(*arrays, is_weighted=is_weighted),),
-      rows,
-      goals,
-    )
-    return kept.reshape(probs.shape)
-
-  def search(probs, goal):
-    forms = (functools.partial(form, is_weighted=is_weighted) for form in (step_parts_plainly, step_parts))
-    step = functools.partial(launch, *forms, probs, goal)
-    return search_parts(step, lambda sums: jax.lax.psum(sums, axes), goal)
-
-  divided = PartitionSpec(None, axes[0])
-  with jax.named_scope(THRESHOLDS):
-    found = jax.shard_map(
-      search, in_specs=(divided, PartitionSpec()), out_specs=PartitionSpec(), axis_names=set(axes), check_vma=False
-    )(rows, goals[:, None])
-  return _keep_from(probs, found.reshape(*goal.shape, 1), goal)
 
 
 def _bits(probs):

@@ -1,17 +1,19 @@
-"""The kernels that search thresholds, interpreted, against sorting and against the plain form."""
+"""Filters: the kernels of a TPU, interpreted, against sorting and against the plain form."""
 
 import functools
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.ops import threshold_kernels, thresholds
+from spectr_jax.ops import filter_kernels, filters
+from spectr_jax.ops.platforms import made_for
 
 
-def _rows(vocab_size):
-  """Distributions of many shapes: with ties, zeros and neighbouring floats, a point mass, and one sum above 1."""
+def rows_of_many_shapes(vocab_size):
+  """Distributions with ties, zeros and neighbouring floats, a point mass, and one sum above 1."""
   rng = np.random.default_rng(vocab_size)
   probs = np.exp(rng.normal(0, np.array([0.1, 1, 3, 8, 20])[:, None], (5, vocab_size)))
   probs = np.concatenate([probs, rng.integers(0, 4, (2, vocab_size)) + 1e-30, np.eye(1, vocab_size, vocab_size // 2)])
@@ -20,41 +22,55 @@ def _rows(vocab_size):
   return np.concatenate([probs, near[None], np.float32(np.eye(1, vocab_size)) + np.finfo(np.float32).eps])
 
 
-@functools.partial(jax.jit, static_argnames=('is_weighted', 'step', 'interpret'))
-def _kept_in_parts(probs, goal, is_weighted, step=threshold_kernels.step_parts, interpret=None):
-  """What a search over two parts of each row keeps; nothing if the parts do not agree."""
-  options = {} if interpret is None else {'interpret': interpret}
-  parts, goal = jnp.split(probs, 2, axis=1), goal[:, None]
-
-  def step_both(low, high, sums):
-    first, second = (step(part, goal, low, high, sums, is_weighted=is_weighted, **options) for part in parts)
-    agreed = (jnp.where(one == other, one, jnp.iinfo(one.dtype).max) for one, other in zip(first[:2], second[:2]))
-    return *agreed, jnp.stack([first[2], second[2]])
-
-  return probs >= threshold_kernels.search_parts(step_both, lambda sums: sums.sum(0), goal)
+def _values(num_rows, **values):
+  """Values by name of a filter, for rows of which each may have its own."""
+  values = {name: np.broadcast_to(value, num_rows) for name, value in values.items()}
+  return dict.fromkeys(filters.FILTERS_BY_NAME) | values
 
 
-def _kept_by(form):
-  if form == 'rows':
-    return lambda *arguments: np.asarray(_keep_rows(*arguments)) > 0
-  if form == 'parts':
-    return lambda *arguments: np.asarray(_kept_in_parts(*arguments, interpret=True))
-  return lambda *arguments: np.asarray(_kept_in_parts(*arguments, threshold_kernels.step_parts_plainly))
+@functools.cache
+def _filtered_by(platform):
+  def run(probs, values):
+    with made_for(platform):
+      return filters.filtered(probs, values)
+
+  return jax.jit(run)
 
 
-@functools.partial(jax.jit, static_argnames='is_weighted')
-def _keep_rows(probs, goal, is_weighted):
-  return threshold_kernels.keep_rows(probs, goal, is_weighted=is_weighted, interpret=True)
+@pytest.fixture(params=['rows', 'parts'])
+def by_kernel(request, monkeypatch):
+  """Filters by the kernel that takes whole rows, or by the one that takes three parts of each."""
+  calls = []
+
+  def in_parts(find, probs, values, *, interpret):
+    size = -(-probs.shape[1] // 3)
+    parts = jnp.pad(probs, ((0, 0), (0, 3 * size - probs.shape[1]))).reshape(len(probs), 3, size)
+    found = filter_kernels.find_in_rows(find, parts, values, interpret=interpret)
+    return filters._keep(probs, found[:, :1], found[:, 1:])
+
+  def launch(plain, kernel, probs, values):
+    calls.append(probs.shape)
+    return kernel(probs, values, interpret=True)
+
+  monkeypatch.setattr(filters, 'launch', launch)
+  if request.param == 'parts':
+    monkeypatch.setattr(filters, 'keep_in_rows', in_parts)
+  filter_all = jax.jit(_filtered_by('tpu').__wrapped__)
+
+  def run(probs, **values):
+    found = filter_all(jnp.asarray(probs)[:, None], _values(len(probs), **values))[:, 0]
+    assert set(calls) <= {probs.shape}
+    calls.clear()
+    return np.asarray(found)
+
+  return run
 
 
-@pytest.mark.parametrize('vocab_size', [100, 2356])
-@pytest.mark.parametrize('form', ['rows', 'parts', 'plain parts'])
-def test_the_tokens_kept_have_the_mass_and_no_fewer_would(form, vocab_size):
-  probs = _rows(vocab_size)
+@pytest.mark.parametrize('vocab_size', [100, 2356, 5000])
+def test_the_tokens_kept_have_the_mass_and_no_fewer_would(by_kernel, vocab_size):
+  probs = rows_of_many_shapes(vocab_size)
   for goal in (1e-4, 0.95, 0.999):
-    kept = _kept_by(form)(probs, jnp.full(len(probs), goal, jnp.float32), True)
-    for row, own in zip(np.float64(probs), kept):
-      own = own & (row > 0)
+    for row, own in zip(np.float64(probs), by_kernel(probs, top_p=np.float32(goal)) > 0):
       # Sums are rounded, so a goal that is met by a hair may be missed.
       assert row[own].sum() >= goal - 2e-6
       smallest = row[own].min()
@@ -63,35 +79,61 @@ def test_the_tokens_kept_have_the_mass_and_no_fewer_would(form, vocab_size):
       assert len(larger) == 0 or larger.sum() < goal + 2e-6
 
 
-@pytest.mark.parametrize('form', ['rows', 'parts', 'plain parts'])
-def test_counts_are_exact(form):
-  probs = np.maximum(_rows(1300), np.float32(1e-37))
-  for goal in (1, 37, 1300):
-    kept = _kept_by(form)(probs, jnp.full(len(probs), goal, jnp.float32), False)
-    np.testing.assert_array_equal(kept, probs >= -np.sort(-probs, axis=1)[:, goal - 1 : goal])
-    plain = thresholds._together(probs, jnp.full(len(probs), goal), is_weighted=False)
-    np.testing.assert_array_equal(kept, probs >= plain)
+def test_counts_are_exact(by_kernel):
+  probs = np.maximum(rows_of_many_shapes(1300), np.float32(1e-37))
+  for goal in (1, 37, 1300, 2000):
+    smallest = -np.sort(-probs, axis=1)[:, min(goal, 1300) - 1 :][:, :1]
+    found = by_kernel(probs, top_k=goal)
+    np.testing.assert_array_equal(found > 0, probs >= smallest)
+    whole = np.where(probs >= smallest, probs, 0).astype(np.float64)
+    np.testing.assert_allclose(found, whole / whole.sum(1, keepdims=True), rtol=2e-6)
 
 
-def test_rows_are_divided_by_what_is_kept_or_stay_as_they_are():
-  probs = _rows(1300)
-  goal = jnp.where(jnp.arange(len(probs)) % 2 == 0, 0.9, 0)
-  np.testing.assert_allclose(
-    _keep_rows(probs, goal, True), thresholds._keep_largest(probs, goal, is_weighted=True), rtol=2e-6
+def test_all_filters_at_once_keep_what_the_plain_form_keeps(by_kernel):
+  probs = np.float32(np.random.default_rng(0).dirichlet(np.full(700, 0.1), 30))
+  own = dict(
+    top_k=np.arange(30) * 7 % 60, top_p=np.linspace(0.1, 1, 30, dtype=np.float32), min_p=np.float32([0, 0.1, 0.3] * 10)
   )
-  np.testing.assert_array_equal(np.asarray(_keep_rows(probs, goal, True))[1::2], probs[1::2])
-  np.testing.assert_array_equal(_keep_rows(probs[:3], goal[:3], True), _keep_rows(probs, goal, True)[:3])
-  everything = jnp.full(len(probs), 2000.0)
-  whole = probs / probs.sum(1, keepdims=True)
-  np.testing.assert_allclose(_keep_rows(probs, everything, False), whole, rtol=2e-6, atol=1e-37)
+  plain = np.asarray(_filtered_by('cpu')(probs[:, None], _values(30, **own)))[:, 0]
+  found = by_kernel(probs, **own)
+  np.testing.assert_array_equal(found > 0, plain > 0)
+  np.testing.assert_allclose(found, plain, rtol=2e-6)
+  few = {name: values[:3] for name, values in own.items()}
+  np.testing.assert_array_equal(by_kernel(probs[:3], **few), found[:3])
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
+def test_rows_without_filters_stay_as_they_are(platform):
+  """To the bit, and also one that is not a distribution, which must be seen by whoever reads it."""
+  probs = np.array(rows_of_many_shapes(300))
+  probs[3] = np.nan
+  own = dict(top_k=np.where(np.arange(len(probs)) == 1, 5, 0), top_p=np.where(np.arange(len(probs)) == 4, 0.5, 1.0))
+  found = np.asarray(_filtered_by(platform)(probs[:, None], _values(len(probs), **own)))[:, 0]
+  unused = np.delete(np.arange(len(probs)), [1, 4])
+  np.testing.assert_array_equal(found[unused], probs[unused])
+  assert ((found[[1, 4]] > 0).sum(1) < (probs[[1, 4]] > 0).sum(1)).all()
+
+
+def test_kernels_leave_rows_without_filters_as_they_are(by_kernel):
+  probs = np.array(rows_of_many_shapes(300))
+  probs[3] = np.nan
+  is_used = np.arange(len(probs)) % 2 == 0
+  found = by_kernel(probs, top_p=np.where(is_used, np.float32(0.9), 1), min_p=np.where(is_used, np.float32(0.2), 0))
+  np.testing.assert_array_equal(found[~is_used], probs[~is_used])
+  np.testing.assert_allclose(found[is_used].sum(1), 1, rtol=2e-6)
 
 
 def test_passes_are_enough():
   """The last pass leaves neighbouring floats, whichever section is kept."""
-  highest, num_sections = threshold_kernels._HIGHEST, threshold_kernels._WHOLE_SECTIONS
+  highest = filter_kernels._HIGHEST
   low, high = jnp.zeros(100, jnp.int32), jnp.full(100, highest)
   goal = jnp.asarray(np.random.default_rng(0).integers(0, highest, 100), jnp.int32)
-  for _ in range(threshold_kernels._num_passes(num_sections)):
-    points = threshold_kernels._points(low, high, num_sections)
-    low, high = jax.jit(threshold_kernels._narrow)(low, high, points, [point <= goal for point in points])
+  for _ in range(filter_kernels._num_passes()):
+    points = filter_kernels._points(low, high)
+    low, high = jax.jit(filter_kernels._narrow)(low, high, points, [point <= goal for point in points])
   np.testing.assert_array_equal(low, goal)
+
+
+@pytest.mark.slow
+def test_rows_that_devices_share_are_filtered_as_whole_ones():
+  assert commands.succeed('tests.ops.divided_filters', num_devices=4).strip() == 'equal'
