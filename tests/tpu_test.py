@@ -143,8 +143,8 @@ def test_decoding_that_does_not_fit_is_refused(chips, pair):
     )
 
 
-def _moved_sizes(program, kinds):
-  """The numbers of entries of the arrays that move between devices in these ways."""
+def _moved_sizes(program, kinds='all-gather|all-to-all|collective-permute'):
+  """The numbers of entries of the arrays that move between devices in these ways, sums apart."""
   moved = re.findall(rf'= .*?(?:{kinds})(?:-start)?\(', program)
   return [math.prod(map(int, shape.split(','))) for text in moved for shape in re.findall(r'\[([\d,]+)\]', text)]
 

@@ -106,14 +106,15 @@ class _KernelLaws:
     return self._sums([threshold], True)[0]
 
   def largest_threshold(self, goal, *, is_weighted, above=None):
+    del above  # it would save a pass or two, and their number would not be constant
+
     def cut(_, bracket):
       low, high = bracket
       points = _points(low, high)
       sums = self._sums([jax.lax.bitcast_convert_type(point, jnp.float32) for point in points], is_weighted)
       return _narrow(low, high, points, [found >= goal for found in sums])
 
-    lowest = jnp.zeros(goal.shape, jnp.float32) if above is None else above[0]
-    low = jax.lax.bitcast_convert_type(lowest, jnp.int32)
+    low = jnp.zeros(goal.shape, jnp.int32)
     low, _ = jax.lax.fori_loop(0, _num_passes(), cut, (low, jnp.full_like(low, _HIGHEST)))
     return jax.lax.bitcast_convert_type(low, jnp.float32)
 
