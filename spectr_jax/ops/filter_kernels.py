@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-MOST_TOKENS = 2**18  # per row: eight rows of them are in the vector memory, twice
+MOST_TOKENS = 3 * 2**17  # per row: eight rows of them are in the vector memory, twice, and what is kept of them
 _ROWS, _LANES = 8, 128
 _CHUNK = 4096  # tokens of each row that are visited at a time
 _MEMORY = 64 * 2**20

@@ -123,6 +123,14 @@ def test_kernels_leave_rows_without_filters_as_they_are(by_kernel):
   np.testing.assert_allclose(found[is_used].sum(1), 1, rtol=2e-6)
 
 
+def test_rows_too_long_for_the_kernel_have_the_plain_form(monkeypatch):
+  monkeypatch.setattr(filters, 'launch', None)
+  monkeypatch.setattr(filter_kernels, 'MOST_TOKENS', 299)
+  probs = rows_of_many_shapes(300)[:5]
+  found = jax.jit(_filtered_by('tpu').__wrapped__)(probs[:, None], _values(5, top_k=7))[:, 0]
+  np.testing.assert_array_equal(found > 0, probs >= np.sort(probs, axis=1)[:, -7:-6])
+
+
 def test_passes_are_enough():
   """The last pass leaves neighbouring floats, whichever section is kept."""
   highest = filter_kernels._HIGHEST
