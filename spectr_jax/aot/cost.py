@@ -279,8 +279,10 @@ class Program:
       if operation.name not in self._kernels:
         raise ValueError(f'nothing is known of the cycles of the kernel {operation.name}')
       return _LAUNCH_CYCLES + self._kernels[operation.name]
-    found = re.search(r'"estimated_cycles":"(\d+)"', operation.line)
-    return int(found[1]) if found else 0
+    if found := re.search(r'"estimated_cycles":"(\d+)"', operation.line):
+      return int(found[1])
+    # Of gathers and scatters with code of their own the compiler says nothing; they are launches at least.
+    return _LAUNCH_CYCLES if operation.kind == 'fusion' and 'kind=kCustom' in operation.line else 0
 
   def _streamed(self, kernel: _Operation) -> int:
     """Bytes of a kernel's operands and results that are in memory."""
