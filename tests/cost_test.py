@@ -276,6 +276,15 @@ def test_a_kernel_takes_a_launch_and_its_work_or_the_time_of_its_bytes():
   assert found.seconds == pytest.approx(1e-3 * (4 * 2**20 + 1024) / 1024)
 
 
+def test_a_gather_with_code_of_its_own_is_a_launch():
+  """The compiler gives it no cycles; what it gives none to otherwise is no launch."""
+  gather = '%g = f32[8]{0} fusion(%p, %i), kind=kCustom, calls=%fused_computation.1, metadata={op_name="a/gather"}'
+  found = Program(_entry(gather), _CHIP).total()
+  assert found.launches == 1
+  assert found.cycles == Program(_entry(_KERNEL), _CHIP, kernels={'kernel.1': 0}).total().cycles
+  assert Program(_entry(gather.replace('kCustom', 'kLoop')), _CHIP).total() == Cost()
+
+
 def test_a_kernel_of_which_nothing_is_known_is_refused():
   with pytest.raises(ValueError, match='nothing is known of the cycles of the kernel kernel.1'):
     Program(_entry(_KERNEL), _CHIP).total()
