@@ -51,22 +51,24 @@ class _Level:
 
   Attributes:
     width: The number of parents.
+    is_range: Whether their numbers follow one another: no leaf stands between two of them.
     groups: (start, width, number of children) of runs of neighbours with equally many children.
   """
 
   width: int
+  is_range: bool
   groups: tuple[tuple[int, int, int], ...]
 
 
 def _levels(tree: TokenTree) -> list[_Level]:
   levels = []
-  for _, nodes in itertools.groupby(tree.parent_nodes.tolist(), key=lambda node: tree.depths[node]):
-    groups, start = [], 0
+  for _, of_depth in itertools.groupby(tree.parent_nodes.tolist(), key=lambda node: tree.depths[node]):
+    nodes, groups, start = list(of_depth), [], 0
     for num_children, group in itertools.groupby(nodes, key=lambda node: int(tree.num_children[node])):
       width = len(list(group))
       groups.append((start, width, num_children))
       start += width
-    levels.append(_Level(start, tuple(groups)))
+    levels.append(_Level(start, nodes[-1] - nodes[0] == len(nodes) - 1, tuple(groups)))
   return levels
 
 
@@ -86,21 +88,26 @@ def draw_tree(request: DraftRequest, root_logits: jax.Array, carry: Carry, score
     return _grow_tree(request, request.growth, root_logits, carry, score_fn)
   tree, sampling, keys, given = request.tree, request.sampling, request.keys, request.given
   batch_size, vocab_size = root_logits.shape
-  parent_nodes, first_child, depths = map(jnp.asarray, (tree.parent_nodes, tree.first_child, tree.depths))
+  # By place among the parents: those of a range of places are a slice, where those of nodes are gathered.
+  parents = jnp.asarray(tree.parent_nodes)
+  first_child, depths = (jnp.asarray(of_nodes[tree.parent_nodes]) for of_nodes in (tree.first_child, tree.depths))
   above = jnp.asarray(tree.law_index[tree.parent_of[tree.parent_nodes]])
   seen = jnp.asarray(tree.ancestors[np.ix_(tree.parent_nodes, tree.parent_nodes)])
 
-  def score(state, first, width):
+  def score(state, first, width, is_range):
     """Computes the distributions `[B, width, V]` of parent nodes from number `first` on, beside the new state."""
     carry, tokens, probs = state
-    nodes = jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)
+    if is_range:
+      own = jax.lax.dynamic_slice_in_dim(tokens, parents[first] - 1, width, axis=1)
+    else:
+      own = tokens[:, jax.lax.dynamic_slice_in_dim(parents, first, width) - 1]
     # A node that does not exist has the token -1; nothing below it is ever accepted, so any valid id will do.
-    own = jnp.maximum(tokens[:, nodes - 1], 0)
+    own = jnp.maximum(own, 0)
     above_own, seen_own = (
       jnp.broadcast_to(rows, (batch_size, *rows.shape))
       for rows in (jax.lax.dynamic_slice_in_dim(array, first, width) for array in (above, seen))
     )
-    carry, logits = score_fn(carry, ScoredNodes(own, first, depths[nodes[0]], above_own, seen_own))
+    carry, logits = score_fn(carry, ScoredNodes(own, first, depths[first], above_own, seen_own))
     laws = logits_to_probs(logits, sampling)
     return (carry, tokens, jax.lax.dynamic_update_slice_in_dim(probs, laws, first, axis=1)), laws
 
@@ -108,10 +115,9 @@ def draw_tree(request: DraftRequest, root_logits: jax.Array, carry: Carry, score
     """Draws `num_children` children for each of the parent nodes of `laws`, from number `first` on."""
     carry, tokens, probs = state
     width = laws.shape[1]
-    parents = jax.lax.dynamic_slice_in_dim(parent_nodes, first, width)
-    children = first_child[parents]
+    children = jax.lax.dynamic_slice_in_dim(first_child, first, width)
     draw_row = jax.vmap(lambda row_key, law, child: request.rule(row_key, law, child, num_children), (None, 0, 0))
-    drawn = jax.vmap(draw_row, (0, 0, None))(keys[:, depths[parents[0]]], laws, children).reshape(batch_size, -1)
+    drawn = jax.vmap(draw_row, (0, 0, None))(keys[:, depths[first]], laws, children).reshape(batch_size, -1)
     if given is not None:
       own = jax.lax.dynamic_slice_in_dim(given, children[0] - 1, width * num_children, axis=1)
       drawn = jnp.where(own >= 0, own, drawn)
@@ -135,7 +141,7 @@ def draw_tree(request: DraftRequest, root_logits: jax.Array, carry: Carry, score
 
     def one_depth(i, state, level=level, first=first):
       at = first + i * level.width
-      return descend(*score(state, at, level.width), at, level)
+      return descend(*score(state, at, level.width, level.is_range), at, level)
 
     with jax.named_scope('depths'):
       state = jax.lax.fori_loop(0, count, one_depth, state)
