@@ -16,8 +16,9 @@ from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures('highest')
 
-# 0 -> (1, 2 -> (4, 5 -> 7), 3 -> 6): leaves stand before parents, so numbers among all nodes and among parents differ.
-UNEQUAL = TokenTree((0, 0, 0, 0, 2, 2, 4, 6))  # leaves before and between parents
+# 0 -> (1, 2 -> (5, 6 -> 8), 3, 4 -> 7): leaves stand before and between parents, so numbers among all nodes and among
+# parents differ, and the parents of a depth are no range of numbers.
+UNEQUAL = TokenTree((0, 0, 0, 0, 2, 2, 4, 6))
 TREES = [TokenTree.chains(1, 3), TokenTree.chains(2, 3), UNEQUAL]
 LENGTHS = np.array([1, 2, 5, 1])
 # As for logits in model_test.py: float32 sums in another order, amplified by sharp attention.
