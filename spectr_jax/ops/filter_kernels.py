@@ -7,6 +7,7 @@ within one kernel.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -46,45 +47,44 @@ def _narrow(low, high, points, is_enough):
 
 @dataclasses.dataclass(frozen=True)
 class _KernelLaws:
-  """`filters.Laws` of eight rows `[8, V]` within a kernel."""
+  """`filters.Laws` of eight rows within a kernel.
+
+  Attributes:
+    ref: A reference to their D parts, `[D, 8, V / D]`.
+  """
 
   ref: Any
 
-  def _reduce(self, values_fn, combine, start):
-    """All values of tokens combined, columns `[8, 1]` each.
+  def _by_lane(self, values_fn, combine, count):
+    """Values of all tokens, combined by their place in a register: arrays `[8, 128]`.
 
     Args:
-      values_fn: A list of arrays `[8, W]`, those of W tokens, by their probabilities.
-      combine: Combines two arrays, in any order.
-      start: What changes nothing in a combination.
+      values_fn: Takes the probabilities of some tokens, `[8, 128]` or less, and returns `count` arrays of their shape.
+      combine: Combines two arrays that are not negative, in any order; zeros change nothing.
+      count: The number of arrays.
     """
     from jax.experimental import pallas as pl
 
-    def whole(values):
-      width = values.shape[1]
-      return values if width == _LANES else jnp.pad(values, ((0, 0), (0, _LANES - width)), constant_values=start)
-
-    def add(totals, places):
-      for place in places:
-        totals = tuple(map(combine, totals, map(whole, values_fn(self.ref[place]))))
-      return totals
-
     num_parts, _, size = self.ref.shape
     num_chunks = size // _CHUNK
-    totals = tuple(jnp.full((_ROWS, _LANES), start, jnp.float32) for _ in values_fn(jnp.zeros((_ROWS, _LANES))))
+
+    def add(totals, part, places):
+      for place in places:
+        values = values_fn(self.ref[part, :, place])
+        missing = _LANES - values[0].shape[1]
+        values = [jnp.pad(x, ((0, 0), (0, missing))) for x in values] if missing else values
+        totals = tuple(map(combine, totals, values))
+      return totals
+
+    def add_chunk(part, i, totals):
+      return add(totals, part, [pl.ds(i * _CHUNK + j, _LANES) for j in range(0, _CHUNK, _LANES)])
+
+    totals = tuple(jnp.zeros((_ROWS, _LANES), jnp.float32) for _ in range(count))
     for part in range(num_parts):
       if num_chunks:
-        totals = jax.lax.fori_loop(
-          0,
-          num_chunks,
-          lambda i, totals, part=part: add(
-            totals, [(part, slice(None), pl.ds(i * _CHUNK + j, _LANES)) for j in range(0, _CHUNK, _LANES)]
-          ),
-          totals,
-        )
-      rest = [(part, slice(None), slice(j, min(j + _LANES, size))) for j in range(num_chunks * _CHUNK, size, _LANES)]
-      if rest:
-        totals = add(totals, rest)
+        totals = jax.lax.fori_loop(0, num_chunks, functools.partial(add_chunk, part), totals)
+      rest = range(num_chunks * _CHUNK, size, _LANES)
+      totals = add(totals, part, [slice(start, min(start + _LANES, size)) for start in rest])
     return totals
 
   def _sums(self, thresholds, is_weighted):
@@ -96,10 +96,13 @@ class _KernelLaws:
       weights = probs if is_weighted else 1.0
       return [jnp.where(probs < threshold[:, : probs.shape[1]], 0.0, weights) for threshold in thresholds]
 
-    return [jnp.sum(total, axis=1, keepdims=True) for total in self._reduce(values_fn, jnp.add, 0.0)]
+    return [jnp.sum(x, axis=1, keepdims=True) for x in self._by_lane(values_fn, jnp.add, len(thresholds))]
+
+  def zeros(self):
+    return jnp.zeros((_ROWS, 1), jnp.float32)
 
   def largest(self):
-    (top,) = self._reduce(lambda probs: [probs], jnp.maximum, 0.0)
+    (top,) = self._by_lane(lambda probs: [probs], jnp.maximum, 1)
     return jnp.max(top, axis=1, keepdims=True)
 
   def mass_from(self, threshold):

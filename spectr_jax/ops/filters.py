@@ -26,6 +26,10 @@ FILTERS = 'filters'  # their scope in compiled programs
 class Laws(Protocol):
   """Distributions as filters see them. All numbers of a distribution are columns `[..., 1]`."""
 
+  def zeros(self) -> jax.Array:
+    """A column of zeros."""
+    ...
+
   def largest(self) -> jax.Array:
     """The largest probability."""
     ...
@@ -120,7 +124,7 @@ def _find(names: tuple[str, ...], laws: Laws, values: jax.Array) -> tuple[jax.Ar
   for i, name in enumerate(names):
     each, own = FILTERS_BY_NAME[name], values[..., i : i + 1]
     is_used, found = own != each.keeps_all, functools.partial(each.find, laws, own, threshold)
-    lowest = jnp.zeros_like(laws.largest()) if threshold is None else threshold
+    lowest = laws.zeros() if threshold is None else threshold
     threshold = jax.lax.cond(
       jnp.any(is_used),
       lambda is_used=is_used, found=found, lowest=lowest: jnp.where(is_used, jnp.maximum(lowest, found()), lowest),
@@ -141,6 +145,9 @@ class _PlainLaws:
   """`Laws` of an array `[..., V]`."""
 
   probs: jax.Array
+
+  def zeros(self):
+    return jnp.zeros((*self.probs.shape[:-1], 1), self.probs.dtype)
 
   def largest(self):
     return jnp.max(self.probs, axis=-1, keepdims=True)
