@@ -101,35 +101,44 @@ def filtered(probs: jax.Array, values: Mapping[str, jax.Array | None]) -> jax.Ar
   # The same for all nodes of a row. Numbers of tokens are exact as floats, since no vocabulary has 2^24 of them.
   own = jnp.stack([jnp.asarray(values[name], probs.dtype) for name in names], axis=-1)[:, None]
   find = functools.partial(_find, names)
-  forms = {'tpu': functools.partial(_keep_on_tpu, find), 'default': functools.partial(_keep_plainly, find)}
+
+  def if_any(keep):
+    def choose(probs, own):
+      is_used = jnp.any(own != jnp.asarray([FILTERS_BY_NAME[name].keeps_all for name in names], probs.dtype))
+      return jax.lax.cond(is_used, keep, lambda probs, _: probs, probs, own)
+
+    return choose
+
   with jax.named_scope(FILTERS):
-    return jax.lax.cond(
-      jnp.any(own != jnp.asarray([FILTERS_BY_NAME[name].keeps_all for name in names], probs.dtype)),
-      lambda *arguments: by_platform(*arguments, **forms),
-      lambda probs, _: probs,
+    return by_platform(
       probs,
       own,
+      # A GPU waits for the host at a choice.
+      gpu=functools.partial(_keep_plainly, functools.partial(find, asks=False)),
+      tpu=if_any(functools.partial(_keep_on_tpu, find)),
+      default=if_any(functools.partial(_keep_plainly, find)),
     )
 
 
-def _find(names: tuple[str, ...], laws: Laws, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _find(names: tuple[str, ...], laws: Laws, values: jax.Array, *, asks: bool = True) -> tuple[jax.Array, jax.Array]:
   """The threshold of F filters together and the mass from there on, columns; 0 and 1 for a row that uses none.
 
   Args:
     names: The filters, in their order.
     laws: The distributions.
     values: `[..., F]`.
+    asks: Whether a filter is left out if no row uses it.
   """
   threshold, is_filtered = None, False
   for i, name in enumerate(names):
     each, own = FILTERS_BY_NAME[name], values[..., i : i + 1]
-    is_used, found = own != each.keeps_all, functools.partial(each.find, laws, own, threshold)
+    is_used = own != each.keeps_all
     lowest = laws.zeros() if threshold is None else threshold
-    threshold = jax.lax.cond(
-      jnp.any(is_used),
-      lambda is_used=is_used, found=found, lowest=lowest: jnp.where(is_used, jnp.maximum(lowest, found()), lowest),
-      lambda lowest=lowest: lowest,
-    )
+
+    def raised(each=each, own=own, before=threshold, is_used=is_used, lowest=lowest):
+      return jnp.where(is_used, jnp.maximum(lowest, each.find(laws, own, before)), lowest)
+
+    threshold = jax.lax.cond(jnp.any(is_used), raised, lambda lowest=lowest: lowest) if asks else raised()
     is_filtered |= is_used
   assert threshold is not None
   return threshold, jnp.where(is_filtered, laws.mass_from(threshold), 1)

@@ -16,7 +16,7 @@ from spectr_jax.ops.platforms import by_platform
 from spectr_jax.sharding import shards_in_program
 
 THRESHOLDS = 'thresholds'  # the search's scope in compiled programs
-THRESHOLD_PASSES = 8  # the most that it takes in float32 on an accelerator
+THRESHOLD_PASSES = 8  # the most that it takes in float32 on an accelerator, and half as many as in float64
 _NUM_SECTIONS = 16
 _NUM_PARTS = 32
 _NEAR = 2**14  # floats between the ends of a bracket from which on tokens are counted
@@ -41,7 +41,8 @@ def largest_threshold(
     `[..., 1]`, t; the tokens to keep are those with probability at least t. 0 where all tokens together weigh less.
   """
   goal = jnp.broadcast_to(goal, probs.shape[:-1])
-  forms = {'cpu': _together if probs.shape[-1] <= _SHORT_ROW else _row_by_row, 'default': _together}
+  on_cpu = _together if probs.shape[-1] <= _SHORT_ROW else _row_by_row
+  forms = {'cpu': on_cpu, 'gpu': _without_asking, 'default': _together}
   forms = {platform: functools.partial(form, is_weighted=is_weighted) for platform, form in forms.items()}
   arguments = (probs, goal) if above is None else (probs, goal, above)
   return by_platform(*arguments, **forms)
@@ -89,6 +90,30 @@ def _together(probs, goal, above=None, *, is_weighted):
   everything = jnp.full(low.shape, probs.shape[-1], jnp.int32)
   with jax.named_scope(THRESHOLDS):
     low, *_ = jax.lax.while_loop(unsettled, cut, (low, high, everything, jnp.zeros_like(everything)))
+  return jax.lax.bitcast_convert_type(low, probs.dtype)
+
+
+def _without_asking(probs, goal, above=None, *, is_weighted):
+  """`_together` for a GPU, which waits for the host whenever it asks whether a search is done: always all passes."""
+  goal = goal[..., None]
+
+  def weigh(points):
+    kept = probs[..., None, :] >= jax.lax.bitcast_convert_type(points, probs.dtype)[..., None]
+    return jnp.sum(jnp.where(kept, probs[..., None, :] if is_weighted else 1.0, 0.0), axis=-1)
+
+  def cut(_, bracket):
+    low, high = bracket
+    step = (high - low + _NUM_SECTIONS - 1) // _NUM_SECTIONS
+    points = low + jnp.minimum(jnp.arange(1, _NUM_SECTIONS, dtype=low.dtype) * step, high - low)
+    is_enough = weigh(points) >= goal
+    # Rounded sums, too, do not grow as tokens are left out, so those with enough are the first ones.
+    found = jnp.max(jnp.where(is_enough & (points < high), points, low), axis=-1, keepdims=True)
+    return found, jnp.min(jnp.where(is_enough, high, points), axis=-1, keepdims=True)
+
+  high = _bits(jnp.max(probs, axis=-1, keepdims=True)) + 1
+  low = jnp.zeros_like(high) if above is None else jnp.minimum(_bits(above[0]), high - 1)
+  with jax.named_scope(THRESHOLDS):
+    low, _ = jax.lax.fori_loop(0, THRESHOLD_PASSES * probs.dtype.itemsize // 4, cut, (low, high))
   return jax.lax.bitcast_convert_type(low, probs.dtype)
 
 

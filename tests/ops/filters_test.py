@@ -131,6 +131,14 @@ def test_rows_too_long_for_the_kernel_have_the_plain_form(monkeypatch):
   np.testing.assert_array_equal(found > 0, probs >= np.sort(probs, axis=1)[:, -7:-6])
 
 
+@pytest.mark.parametrize(('platform', 'asks'), [('gpu', False), ('cpu', True)])
+def test_filters_of_a_gpu_do_not_wait_for_the_host(platform, asks):
+  """It waits at a choice, and at a loop that may end early."""
+  values = _values(2, top_k=np.array([3, 0]), top_p=np.array([0.9, 1.0]), min_p=np.array([0.0, 0.1]))
+  program = str(jax.make_jaxpr(_filtered_by(platform).__wrapped__)(jnp.full((2, 1, 300), 1 / 300), values))
+  assert ('cond[' in program, 'while[' in program) == (asks, asks)
+
+
 def test_passes_are_enough():
   """The last pass leaves neighbouring floats, whichever section is kept."""
   highest = filter_kernels._HIGHEST

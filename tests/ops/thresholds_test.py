@@ -18,7 +18,7 @@ def _by_sorting(probs, goal, weights):
   return 0.0
 
 
-@pytest.mark.parametrize('form', ['_together', '_row_by_row'])
+@pytest.mark.parametrize('form', ['_together', '_without_asking', '_row_by_row'])
 @pytest.mark.parametrize('is_weighted', [False, True])
 @pytest.mark.parametrize('vocab_size', [24, 64])  # a multiple of the parts of a sum, and none
 def test_every_form_keeps_what_sorting_keeps(form, is_weighted, vocab_size):
@@ -39,7 +39,7 @@ def test_every_form_keeps_what_sorting_keeps(form, is_weighted, vocab_size):
   assert not kept.all()
 
 
-@pytest.mark.parametrize('form', ['_together', '_row_by_row'])
+@pytest.mark.parametrize('form', ['_together', '_without_asking', '_row_by_row'])
 @pytest.mark.parametrize('is_weighted', [False, True])
 def test_thresholds_among_probabilities_of_many_sizes_and_neighbouring_ones(form, is_weighted):
   """Multiples of 2^-24 whose sums are exact in any order, some of them neighbouring floats."""
@@ -56,7 +56,7 @@ def test_thresholds_among_probabilities_of_many_sizes_and_neighbouring_ones(form
   np.testing.assert_array_equal(probs >= found, probs >= expected[:, None])
 
 
-@pytest.mark.parametrize('form', ['_together', '_row_by_row'])
+@pytest.mark.parametrize('form', ['_together', '_without_asking', '_row_by_row'])
 @pytest.mark.parametrize('is_weighted', [False, True])
 def test_a_bound_from_below_changes_nothing(form, is_weighted):
   rng = np.random.default_rng(4)
