@@ -107,7 +107,7 @@ def _without_asking(probs, goal, above=None, *, is_weighted):
     points = low + jnp.minimum(jnp.arange(1, _NUM_SECTIONS, dtype=low.dtype) * step, high - low)
     is_enough = weigh(points) >= goal
     # Rounded sums, too, do not grow as tokens are left out, so those with enough are the first ones.
-    found = jnp.max(jnp.where(is_enough & (points < high), points, low), axis=-1, keepdims=True)
+    found = jnp.max(jnp.where(is_enough, points, low), axis=-1, keepdims=True)
     return found, jnp.min(jnp.where(is_enough, high, points), axis=-1, keepdims=True)
 
   high = _bits(jnp.max(probs, axis=-1, keepdims=True)) + 1

@@ -79,14 +79,28 @@ def test_the_tokens_kept_have_the_mass_and_no_fewer_would(by_kernel, vocab_size)
       assert len(larger) == 0 or larger.sum() < goal + 2e-6
 
 
-def test_counts_are_exact(by_kernel):
+def _check_counts(filter_fn):
   probs = np.maximum(rows_of_many_shapes(1300), np.float32(1e-37))
   for goal in (1, 37, 1300, 2000):
     smallest = -np.sort(-probs, axis=1)[:, min(goal, 1300) - 1 :][:, :1]
-    found = by_kernel(probs, top_k=goal)
+    found = filter_fn(probs, top_k=goal)
     np.testing.assert_array_equal(found > 0, probs >= smallest)
     whole = np.where(probs >= smallest, probs, 0).astype(np.float64)
     np.testing.assert_allclose(found, whole / whole.sum(1, keepdims=True), rtol=2e-6)
+
+
+def test_counts_are_exact(by_kernel):
+  _check_counts(by_kernel)
+
+
+@pytest.mark.parametrize('platform', ['cpu', 'gpu'])
+def test_counts_of_other_platforms_are_exact(platform):
+  """Also among neighbouring floats, which only the last pass tells apart."""
+
+  def filter_fn(probs, top_k):
+    return np.asarray(_filtered_by(platform)(probs[:, None], _values(len(probs), top_k=top_k)))[:, 0]
+
+  _check_counts(filter_fn)
 
 
 def test_all_filters_at_once_keep_what_the_plain_form_keeps(by_kernel):
