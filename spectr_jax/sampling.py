@@ -35,8 +35,8 @@ _MOST_DRAWS = 16  # from one distribution that a kernel takes
 class SamplingParams:
   """Parameters that turn logits into a distribution, per row.
 
-  A filter that is None is not in the program at all. One that is there costs nothing where no row uses it, but is
-  compiled, several searches in each of the draft and the target.
+  A filter that is None is not in the program at all. One that is there is compiled, several searches in each of the
+  draft and the target. Where no row uses it, it costs nothing else, but on a GPU, which would wait for the host to know.
 
   Attributes:
     temperature: float `[B]`; 0 is the point mass at the first largest logit.
@@ -114,8 +114,7 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   """Computes the distributions that tokens are drawn from, for draft and target alike.
 
   Temperature comes first, then top-k, then top-p of the remaining tokens, then min-p, as in Hugging Face Transformers.
-  Only the order of top-p and its neighbours matters: top-k and min-p keep the same tokens in either order. A filter
-  that no row uses costs nothing.
+  Only the order of top-p and its neighbours matters: top-k and min-p keep the same tokens in either order.
 
   Args:
     logits: `[B, N, V]`, float32 or wider; -inf for tokens that must not occur.

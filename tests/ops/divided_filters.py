@@ -7,17 +7,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spectr_jax.ops import filters
 from spectr_jax.ops.platforms import made_for
+from tests.ops.interpreted import launch_into
 
 
 def main():
   shapes = []
 
-  def launch(plain, kernel, *arrays):
-    del plain
-    shapes.append(arrays[0].shape)
-    return kernel(*arrays, interpret=True)
-
-  filters.launch = launch
+  filters.launch = launch_into(shapes)
   mesh = jax.make_mesh((4,), ('model',), axis_types=(AxisType.Auto,))
   rng = np.random.default_rng(0)
   # One row in all, fewer than devices, some for each, and more than eight for each.

@@ -10,6 +10,7 @@ import pytest
 
 from spectr_jax.ops import filter_kernels, filters
 from spectr_jax.ops.platforms import made_for
+from tests.ops.interpreted import launch_into
 
 
 def rows_of_many_shapes(vocab_size):
@@ -48,11 +49,7 @@ def by_kernel(request, monkeypatch):
     found = filter_kernels.find_in_rows(find, parts, values, interpret=interpret)
     return filters._keep(probs, found[:, :1], found[:, 1:])
 
-  def launch(plain, kernel, probs, values):
-    calls.append(probs.shape)
-    return kernel(probs, values, interpret=True)
-
-  monkeypatch.setattr(filters, 'launch', launch)
+  monkeypatch.setattr(filters, 'launch', launch_into(calls))
   if request.param == 'parts':
     monkeypatch.setattr(filters, 'keep_in_rows', in_parts)
   filter_all = jax.jit(_filtered_by('tpu').__wrapped__)
