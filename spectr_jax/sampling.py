@@ -36,7 +36,7 @@ class SamplingParams:
   """Parameters that turn logits into a distribution, per row.
 
   A filter that is None is not in the program at all. One that is there is compiled, several searches in each of the
-  draft and the target. Where no row uses it, it costs nothing else, but on a GPU, which would wait for the host to know.
+  draft and the target. It costs nothing else where no row uses it, but on a GPU, which would wait for the host to know.
 
   Attributes:
     temperature: float `[B]`; 0 is the point mass at the first largest logit.
