@@ -1,0 +1,239 @@
+"""Files that somebody else wrote: reads of bounded size, and JSON whose fields are checked where it is read.
+
+Whatever such a file holds, reading it ends in a result or in a `ValueError` of one line that names the file. A reader
+describes the fields that it uses once, as a mapping of names to `Kind`s, and may rely on them from then on:
+
+  fields = {'hidden_size': whole(1, 2**20), 'hidden_act': TEXT, 'rope_theta': real(above=0)}
+  config = read_object(folder / 'config.json', fields)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import reprlib
+import stat
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+from etils import epath
+
+# JSON takes up to 25 times its size in memory.
+SMALL = 2**22  # bytes, of configurations
+LARGE = 2**24  # bytes, of lists of tensors
+
+
+def is_remote(path: epath.PathLike) -> bool:
+  """Whether a path names a file of another machine, such as `gs://...`."""
+  return '://' in str(path)
+
+
+def open_file(path: epath.PathLike) -> BinaryIO:
+  """Opens a file to read its bytes.
+
+  Devices, pipes and folders are refused. Opening one does not wait, and has no effect on it.
+
+  Raises:
+    ValueError: There is no such file, it is not a regular file, or it cannot be read.
+  """
+  path = epath.Path(path)
+  try:
+    if is_remote(path):
+      return path.open('rb')
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, 'O_NONBLOCK', 0) | getattr(os, 'O_BINARY', 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+      os.close(descriptor)
+      raise ValueError(f'{path} is not a regular file')
+    return os.fdopen(descriptor, 'rb')
+  except FileNotFoundError as error:
+    raise ValueError(f'there is no file {path}') from error
+  except OSError as error:
+    raise ValueError(f'cannot read {path}: {error.strerror or error}') from error
+
+
+def read_bytes(path: epath.PathLike, limit: int = SMALL) -> bytes:
+  """The content of a file.
+
+  Args:
+    path: The file.
+    limit: The largest size, in bytes.
+
+  Raises:
+    ValueError: As for `open_file`; or the file is larger.
+  """
+  with open_file(path) as file:
+    try:
+      content = file.read(limit + 1)
+    except OSError as error:
+      raise ValueError(f'cannot read {path}: {error.strerror or error}') from error
+  if len(content) > limit:
+    raise ValueError(f'{path} is larger than {limit:,} bytes, the most that such a file may have')
+  return content
+
+
+def read_text(path: epath.PathLike, limit: int = SMALL) -> str:
+  """The content of a UTF-8 file.
+
+  Args:
+    path: The file.
+    limit: The largest size, in bytes.
+
+  Raises:
+    ValueError: As for `read_bytes`; or it is not UTF-8.
+  """
+  try:
+    return read_bytes(path, limit).decode()
+  except UnicodeDecodeError as error:
+    raise ValueError(f'{path} is damaged: byte {error.start} is not UTF-8') from error
+
+
+def parse_json(text: str, where: str) -> Any:
+  """The value of a JSON text.
+
+  Args:
+    text: The text.
+    where: Where it stands, for messages.
+
+  Raises:
+    ValueError: It is not JSON, or is nested too deeply.
+  """
+  try:
+    return json.loads(text)
+  except RecursionError as error:
+    raise ValueError(f'{where} is damaged: it is nested too deeply') from error
+  except ValueError as error:  # of the syntax, and of numbers with thousands of digits
+    raise ValueError(f'{where} is damaged: {error}') from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """What a field may hold.
+
+  Attributes:
+    words: The allowed values in words, for messages.
+    is_valid: Whether a value is allowed; it never raises.
+  """
+
+  words: str
+  is_valid: Callable[[Any], bool]
+
+
+def whole(least: int = 0, most: int = 2**31 - 1) -> Kind:
+  """Whole numbers from `least` to `most`."""
+  return Kind(f'a whole number from {least} to {most}', lambda x: type(x) is int and least <= x <= most)
+
+
+def real(least: float = -math.inf, most: float = math.inf, *, above: float = -math.inf) -> Kind:
+  """Finite numbers from `least` to `most`, and above `above`."""
+
+  def is_valid(x):
+    return type(x) in (int, float) and abs(x) < 1e300 and least <= x <= most and x > above
+
+  bounds = (
+    *([f'of at least {least:g}'] if least > -math.inf else []),
+    *([f'above {above:g}'] if above > -math.inf else []),
+    *([f'of at most {most:g}'] if most < math.inf else []),
+  )
+  return Kind(' '.join(['a finite number', ' and '.join(bounds)]).strip(), is_valid)
+
+
+def one_of(*values: Any) -> Kind:
+  """One of some values."""
+  allowed = [(type(value), value) for value in values]
+  return Kind(' or '.join(map(repr, values)), lambda x: any(type(x) is kind and x == value for kind, value in allowed))
+
+
+def list_of(kind: Kind, most: int = 2**16) -> Kind:
+  """Lists of at most `most` values of a kind."""
+  return Kind(
+    f'a list of at most {most}, each {kind.words}',
+    lambda x: type(x) is list and len(x) <= most and all(map(kind.is_valid, x)),
+  )
+
+
+def object_of(fields: Mapping[str, Kind]) -> Kind:
+  """Objects of which some fields, where they are there and not null, are of a kind each."""
+  words = ', '.join(f'"{name}" {kind.words}' for name, kind in fields.items())
+  return Kind(f'an object with {words}' if fields else 'an object', lambda x: _wrong_field(x, fields) is None)
+
+
+def map_of(kind: Kind) -> Kind:
+  """Objects all of whose values are of a kind."""
+  return Kind(
+    f'an object whose values are each {kind.words}', lambda x: type(x) is dict and all(map(kind.is_valid, x.values()))
+  )
+
+
+def either(*kinds: Kind) -> Kind:
+  """What one of several kinds allows."""
+  return Kind(' or '.join(kind.words for kind in kinds), lambda x: any(kind.is_valid(x) for kind in kinds))
+
+
+def _is_text(x: Any) -> bool:
+  try:
+    return type(x) is str and bool(x.encode() or True)
+  except UnicodeEncodeError:  # a lone surrogate, which JSON can spell
+    return False
+
+
+TEXT = Kind('a text', _is_text)
+FLAG = Kind('true or false', lambda x: type(x) is bool)
+NOTHING = Kind('null', lambda x: x is None)
+ANYTHING = Kind('anything', lambda x: True)
+
+
+def _wrong_field(content: Any, fields: Mapping[str, Kind]) -> str | None:
+  """The first field that is not of its kind, '' if the content is no object, None if all is right."""
+  if type(content) is not dict:
+    return ''
+  wrong = (name for name, kind in fields.items() if content.get(name) is not None and not kind.is_valid(content[name]))
+  return next(wrong, None)
+
+
+def shown(value: Any) -> str:
+  """A value as messages show it: at most some sixty characters, whatever its size."""
+  short = reprlib.Repr()
+  short.maxstring = short.maxother = short.maxlong = 40
+  text = short.repr(value)
+  return text if len(text) <= 80 else f'{text[:77]}...'
+
+
+def check_object(content: Any, fields: Mapping[str, Kind], where: str) -> dict[str, Any]:
+  """Checks that a value is an object whose fields are of their kinds; fields without a kind may hold anything.
+
+  Fields that are null count as fields that are not there.
+
+  Args:
+    content: The value.
+    fields: Kinds by field.
+    where: Where it stands, for messages.
+
+  Returns:
+    The object.
+
+  Raises:
+    ValueError: It is not an object, or a field is of another kind.
+  """
+  name = _wrong_field(content, fields)
+  if name is None:
+    return content
+  if type(content) is not dict:
+    raise ValueError(f'{where} must hold an object, got {shown(content)}')
+  raise ValueError(f'{where}: {name} must be {fields[name].words}, got {shown(content[name])}')
+
+
+def read_object(path: epath.PathLike, fields: Mapping[str, Kind], limit: int = SMALL) -> dict[str, Any]:
+  """The object of a JSON file, with its fields checked by `check_object`.
+
+  Args:
+    path: The file.
+    fields: Kinds by field.
+    limit: The largest size of the file, in bytes.
+
+  Raises:
+    ValueError: As for `read_text`, `parse_json` and `check_object`.
+  """
+  return check_object(parse_json(read_text(path, limit), str(path)), fields, str(path))

@@ -1,0 +1,91 @@
+"""Bounded reads and checked JSON of files that somebody else wrote."""
+
+import json
+import os
+
+import pytest
+
+from spectr_jax.io import foreign
+
+
+def test_reads_what_is_there(tmp_path):
+  path = tmp_path / 'a.json'
+  path.write_text('{"size": 3, "unknown": [1], "absent": null}')
+  fields = {'size': foreign.whole(1, 9), 'absent': foreign.TEXT, 'missing': foreign.FLAG}
+  assert foreign.read_object(path, fields) == {'size': 3, 'unknown': [1], 'absent': None}
+  link = tmp_path / 'link'  # as in the hub's cache
+  link.symlink_to(path)
+  assert foreign.read_bytes(link) == path.read_bytes()
+
+
+@pytest.mark.parametrize('kind', ['missing', 'folder', 'pipe', 'device', 'link_to_device'])
+def test_refuses_what_is_no_file(tmp_path, kind):
+  path = tmp_path / 'it'
+  if kind == 'folder':
+    path.mkdir()
+  elif kind == 'pipe':
+    os.mkfifo(path)
+  elif kind == 'device':
+    path = '/dev/zero'
+  elif kind == 'link_to_device':
+    path.symlink_to('/dev/zero')
+  with pytest.raises(ValueError, match='it|zero') as error:
+    foreign.read_bytes(path)
+  assert str(path) in str(error.value)
+
+
+def test_size_is_bounded(tmp_path):
+  path = tmp_path / 'big'
+  with path.open('wb') as file:
+    file.truncate(2**40)  # a sparse file of a terabyte
+  with pytest.raises(ValueError, match='big is larger than 4,194,304 bytes'):
+    foreign.read_bytes(path)
+  path.write_bytes(b'12345')
+  assert foreign.read_bytes(path, 5) == b'12345'
+  with pytest.raises(ValueError, match='larger than 4 bytes'):
+    foreign.read_bytes(path, 4)
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    (b'{', 'damaged'),
+    (b'\xff{}', 'byte 0 is not UTF-8'),
+    (b'[' * 10**6, 'nested too deeply'),
+    (b'{"a":' * 10**5 + b'1' + b'}' * 10**5, 'nested too deeply'),
+    (b'[1]', r'must hold an object, got \[1\]'),
+    (b'{"size": ' + b'9' * 5000 + b'}', 'damaged'),
+    (b'{"size": true}', 'size must be a whole number from 1 to 9, got True'),
+    (b'{"size": 2.0}', 'size must be'),
+    (b'{"size": NaN}', 'size must be'),
+    (b'{"size": 10}', 'size must be'),
+    (b'{"size": ' + json.dumps('x' * 10**6).encode() + b'}', 'size must be'),
+  ],
+)
+def test_faults_are_one_short_line(tmp_path, text, message):
+  path = tmp_path / 'a.json'
+  path.write_bytes(text)
+  with pytest.raises(ValueError, match=message) as error:
+    foreign.read_object(path, {'size': foreign.whole(1, 9)})
+  assert str(path) in str(error.value)
+  assert '\n' not in str(error.value)
+  assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+  ('kind', 'right', 'wrong'),
+  [
+    (foreign.real(above=0), [1, 0.5, 1e20], [0, -1, float('inf'), float('nan'), True, '1', 10**400]),
+    (foreign.real(0, 1), [0, 1, 0.5], [1.1, -0.1]),
+    (foreign.TEXT, ['', 'é'], [1, None, '\ud800']),
+    (foreign.FLAG, [True, False], [0, 'true']),
+    (foreign.one_of('a', 1), ['a', 1], [True, 1.0, 'b']),
+    (foreign.list_of(foreign.whole(0, 2), 2), [[], [0, 2]], [[3], [0, 0, 0], (0,), {}]),
+    (foreign.object_of({'a': foreign.FLAG}), [{}, {'a': True}, {'a': None, 'b': 1}], [{'a': 1}, [], None]),
+    (foreign.map_of(foreign.TEXT), [{}, {'a': 'b'}], [{'a': 1}, 'a']),
+    (foreign.either(foreign.NOTHING, foreign.FLAG), [None, True], [0]),
+  ],
+)
+def test_kinds(kind, right, wrong):
+  assert all(map(kind.is_valid, right))
+  assert not any(map(kind.is_valid, wrong))
