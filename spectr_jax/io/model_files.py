@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spectr_jax.io.new_folder import new_folder
+from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.model import Model
 from spectr_jax.models import transformer
@@ -71,6 +71,14 @@ def _from_older_format(params: Any, config: transformer.TransformerConfig, numbe
   return _transposed_kernels(params)
 
 
+def files_of_model(folder: epath.Path) -> set[str]:
+  """The relative paths of the files in a folder that belong to its model; none if it has none that can be read."""
+  try:
+    return {'model.json', *_read_spec(folder).hashes}
+  except ValueError:
+    return set()
+
+
 def save_model(
   path: epath.PathLike,
   model: Model,
@@ -88,17 +96,17 @@ def save_model(
     tokenizer: The tokenizer it was trained with.
     info: JSON values to store with it, such as hashes of the training text.
     param_dtype: The dtype to store parameters in.
-    overwrite: Whether to replace an existing model.
+    overwrite: Whether to replace an existing model. Other files beside it stay.
 
   Raises:
-    ValueError: The directory exists and `overwrite` is False, the vocabularies of model and tokenizer differ, or the
-      model was loaded with weights in int8.
+    ValueError: The directory exists and `overwrite` is False, a file in it would be replaced that is not a model's, the
+      vocabularies of model and tokenizer differ, or the model was loaded with weights in int8.
   """
   if tokenizer.vocab_size != model.vocab_size:
     raise ValueError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}')
   config = transformer.config_of(model)
   check_savable(model.params)
-  with new_folder(path, overwrite=overwrite) as folder:
+  with new_folder(path, overwrite=overwrite, owned=files_of_model) as folder:
     with _checkpointer() as checkpointer:
       # One process can save NumPy arrays by itself; JAX arrays would have to be saved by all processes together.
       params = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(param_dtype)), model.params)

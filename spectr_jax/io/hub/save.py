@@ -16,12 +16,14 @@ from safetensors.numpy import save
 from spectr_jax.io.hub.families import Family, read_spec
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.hub.sources import output_ranges, source_of
-from spectr_jax.io.new_folder import new_folder
+from spectr_jax.io.new_files import new_folder
 from spectr_jax.model import Model
 from spectr_jax.models import layers
 from spectr_jax.models.causal_lm import config_of
 from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
 from spectr_jax.models.int8 import check_savable
+
+_FILES = ('config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json')
 
 
 def _tensors(params: Mapping[str, Any], family: Family, config: CausalLMConfig, dtype: np.dtype):
@@ -75,7 +77,7 @@ def save_hub_model(
   layers.check_params(model.params, param_shapes(config))
   spec = {name: value for name, value in spec.items() if name not in ('torch_dtype', 'transformers_version')}
   spec |= {'dtype': param_dtype, 'bos_token_id': tokenizer.bos_id, 'eos_token_id': list(tokenizer.eos_ids)}
-  with new_folder(path, overwrite=overwrite) as folder:
+  with new_folder(path, overwrite=overwrite, owned=lambda folder: _FILES) as folder:
     tensors = _tensors(model.params, family, config, jnp.dtype(param_dtype))
     # `save_file` would let no one else read the file.
     (folder / 'model.safetensors').write_bytes(save(tensors, metadata={'format': 'pt'}))

@@ -1,0 +1,252 @@
+"""Files and folders that appear complete or not at all, and outputs that one process at a time may write.
+
+What is unfinished stands beside its target under a random name that is created, never opened: `.NAME.HEX.unfinished`.
+A process that is killed may leave one behind, which nothing reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Collection, Iterator
+from typing import BinaryIO
+
+from etils import epath
+
+from spectr_jax.io.foreign import is_remote
+
+try:
+  import fcntl
+except ImportError:  # not a POSIX system
+  fcntl = None
+
+
+def resolved(path: epath.PathLike) -> epath.Path:
+  """The path behind symbolic links: renaming onto a link would replace the link and not its target."""
+  return epath.Path(path if is_remote(path) else os.path.realpath(path))
+
+
+def _beside(path: epath.Path, state: str) -> epath.Path:
+  return path.parent / f'.{path.name}.{secrets.token_hex(8)}.{state}'
+
+
+@contextlib.contextmanager
+def only_writer(path: epath.PathLike) -> Iterator[None]:
+  """Keeps other processes from writing the same output, until the context or the process ends.
+
+  The lock is the file `.NAME.lock` beside the output. The operating system releases it when its process ends, however
+  that ends. File systems without locks, and remote ones, have none.
+
+  Args:
+    path: The output, a file or a folder.
+
+  Raises:
+    ValueError: Another process writes it, or its folder cannot be written.
+  """
+  path = resolved(path)
+  if is_remote(path) or fcntl is None:
+    yield
+    return
+  place = path.parent / f'.{path.name}.lock'
+  descriptor = _locked(place, path)
+  try:
+    yield
+  finally:
+    with contextlib.suppress(OSError):
+      if os.fstat(descriptor).st_size == 0:  # ours are empty
+        os.unlink(place)
+    os.close(descriptor)
+
+
+def _locked(place: epath.Path, path: epath.Path) -> int:
+  """A descriptor of the lock file at `place`, locked."""
+  assert fcntl is not None
+  while True:
+    try:
+      descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+      raise ValueError(f'cannot write {path}: {place}: {error.strerror}') from error
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      os.close(descriptor)
+      raise ValueError(f'{path} is being written by another process') from None
+    except OSError as error:
+      if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+        os.close(descriptor)
+        raise ValueError(f'cannot lock {path}: {error.strerror}') from error
+      return descriptor
+    # Its last owner may have removed it between the two calls.
+    with contextlib.suppress(FileNotFoundError):
+      if os.path.samestat(os.fstat(descriptor), os.stat(place, follow_symlinks=False)):
+        return descriptor
+    os.close(descriptor)
+
+
+class NewFile:
+  """A file that stands at `path` once `commit` is called; one that was there stays until then.
+
+  A new file has the mode of the one that it replaces.
+
+  Attributes:
+    path: The file, behind symbolic links.
+    file: Takes the content.
+
+  Raises:
+    ValueError: It cannot be created; the message says why.
+  """
+
+  def __init__(self, path: epath.PathLike):
+    self.path = resolved(path)
+    self._unfinished = _beside(self.path, 'unfinished')
+    self.file = self._open()
+
+  def _open(self) -> BinaryIO:
+    path = self.path
+    try:
+      if is_remote(path):
+        return self._unfinished.open('wb')
+      if not os.path.isdir(path.parent):
+        raise ValueError(f'cannot write {path}: there is no directory {path.parent}')
+      if os.path.lexists(path) and not os.path.isfile(path):
+        raise ValueError(f'cannot write {path}: it exists and is not a regular file')
+      descriptor = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+      if os.path.exists(path):
+        os.chmod(self._unfinished, stat.S_IMODE(os.stat(path).st_mode))
+      return os.fdopen(descriptor, 'wb')
+    except OSError as error:
+      raise ValueError(f'cannot write {path}: {error.strerror or error}') from error
+
+  def write(self, content: bytes) -> None:
+    """Writes more of the content.
+
+    Raises:
+      ValueError: It cannot be written; the file that was there stays.
+    """
+    try:
+      self.file.write(content)
+      self.file.flush()
+    except OSError as error:
+      self.discard()
+      raise ValueError(f'cannot write {self.path}: {error.strerror or error}') from error
+
+  def commit(self) -> None:
+    """Puts the file in its place.
+
+    Raises:
+      ValueError: It cannot be; the file that was there stays.
+    """
+    try:
+      if not is_remote(self.path):
+        os.fsync(self.file.fileno())
+      self.file.close()
+      self._unfinished.replace(self.path)
+    except OSError as error:
+      self.discard()
+      raise ValueError(f'cannot write {self.path}: {error.strerror or error}') from error
+
+  def discard(self) -> None:
+    """Removes what is unfinished; does nothing after `commit`."""
+    with contextlib.suppress(OSError):
+      self.file.close()
+    with contextlib.suppress(Exception):  # remote file systems raise their own types
+      self._unfinished.unlink(missing_ok=True)
+
+
+def write_file(path: epath.PathLike, content: bytes) -> None:
+  """Writes a file completely or not at all.
+
+  Raises:
+    ValueError: It cannot be written; a file that was there stays.
+  """
+  new = NewFile(path)
+  try:
+    new.write(content)
+    new.commit()
+  finally:
+    new.discard()
+
+
+def _files(folder: epath.Path) -> list[str]:
+  """The paths of all files below a folder, relative to it; links are files."""
+  found, waiting = [], [folder]
+  while waiting:
+    for path in waiting.pop().iterdir():
+      if path.is_dir() and (is_remote(path) or not os.path.islink(path)):
+        waiting.append(path)
+      else:
+        found.append(str(path.relative_to(folder)))
+  return sorted(found)
+
+
+@contextlib.contextmanager
+def new_folder(
+  path: epath.PathLike, *, overwrite: bool, owned: Callable[[epath.Path], Collection[str]] = lambda folder: ()
+) -> Iterator[epath.Path]:
+  """A folder to write to, which stands at `path` once all is written; one that was there is replaced only then.
+
+  Files in the replaced folder that are not of its kind stay where they are.
+
+  Args:
+    path: The folder, may be remote.
+    overwrite: Whether there may be one already.
+    owned: The relative paths of the files in an existing folder that belong to what is replaced.
+
+  Raises:
+    ValueError: There is one and `overwrite` is False, something else stands at the path or under a name that the new
+      folder has, or the folder cannot be created.
+  """
+  path = resolved(path)
+  if path.exists() and not overwrite:
+    raise ValueError(f'{path} exists and is not overwritten')
+  if path.exists() and not path.is_dir():
+    raise ValueError(f'{path} exists and is not a folder')
+  unfinished = _beside(path, 'unfinished')
+  try:
+    unfinished.mkdir(parents=True)
+  except OSError as error:
+    raise ValueError(f'cannot write {path}: {error.strerror or error}') from error
+  try:
+    yield unfinished
+    if path.exists():
+      _keep_foreign(path, unfinished, owned)
+      _exchange(unfinished, path)
+    else:
+      unfinished.rename(path)
+  finally:
+    if unfinished.exists():
+      unfinished.rmtree()
+
+
+def _keep_foreign(old: epath.Path, new: epath.Path, owned: Callable[[epath.Path], Collection[str]]) -> None:
+  """Lets the files of `old` that are not its own stand in `new` as well."""
+  foreign = sorted(set(_files(old)) - set(owned(old)))
+  taken = [name for name in foreign if os.path.lexists(new / name) or (new / name).exists()]
+  if taken:
+    raise ValueError(f'{old / taken[0]} is not replaced: it is no file of what is overwritten')
+  for name in foreign:
+    (new / name).parent.mkdir(parents=True, exist_ok=True)
+    if is_remote(old):
+      (old / name).copy(new / name)
+      continue
+    try:
+      os.link(old / name, new / name, follow_symlinks=False)
+    except OSError:  # file systems without hard links
+      shutil.copy2(old / name, new / name, follow_symlinks=False)
+
+
+def _exchange(one: epath.Path, other: epath.Path) -> None:
+  """Lets two folders change their places, in one step where the system can."""
+  renameat2 = None if is_remote(one) else getattr(ctypes.CDLL(None), 'renameat2', None)
+  here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+  if renameat2 is not None and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+    return
+  replaced = _beside(other, 'replaced')
+  other.rename(replaced)
+  one.rename(other)
+  replaced.rename(one)
