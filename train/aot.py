@@ -28,6 +28,7 @@ from spectr_jax.aot.kernels import take_schedules
 from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.io.model_files import read_config
 from spectr_jax.models.transformer import init_params, transformer_model
+from spectr_jax.ops.platforms import made_for
 from spectr_jax.sharding import shardings
 from train import config_flag, plan
 from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step, out_of_memory
@@ -97,7 +98,8 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
     sharding=batch_sharding(mesh),
   )
   start = time.perf_counter()
-  lowered = step.lower(state, rows, _teacher(config, mesh))
+  with made_for(mesh.devices.flat[0].platform):
+    lowered = step.lower(state, rows, _teacher(config, mesh))
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:

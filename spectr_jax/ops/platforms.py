@@ -1,8 +1,8 @@
 """Forms of a function for platforms.
 
-`jax.lax.platform_dependent` traces every form of a function, since a program may be lowered for any platform. Of a
-round that is most of what is traced, and all but one form of each is thrown away. So the loop of decoding says which
-platform it is traced for, and then only the forms of that platform are.
+A form is chosen when a program is traced: for the default platform, or for the one that `made_for` names. Forms are
+right everywhere, so a program that runs on another platform than it was traced for is slower and not wrong. Choosing
+when it is lowered, as `jax.lax.platform_dependent` does, would trace every form of each function.
 """
 
 from __future__ import annotations
@@ -37,15 +37,12 @@ def made_for(platform: str) -> AbstractContextManager[None]:
 
 
 def by_platform(*arguments: Any, default: Callable[..., Any], **forms: Callable[..., Any]) -> Any:
-  """`jax.lax.platform_dependent`, which traces one form alone where the platform is known, see `made_for`.
+  """One of several forms of a function: that of the platform that programs are traced for, which alone is traced.
 
   Args:
     *arguments: The arguments of the form, any pytrees of arrays.
     default: The form for all platforms without one of their own.
-    **forms: Forms by platform, `cpu`, `tpu` or `gpu`, which is used only where the platform is known. All forms return
-      the same shapes and dtypes.
+    **forms: Forms by platform, `cpu`, `tpu` or `gpu`. All forms return the same shapes and dtypes, and are right on
+      every platform.
   """
-  if _platform.value is None:
-    forms.pop('gpu', None)  # JAX has no one name for GPUs here
-    return jax.lax.platform_dependent(*arguments, default=default, **forms) if forms else default(*arguments)
-  return forms.get(_platform.value, default)(*arguments)
+  return forms.get(_platform.value or default_platform(), default)(*arguments)

@@ -18,9 +18,8 @@ def float64():
 
 @pytest.mark.parametrize('vocab_size', [5, 5000])
 @pytest.mark.parametrize('platform', ['cpu', 'default'])
-def test_where_needed_is_the_function_where_it_is_needed(monkeypatch, vocab_size, platform):
+def test_where_needed_is_the_function_where_it_is_needed(vocab_size, platform):
   """A CPU's loop over rows and an accelerator's pass over all, on a small and a large vocabulary, and one row alone."""
-  monkeypatch.setattr(jax.lax, 'platform_dependent', lambda **branches: branches[platform]())
   rng = np.random.default_rng(0)
   laws, scales, otherwise = rng.random((4, vocab_size)), rng.random(4), np.full(4, -1.0)
 
@@ -31,19 +30,18 @@ def test_where_needed_is_the_function_where_it_is_needed(monkeypatch, vocab_size
     return where_needed(is_needed, function, otherwise, *operands)
 
   rows, alone = jax.jit(jax.vmap(one_row)), jax.jit(one_row)
-  for is_needed in ([False] * 4, [False, True, False, True], [True] * 4):
-    expected = np.where(is_needed, laws.sum(1) * scales, otherwise)
-    np.testing.assert_allclose(rows(np.array(is_needed), otherwise, laws, scales), expected, rtol=1e-12)
-    np.testing.assert_allclose(alone(is_needed[1], otherwise[1], laws[1], scales[1]), expected[1], rtol=1e-12)
+  with made_for(platform):
+    for is_needed in ([False] * 4, [False, True, False, True], [True] * 4):
+      expected = np.where(is_needed, laws.sum(1) * scales, otherwise)
+      np.testing.assert_allclose(rows(np.array(is_needed), otherwise, laws, scales), expected, rtol=1e-12)
+      np.testing.assert_allclose(alone(is_needed[1], otherwise[1], laws[1], scales[1]), expected[1], rtol=1e-12)
 
 
 @pytest.mark.parametrize('at_once', [None, 3])
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'default'])
-def test_map_needed_is_the_function_where_it_is_needed(monkeypatch, at_once, platform):
+def test_map_needed_is_the_function_where_it_is_needed(at_once, platform):
   """A CPU's loop, an accelerator's parts and its one pass, alone and for several rows, against a loop in NumPy."""
   vocab_size, num_rows, places = 5000, 4, (np.arange(7), np.array([0, 1, 2, 4, 5, 6, 8]))
-  if platform == 'default':
-    monkeypatch.setattr(jax.lax, 'platform_dependent', lambda *arguments, **branches: branches[platform](*arguments))
   rng = np.random.default_rng(0)
   arrays = rng.random((num_rows, 7, vocab_size)), rng.random((num_rows, 9, vocab_size))
   items = rng.random((num_rows, 7)), rng.random((num_rows, 7, 3))
@@ -57,7 +55,7 @@ def test_map_needed_is_the_function_where_it_is_needed(monkeypatch, at_once, pla
     return map_needed(function, is_needed, otherwise, tuple(zip(arrays, places)), items, at_once=at_once)
 
   arguments = is_needed, otherwise, arrays, items
-  with made_for(None if platform == 'default' else platform):
+  with made_for(platform):
     batched = jax.jit(jax.vmap(one_row))(*arguments)
     single = [jax.jit(one_row)(*jax.tree.map(lambda x, row=row: x[row], arguments)) for row in range(num_rows)]
   for found in (batched, jax.tree.map(lambda *x: np.stack(x), *single)):

@@ -148,12 +148,12 @@ def test_every_platform_has_its_form(vocab_size, on_cpu, monkeypatch):
   """Short rows are searched together on a CPU, too."""
   chosen = []
 
-  def choose(*arguments, cpu, default):
-    chosen.append((cpu, default))
+  def choose(*arguments, cpu, gpu, default):
+    chosen.append((cpu, gpu, default))
     return default(*arguments)
 
-  monkeypatch.setattr(jax.lax, 'platform_dependent', choose)
+  monkeypatch.setattr(thresholds, 'by_platform', choose)
   probs = jax.ShapeDtypeStruct((2, vocab_size), jnp.float32)
   found = jax.eval_shape(lambda probs: thresholds.largest_threshold(probs, jnp.array(2), is_weighted=False), probs)
   assert found.shape == (2, 1)
-  assert [tuple(form.func.__name__ for form in forms) for forms in chosen] == [(on_cpu, '_together')]
+  assert [tuple(form.func.__name__ for form in forms) for forms in chosen] == [(on_cpu, '_without_asking', '_together')]
