@@ -29,9 +29,10 @@ from spectr_jax.methods import METHODS, Method, get_method, register, with_child
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import table
 from spectr_jax.proposal import Proposal
-from spectr_jax.sampling import SamplingParams
+from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.tree import TokenTree
 from spectr_jax.tree_search import optimal_factors
+from spectr_jax.verification import Verification, verify
 from spectr_jax.verify import Verdict, Verifier
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ __all__ = [
   'TokenTree',
   'Tokenizer',
   'Verdict',
+  'Verification',
   'Verifier',
   'decode_rounds',
   'finish',
@@ -87,6 +89,7 @@ __all__ = [
   'init_decode',
   'load_drafter',
   'load_model',
+  'logits_to_probs',
   'lookup_beside',
   'lookup_corpus',
   'lookup_drafter',
@@ -102,6 +105,7 @@ __all__ = [
   'testing',
   'theory',
   'transformer',
+  'verify',
   'with_children',
   'with_epsilon',
   'with_gumbel',

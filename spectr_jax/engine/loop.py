@@ -30,6 +30,7 @@ from spectr_jax.ops.platforms import by_platform
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree
+from spectr_jax.verification import decide_rows, emitted
 from spectr_jax.verify import Record, Verdict
 
 # Scopes in compiled programs: of the loop, and of the parts of a round.
@@ -166,14 +167,11 @@ def judge(
   Returns:
     The target's distributions `[B, N + 1, V]`, the verdicts, and their records or None.
   """
-  verifier, tree = decoder.method.verifier, decoder.tree
-  decide = verifier.explain if is_explained else lambda *row: (verifier.verify(*row), None)
   with jax.named_scope(LAWS):
     target_probs = in_rows(logits_to_probs(logits, state.sampling))
   with jax.named_scope(VERIFY):
-    rows = dataclasses.replace(rows, probs=in_rows(rows.probs))
-    verdict, record = jax.vmap(lambda key, row, target, own: decide(key, tree.of_row(row.parents), row, target, own))(
-      keys, rows, target_probs, state.verifier_state
+    verdict, record = decide_rows(
+      decoder.method.verifier, keys, decoder.tree, rows, target_probs, state.verifier_state, is_explained=is_explained
     )
   return target_probs, verdict, record
 
@@ -200,14 +198,6 @@ def _put(rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
     return put(rows, values)
   # XLA's CPU backend would convert all rows to float32 and back.
   return by_platform(rows, values, cpu=put_bits, default=put)
-
-
-def _emitted(proposal: Proposal, verdict: Verdict) -> jax.Array:
-  """A round's tokens `[B, L + 1]`: the accepted guesses, then `next_token` in all remaining places."""
-  guesses = jnp.take_along_axis(proposal.tokens, jnp.maximum(verdict.path - 1, 0), axis=1)
-  guesses = jnp.pad(guesses, ((0, 0), (0, 1)))
-  is_accepted = jnp.arange(guesses.shape[1]) < verdict.num_accepted[:, None]
-  return jnp.where(is_accepted, guesses, verdict.next_token[:, None])
 
 
 def _log_probs(output: ModelOutput, path: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -288,7 +278,7 @@ def commit(
     target_probs: `[B, N + 1, V]`, the target's distributions; `[B, 1, V]` after a call on the roots alone.
     verdict: The method's decision.
   """
-  tokens = _emitted(proposal, verdict)
+  tokens = emitted(proposal, verdict)
   failures = _failures(state, proposal, target_probs)
   result, is_done = _record(decoder, state, proposal, output, verdict, tokens, failures)
   # The target's call on the roots alone, where no row has a guess, visits no position.

@@ -1,0 +1,298 @@
+"""`spectr_jax.verify`: its shapes and errors, its agreement with the engine, and how it is transformed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spectr_jax
+from spectr_jax import METHODS, TokenTree
+from spectr_jax.ops.platforms import made_for
+from spectr_jax.verification import decide_rows
+from tests.slow import slow_but
+
+_VOCAB = 5
+_CHAIN, _CHAINS = TokenTree.chains(1, 3), TokenTree.chains(2, 3)
+
+
+def _round(tree, batch_size=4, seed=0, vocab_size=_VOCAB, dtype=np.float32):
+  """Random laws, and children drawn from them: tokens, draft laws and target laws of a round."""
+  rng = np.random.default_rng(seed)
+  draft = np.zeros((batch_size, len(tree.parent_nodes), vocab_size), dtype)
+  target = np.zeros((batch_size, tree.num_nodes + 1, vocab_size), dtype)
+  tokens = np.zeros((batch_size, tree.num_nodes), np.int32)
+  for row in range(batch_size):
+    spelled = [()]
+    for node in range(tree.num_nodes + 1):
+      if node:
+        parent = tree.parents[node - 1]
+        law = draft[row, tree.law_index[parent]].astype(np.float64)
+        tokens[row, node - 1] = rng.choice(vocab_size, p=law / law.sum())
+        spelled.append((*spelled[parent], tokens[row, node - 1]))
+      # Nodes that spell the same have the same distributions.
+      laws = np.random.default_rng((seed, row, 99, *spelled[node])).dirichlet(np.ones(vocab_size), 2)
+      target[row, node] = laws[0]
+      if tree.law_index[node] >= 0:
+        draft[row, tree.law_index[node]] = laws[1]
+  return tokens, draft, target
+
+
+def _keys(batch_size=4, seed=1):
+  return jax.random.split(jax.random.key(seed), batch_size)
+
+
+def _tree_of(method):
+  return _CHAIN if METHODS[method].max_drafts == 1 else _CHAINS
+
+
+def _takes_grown(method):
+  return METHODS[method].takes_grown
+
+
+_DRAFTING = [name for name, method in METHODS.items() if method.max_drafts != 0 and not method.is_seed_exact]
+
+
+@pytest.mark.parametrize('method', slow_but(('block', 'race_traversal', 'spectr'), _DRAFTING))
+def test_what_is_kept_is_a_path_of_the_tree_and_one_token_more(method):
+  tree = _tree_of(method)
+  tokens, *laws = _round(tree, 64)
+  found = jax.tree.map(np.asarray, spectr_jax.verify(_keys(64), tree, tokens, *laws, method=method))
+  assert found.tokens.shape == (64, tree.max_depth + 1)
+  assert found.path.shape == (64, tree.max_depth)
+  np.testing.assert_array_equal(found.lengths, found.num_accepted + 1)
+  assert {*found.num_accepted} > {0}
+  for row in range(64):
+    node, count = 0, found.num_accepted[row]
+    for depth in range(count):
+      assert tree.parent_of[found.path[row, depth]] == node
+      node = found.path[row, depth]
+      assert found.tokens[row, depth] == tokens[row, node - 1]
+    assert laws[1][row, node, found.tokens[row, count]] > 0
+    assert (found.tokens[row, count + 1 :] == -1).all()
+    assert (found.path[row, count:] == -1).all()
+
+
+def test_without_a_tree_it_samples_from_the_target():
+  target = np.full((3, 1, _VOCAB), 0, np.float32)
+  target[:, :, 2] = 1
+  none = np.zeros((3, 0), np.int32), np.zeros((3, 0, _VOCAB), np.float32)
+  for method in ('race_traversal', 'autoregressive'):
+    if method == 'race_traversal':
+      with pytest.raises(ValueError, match='needs guesses'):
+        spectr_jax.verify(jax.random.key(0), TokenTree(), *none, target, method=method)
+      continue
+    found = spectr_jax.verify(jax.random.key(0), TokenTree(), *none, target, method=method)
+    assert found.tokens.tolist() == [[2]] * 3
+    assert found.lengths.tolist() == [1] * 3
+
+
+def test_a_row_does_not_depend_on_its_batch():
+  tokens, *laws = _round(_CHAINS, 8)
+  keys = _keys(8)
+  whole = spectr_jax.verify(keys, _CHAINS, tokens, *laws)
+  for rows in (slice(0, 1), slice(3, 8)):
+    part = spectr_jax.verify(keys[rows], _CHAINS, tokens[rows], *(law[rows] for law in laws))
+    jax.tree.map(np.testing.assert_array_equal, part, jax.tree.map(lambda x, rows=rows: x[rows], whole))
+
+
+def test_keys_of_all_rows_of_rows_and_of_depths():
+  tokens, *laws = _round(_CHAINS, 4)
+  key = jax.random.key(3)
+  rows = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(4))
+  depths = jax.vmap(lambda row: jax.vmap(jax.random.fold_in, (None, 0))(row, jnp.arange(4)))(rows)
+  found = [spectr_jax.verify(each, _CHAINS, tokens, *laws) for each in (key, rows, depths)]
+  for other in found[1:]:
+    jax.tree.map(np.testing.assert_array_equal, found[0], other)
+
+
+@pytest.mark.parametrize(
+  'method', slow_but(('block', 'race_traversal'), [m for m in _DRAFTING if METHODS[m].takes_grown])
+)
+def test_slots_that_a_row_does_not_use_are_as_if_they_were_not_there(method):
+  """A row that uses a part of the tree is decided as if that part were the tree, up to the noise of other nodes."""
+  long, short = (TokenTree.chains(1, 3), TokenTree.chains(1, 1)) if _tree_of(method) == _CHAIN else (
+    TokenTree.chains(2, 3), TokenTree.chains(2, 1),
+  )  # fmt: skip
+  tokens, draft, target = _round(long, 3, dtype=np.float64)
+  used = np.isin(np.arange(1, long.num_nodes + 1), range(1, short.num_nodes + 1))
+  ragged = np.where(used, tokens, -1)
+  with jax.enable_x64(True):
+    verifier = METHODS[method].verifier
+
+    def law(tree, tokens, draft, target):
+      proposal = spectr_jax.Proposal(jnp.asarray(tokens), jnp.asarray(draft))
+      return np.asarray(verifier.law(tree, proposal, jnp.asarray(target), verifier.init_state(tree)))
+
+    for row in range(3):
+      nodes = np.arange(short.num_nodes + 1)
+      laws = draft[row, long.law_index[short.parent_nodes]], target[row, nodes]
+      expected = law(short, tokens[row, : short.num_nodes], *laws)
+      # What stands at nodes that are not used has no influence.
+      rest = np.where(np.isin(np.arange(len(draft[row])), long.law_index[short.parent_nodes])[:, None], draft[row], 7.0)
+      found = law(long, ragged[row], rest, target[row])
+      assert np.all(found[short.num_nodes + 1 :] == 0)
+      # Nodes that spell the same are one; either of them may stand for both.
+      same = np.r_[-1, tokens[row, : short.num_nodes]]
+      is_same = same[:, None] == same
+      np.testing.assert_allclose(is_same @ found[nodes], is_same @ expected, atol=1e-12)
+
+
+@pytest.mark.parametrize('method', ['greedy_block', 'spectr_gbv'])
+def test_methods_for_whole_drafts_give_other_rows_no_token(method):
+  tokens, *laws = _round(_CHAIN, 4)
+  tokens[1, 2] = -1
+  found = jax.jit(lambda *x: spectr_jax.verify(x[0], _CHAIN, *x[1:], method=method))(_keys(4), tokens, *laws)
+  np.testing.assert_array_equal(np.asarray(found.lengths) > 0, [True, False, True, True])
+  assert (np.asarray(found.tokens)[1] == -1).all()
+
+
+def test_given_guesses_need_no_draft_laws():
+  tokens, _, target = _round(_CHAIN, 5)
+  found = spectr_jax.verify(_keys(5), _CHAIN, tokens, None, target, method='speculative')
+  same = spectr_jax.verify(
+    _keys(5), _CHAIN, tokens, np.zeros((5, 3, _VOCAB), np.float32), target, method='speculative',
+    is_given=np.ones((5, 3), bool),
+  )  # fmt: skip
+  jax.tree.map(np.testing.assert_array_equal, found, same)
+  # A given token is accepted with the target's probability: where it is certain, always.
+  certain = np.zeros_like(target)
+  for row in range(5):
+    for node in range(3):
+      certain[row, node, tokens[row, node]] = 1
+    certain[row, 3, 4] = 1
+  found = spectr_jax.verify(_keys(5), _CHAIN, tokens, None, certain, method='race_traversal')
+  np.testing.assert_array_equal(found.tokens, np.c_[tokens, np.full(5, 4)])
+
+
+def test_rows_may_have_trees_of_their_own():
+  bounds = TokenTree.slots((2, 2))
+  tokens, draft, target = _round(_CHAINS, 2)
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, _VOCAB, (2, 4)).astype(np.int32)
+  draft = rng.dirichlet(np.ones(_VOCAB), (2, len(bounds.parent_nodes))).astype(np.float32)
+  target = rng.dirichlet(np.ones(_VOCAB), (2, 5)).astype(np.float32)
+  parents = np.array([[0, 0, 1, 2], [0, 0, 2, -1]], np.int32)
+  tokens = np.where(parents < 0, -1, tokens)
+  found = spectr_jax.verify(_keys(2), bounds, tokens, draft, target, parents=parents)
+  assert found.tokens.shape == (2, 3)
+  with pytest.raises(ValueError, match='parents belong to a tree of TokenTree.slots'):
+    spectr_jax.verify(_keys(2), bounds, tokens, draft, target)
+  with pytest.raises(ValueError, match='parents belong to'):
+    spectr_jax.verify(_keys(2), TokenTree.chains(2, 2), tokens, draft, target, parents=parents)
+
+
+def test_a_state_goes_from_round_to_round():
+  """`greedy_block` has one; a second round with the first one's state is another than one that begins."""
+  tree, method = _CHAIN, 'greedy_block'
+  tokens, *laws = _round(tree, 64)
+  first = spectr_jax.verify(_keys(64), tree, tokens, *laws, method=method)
+  assert jax.tree.leaves(first.state)
+  states = jax.vmap(lambda _: METHODS[method].verifier.init_state(tree))(jnp.arange(64))
+  same = spectr_jax.verify(_keys(64), tree, tokens, *laws, method=method, state=states)
+  jax.tree.map(np.testing.assert_array_equal, first, same)
+  second = spectr_jax.verify(_keys(64, 2), tree, tokens, *laws, method=method, state=first.state)
+  anew = spectr_jax.verify(_keys(64, 2), tree, tokens, *laws, method=method)
+  assert (np.asarray(second.tokens) != np.asarray(anew.tokens)).any()
+
+
+def test_seed_exact_methods_need_the_keys_of_their_guesses():
+  tokens, *laws = _round(_CHAINS, 2)
+  with pytest.raises(ValueError, match=r'ersd shares its randomness with drafting: give it the keys \[2, 4\]'):
+    spectr_jax.verify(_keys(2), _CHAINS, tokens, *laws, method='ersd')
+  keys = jax.vmap(lambda key: jax.random.split(key, 4))(_keys(2))
+  assert spectr_jax.verify(keys, _CHAINS, tokens, *laws, method='ersd').tokens.shape == (2, 4)
+
+
+def test_it_is_a_pure_function_under_every_transformation():
+  tree = _CHAINS
+  tokens, *laws = _round(tree, 6)
+  plain = spectr_jax.verify(_keys(6), tree, tokens, *laws)
+  check = functools.partial(jax.tree.map, np.testing.assert_array_equal, plain)
+
+  def apply(key, *arrays):
+    return spectr_jax.verify(key, tree, *arrays)
+
+  check(jax.jit(apply)(_keys(6), tokens, *laws))
+
+  def in_two(array):
+    return array.reshape(2, 3, *array.shape[1:])
+
+  batched = jax.vmap(apply)(in_two(_keys(6)), *map(in_two, (tokens, *laws)))
+  check(jax.tree.map(lambda x: x.reshape(6, *x.shape[2:]), batched))
+  _, scanned = jax.lax.scan(
+    lambda carry, row: (carry, apply(*row)), None, (in_two(_keys(6)), *map(in_two, (tokens, *laws)))
+  )
+  check(jax.tree.map(lambda x: x.reshape(6, *x.shape[2:]), scanned))
+
+
+def test_only_the_form_of_the_platform_is_traced(monkeypatch):
+  """Without a context a caller gets the forms of the default platform, those of GPUs included."""
+  tokens, *laws = _round(_CHAINS, 2, vocab_size=64)
+
+  def program(platform):
+    monkeypatch.setattr(jax, 'default_backend', lambda: platform)
+    return str(jax.make_jaxpr(lambda *x: spectr_jax.verify(x[0], _CHAINS, *x[1:]))(_keys(2), tokens, *laws))
+
+  def engines(platform):
+    monkeypatch.undo()
+    with made_for(platform):
+      return str(jax.make_jaxpr(lambda *x: spectr_jax.verify(x[0], _CHAINS, *x[1:]))(_keys(2), tokens, *laws))
+
+  texts = {}
+  for platform in ('cpu', 'gpu', 'tpu'):
+    texts[platform] = program(platform)
+    assert 'platform_index' not in texts[platform]
+    assert len(texts[platform]) == len(engines(platform))
+  assert len({*texts.values()}) == 3
+
+
+def test_the_engine_decides_by_the_same_steps():
+  tree, method = _CHAINS, METHODS['race_traversal']
+  tokens, *laws = _round(tree, 4)
+  keys = jax.vmap(lambda key: jax.random.split(key, 4))(_keys(4))
+  verdict, record = decide_rows(
+    method.verifier, keys, tree, spectr_jax.Proposal(jnp.asarray(tokens), jnp.asarray(laws[0])), laws[1], ()
+  )
+  found = spectr_jax.verify(keys, tree, tokens, *laws)
+  assert record is None
+  np.testing.assert_array_equal(found.num_accepted, verdict.num_accepted)
+  next_token = np.take_along_axis(np.asarray(found.tokens), np.asarray(found.num_accepted)[:, None], 1)[:, 0]
+  np.testing.assert_array_equal(next_token, verdict.next_token)
+
+
+_TOKENS, _DRAFT, _TARGET = _round(_CHAINS, 2)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'key': jnp.zeros((2, 2), jnp.uint32)}, r'key must be a typed key .* got uint32\[2, 2\]'),
+    ({'key': _keys(3)}, r'key must be .* \[2\] of them for the rows, or \[2, 4\]'),
+    ({'tree': (0, 0)}, 'tree must be a TokenTree, got tuple'),
+    ({'tree': TokenTree.chains(3, 3)}, r'target_probs must be float32 or wider \[2, 10, 5\], got float32\[2, 7, 5\]'),
+    ({'tokens': _TOKENS[:1]}, r'tokens must be whole numbers \[2, 6\], got int32\[1, 6\]'),
+    ({'tokens': _TOKENS.astype(np.float32)}, 'tokens must be whole numbers'),
+    ({'tokens': _TOKENS.tolist()}, 'tokens must be whole numbers .* got list'),
+    ({'draft_probs': _DRAFT[:, :-1]}, r'draft_probs must be float32 or wider \[2, 5, 5\]'),
+    ({'draft_probs': _DRAFT.astype(np.float16)}, 'they must be the same'),
+    ({'draft_probs': _DRAFT.astype(np.float16), 'target_probs': _TARGET.astype(np.float16)}, 'float32 or wider, got'),
+    ({'target_probs': _TARGET[0]}, r'target_probs must be \[B, N \+ 1, V\]'),
+    ({'method': 'rase'}, "unknown method 'rase'"),
+    ({'method': 'block'}, 'block verifies a single draft'),
+    ({'method': 'gsd', 'draft_probs': None}, None),
+    ({'method': 'traversal', 'draft_probs': None}, 'traversal takes no given guesses'),
+    ({'is_given': np.zeros((2, 5), bool)}, r'is_given must be bool \[2, 6\]'),
+  ],
+)
+def test_errors_name_what_is_wrong(changes, message):
+  arguments = {'key': _keys(2), 'tree': _CHAINS, 'tokens': _TOKENS, 'draft_probs': _DRAFT, 'target_probs': _TARGET}
+  arguments |= changes
+  method = arguments.pop('method', 'race_traversal')
+  is_given = arguments.pop('is_given', None)
+  if message is None:
+    spectr_jax.verify(*arguments.values(), method=method, is_given=is_given)
+    return
+  with pytest.raises(ValueError, match=message):
+    spectr_jax.verify(*arguments.values(), method=method, is_given=is_given)
