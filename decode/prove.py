@@ -1,15 +1,24 @@
-"""Tests registered methods, including your own, for bias: `python -m decode.prove --method=spectr`."""
+"""Tests registered methods, including your own, for bias: `python -m decode.prove --method=spectr`.
+
+`--callable=MODULE:FUNCTION` tests a verifier of another project instead, see `spectr_jax.testing.check_verifier`.
+"""
 
 import importlib
 import os
 import sys
+import types
+from collections.abc import Callable
+from typing import Any
 
 from absl import flags
 
 from common import command_line
 from decode.experiment.console import make_console, show_progress
-from spectr_jax import METHODS, Method, get_method
-from spectr_jax.testing.proof import LEGEND, describe_error, prove
+from spectr_jax import METHODS, Method, TokenTree, get_method
+from spectr_jax.testing import check_verifier, conformance
+from spectr_jax.testing.checks import describe_error
+from spectr_jax.testing.conformance import CHILDREN
+from spectr_jax.testing.proof import LEGEND, prove
 
 _METHOD = flags.DEFINE_list(
   'method', None, f'Methods, separated by commas, of {", ".join(METHODS)} and what the module registers.'
@@ -27,10 +36,17 @@ _NUM_SAMPLES = flags.DEFINE_integer(
   ' Default: a million, or as many as fit into two minutes, and one for the engine.',
 )
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of tables and samples.')
+_CALLABLE = flags.DEFINE_string(
+  'callable', None, 'MODULE:FUNCTION, a verifier of any project to test by the conformance kit, in place of methods.'
+)
+_TREE = flags.DEFINE_string('tree', 'chains:1,3', 'Guesses for --callable: chains:K,L, prefix:FACTORS or specinfer:L.')
+_CHILDREN = flags.DEFINE_enum('children', 'independent', CHILDREN, 'How --callable expects its guesses to be drawn.')
+_RAGGED = flags.DEFINE_bool('ragged', True, 'Whether rows of --callable have different numbers of guesses.')
+_ARRAYS = flags.DEFINE_enum('arrays', 'numpy', ('numpy', 'torch'), 'Arrays that --callable takes.')
 
 
-def import_methods(module: str) -> list[str]:
-  """Imports a module, also from the working directory, and returns the names of the methods that it registers.
+def import_module(module: str) -> types.ModuleType:
+  """Imports a module, also from the working directory.
 
   Raises:
     ValueError: `module` is not a module's name, or the module cannot be imported.
@@ -39,16 +55,48 @@ def import_methods(module: str) -> list[str]:
     raise ValueError(f'module must be a name, such as examples.best_ratio for examples/best_ratio.py; got {module!r}')
   if '' not in sys.path and os.getcwd() not in sys.path:
     sys.path.insert(0, os.getcwd())
-  before = set(METHODS)
   try:
-    importlib.import_module(module)
+    return importlib.import_module(module)
   except (Exception, SystemExit) as error:  # the module's code may raise anything
     if isinstance(error, ModuleNotFoundError) and error.name and f'{module}.'.startswith(f'{error.name}.'):
       raise ValueError(f'module: there is no {error.name} here or among the installed packages') from None
     # The traceback starts after the frame of this function.
     cause = describe_error(error.with_traceback(error.__traceback__.tb_next))
     raise ValueError(f'module: cannot import {module}: {cause}') from None
-  return [name for name in METHODS if name not in before]
+
+
+def find_callable(text: str) -> Callable[..., Any]:
+  """The function that `MODULE:FUNCTION` names.
+
+  Raises:
+    ValueError: There is no such function, or the module cannot be imported.
+  """
+  module, _, name = text.partition(':')
+  if not name.isidentifier():
+    raise ValueError(f'callable must be MODULE:FUNCTION, such as examples.rejection_sampling:verify; got {text!r}')
+  found = getattr(import_module(module), name, None)
+  if not callable(found):
+    raise ValueError(f'callable: {module} has no function {name}')
+  return found
+
+
+def parse_tree(text: str) -> TokenTree:
+  """The tree that an option names.
+
+  Raises:
+    ValueError: It is none of the allowed forms.
+  """
+  try:
+    name, numbers = command_line.parse_name_and_ints(text)
+    if (name, len(numbers)) == ('chains', 2):
+      return TokenTree.chains(*numbers)
+    if name == 'prefix' and numbers:
+      return TokenTree.prefix(numbers)
+    if (name, len(numbers)) == ('specinfer', 1):
+      return TokenTree.specinfer(*numbers)
+  except ValueError as error:
+    raise ValueError(f'tree: {error}') from error
+  raise ValueError(f'tree must be chains:K,L, prefix:FACTORS or specinfer:L, got {text!r}')
 
 
 def find_methods(names: list[str], module: str | None) -> list[Method]:
@@ -61,15 +109,41 @@ def find_methods(names: list[str], module: str | None) -> list[Method]:
   Raises:
     ValueError: A name is unknown, the module cannot be imported, or there is no method.
   """
-  registered = import_methods(module) if module else []
+  before = set(METHODS)
+  if module:
+    import_module(module)
+  registered = [name for name in METHODS if name not in before]
   if not names and not registered:
     what = f'{module} registers no method with spectr_jax.register, and none is given' if module else 'no method given'
     raise ValueError(f'{what}; allowed: {", ".join(METHODS)}')
   return [get_method(name) for name in dict.fromkeys(names or registered)]
 
 
+def _check_callable() -> None:
+  function = find_callable(_CALLABLE.value)
+  with show_progress() as notify:
+    found = check_verifier(
+      function,
+      tree=parse_tree(_TREE.value),
+      children=_CHILDREN.value,
+      is_ragged=_RAGGED.value,
+      arrays=_ARRAYS.value,
+      num_samples=_NUM_SAMPLES.value,
+      seed=_SEED.value,
+      notify=notify,
+    )
+  make_console().print(f'{found}\n\n{conformance.LEGEND}', soft_wrap=True)
+  if not found.is_passed:
+    sys.exit(1)
+
+
 def main(argv):
   del argv
+  if _CALLABLE.value is not None:
+    if _METHOD.value or _MODULE.value:
+      raise ValueError('callable tests one function: it goes without --method and --module')
+    _check_callable()
+    return
   methods = find_methods([name.strip() for name in _METHOD.value or ()], _MODULE.value)
   proofs = []
   with show_progress() as notify:

@@ -13,7 +13,6 @@ import numpy as np
 from spectr_jax.engine.generate import generate
 from spectr_jax.methods import Method
 from spectr_jax.model import Model
-from spectr_jax.models import transformer
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.tree import TokenTree
 
@@ -33,6 +32,8 @@ def tiny_transformers(seed: int = 12, *, vocab_size: int = 5, width: int = 16) -
   Returns:
     Target and draft.
   """
+  from spectr_jax.models import transformer  # needs Flax, as nothing else of the proofs does
+
   config = transformer.TransformerConfig(
     vocab_size, embed_dim=width, num_layers=2, num_heads=2, mlp_dim=2 * width, max_length=32
   )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sysconfig
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +14,14 @@ import numpy as np
 from spectr_jax.engine.generate import generate
 from spectr_jax.methods import METHODS, Method, get_method, with_gumbel
 from spectr_jax.models import table
-from spectr_jax.testing.chi_square import ChiSquare, chi_square
+from spectr_jax.testing.checks import LEVEL, POWER, Check, Notify, describe_error, table_of, worst_of
+from spectr_jax.testing.chi_square import chi_square
 from spectr_jax.testing.engine import engine_counts, ordinary_law, sample_counts, tiny_transformers
 from spectr_jax.testing.enumeration import enumeration_error
 from spectr_jax.testing.tables import random_tables
 from spectr_jax.tree import TokenTree
 
 LARGEST_ERROR = 1e-10  # float64 sums of a few thousand terms have errors of 1e-13
-LEVEL = 1e-3
-POWER = 0.95
 
 # (tree, vocabulary, tokens compared): several rounds each, since a round emits at most L + 1 tokens.
 _ENUMERATED = (
@@ -46,38 +43,6 @@ _TARGET_TABLE = np.array([[0.2, 0.5, 0.3], [0.5, 0.5, 0.0], [0.3, 0.3, 0.4]])
 _PROMPTS = (3,), (1, 3, 2, 2, 0), (0, 3, 1)
 _SAMPLING = {'temperature': 0.8, 'top_k': 3, 'top_p': 0.95}
 
-Notify = Callable[[str, int, int], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-  """One comparison and its result.
-
-  Attributes:
-    part: `exact`, `sampling` or `engine`.
-    compared: The tree, and the joint distribution or tokens that were compared.
-    measure: The quantity measured: `error`, the largest difference between two joint distributions; `differing tokens`;
-      or `p-value`.
-    value: The measured value.
-    limit: The largest error or number of differing tokens, or the smallest p-value, that passes.
-    num_samples: Rows drawn, or 0 if all outcomes were enumerated.
-    detectable_bias: The smallest bias for which the check fails with probability `POWER`. It is a total variation for
-      `p-value`, a difference in the probability of one text for `error`, and the share of rows that differ for
-      `differing tokens`.
-  """
-
-  part: str
-  compared: str
-  measure: str
-  value: float
-  limit: float
-  num_samples: int
-  detectable_bias: float
-
-  @property
-  def is_passed(self) -> bool:
-    return bool(self.value >= self.limit if self.measure == 'p-value' else self.value <= self.limit)
-
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
@@ -96,24 +61,7 @@ class Proof:
     return all(check.is_passed for check in self.checks)
 
   def __str__(self) -> str:
-    rows = [('part', 'compared', 'result', 'limit', 'rows', 'detects', '')]
-    for check in self.checks:
-      is_count = check.measure == 'differing tokens'
-      rows.append(
-        (
-          check.part,
-          check.compared,
-          f'{check.measure} {check.value:.0f}' if is_count else f'{check.measure} {check.value:.2g}',
-          f'{check.limit:.2g}',
-          f'{check.num_samples:,}' if check.num_samples else 'all',
-          f'{check.detectable_bias:.2g}',
-          'pass' if check.is_passed else 'FAIL',
-        )
-      )
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    lines.insert(1, '─' * max(map(len, lines)))
-    return '\n'.join([*lines, self.conclusion])
+    return f'{table_of(self.checks)}\n{self.conclusion}'
 
   @property
   def conclusion(self) -> str:
@@ -173,27 +121,6 @@ def _trees_for(method: Method, trees) -> list[TokenTree]:
   if not allowed:
     raise ValueError(f'{method.name} allows none of the trees of the proof: {", ".join(map(_name_of, trees))}')
   return allowed
-
-
-def _where(error: BaseException) -> str:
-  """The text ' (file:line)' of the deepest frame outside this library, else of the deepest frame in it, else ''."""
-  foreign = tuple(sysconfig.get_paths()[name] for name in ('stdlib', 'purelib', 'platlib'))
-  frames = [
-    frame
-    for frame in traceback.extract_tb(error.__traceback__)
-    if not frame.filename.startswith((*foreign, '<')) and frame.filename != __file__
-  ]
-  package = __file__.removesuffix('testing/proof.py')
-  outside = [frame for frame in frames if not frame.filename.startswith(package)]
-  for frame in (outside or frames)[-1:]:
-    return f' ({frame.filename}:{frame.lineno})'
-  return ''
-
-
-def describe_error(error: BaseException) -> str:
-  """An exception in one line: its type, the first line of its message, and where it was raised."""
-  lines = str(error).strip().splitlines()
-  return f'{type(error).__name__}{": " + lines[0] if lines else ""}{_where(error)}'
 
 
 @contextlib.contextmanager
@@ -296,16 +223,6 @@ def _draw(part: str, num_samples: int, num_batches: int, is_limited: bool, progr
   return counts
 
 
-def _to_check(part: str, compared: str, results: list[ChiSquare]) -> Check:
-  # The two sampled parts can fail by chance. They share the level, and so do the tests within a part.
-  level = LEVEL / 2 / len(results)
-  worst = min(results, key=lambda result: result.p_value)
-  if min(result.num_cells for result in results) < 2:
-    raise ValueError(f'{compared}: too few samples to compare anything')
-  detected = max(result.detectable_bias(level, POWER) for result in results)
-  return Check(part, compared, 'p-value', worst.p_value, level, sum(r.num_samples for r in results), detected)
-
-
 def prove(
   method: str | Method, *, num_samples: int | None = None, seed: int = 0, notify: Notify | None = None
 ) -> Proof:
@@ -374,7 +291,7 @@ def prove(
   law = _TARGET_TABLE[0]
   for _ in range(num_tokens - 1):
     law = law[..., None] * _TARGET_TABLE
-  checks.append(_to_check('sampling', f'{compared}{target.vocab_size}', [chi_square(counts, law)]))
+  checks.append(worst_of('sampling', f'{compared}{target.vocab_size}', [chi_square(counts, law)]))
 
   progress.begin(f'engine, {_name_of(tree)}')
   # Low-precision products on accelerators would make the target's distribution depend on the shape of a call.
@@ -388,5 +305,5 @@ def prove(
     counts = _draw('engine', num_samples // 20, num_engine_batches, is_limited, progress, draw_prompts)
     laws = [ordinary_law(target, prompt, num_tokens, **_SAMPLING) for prompt in _PROMPTS]
   results = [chi_square(found, law) for found, law in zip(counts, laws)]
-  checks.append(_to_check('engine', f'{compared}{target.vocab_size}', results))
+  checks.append(worst_of('engine', f'{compared}{target.vocab_size}', results))
   return Proof(method, tuple(checks))

@@ -1,0 +1,221 @@
+"""The conformance kit: it passes what is right, and catches typical errors of verifiers, each as a plain function."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax import METHODS, SamplingParams, TokenTree, logits_to_probs, verify
+from spectr_jax.testing import check_verifier
+from tests.slow import slow_but
+
+_SAMPLES = 40_000
+
+
+def _ours(method='race_traversal', tree=None):
+  """A method of this library as a plain function."""
+  tree = TokenTree.chains(1, 2) if tree is None else tree
+  decide = jax.jit(lambda *x: verify(x[0], tree, *x[1:], method=method).tokens)
+
+  def ours(key, tokens, draft_probs, target_probs):
+    return decide(key, tokens, draft_probs, target_probs)
+
+  return ours
+
+
+def speculative(seed, tokens, lengths, draft_probs, target_probs, *, residual=None, uniforms=None):
+  """Speculative sampling of chains in NumPy (Leviathan et al. 2023, Algorithm 1), written apart from the library.
+
+  Args:
+    residual: Weights `[V]` of the token after a rejection, from p, q and the first p of the row; by default [q - p]+.
+    uniforms: The noise `[B, L + 2]` in place of new noise.
+  """
+  rng = np.random.default_rng(seed)
+  num_rows, depth = tokens.shape
+  noise = rng.random((num_rows, depth + 2)) if uniforms is None else uniforms
+  found = np.full((num_rows, depth + 1), -1)
+  for row in range(num_rows):
+    place = 0
+    while place < lengths[row]:
+      token = tokens[row, place]
+      if noise[row, place] * draft_probs[row, place, token] >= target_probs[row, place, token]:
+        break
+      found[row, place] = token
+      place += 1
+    weights = target_probs[row, place].astype(np.float64)
+    if place < lengths[row]:
+      p = draft_probs[row, place]
+      weights = np.maximum(weights - p, 0) if residual is None else residual(p, weights)
+      weights = weights if weights.sum() > 0 else target_probs[row, place]
+    sums = np.cumsum(weights)
+    found[row, place] = np.searchsorted(sums, noise[row, -1] * sums[-1], side='right')
+  return found
+
+
+def _failed(conformance):
+  return {check.compared for check in conformance.checks if not check.is_passed}
+
+
+_CHAIN = TokenTree.chains(1, 2)
+_check = functools.partial(check_verifier, tree=_CHAIN, num_samples=_SAMPLES)
+
+
+@pytest.mark.parametrize(
+  'method', slow_but(('block',), [m for m, x in METHODS.items() if x.max_drafts == 1 and x.is_lossless])
+)
+def test_methods_for_chains_pass(method):
+  ragged = METHODS[method].takes_grown
+  if method == 'greedy_block':
+    decide = jax.jit(lambda *x: verify(x[0], _CHAIN, *x[1:4], method=method, state=x[4]))
+
+    def ours(key, tokens, draft_probs, target_probs, state):
+      found = decide(key, tokens, draft_probs, target_probs, state)
+      return found.tokens, found.state
+
+  else:
+    ours = _ours(method)
+  found = _check(ours, is_ragged=ragged)
+  assert found.is_passed, found
+
+
+@pytest.mark.parametrize(
+  'method', slow_but(('race_traversal',), ['race_traversal', 'spectr', 'specinfer', 'traversal', 'race'])
+)
+def test_methods_for_trees_pass(method):
+  tree = TokenTree((0, 0, 1, 1, 2))
+  found = check_verifier(_ours(method, tree), tree=tree, num_samples=_SAMPLES)
+  assert found.is_passed, found
+
+
+def test_distinct_and_given_guesses():
+  tree = TokenTree.chains(2, 2)
+  assert check_verifier(_ours('gsd', tree), tree=tree, children='without_replacement', num_samples=_SAMPLES).is_passed
+  assert check_verifier(_ours('race_traversal', tree), tree=tree, children='given', num_samples=_SAMPLES).is_passed
+
+
+def test_a_verifier_in_numpy_passes():
+  found = _check(speculative)
+  assert found.is_passed, found
+  assert 'speculative passed' in str(found)
+
+
+def test_wrong_residuals_are_caught():
+  target_itself = functools.partial(speculative, residual=lambda p, q: q)
+  target_itself.__name__ = 'target_itself'
+  assert {'no zeros', 'zeros, some contexts with p = q'} <= _failed(_check(target_itself))
+
+  def without_the_token(seed, tokens, lengths, draft_probs, target_probs):
+    """Leaves the guess out of the target's distribution, which is right for given guesses alone."""
+    return speculative(
+      seed, tokens, lengths, draft_probs, target_probs, residual=lambda p, q: np.where(p == p.max(), 0, q)
+    )
+
+  assert 'no zeros' in _failed(_check(without_the_token))
+
+
+def test_noise_by_position_is_caught():
+  """Only the joint distribution over rounds shows it, and only for methods that decide on blocks."""
+  decide = jax.jit(lambda *x: verify(x[0], TokenTree.chains(1, 3), *x[1:], method='block').tokens)
+
+  def by_position(row_keys, positions, tokens, draft_probs, target_probs):
+    fold = jax.vmap(lambda key, at: jax.vmap(lambda depth: jax.random.fold_in(key, at + depth))(jnp.arange(4)))
+    return decide(fold(row_keys, positions), tokens, draft_probs, target_probs)
+
+  def by_round(row_keys, positions, tokens, draft_probs, target_probs):
+    return decide(jax.vmap(jax.random.fold_in)(row_keys, positions), tokens, draft_probs, target_probs)
+
+  tree = TokenTree.chains(1, 3)
+  assert check_verifier(by_round, tree=tree, num_samples=100_000).is_passed
+  assert not check_verifier(by_position, tree=tree, num_samples=100_000).is_passed
+
+
+def _with_parameters(change):
+  """A verifier from logits and parameters, which `change` may spoil."""
+  decide = jax.jit(lambda *x: verify(x[0], _CHAIN, *x[1:], method='speculative').tokens)
+
+  def from_logits(key, tokens, draft_probs, target_logits, temperature, top_k, top_p):
+    temperature, top_k, top_p = change(temperature, top_k, top_p)
+    sampling = SamplingParams(jnp.asarray(temperature), top_k=jnp.asarray(top_k), top_p=jnp.asarray(top_p))
+    return decide(key, tokens, draft_probs, logits_to_probs(jnp.asarray(target_logits), sampling))
+
+  return from_logits
+
+
+def test_parameters_of_a_neighbour_are_caught():
+  assert _check(_with_parameters(lambda *own: own)).is_passed
+  found = _check(_with_parameters(lambda *own: tuple(np.roll(x, 1) for x in own)))
+  assert {'temperature 0', 'temperature 0.7, top-p 0.8'} <= _failed(found)
+
+
+def test_filters_in_another_order_than_in_plain_sampling_are_caught():
+  def plain(logits, temperature, top_k, top_p):
+    """Top-p before the temperature."""
+    ones = SamplingParams(jnp.ones(len(logits)), top_k=jnp.asarray(top_k), top_p=jnp.asarray(top_p))
+    kept = logits_to_probs(jnp.asarray(logits)[:, None], ones) > 0
+    masked = jnp.where(kept, jnp.asarray(logits)[:, None], -jnp.inf)
+    return logits_to_probs(masked, SamplingParams(jnp.asarray(temperature)))[:, 0]
+
+  ours = _with_parameters(lambda *own: own)
+  assert _failed(_check(ours, plain_fn=plain)) == {'temperature 0.7, top-p 0.8'}
+
+
+def test_guesses_from_another_distribution_are_caught():
+  """Drawn in bfloat16, while the distributions are reported in float32."""
+
+  def in_bfloat16(key, probs):
+    sums = jnp.cumsum(jnp.asarray(probs, jnp.bfloat16), axis=1)
+    level = jax.random.uniform(key, (len(probs), 1), jnp.bfloat16) * sums[:, -1:]
+    return jnp.minimum(jnp.sum(level >= sums, axis=1), probs.shape[1] - 1)
+
+  def in_float32(key, probs):
+    return jax.random.categorical(key, jnp.log(probs))
+
+  assert _check(speculative, draft_fn=in_float32).is_passed
+  assert not _check(speculative, draft_fn=in_bfloat16).is_passed
+
+
+def test_drafts_are_enumerated_where_the_distribution_is_given():
+  verifier = METHODS['speculative'].verifier
+
+  def law(tokens, draft_probs, target_probs):
+    with jax.enable_x64(True):
+      proposal = spectr_proposal(tokens, draft_probs)
+      return np.asarray(verifier.law(_CHAIN, proposal, jnp.asarray(target_probs), ()))
+
+  def wrong(*laws):
+    return law(*laws) * 0.5 + law(*laws)[::-1] * 0.5
+
+  found = _check(_ours('speculative'), law_fn=law, num_samples=2000)
+  exact = [check for check in found.checks if check.part == 'exact']
+  assert len(exact) == 2
+  assert all(check.is_passed and check.value < 1e-10 for check in exact), found
+  assert not all(check.is_passed for check in _check(_ours(), law_fn=wrong, num_samples=2000).checks[:2])
+
+
+def spectr_proposal(tokens, draft_probs):
+  from spectr_jax import Proposal
+
+  return Proposal(jnp.asarray(tokens), jnp.asarray(draft_probs))
+
+
+@pytest.mark.parametrize(
+  ('function', 'options', 'message'),
+  [
+    (lambda logits: None, {}, "takes 'logits', which is not known; allowed are key, seed"),
+    (lambda key: 1 / 0, {}, 'raised ZeroDivisionError'),
+    (lambda tokens: tokens[:, 0], {}, r'must return tokens as whole numbers \[8192, up to 3\]'),
+    (lambda tokens: tokens.astype(np.float32), {}, 'must return tokens as whole numbers'),
+    (lambda tokens: np.full((len(tokens), 3), 9), {}, r'returned \[9, 9, 9\] for a row with guesses down to depth 0'),
+    (lambda tokens: np.full((len(tokens), 3), -1), {}, 'expected at least one token'),
+    (speculative, {'children': 'beam'}, 'children must be one of independent'),
+    (speculative, {'arrays': 'mlx'}, 'arrays numpy or torch'),
+    (speculative, {'tree': TokenTree.slots((2,))}, 'the tree must be one for all rows'),
+    (speculative, {'num_samples': 0}, 'num_samples must be'),
+    (speculative, {'seed': -1}, 'seed must be'),
+  ],
+)
+def test_errors_name_what_is_wrong(function, options, message):
+  with pytest.raises(ValueError, match=message):
+    _check(function, **options)
