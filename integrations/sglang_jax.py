@@ -1,0 +1,87 @@
+"""sglang-jax: its tree layout, first child and next sibling, in this library's, and back.
+
+The engine numbers a request's nodes from 0, the last committed token. `next_token[i]` is the first child of node i and
+`next_sibling[i]` its next sibling, -1 for none. Its trees hold the draft's likeliest tokens, which are given guesses.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax import TokenTree, verify
+
+
+def parents_of(next_token, next_sibling):
+  """int32 `[B, N]`, the parent of each node; -1 for the root and for nodes that hang nowhere.
+
+  Args:
+    next_token: int32 `[B, N]`, the first child of each node, or -1.
+    next_sibling: int32 `[B, N]`, the next sibling of each node, or -1.
+  """
+  size = next_token.shape[1]
+  nodes = jnp.arange(size)
+  first = jnp.where(next_token[:, None, :] == nodes[:, None], nodes, -1).max(axis=2)  # whose first child it is
+  before = jnp.where(next_sibling[:, None, :] == nodes[:, None], nodes, -1).max(axis=2)  # whose next sibling it is
+  for _ in range(size.bit_length()):  # twice as far along the siblings with every turn
+    reached = jnp.where(before >= 0, jnp.take_along_axis(first, jnp.maximum(before, 0), axis=1), -1)
+    first = jnp.where(first >= 0, first, reached)
+    before = jnp.where(before >= 0, jnp.take_along_axis(before, jnp.maximum(before, 0), axis=1), -1)
+  return first
+
+
+def pointers_of(parents):
+  """The engine's `next_token` and `next_sibling`, int32 `[B, N]` each; siblings are in the order of their numbers.
+
+  Args:
+    parents: int32 `[B, N]`, -1 for the root.
+  """
+  nodes, none = jnp.arange(parents.shape[1]), parents.shape[1]
+  is_child = parents[:, None, :] == nodes[:, None]
+  next_token = jnp.where(is_child, nodes, none).min(axis=2)
+  is_later = (parents[:, :, None] == parents[:, None, :]) & (nodes > nodes[:, None]) & (parents[:, :, None] >= 0)
+  next_sibling = jnp.where(is_later, nodes, none).min(axis=2)
+  return tuple(jnp.where(found == none, -1, found) for found in (next_token, next_sibling))
+
+
+def verify_tree(key, tokens, next_token, next_sibling, target_probs, *, widths, method='race_traversal'):
+  """Verifies trees in the engine's layout.
+
+  Args:
+    key: As for `spectr_jax.verify`.
+    tokens: int32 `[B, N]`, the nodes' tokens; that of the root is not read.
+    next_token, next_sibling: int32 `[B, N]`.
+    target_probs: `[B, N, V]`, the target's distributions after the nodes.
+    widths: The most nodes at depth 1, 2, ..., static; nodes beyond them are left out.
+    method: A method that takes given guesses and trees of the rows' own.
+
+  Returns:
+    int32 `[B, D + 1]`, the accepted nodes, the root's 0 first, then -1; int32 `[B, D + 1]`, the tokens after them, and
+    -1; int32 `[B]`, the number of accepted guesses.
+  """
+  bounds, parents = TokenTree.slots(widths), parents_of(next_token, next_sibling)
+  depths = jnp.zeros_like(parents)
+  above = parents
+  for _ in widths:
+    depths += above >= 0
+    above = jnp.where(above >= 0, jnp.take_along_axis(parents, jnp.maximum(above, 0), axis=1), -1)
+  is_there = (parents >= 0) & (depths <= len(widths)) & (above < 0)
+  earlier = (depths[:, None, :] == depths[:, :, None]) & jnp.tri(parents.shape[1], k=-1, dtype=bool)
+  rank = (earlier & is_there[:, None, :]).sum(axis=2)
+  starts = jnp.cumsum(jnp.array((1, *widths))) - jnp.array((1, *widths))  # the first slot of each depth
+  fits = is_there & (rank < jnp.array((1, *widths))[depths])
+  slots = jnp.where(fits, starts[depths] + rank, bounds.num_nodes + 1)
+  slots = slots.at[:, 0].set(0)
+  nodes = jax.vmap(lambda row: jnp.full(bounds.num_nodes + 1, -1).at[row].set(jnp.arange(len(row)), mode='drop'))(slots)
+  own = jnp.maximum(nodes, 0)
+  found = verify(
+    key,
+    bounds,
+    jnp.where(nodes < 0, -1, jnp.take_along_axis(tokens, own, axis=1))[:, 1:],
+    None,
+    jnp.take_along_axis(target_probs, own[..., None], axis=1),
+    parents=jnp.where(
+      nodes < 0, -1, jnp.take_along_axis(slots, jnp.maximum(jnp.take_along_axis(parents, own, axis=1), 0), axis=1)
+    )[:, 1:],
+    method=method,
+  )
+  path = jnp.where(found.path < 0, -1, jnp.take_along_axis(nodes, jnp.maximum(found.path, 0), axis=1))
+  return jnp.pad(path, ((0, 0), (1, 0))), found.tokens, found.num_accepted
