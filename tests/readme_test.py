@@ -13,7 +13,9 @@ _EXAMPLES = re.findall(r'```python\n(.*?)```', _README, re.DOTALL)
 
 
 def test_set_up_commands():
-  assert 'python3 -m venv .venv && .venv/bin/pip install -e . && .venv/bin/python -m decode.main\n' in _README
+  assert (
+    "python3 -m venv .venv && .venv/bin/pip install -e '.[commands]' && .venv/bin/python -m decode.main\n" in _README
+  )
   assert "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest\n" in _README
 
 
