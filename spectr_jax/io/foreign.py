@@ -201,6 +201,18 @@ def shown(value: Any) -> str:
   return text if len(text) <= 80 else f'{text[:77]}...'
 
 
+def name_shown(name: str) -> str:
+  """A name that a file gives, as messages show it: without quotes if it is short and printable."""
+  return name if len(name) <= 80 and name.isprintable() else shown(name)
+
+
+def first_line(error: BaseException) -> str:
+  """The first line of what an error says, printable and at most some 300 characters long."""
+  lines = str(error).strip().splitlines() or [type(error).__name__]
+  text = ''.join(x if x.isprintable() else '\N{REPLACEMENT CHARACTER}' for x in lines[0])
+  return text if len(text) <= 300 else f'{text[:297]}...'
+
+
 def check_object(content: Any, fields: Mapping[str, Kind], where: str) -> dict[str, Any]:
   """Checks that a value is an object whose fields are of their kinds; fields without a kind may hold anything.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,10 +12,15 @@ import numpy as np
 import safetensors
 from etils import epath
 
+from spectr_jax.io import foreign
+
 _DTYPES = {
   'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16,
   'I64': np.int64, 'I32': np.int32, 'BOOL': np.bool_,
 }  # fmt: skip
+_MOST_AXES = 8
+_MOST_NUMBERS = 2**48
+_INDEX = 'model.safetensors.index.json'
 
 
 class Tensors(Protocol):
@@ -43,6 +48,18 @@ class Tensors(Protocol):
     ...
 
 
+def check_shape(shape: tuple[int, ...]) -> None:
+  """Checks that an array can have a shape that a file gives; sizes of 0 bound no other.
+
+  Raises:
+    ValueError: It has too many axes, or too many numbers whatever their type.
+  """
+  if len(shape) > _MOST_AXES:
+    raise ValueError(f'a tensor of {len(shape)} axes; at most {_MOST_AXES} are read')
+  if math.prod(max(1, size) for size in shape) > _MOST_NUMBERS:
+    raise ValueError(f'a tensor of shape {foreign.shown(shape)}, which has too many numbers')
+
+
 def check_tensors(
   tensors: Tensors,
   wanted: Mapping[str, tuple[int, ...]],
@@ -67,7 +84,8 @@ def check_tensors(
     raise ValueError(f'the checkpoint lacks {len(missing)} tensors, the first of them {missing[0]}')
   surplus = sorted(name for name in names - wanted.keys() if not is_ignored(name))
   if surplus:
-    raise ValueError(f'the checkpoint has {len(surplus)} tensors too many, the first of them {surplus[0]}')
+    first = foreign.name_shown(surplus[0])
+    raise ValueError(f'the checkpoint has {len(surplus)} tensors too many, the first of them {first}')
   for name, shape in wanted.items():
     if tensors.shape(name) != shape:
       raise ValueError(f'tensor {name} must have shape {shape}, got {tensors.shape(name)}')
@@ -91,20 +109,22 @@ class SafetensorsFolder:
 
   def __init__(self, folder: epath.PathLike, file_name: str = 'model.safetensors'):
     folder = epath.Path(folder)
-    index = folder / 'model.safetensors.index.json'
-    if index.exists():
-      wanted = _read_index(index)
+    if (folder / _INDEX).exists():
+      wanted = _read_index(folder / _INDEX)
     elif (folder / file_name).exists():
       wanted = {file_name: None}
     else:
-      raise ValueError(f'no weights in {folder}: expected {file_name} or {index.name}')
-    self._files = {}
+      raise ValueError(f'no weights in {folder}: expected {file_name} or {_INDEX}')
+    self._files: dict[str, Any] = {}
+    self._paths: dict[str, epath.Path] = {}
     for file_name, names in wanted.items():
-      file = _open(folder / file_name)
-      absent = sorted(set(names or ()) - set(file.keys()))
+      path = folder / file_name
+      file, found = _open(path)
+      absent = sorted(set(names or ()) - found)
       if absent:
-        raise ValueError(f'{folder / file_name} has no tensor {absent[0]}, which {index.name} names')
-      self._files |= dict.fromkeys(names or file.keys(), file)
+        raise ValueError(f'{path} has no tensor {foreign.name_shown(absent[0])}, which {_INDEX} names')
+      self._files |= dict.fromkeys(names or found, file)
+      self._paths |= dict.fromkeys(names or found, path)
 
   def names(self) -> set[str]:
     """The names of all tensors."""
@@ -122,7 +142,8 @@ class SafetensorsFolder:
     """
     found = self._files[name].get_slice(name).get_dtype()
     if found not in _DTYPES:
-      raise ValueError(f'tensor {name} is of type {found}; known are {", ".join(_DTYPES)}')
+      shown = foreign.name_shown(name)
+      raise ValueError(f'{self._paths[name]}: tensor {shown} is of type {found}; known are {", ".join(_DTYPES)}')
     return np.dtype(_DTYPES[found])
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -137,19 +158,30 @@ class SafetensorsFolder:
 
 def _read_index(path: epath.Path) -> dict[str, list[str]]:
   """The names of tensors by file."""
-  by_file = {}
-  try:
-    for name, file_name in json.loads(path.read_text())['weight_map'].items():
-      by_file.setdefault(file_name, []).append(name)
-  except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError) as error:
-    raise ValueError(f'{path} is damaged or not an index of tensors: {error!r}') from error
+  content = foreign.read_object(path, {'weight_map': foreign.map_of(foreign.TEXT)}, foreign.LARGE)
+  if content.get('weight_map') is None:
+    raise ValueError(f'{path} is damaged or not an index of tensors: it has no weight_map')
+  by_file: dict[str, list[str]] = {}
+  for name, file_name in content['weight_map'].items():
+    # A name of a file beside the index, and nothing else.
+    if file_name in ('', '.', '..') or not file_name.isprintable() or {'/', '\\'} & set(file_name):
+      raise ValueError(f'{path} names {foreign.shown(file_name)}, which is not a file beside it')
+    by_file.setdefault(file_name, []).append(name)
   return by_file
 
 
-def _open(path: epath.Path):
-  if not path.exists():
-    raise ValueError(f'{path} is missing')
+def _open(path: epath.Path) -> tuple[Any, set[str]]:
+  """A safetensors file and the names of its tensors."""
+  with foreign.open_file(path) as file:
+    # The library reads headers of 100 MB, which take more than ten times that in memory.
+    header_size = int.from_bytes(file.read(8), 'little')
+  if header_size > foreign.LARGE:
+    raise ValueError(f'{path} is damaged: a header of {header_size:,} bytes; at most {foreign.LARGE:,} are read')
   try:
-    return safetensors.safe_open(path, framework='numpy').__enter__()
-  except safetensors.SafetensorError as error:
-    raise ValueError(f'{path} is damaged: {error}') from error
+    file = safetensors.safe_open(path, framework='numpy').__enter__()
+    names = set(file.keys())
+    for name in names:
+      check_shape(tuple(file.get_slice(name).get_shape()))
+  except (safetensors.SafetensorError, ValueError, OSError) as error:
+    raise ValueError(f'{path} is damaged: {foreign.first_line(error)}') from error
+  return file, names
