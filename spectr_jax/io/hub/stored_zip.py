@@ -164,7 +164,9 @@ def _parse_entry(content: bytes, at: int) -> tuple[_Entry, str, int]:
   if at + _ENTRY.size > len(content):
     raise ValueError('its directory ends within an entry')
   fields = _ENTRY.unpack_from(content, at)
-  magic, _, _, flags, method, _, _, checksum, stored_size, size, name_size, extra_size, comment_size, *_, header = fields
+  magic, _, _, flags, method, _, _, checksum, stored_size, size, name_size, extra_size, comment_size, *_, header = (
+    fields
+  )
   at += _ENTRY.size
   end = at + name_size + extra_size + comment_size
   if magic != b'PK\1\2' or end > len(content):
@@ -182,13 +184,14 @@ def _parse_entry(content: bytes, at: int) -> tuple[_Entry, str, int]:
   return _Entry(header, stored_size, 0, checksum, fault), text, end
 
 
-def _wide_numbers(extra: bytes) -> list[int]:
+def _wide_numbers(extra: bytes) -> tuple[int, ...]:
   """The numbers of 64 bits in an entry's extra fields."""
   at = 0
   while at + 4 <= len(extra):
     kind, size = struct.unpack_from('<2H', extra, at)
     at += 4
     if kind == 1:
-      return [number for (number,) in struct.iter_unpack('<Q', extra[at : at + size // 8 * 8]) if at + size <= len(extra)]
+      count = min(size, len(extra) - at) // 8
+      return struct.unpack_from(f'<{count}Q', extra, at)
     at += size
-  return []
+  return ()

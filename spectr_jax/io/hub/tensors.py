@@ -55,9 +55,9 @@ def check_shape(shape: tuple[int, ...]) -> None:
     ValueError: It has too many axes, or too many numbers whatever their type.
   """
   if len(shape) > _MOST_AXES:
-    raise ValueError(f'a tensor of {len(shape)} axes; at most {_MOST_AXES} are read')
+    raise ValueError(f'it has {len(shape)} axes; at most {_MOST_AXES} are read')
   if math.prod(max(1, size) for size in shape) > _MOST_NUMBERS:
-    raise ValueError(f'a tensor of shape {foreign.shown(shape)}, which has too many numbers')
+    raise ValueError(f'its shape {foreign.shown(shape)} has too many numbers')
 
 
 def check_tensors(
@@ -180,8 +180,12 @@ def _open(path: epath.Path) -> tuple[Any, set[str]]:
   try:
     file = safetensors.safe_open(path, framework='numpy').__enter__()
     names = set(file.keys())
-    for name in names:
-      check_shape(tuple(file.get_slice(name).get_shape()))
-  except (safetensors.SafetensorError, ValueError, OSError) as error:
+    shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+  except (safetensors.SafetensorError, OSError) as error:
     raise ValueError(f'{path} is damaged: {foreign.first_line(error)}') from error
+  for name, shape in shapes.items():
+    try:
+      check_shape(shape)
+    except ValueError as error:
+      raise ValueError(f'{path}: tensor {foreign.name_shown(name)} is not read: {error}') from error
   return file, names

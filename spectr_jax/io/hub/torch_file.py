@@ -13,7 +13,7 @@ from etils import epath
 
 from spectr_jax.io import foreign
 from spectr_jax.io.hub.stored_zip import StoredZip
-from spectr_jax.io.hub.torch_pickle import Storage, Tensor, read_pickle
+from spectr_jax.io.hub.torch_pickle import Misfit, Storage, Tensor, read_pickle
 
 _LARGEST_PICKLE = 2**22  # bytes, of some 40,000 tensors
 # Tensors may share numbers, as an embedding and an output head do. A few bytes must not become all memory by that.
@@ -62,7 +62,8 @@ class TorchFile:
     num_bytes, stored = 0, set()
     for name, tensor in self._tensors.items():
       if type(tensor) is not Tensor:
-        raise ValueError(f'{self._path}: {foreign.shown(name)} is not a tensor')
+        reason = f' that can be read: {tensor.reason}' if type(tensor) is Misfit else ''
+        raise ValueError(f'{self._path}: {foreign.shown(name)} is not a tensor{reason}')
       storage = tensor.storage
       if self._archive.size(self._entry(storage)) != storage.size * storage.dtype.itemsize:
         shown = foreign.name_shown(name)

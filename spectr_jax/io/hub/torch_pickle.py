@@ -2,7 +2,8 @@
 
 A pickle is a program. Python's own machine calls whatever a pickle names, and lets it replace the attributes of what it
 makes. This one knows the instructions that torch writes for tensors by name. It makes plain dicts, lists, tuples, texts
-and numbers, and `Tensor`s that lie within their storages; it looks none of the names up.
+and numbers, and `Tensor`s that lie within their storages; it looks none
+of the names up.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ class Tensor(NamedTuple):
   strides: tuple[int, ...]
 
 
+class Misfit(NamedTuple):
+  """In place of a tensor that cannot be read, and why not."""
+
+  reason: str
+
+
 class _Name(NamedTuple):
   """What a pickle names; one of `_KNOWN`."""
 
@@ -52,7 +59,7 @@ class _Name(NamedTuple):
 
 
 def read_pickle(content: bytes) -> Any:
-  """The value that a pickle describes: a `Tensor`, or plain dicts with texts as keys, lists, tuples, texts and numbers.
+  """The value that a pickle describes: a `Tensor` or a `Misfit`, or plain dicts with texts as keys, lists, tuples, texts and numbers.
 
   Values may contain themselves and each other.
 
@@ -66,6 +73,10 @@ def _is_count(value: Any) -> bool:
   return type(value) is int and value >= 0
 
 
+def _is_empty_dict(value: Any) -> bool:
+  return type(value) is dict and not value
+
+
 def _storage(pid: Any) -> Storage:
   """The storage that a pickle refers to."""
   if type(pid) is not tuple or len(pid) != 5 or pid[0] != 'storage':
@@ -77,24 +88,29 @@ def _storage(pid: Any) -> Storage:
   return Storage(np.dtype(dtype), key, size)
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, metadata: Any = None) -> Tensor:
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *others: Any) -> Tensor | Misfit:
   """The part of a storage that the arguments of torch's function describe.
 
-  Raises:
-    ValueError: It is not within the storage, or is no plain tensor.
+  Args:
+    storage, offset, shape, strides: As of a `Tensor`, unchecked.
+    others: Whether there are gradients; hooks; and how the numbers differ from those of the storage, if they do.
   """
-  if metadata is not None and (type(metadata) is not dict or metadata):
-    raise ValueError('a tensor whose numbers are not those of its storage')
+  _, _, *differences = others
+  if any(x is not None and not _is_empty_dict(x) for x in differences):
+    return Misfit('its numbers are not those of its storage')
   if type(storage) is not Storage or type(shape) is not tuple or type(strides) is not tuple:
-    raise ValueError('a tensor that is described in an unknown way')
+    return Misfit('it is described in an unknown way')
   if not all(map(_is_count, (offset, *shape, *strides))) or len(shape) != len(strides):
-    raise ValueError('a tensor that is described in an unknown way')
-  check_shape(shape)
+    return Misfit('it is described in an unknown way')
+  try:
+    check_shape(shape)
+  except ValueError as error:
+    return Misfit(str(error))
   # The last number, if there is any. An axis of one number may have any stride.
   strides = tuple(stride if size > 1 else 0 for size, stride in zip(shape, strides))
   last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides))
   if 0 not in shape and last >= storage.size:
-    raise ValueError(f'a tensor of shape {shape} is not within its storage of {foreign.shown(storage.size)} numbers')
+    return Misfit(f'it is not within its storage of {foreign.shown(storage.size)} numbers')
   return Tensor(storage, offset, shape, strides)
 
 
@@ -106,7 +122,7 @@ def _called(name: Any, arguments: Any) -> Any:
     return {}
   if name.text == _TENSOR and len(arguments) in (6, 7):
     return _tensor(*arguments)
-  if name.text == _PARAMETER and len(arguments) == 3 and type(arguments[0]) is Tensor:
+  if name.text == _PARAMETER and len(arguments) == 3 and type(arguments[0]) in (Tensor, Misfit):
     return arguments[0]
   raise ValueError(f'it calls {name.text} in an unknown way')
 
