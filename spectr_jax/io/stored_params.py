@@ -7,7 +7,9 @@ compared with what is wanted. Orbax's own descriptions beside the database are n
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from spectr_jax.io import foreign
 
 _ERRORS = (ValueError, OSError, IndexError, KeyError, NotImplementedError, RuntimeError)  # TensorStore's
 _DESCRIPTION = '/.zarray'
+_MOST_CHUNKS = 2**10  # of an array, which is saved as one
 
 
 class StoredParams:
@@ -75,7 +78,7 @@ class StoredParams:
       raise self._fault(error) from error
 
   def _fault(self, error: Exception) -> ValueError:
-    reason = foreign.first_line(error).split(' [')[0]  # what follows tells of TensorStore's code
+    reason = re.split(r' \[(?:source|tensorstore)', foreign.first_line(error))[0]  # what follows is not of the file
     return ValueError(f'{self._folder} is damaged: {reason}')
 
 
@@ -88,6 +91,8 @@ def _problem(array: ts.TensorStore, shape: tuple[int, ...], dtype: np.dtype) -> 
   # A chunk takes all its memory, whatever the part of it that is used.
   if chunk is None or any(size > max(1, whole) for size, whole in zip(chunk, shape)):
     return f'of shape {shape} has chunks of shape {foreign.shown(chunk)}'
+  if math.prod(-(-whole // size) for size, whole in zip(chunk, shape)) > _MOST_CHUNKS:
+    return f'of shape {shape} has too many chunks, each of shape {chunk}'
   codec = array.codec.to_json()
   if (codec.get('compressor') or {}).get('id') != 'zstd' or codec.get('filters'):
     return 'is compressed in an unknown way'

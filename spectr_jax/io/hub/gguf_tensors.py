@@ -84,7 +84,7 @@ _NAMES = {
   ),
 }
 # Frequencies of RoPE, which follow from the configuration.
-_COMPUTED = re.compile(r'rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?')
+_COMPUTED = re.compile(r'rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?', re.ASCII)
 _MOST_AT_ONCE = 2**22  # numbers dequantised together
 
 
@@ -152,11 +152,12 @@ class GgufTensors:
       if _COMPUTED.fullmatch(name):
         continue
       try:
+        hub_name = _hub_name(name, _NAMES[architecture])
         source = _source(name, stored, header, config, architecture)
         if stored.offset < end:
           raise ValueError('begins within another tensor')
         end = stored.offset + source.stored.nbytes
-        self._sources[_hub_name(name, _NAMES[architecture])] = source
+        self._sources[hub_name] = source
       except ValueError as error:
         raise ValueError(f'{header.path}: tensor {foreign.name_shown(name)}: {error}') from error
 
@@ -201,7 +202,7 @@ class GgufTensors:
 
 
 def _hub_name(name: str, names: _Names) -> str:
-  found = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name)
+  found = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name, re.ASCII)
   layer, part, kind = found.groups() if found else (None, '', '')
   known = names.once if layer is None else names.in_layer
   if part not in known:

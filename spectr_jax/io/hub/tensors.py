@@ -142,8 +142,7 @@ class SafetensorsFolder:
     """
     found = self._files[name].get_slice(name).get_dtype()
     if found not in _DTYPES:
-      shown = foreign.name_shown(name)
-      raise ValueError(f'{self._paths[name]}: tensor {shown} is of type {found}; known are {", ".join(_DTYPES)}')
+      raise self._fault(name, f'is of type {found}; known are {", ".join(_DTYPES)}')
     return np.dtype(_DTYPES[found])
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -152,8 +151,21 @@ class SafetensorsFolder:
     Args:
       name: The tensor's name.
       index: A slice of step 1 for each dimension.
+
+    Raises:
+      ValueError: The part cannot be read.
     """
-    return self._files[name].get_slice(name)[index]
+    found = self._files[name].get_slice(name)
+    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, found.get_shape(), strict=True))
+    if 0 in shape:  # the library has no empty parts
+      return np.empty(shape, self.dtype(name))
+    try:
+      return found[index]
+    except (safetensors.SafetensorError, OSError) as error:
+      raise self._fault(name, f'is not read: {foreign.first_line(error)}') from error
+
+  def _fault(self, name: str, problem: str) -> ValueError:
+    return ValueError(f'{self._paths[name]}: tensor {foreign.name_shown(name)} {problem}')
 
 
 def _read_index(path: epath.Path) -> dict[str, list[str]]:
@@ -164,7 +176,8 @@ def _read_index(path: epath.Path) -> dict[str, list[str]]:
   by_file: dict[str, list[str]] = {}
   for name, file_name in content['weight_map'].items():
     # A name of a file beside the index, and nothing else.
-    if file_name in ('', '.', '..') or not file_name.isprintable() or {'/', '\\'} & set(file_name):
+    is_plain = file_name.isprintable() and not {'/', '\\'} & set(file_name) and 0 < len(file_name) < 256
+    if not is_plain or file_name in ('.', '..'):
       raise ValueError(f'{path} names {foreign.shown(file_name)}, which is not a file beside it')
     by_file.setdefault(file_name, []).append(name)
   return by_file
@@ -172,6 +185,8 @@ def _read_index(path: epath.Path) -> dict[str, list[str]]:
 
 def _open(path: epath.Path) -> tuple[Any, set[str]]:
   """A safetensors file and the names of its tensors."""
+  if not path.exists():
+    raise ValueError(f'{path} is missing')
   with foreign.open_file(path) as file:
     # The library reads headers of 100 MB, which take more than ten times that in memory.
     header_size = int.from_bytes(file.read(8), 'little')

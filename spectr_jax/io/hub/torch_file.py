@@ -15,7 +15,7 @@ from spectr_jax.io import foreign
 from spectr_jax.io.hub.stored_zip import StoredZip
 from spectr_jax.io.hub.torch_pickle import Misfit, Storage, Tensor, read_pickle
 
-_LARGEST_PICKLE = 2**22  # bytes, of some 40,000 tensors
+_LARGEST_PICKLE = 2**21  # bytes, of some 20,000 tensors
 # Tensors may share numbers, as an embedding and an output head do. A few bytes must not become all memory by that.
 _MOST_SHARED, _SMALL = 4, 2**24
 

@@ -59,9 +59,10 @@ class _Name(NamedTuple):
 
 
 def read_pickle(content: bytes) -> Any:
-  """The value that a pickle describes: a `Tensor` or a `Misfit`, or plain dicts with texts as keys, lists, tuples, texts and numbers.
+  """The value that a pickle describes.
 
-  Values may contain themselves and each other.
+  It is a `Tensor` or a `Misfit`, or plain dicts with texts as keys, lists, tuples, texts and numbers. Values may
+  contain themselves and each other.
 
   Raises:
     ValueError: The pickle is damaged, or holds anything that tensors by name do not need.
@@ -137,14 +138,12 @@ class _Machine:
     self._memo: dict[int, Any] = {}
 
   def run(self) -> Any:
-    while True:
-      code = self._bytes(1)
-      if code == b'.':
-        return self._pop()
+    for code in iter(lambda: self._bytes(1), b'.'):
       act = _INSTRUCTIONS.get(code)
       if act is None:
         raise ValueError(f'it holds {_instruction_name(code)}, which a file of tensors does not need')
       act(self)
+    return self._pop()
 
   # The content.
 
@@ -167,14 +166,17 @@ class _Machine:
 
   # The stack.
 
-  def _pop(self) -> Any:
-    if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+  def _tops(self, size: int) -> list[Any]:
+    if len(self._stack) - size < (self._marks[-1] if self._marks else 0):
       raise ValueError('it takes a value where there is none')
-    return self._stack.pop()
+    return self._stack[-size:]
 
   def _top(self) -> Any:
-    self._stack.append(value := self._pop())
-    return value
+    return self._tops(1)[0]
+
+  def _pop(self) -> Any:
+    self._top()
+    return self._stack.pop()
 
   def _pop_to_mark(self) -> list[Any]:
     if not self._marks:
@@ -205,7 +207,7 @@ class _Machine:
     self._push(int.from_bytes(self._bytes(self._number('B')), 'little', signed=True))
 
   def tuple(self, size: int) -> None:
-    self._push(tuple([self._pop() for _ in range(size)][::-1]))
+    self._stack[-size:] = [tuple(self._tops(size))]
 
   def marked_tuple(self) -> None:
     self._push(tuple(self._pop_to_mark()))
