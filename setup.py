@@ -32,6 +32,7 @@ _LIBRARY = [
   'orbax-checkpoint>=0.11.26',  # load_model, save_model
   'safetensors>=0.5',  # load_model of hub folders
   'scipy>=1.13',  # spectr_jax.theory, spectr_jax.testing
+  'tensorstore>=0.1.71',  # load_model; Orbax reads with it as well
   'tokenizers>=0.21',  # Tokenizer
 ]
 

@@ -87,13 +87,13 @@ def _problem(array: ts.TensorStore, shape: tuple[int, ...], dtype: np.dtype) -> 
   if array.shape != shape or array.dtype.numpy_dtype != dtype:
     found = foreign.name_shown(f'{array.dtype.name} of shape {array.shape}')
     return f'is {found}, expected {dtype} of shape {shape}'
-  chunk = array.chunk_layout.read_chunk.shape
+  chunk = tuple(size or 0 for size in array.chunk_layout.read_chunk.shape or ())
   # A chunk takes all its memory, whatever the part of it that is used.
-  if chunk is None or any(size > max(1, whole) for size, whole in zip(chunk, shape)):
+  if len(chunk) != len(shape) or not all(0 < size <= whole for size, whole in zip(chunk, shape)):
     return f'of shape {shape} has chunks of shape {foreign.shown(chunk)}'
   if math.prod(-(-whole // size) for size, whole in zip(chunk, shape)) > _MOST_CHUNKS:
     return f'of shape {shape} has too many chunks, each of shape {chunk}'
-  codec = array.codec.to_json()
+  codec = {} if array.codec is None else array.codec.to_json()
   if (codec.get('compressor') or {}).get('id') != 'zstd' or codec.get('filters'):
     return 'is compressed in an unknown way'
   return None

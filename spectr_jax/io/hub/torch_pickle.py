@@ -305,5 +305,6 @@ _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
 
 
 def _instruction_name(code: bytes) -> str:
-  found = pickletools.code2op.get(code.decode('latin-1'))
-  return f'the instruction {found.name}' if found else f'the unknown instruction {code[0]}'
+  names = {known.code: known.name for known in pickletools.opcodes}
+  name = names.get(code.decode('latin-1'))
+  return f'the instruction {name}' if name else f'the unknown instruction {code[0]}'
