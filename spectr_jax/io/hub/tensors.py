@@ -170,9 +170,10 @@ class SafetensorsFolder:
 
 def _read_index(path: epath.Path) -> dict[str, list[str]]:
   """The names of tensors by file."""
-  content = foreign.read_object(path, {'weight_map': foreign.map_of(foreign.TEXT)}, foreign.LARGE)
-  if content.get('weight_map') is None:
+  content = foreign.parse_json(foreign.read_text(path, foreign.LARGE), str(path))
+  if type(content) is not dict or content.get('weight_map') is None:
     raise ValueError(f'{path} is damaged or not an index of tensors: it has no weight_map')
+  foreign.check_object(content, {'weight_map': foreign.map_of(foreign.TEXT)}, str(path))
   by_file: dict[str, list[str]] = {}
   for name, file_name in content['weight_map'].items():
     # A name of a file beside the index, and nothing else.
