@@ -238,7 +238,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def naming(path: epath.PathLike) -> Iterator[None]:
+def named(path: epath.PathLike) -> Iterator[None]:
   """Puts a path in front of the message of a `ValueError` that does not name it."""
   try:
     yield

@@ -135,7 +135,7 @@ class _HubFolder(ModelFiles):
     return load_hub_tokenizer(self.path)
 
   def load(self, *, dtype, weights, mesh) -> Model:
-    with foreign.naming(self.path):
+    with foreign.named(self.path):
       return load_hub_model(self.path, dtype=dtype, weights=weights, mesh=mesh)
 
 
@@ -166,7 +166,7 @@ class _Gguf(ModelFiles):
     )
 
   def load(self, *, dtype, weights, mesh) -> Model:
-    with foreign.naming(self.path):
+    with foreign.named(self.path):
       return make_model(self.file.config, self.file.tensors, dtype=dtype, weights=weights, mesh=mesh)
 
 
