@@ -22,6 +22,10 @@ def _machine() -> str:
   return f'{platform.machine()}-{hashlib.sha256(chr(10).join(features).encode()).hexdigest()[:8]}'
 
 
+def _user_cache() -> pathlib.Path:
+  return pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache')
+
+
 def keep_compiled(directory: str | None) -> None:
   """Lets JAX keep compiled programs between runs, at most 1 GiB; the least recently used are deleted first.
 
@@ -36,17 +40,16 @@ def keep_compiled(directory: str | None) -> None:
   if directory == '':
     jax.config.update('jax_enable_compilation_cache', False)
     return
-  home = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache')
-  path = epath.Path(directory or home / 'spectr_jax' / _machine())
   try:
+    path = epath.Path(directory or _user_cache() / 'spectr_jax' / _machine())
     path.mkdir(parents=True, exist_ok=True)
     (path / 'writable').touch()
-  except Exception as error:  # remote file systems raise their own types
+  except Exception as error:  # remote file systems raise their own types; a user may have no home
     if directory is None:  # the default; a warning is enough
       print(f'compiled programs are not kept: {error}', file=sys.stderr)
       jax.config.update('jax_enable_compilation_cache', False)
       return
-    raise ValueError(f'compilation_cache_dir: cannot write {path}: {error}') from error
+    raise ValueError(f'compilation_cache_dir: cannot write {directory}: {error}') from error
   jax.config.update('jax_compilation_cache_dir', str(path))
   jax.config.update('jax_compilation_cache_max_size', 2**30)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)

@@ -11,6 +11,8 @@ import random
 import resource
 import signal
 
+import pytest
+
 SECONDS = 30
 MEMORY = 2**30  # bytes beyond the process's start
 NUM_MUTATIONS = 2000
@@ -177,3 +179,16 @@ class Tally:
 def rngs(num=NUM_MUTATIONS, seed=0):
   """Generators of fixed seeds, one per mutation."""
   return (random.Random(f'{seed}/{i}') for i in range(num))
+
+
+def refusal(function, name):
+  """The one line with which a read is refused, within the bounds; it must have `name` in it."""
+  start = peak_memory()
+  with time_limit(), pytest.raises(ValueError, match='.') as error:
+    function()
+  message = str(error.value)
+  assert peak_memory() - start < MEMORY
+  assert str(name) in message
+  assert message.isprintable()
+  assert len(message) < 1000
+  return message

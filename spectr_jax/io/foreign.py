@@ -9,13 +9,14 @@ describes the fields that it uses once, as a mapping of names to `Kind`s, and ma
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import reprlib
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from etils import epath
@@ -23,11 +24,24 @@ from etils import epath
 # JSON takes up to 25 times its size in memory.
 SMALL = 2**22  # bytes, of configurations
 LARGE = 2**24  # bytes, of lists of tensors
+_REMOTE = ('gs', 's3', 'az')  # what etils.epath knows
 
 
 def is_remote(path: epath.PathLike) -> bool:
   """Whether a path names a file of another machine, such as `gs://...`."""
   return '://' in str(path)
+
+
+def check_place(path: epath.PathLike) -> None:
+  """Checks that a path is one of a local file or of a machine whose files are read.
+
+  Raises:
+    ValueError: It names a place of another kind, such as `hf://...`.
+  """
+  scheme, separator, _ = str(path).partition('://')
+  if separator and scheme not in _REMOTE:
+    known = ', '.join(f'{name}://' for name in _REMOTE)
+    raise ValueError(f'{shown(str(path))} is not a path: remote ones begin with {known}')
 
 
 def open_file(path: epath.PathLike) -> BinaryIO:
@@ -39,9 +53,9 @@ def open_file(path: epath.PathLike) -> BinaryIO:
     ValueError: There is no such file, it is not a regular file, or it cannot be read.
   """
   path = epath.Path(path)
+  if is_remote(path):
+    return _open_remote(path)
   try:
-    if is_remote(path):
-      return path.open('rb')
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, 'O_NONBLOCK', 0) | getattr(os, 'O_BINARY', 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -52,6 +66,16 @@ def open_file(path: epath.PathLike) -> BinaryIO:
     raise ValueError(f'there is no file {path}') from error
   except OSError as error:
     raise ValueError(f'cannot read {path}: {error.strerror or error}') from error
+
+
+def _open_remote(path: epath.Path) -> BinaryIO:
+  check_place(path)
+  try:
+    return path.open('rb')
+  except FileNotFoundError as error:
+    raise ValueError(f'there is no file {path}') from error
+  except Exception as error:  # remote file systems raise their own types
+    raise ValueError(f'cannot read {path}: {first_line(error)}') from error
 
 
 def read_bytes(path: epath.PathLike, limit: int = SMALL) -> bytes:
@@ -199,6 +223,29 @@ def shown(value: Any) -> str:
   short.maxstring = short.maxother = short.maxlong = 40
   text = short.repr(value)
   return text if len(text) <= 80 else f'{text[:77]}...'
+
+
+def name_shown(name: str) -> str:
+  """A name that a file gives, as messages show it: without quotes if it is short and printable."""
+  return name if len(name) <= 80 and name.isprintable() else shown(name)
+
+
+def first_line(error: BaseException) -> str:
+  """The first line of what an error says, printable and at most some 300 characters long."""
+  lines = str(error).strip().splitlines() or [type(error).__name__]
+  text = ''.join(x if x.isprintable() else '\N{REPLACEMENT CHARACTER}' for x in lines[0])
+  return text if len(text) <= 300 else f'{text[:297]}...'
+
+
+@contextlib.contextmanager
+def named(path: epath.PathLike) -> Iterator[None]:
+  """Puts a path in front of the message of a `ValueError` that does not name it."""
+  try:
+    yield
+  except ValueError as error:
+    if str(path) in str(error):
+      raise
+    raise ValueError(f'{path}: {error}') from error
 
 
 def check_object(content: Any, fields: Mapping[str, Kind], where: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from etils import epath
 from jax.sharding import Mesh
 
-from spectr_jax.io import model_files
+from spectr_jax.io import foreign, model_files
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.gguf_file import GgufFile
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
@@ -135,13 +135,15 @@ class _HubFolder(ModelFiles):
     return load_hub_tokenizer(self.path)
 
   def load(self, *, dtype, weights, mesh) -> Model:
-    return load_hub_model(self.path, dtype=dtype, weights=weights, mesh=mesh)
+    with foreign.named(self.path):
+      return load_hub_model(self.path, dtype=dtype, weights=weights, mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Gguf(ModelFiles):
   """A GGUF file, with its header read."""
 
+  path: epath.Path
   file: GgufFile
 
   @property
@@ -164,7 +166,8 @@ class _Gguf(ModelFiles):
     )
 
   def load(self, *, dtype, weights, mesh) -> Model:
-    return make_model(self.file.config, self.file.tensors, dtype=dtype, weights=weights, mesh=mesh)
+    with foreign.named(self.path):
+      return make_model(self.file.config, self.file.tensors, dtype=dtype, weights=weights, mesh=mesh)
 
 
 def open_model(path: epath.PathLike) -> ModelFiles:
@@ -173,9 +176,10 @@ def open_model(path: epath.PathLike) -> ModelFiles:
   Raises:
     ValueError: There is no such model, or a GGUF file is damaged.
   """
+  foreign.check_place(path)
   path = epath.Path(path)
   if path.suffix == '.gguf':
-    return _Gguf(GgufFile(path))
+    return _Gguf(path, GgufFile(path))
   path = hub_folder(path)
   if (path / 'model.json').exists():
     return _OwnFolder(path)
@@ -195,10 +199,15 @@ def hub_folder(path: epath.PathLike, *, files: Sequence[str] = _DOWNLOADED) -> e
     files: Patterns of the files that are downloaded if they are not in the cache.
 
   Raises:
-    ValueError: There is no folder, and the name is not on the hub.
+    ValueError: The path cannot be read; or there is no folder, and the name is not on the hub.
   """
+  foreign.check_place(path)
   path = epath.Path(path)
-  if path.exists() or not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)):
+  try:
+    is_there = path.exists()
+  except Exception as error:  # remote file systems raise their own types
+    raise ValueError(f'no model at {foreign.name_shown(str(path))}: {foreign.first_line(error)}') from error
+  if is_there or not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)):
     return path
   return _download(str(path), files)
 
@@ -207,14 +216,15 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
   """The folder of a model on the hub, with some files downloaded to the hub's cache if they are not there."""
   try:
     import huggingface_hub
+    import huggingface_hub.constants
   except ImportError as error:
     raise ValueError(
       f'no model at {name}; models on the hub need huggingface_hub, which the extra hub installs'
     ) from error
+  if str(huggingface_hub.constants.HF_HUB_CACHE).startswith('~'):
+    raise ValueError(f'no model at {name}; to download one, set HF_HOME, since the user has no home directory')
   try:
     return epath.Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=['*/*']))
   except (OSError, ValueError) as error:  # what the client's errors are, of names, of the network and of the server
-    reason = str(error).strip().splitlines()
-    raise ValueError(
-      f'no model at {name}, neither a folder nor on the hub: {reason[0] if reason else type(error).__name__}'
-    ) from error
+    reason = foreign.first_line(error)
+    raise ValueError(f'no model at {name}, neither a folder nor on the hub: {reason}') from error

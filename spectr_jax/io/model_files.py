@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
+import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,25 +16,60 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from spectr_jax.io.foreign import LARGE, check_place, is_remote, name_shown, open_file
 from spectr_jax.io.new_files import new_folder
+from spectr_jax.io.stored_params import StoredParams
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.model import Model
 from spectr_jax.models import transformer
 from spectr_jax.models.int8 import check_savable, check_weights, quantised
 
 _FORMAT = 3
+_CHUNK = 2**20  # bytes read together
+# Files and parameters, in bytes: numbers are stored once, and compressed by a factor near 1 unless they are few.
+_MOST_STORED, _MOST_COMPRESSED, _SMALL = 2, 16, 2**26
 
 
-def _file_hashes(directory: epath.Path) -> dict[str, str]:
-  """SHA-256 of every file below `directory`, by relative path."""
-  hashes, waiting = {}, [directory]
+def _files_of(folder: epath.Path) -> Iterator[str]:
+  """The relative paths of the files that belong to a model, but for `model.json`: its tokenizer, and all in `params/`.
+
+  Raises:
+    ValueError: One of them is a link, a pipe or a device.
+  """
+  waiting = [folder / 'params']
+  if (folder / 'tokenizer.json').exists():
+    yield 'tokenizer.json'
   while waiting:
-    for path in waiting.pop().iterdir():
-      if path.is_dir():
-        waiting.append(path)
+    path = waiting.pop()
+    if not is_remote(path) and os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
+      raise ValueError(f'{path} is not a folder of this model')
+    for file in path.iterdir() if path.exists() else ():
+      if not is_remote(file) and (os.path.islink(file) or not (os.path.isfile(file) or os.path.isdir(file))):
+        raise ValueError(f'{file} is not a file of this model: links, pipes and devices are not read')
+      if file.is_dir():
+        waiting.append(file)
       else:
-        hashes[str(path.relative_to(directory))] = hashlib.sha256(path.read_bytes()).hexdigest()
-  return dict(sorted(hashes.items()))
+        yield file.relative_to(folder).as_posix()
+
+
+def _file_hash(path: epath.Path, limit: int) -> tuple[str, int]:
+  """The SHA-256 of a file and its size.
+
+  Args:
+    path: The file.
+    limit: The largest size, in bytes.
+
+  Raises:
+    ValueError: The file cannot be read or is larger.
+  """
+  found, size = hashlib.sha256(), 0
+  with open_file(path) as file:
+    while chunk := file.read(_CHUNK):
+      size += len(chunk)
+      if size > limit:
+        raise ValueError(f'{path} is larger than {limit:,} bytes, the most that it may have')
+      found.update(chunk)
+  return found.hexdigest(), size
 
 
 def _checkpointer() -> ocp.StandardCheckpointer:
@@ -45,8 +81,8 @@ def _checkpointer() -> ocp.StandardCheckpointer:
   return ocp.StandardCheckpointer(multiprocessing_options=alone)
 
 
-def _path(keys: jax.tree_util.KeyPath) -> str:
-  return jax.tree_util.keystr(keys, simple=True, separator='/')
+def _path(keys: jax.tree_util.KeyPath, separator: str = '/') -> str:
+  return jax.tree_util.keystr(keys, simple=True, separator=separator)
 
 
 def _transposed_kernels(params: Any) -> Any:
@@ -120,7 +156,7 @@ def save_model(
       'param_dtype': param_dtype,
       'tokenizer': tokenizer.fingerprint,
       'info': info or {},
-      'sha256': _file_hashes(folder),
+      'sha256': {name: _file_hash(folder / name, sys.maxsize)[0] for name in sorted(_files_of(folder))},
     }
     (folder / 'model.json').write_text(json.dumps(spec, indent=2) + '\n')
 
@@ -160,6 +196,52 @@ def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
   return _read_spec(epath.Path(path)).config
 
 
+def _check_files(path: epath.Path, spec: _Spec) -> None:
+  """Compares the files of a model with `model.json`.
+
+  Raises:
+    ValueError: A file is missing, surplus or damaged, or the sizes of the files and of the parameters do not fit.
+  """
+  num_bytes = spec.config.num_params * spec.param_dtype.itemsize
+  most_bytes = _MOST_STORED * num_bytes + _SMALL
+  stored_bytes, found = 0, set()
+  for name in _files_of(path):
+    if name not in spec.hashes:
+      raise ValueError(f'{path / name} is surplus: model.json does not name it')
+    limit = LARGE if name == 'tokenizer.json' else most_bytes - stored_bytes
+    hashed, size = _file_hash(path / name, limit)
+    if hashed != spec.hashes[name]:
+      raise ValueError(f'{path / name} is damaged (its SHA-256 differs from model.json)')
+    stored_bytes += size
+    found.add(name)
+  missing = sorted(spec.hashes.keys() - found)
+  if missing:
+    raise ValueError(f'{path}/{name_shown(missing[0])} is missing')
+  if num_bytes > _MOST_COMPRESSED * stored_bytes + _SMALL:
+    raise ValueError(f'{path}: parameters of {num_bytes:,} bytes cannot be in files of {stored_bytes:,}')
+
+
+def _read_params(folder: epath.Path, spec: _Spec) -> Any:
+  """The parameters, in the layout of their format.
+
+  Raises:
+    ValueError: They are damaged or do not fit the configuration.
+  """
+  stored = StoredParams(folder)
+  # Before anything is made for each layer.
+  num_layers = len({name.split('.')[0] for name in stored.names if name.startswith('layer_')})
+  if num_layers != spec.config.num_layers:
+    raise ValueError(f'{folder} has parameters of {num_layers} layers, expected {spec.config.num_layers}')
+  like = transformer.param_shapes(spec.config)
+  if spec.format < _FORMAT:
+    like = jax.tree_util.tree_map_with_path(
+      lambda keys, x: jax.ShapeDtypeStruct(x.shape[::-1], x.dtype) if _path(keys).endswith('kernel') else x, like
+    )
+  shapes = {_path(keys, '.'): x.shape for keys, x in jax.tree_util.tree_leaves_with_path(like)}
+  arrays = stored.read(shapes, spec.param_dtype)
+  return jax.tree_util.tree_map_with_path(lambda keys, _: arrays[_path(keys, '.')], like)
+
+
 def load_transformer(
   path: epath.PathLike, *, dtype: str | None = None, weights: str | None = None
 ) -> tuple[Model, Tokenizer]:
@@ -178,25 +260,15 @@ def load_transformer(
       unknown.
   """
   check_weights(weights)
+  check_place(path)
   path = epath.Path(path)
   spec = _read_spec(path)
   config = spec.config if dtype is None else dataclasses.replace(spec.config, dtype=dtype)
-  found = _file_hashes(path)
-  for name, wanted in spec.hashes.items():
-    if found.get(name) != wanted:
-      problem = 'is damaged (its SHA-256 differs from model.json)' if name in found else 'is missing'
-      raise ValueError(f'{path / name} {problem}')
+  _check_files(path, spec)
   tokenizer = Tokenizer.load(path / 'tokenizer.json')
   if tokenizer.fingerprint != spec.tokenizer or tokenizer.vocab_size != config.vocab_size:
     raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({spec.tokenizer})')
-  like = jax.tree.map(
-    lambda x: np.empty(x.shape, spec.param_dtype),
-    jax.eval_shape(functools.partial(transformer.init_params, config=config), jax.random.key(0)),
-  )
-  if spec.format < _FORMAT:
-    like = _transposed_kernels(like)
-  with contextlib.closing(_checkpointer()) as checkpointer:
-    params = checkpointer.restore((path / 'params').resolve(), like)
+  params = _read_params(path / 'params', spec)
   if spec.format < _FORMAT:
     params = _from_older_format(params, config, spec.format)
   if weights is not None:

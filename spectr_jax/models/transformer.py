@@ -250,6 +250,12 @@ def init_params(key: jax.Array, config: TransformerConfig) -> Any:
   return Transformer(config).init(key, tokens, tokens, jnp.ones((1, 1), bool))['params']
 
 
+@functools.lru_cache
+def param_shapes(config: TransformerConfig) -> Any:
+  """The shapes of `init_params`, a nested dict of `jax.ShapeDtypeStruct`."""
+  return jax.eval_shape(functools.partial(init_params, config=config), jax.random.key(0))
+
+
 def transformer_model(params: Any, config: TransformerConfig) -> Model:
   """The transformer with `params` as a `Model`.
 
@@ -261,7 +267,7 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
   Raises:
     ValueError: The parameters do not have the configured shapes.
   """
-  expected = jax.eval_shape(functools.partial(init_params, config=config), jax.random.key(0))
+  expected = param_shapes(config)
   wanted, found = (jax.tree.map(lambda x: x.shape, tree, is_leaf=is_int8) for tree in (expected, params))
   if wanted != found:
     raise ValueError(f'parameters do not fit the configuration {config}: expected shapes {wanted}, got {found}')

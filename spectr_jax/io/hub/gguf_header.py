@@ -13,12 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from spectr_jax.io import foreign
+
 _MAGIC = b'GGUF'
 _VERSIONS = (2, 3)
 _STRING, _ARRAY, _FLOAT32, _BOOL = 8, 9, 6, 7
 # Little-endian codes of `struct` and NumPy by the number that a file has for a type.
 _SCALARS = {0: 'B', 1: 'b', 2: 'H', 3: 'h', 4: 'I', 5: 'i', _FLOAT32: 'f', _BOOL: '?', 10: 'Q', 11: 'q', 12: 'd'}
-_DEFAULT_ALIGNMENT = 32  # bytes
+_DEFAULT_ALIGNMENT, _LARGEST_ALIGNMENT = 32, 2**16  # bytes
+# The largest vocabularies have some 16 MB and a million words, merges and scores.
+_LARGEST_HEADER = 2**26  # bytes
+_MOST_ITEMS = 2**22  # of all arrays
+_MOST_AXES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +73,9 @@ class _Cursor:
   """Reads one value after the other."""
 
   def __init__(self, data: np.ndarray, position: int):
-    self._data = data.data
+    self._data = data[:_LARGEST_HEADER].data
     self.position = position
+    self._num_items = 0
 
   def bytes(self, count: int) -> memoryview:
     end = self.position + count
@@ -97,8 +104,13 @@ class _Cursor:
 
   def _array(self) -> list[Any]:
     type_id, length = self.scalar('I'), self.scalar('Q')
+    self._num_items += length
+    if self._num_items > _MOST_ITEMS:
+      raise ValueError(f'arrays of {self._num_items:,} values together; at most {_MOST_ITEMS:,} are read')
+    if type_id == _STRING:
+      return [self.string() for _ in range(length)]
     if type_id not in _SCALARS:
-      return [self.value(type_id) for _ in range(length)]
+      raise ValueError(f'unknown type {type_id} of the values of an array')
     dtype = np.dtype(_SCALARS[type_id]).newbyteorder('<')
     return np.frombuffer(self.bytes(length * dtype.itemsize), dtype).tolist()
 
@@ -112,19 +124,21 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
   path = os.fspath(path)
   if not os.path.isfile(path):
     raise ValueError(f'no file at {path}: expected a GGUF file')
-  if os.path.getsize(path) < len(_MAGIC):
-    raise ValueError(f'{path} is not a GGUF file')
-  data = np.asarray(np.memmap(path, np.uint8, mode='r'))
-  if data[: len(_MAGIC)].tobytes() != _MAGIC:
-    raise ValueError(f'{path} is not a GGUF file')
+  with foreign.open_file(path) as file:
+    if file.read(len(_MAGIC)) != _MAGIC:
+      raise ValueError(f'{path} is not a GGUF file')
+    data = np.asarray(np.memmap(file, np.uint8, mode='r'))
   try:
     metadata, tensors = _parse(_Cursor(data, len(_MAGIC)))
   except EOFError:
+    if len(data) > _LARGEST_HEADER:
+      raise ValueError(f'{path} is damaged: its header is longer than {_LARGEST_HEADER:,} bytes') from None
     raise ValueError(f'{path} is truncated: its header is longer than the {len(data)} bytes of the file') from None
   except ValueError as error:
-    raise ValueError(f'{path} is not a readable GGUF file: {error}') from error
-  if metadata.get('split.count', 1) != 1:
-    raise ValueError(f'{path} is one of {metadata["split.count"]} files: merge them with llama-gguf-split --merge')
+    raise ValueError(f'{path} is not a readable GGUF file: {foreign.first_line(error)}') from error
+  num_files = metadata.get('split.count', 1)
+  if type(num_files) is not int or num_files != 1:
+    raise ValueError(f'{path} is one of {foreign.shown(num_files)} files: merge them with llama-gguf-split --merge')
   return GgufHeader(path, metadata, tensors, data)
 
 
@@ -134,17 +148,36 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     problem = f'version {version}' if version & 0xFFFF else 'big-endian numbers'
     raise ValueError(f'{problem}; versions 2 and 3 with little-endian numbers are read')
   num_tensors, num_values = cursor.scalar('Q'), cursor.scalar('Q')
-  metadata = {}
+  metadata: dict[str, Any] = {}
   for _ in range(num_values):
     key = cursor.string()
+    if key in metadata:
+      raise ValueError(f'the metadata has {foreign.name_shown(key)} twice')
     metadata[key] = cursor.value(cursor.scalar('I'))
-  tensors = {}
+  tensors: dict[str, StoredTensor] = {}
   for _ in range(num_tensors):
     name = cursor.string()
-    shape = tuple(reversed([cursor.scalar('Q') for _ in range(cursor.scalar('I'))]))
-    tensors[name] = StoredTensor(shape, type_id=cursor.scalar('I'), offset=cursor.scalar('Q'))
+    if name in tensors:
+      raise ValueError(f'tensor {foreign.name_shown(name)} is there twice')
+    tensors[name] = _tensor(name, cursor)
   alignment = metadata.get('general.alignment', _DEFAULT_ALIGNMENT)
-  if not isinstance(alignment, int) or alignment < 1:
-    raise ValueError(f'general.alignment must be a positive number, got {alignment!r}')
+  if type(alignment) is not int or alignment < 1:
+    raise ValueError(f'general.alignment must be a positive number, got {foreign.shown(alignment)}')
+  if alignment & (alignment - 1) or alignment > _LARGEST_ALIGNMENT:
+    raise ValueError(f'general.alignment must be a power of 2 up to {_LARGEST_ALIGNMENT}, got {alignment}')
   start = -(-cursor.position // alignment) * alignment
-  return metadata, {name: dataclasses.replace(x, offset=start + x.offset) for name, x in tensors.items()}
+  for name, tensor in tensors.items():
+    if tensor.offset % alignment:
+      raise ValueError(f'tensor {foreign.name_shown(name)} does not begin at a multiple of {alignment} bytes')
+    tensors[name] = dataclasses.replace(tensor, offset=start + tensor.offset)
+  return metadata, tensors
+
+
+def _tensor(name: str, cursor: _Cursor) -> StoredTensor:
+  num_axes = cursor.scalar('I')
+  if num_axes > _MOST_AXES:
+    raise ValueError(f'tensor {foreign.name_shown(name)} has {num_axes} axes; at most {_MOST_AXES} are read')
+  shape = tuple(reversed([cursor.scalar('Q') for _ in range(num_axes)]))
+  if 0 in shape:
+    raise ValueError(f'tensor {foreign.name_shown(name)} of shape {shape} has no numbers')
+  return StoredTensor(shape, type_id=cursor.scalar('I'), offset=cursor.scalar('Q'))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from spectr_jax.io import foreign
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
 
 _DECODER = {
@@ -82,8 +84,30 @@ _NAMES = {
   ),
 }
 # Frequencies of RoPE, which follow from the configuration.
-_COMPUTED = re.compile(r'rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?')
+_COMPUTED = re.compile(r'rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?', re.ASCII)
 _MOST_AT_ONCE = 2**22  # numbers dequantised together
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowOrder:
+  """An order of rows that are stored as an array of some axes, two of which are exchanged.
+
+  Attributes:
+    shape: The sizes of the axes as they are stored.
+    swapped: The two axes.
+  """
+
+  shape: tuple[int, ...]
+  swapped: tuple[int, int]
+
+  def stored(self, rows: slice) -> np.ndarray:
+    """int64 `[rows]`, the stored row for each row of a range."""
+    axes = list(range(len(self.shape)))
+    first, second = self.swapped
+    axes[first], axes[second] = second, first
+    wanted = np.arange(*rows.indices(math.prod(self.shape)))
+    places = np.unravel_index(wanted, [self.shape[axis] for axis in axes])
+    return np.ravel_multi_index([places[axis] for axis in axes], self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +118,7 @@ class _Source:
     stored: `[rows, blocks, bytes of a block]` or `[rows]` or `[rows, columns]`, the data as it is in the file.
     shape: Its shape once dequantised.
     quantisation: The type of its blocks, or None.
-    row_order: int64 `[rows]`, the stored row for each row, or None for the stored order.
+    row_order: Which stored row each row is, or None for the stored order.
     is_transposed: Whether the hub has columns first.
     offset: A number to add.
   """
@@ -102,7 +126,7 @@ class _Source:
   stored: np.ndarray
   shape: tuple[int, ...]
   quantisation: Any
-  row_order: np.ndarray | None
+  row_order: _RowOrder | None
   is_transposed: bool
   offset: float
 
@@ -123,13 +147,19 @@ class GgufTensors:
     """
     self._path = header.path
     self._sources: dict[str, _Source] = {}
-    for name, stored in header.tensors.items():
+    end = 0
+    for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].offset):
       if _COMPUTED.fullmatch(name):
         continue
       try:
-        self._sources[_hub_name(name, _NAMES[architecture])] = _source(name, stored, header, config, architecture)
+        hub_name = _hub_name(name, _NAMES[architecture])
+        source = _source(name, stored, header, config, architecture)
+        if stored.offset < end:
+          raise ValueError('begins within another tensor')
+        end = stored.offset + source.stored.nbytes
+        self._sources[hub_name] = source
       except ValueError as error:
-        raise ValueError(f'{header.path}: tensor {name}: {error}') from error
+        raise ValueError(f'{header.path}: tensor {foreign.name_shown(name)}: {error}') from error
 
   def names(self) -> set[str]:
     """The names of all tensors."""
@@ -172,7 +202,7 @@ class GgufTensors:
 
 
 def _hub_name(name: str, names: _Names) -> str:
-  found = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name)
+  found = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name, re.ASCII)
   layer, part, kind = found.groups() if found else (None, '', '')
   known = names.once if layer is None else names.in_layer
   if part not in known:
@@ -203,10 +233,10 @@ def _source(name: str, tensor: StoredTensor, header: GgufHeader, config: dict[st
   )
 
 
-def _row_order(num_rows: int, shape: tuple[int, ...], swapped: tuple[int, int]) -> np.ndarray:
-  if num_rows != np.prod(shape):
+def _row_order(num_rows: int, shape: tuple[int, ...], swapped: tuple[int, int]) -> _RowOrder:
+  if num_rows != math.prod(shape):
     raise ValueError(f'{num_rows} rows, expected {" x ".join(map(str, shape))}')
-  return np.arange(num_rows).reshape(shape).swapaxes(*swapped).reshape(-1)
+  return _RowOrder(shape, swapped)
 
 
 def _stored(tensor: StoredTensor, header: GgufHeader) -> tuple[np.ndarray, Any]:
@@ -219,7 +249,7 @@ def _stored(tensor: StoredTensor, header: GgufHeader) -> tuple[np.ndarray, Any]:
   if columns % block_size or (dtype is None and not rows):
     raise ValueError(f'shape {tensor.shape} does not divide into rows of whole {kind.name} blocks of {block_size}')
   num_blocks = columns // block_size
-  end = tensor.offset + int(np.prod(rows, dtype=np.int64)) * num_blocks * block_bytes
+  end = tensor.offset + math.prod(rows) * num_blocks * block_bytes
   if end > len(header.data):
     raise ValueError(f'ends at byte {end}, the file at {len(header.data)}: the file is truncated')
   data = header.data[tensor.offset : end]
@@ -266,7 +296,7 @@ def _is_dequantisable(kind: Any) -> bool:
 
 def _read(source: _Source, index: tuple[slice, ...]) -> np.ndarray:
   """Reads a part, in the file's orientation."""
-  rows = index[0] if source.row_order is None else source.row_order[index[0]]
+  rows = index[0] if source.row_order is None else source.row_order.stored(index[0])
   if source.quantisation is None:
     values = source.stored[rows][(slice(None), *index[1:])]
   else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,10 +12,15 @@ import numpy as np
 import safetensors
 from etils import epath
 
+from spectr_jax.io import foreign
+
 _DTYPES = {
   'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16,
   'I64': np.int64, 'I32': np.int32, 'BOOL': np.bool_,
 }  # fmt: skip
+_MOST_AXES = 8
+_MOST_NUMBERS = 2**48
+_INDEX = 'model.safetensors.index.json'
 
 
 class Tensors(Protocol):
@@ -43,6 +48,18 @@ class Tensors(Protocol):
     ...
 
 
+def check_shape(shape: tuple[int, ...]) -> None:
+  """Checks that an array can have a shape that a file gives; sizes of 0 bound no other.
+
+  Raises:
+    ValueError: It has too many axes, or too many numbers whatever their type.
+  """
+  if len(shape) > _MOST_AXES:
+    raise ValueError(f'it has {len(shape)} axes; at most {_MOST_AXES} are read')
+  if math.prod(max(1, size) for size in shape) > _MOST_NUMBERS:
+    raise ValueError(f'its shape {foreign.shown(shape)} has too many numbers')
+
+
 def check_tensors(
   tensors: Tensors,
   wanted: Mapping[str, tuple[int, ...]],
@@ -67,7 +84,8 @@ def check_tensors(
     raise ValueError(f'the checkpoint lacks {len(missing)} tensors, the first of them {missing[0]}')
   surplus = sorted(name for name in names - wanted.keys() if not is_ignored(name))
   if surplus:
-    raise ValueError(f'the checkpoint has {len(surplus)} tensors too many, the first of them {surplus[0]}')
+    first = foreign.name_shown(surplus[0])
+    raise ValueError(f'the checkpoint has {len(surplus)} tensors too many, the first of them {first}')
   for name, shape in wanted.items():
     if tensors.shape(name) != shape:
       raise ValueError(f'tensor {name} must have shape {shape}, got {tensors.shape(name)}')
@@ -91,20 +109,22 @@ class SafetensorsFolder:
 
   def __init__(self, folder: epath.PathLike, file_name: str = 'model.safetensors'):
     folder = epath.Path(folder)
-    index = folder / 'model.safetensors.index.json'
-    if index.exists():
-      wanted = _read_index(index)
+    if (folder / _INDEX).exists():
+      wanted = _read_index(folder / _INDEX)
     elif (folder / file_name).exists():
       wanted = {file_name: None}
     else:
-      raise ValueError(f'no weights in {folder}: expected {file_name} or {index.name}')
-    self._files = {}
+      raise ValueError(f'no weights in {folder}: expected {file_name} or {_INDEX}')
+    self._files: dict[str, Any] = {}
+    self._paths: dict[str, epath.Path] = {}
     for file_name, names in wanted.items():
-      file = _open(folder / file_name)
-      absent = sorted(set(names or ()) - set(file.keys()))
+      path = folder / file_name
+      file, found = _open(path)
+      absent = sorted(set(names or ()) - found)
       if absent:
-        raise ValueError(f'{folder / file_name} has no tensor {absent[0]}, which {index.name} names')
-      self._files |= dict.fromkeys(names or file.keys(), file)
+        raise ValueError(f'{path} has no tensor {foreign.name_shown(absent[0])}, which {_INDEX} names')
+      self._files |= dict.fromkeys(names or found, file)
+      self._paths |= dict.fromkeys(names or found, path)
 
   def names(self) -> set[str]:
     """The names of all tensors."""
@@ -122,7 +142,7 @@ class SafetensorsFolder:
     """
     found = self._files[name].get_slice(name).get_dtype()
     if found not in _DTYPES:
-      raise ValueError(f'tensor {name} is of type {found}; known are {", ".join(_DTYPES)}')
+      raise self._fault(name, f'is of type {found}; known are {", ".join(_DTYPES)}')
     return np.dtype(_DTYPES[found])
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -131,25 +151,57 @@ class SafetensorsFolder:
     Args:
       name: The tensor's name.
       index: A slice of step 1 for each dimension.
+
+    Raises:
+      ValueError: The part cannot be read.
     """
-    return self._files[name].get_slice(name)[index]
+    found = self._files[name].get_slice(name)
+    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, found.get_shape(), strict=True))
+    if 0 in shape:  # the library has no empty parts
+      return np.empty(shape, self.dtype(name))
+    try:
+      return found[index]
+    except (safetensors.SafetensorError, OSError) as error:
+      raise self._fault(name, f'is not read: {foreign.first_line(error)}') from error
+
+  def _fault(self, name: str, problem: str) -> ValueError:
+    return ValueError(f'{self._paths[name]}: tensor {foreign.name_shown(name)} {problem}')
 
 
 def _read_index(path: epath.Path) -> dict[str, list[str]]:
   """The names of tensors by file."""
-  by_file = {}
-  try:
-    for name, file_name in json.loads(path.read_text())['weight_map'].items():
-      by_file.setdefault(file_name, []).append(name)
-  except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError) as error:
-    raise ValueError(f'{path} is damaged or not an index of tensors: {error!r}') from error
+  content = foreign.parse_json(foreign.read_text(path, foreign.LARGE), str(path))
+  if type(content) is not dict or content.get('weight_map') is None:
+    raise ValueError(f'{path} is damaged or not an index of tensors: it has no weight_map')
+  foreign.check_object(content, {'weight_map': foreign.map_of(foreign.TEXT)}, str(path))
+  by_file: dict[str, list[str]] = {}
+  for name, file_name in content['weight_map'].items():
+    # A name of a file beside the index, and nothing else.
+    is_plain = file_name.isprintable() and not {'/', '\\'} & set(file_name) and 0 < len(file_name) < 256
+    if not is_plain or file_name in ('.', '..'):
+      raise ValueError(f'{path} names {foreign.shown(file_name)}, which is not a file beside it')
+    by_file.setdefault(file_name, []).append(name)
   return by_file
 
 
-def _open(path: epath.Path):
+def _open(path: epath.Path) -> tuple[Any, set[str]]:
+  """A safetensors file and the names of its tensors."""
   if not path.exists():
     raise ValueError(f'{path} is missing')
+  with foreign.open_file(path) as file:
+    # The library reads headers of 100 MB, which take more than ten times that in memory.
+    header_size = int.from_bytes(file.read(8), 'little')
+  if header_size > foreign.LARGE:
+    raise ValueError(f'{path} is damaged: a header of {header_size:,} bytes; at most {foreign.LARGE:,} are read')
   try:
-    return safetensors.safe_open(path, framework='numpy').__enter__()
-  except safetensors.SafetensorError as error:
-    raise ValueError(f'{path} is damaged: {error}') from error
+    file = safetensors.safe_open(path, framework='numpy').__enter__()
+    names = set(file.keys())
+    shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+  except (safetensors.SafetensorError, OSError) as error:
+    raise ValueError(f'{path} is damaged: {foreign.first_line(error)}') from error
+  for name, shape in shapes.items():
+    try:
+      check_shape(shape)
+    except ValueError as error:
+      raise ValueError(f'{path}: tensor {foreign.name_shown(name)} is not read: {error}') from error
+  return file, names

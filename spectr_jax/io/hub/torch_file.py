@@ -1,89 +1,23 @@
 """The tensors of a file that `torch.save` wrote, read without executing anything that the file holds.
 
 Such a file is a zip archive. `data.pkl` is a pickle of the names, each with a call that rebuilds a tensor from a part
-of a storage, and every storage is an entry of raw numbers. A pickle may call any function that it can name. Here it can
-name three things, none of which does more than keep what it is given, and all else is refused.
+of a storage, and every storage is an entry of raw numbers.
 """
 
 from __future__ import annotations
 
-import collections
-import io
-import pickle
-import zipfile
-from typing import Any, NamedTuple
+import math
 
-import ml_dtypes
 import numpy as np
 from etils import epath
 
-_STORAGES = {
-  'DoubleStorage': np.float64, 'FloatStorage': np.float32, 'HalfStorage': np.float16,
-  'BFloat16Storage': ml_dtypes.bfloat16, 'LongStorage': np.int64, 'IntStorage': np.int32, 'BoolStorage': np.bool_,
-}  # fmt: skip
+from spectr_jax.io import foreign
+from spectr_jax.io.hub.stored_zip import StoredZip
+from spectr_jax.io.hub.torch_pickle import Misfit, Storage, Tensor, read_pickle
 
-
-class _Storage(NamedTuple):
-  """Raw numbers in the archive: their type by torch's name, the entry's key, and how many they are."""
-
-  kind: Any
-  key: Any
-  size: Any
-
-
-class _Tensor(NamedTuple):
-  """A part of a storage, as a pickle describes it."""
-
-  storage: Any
-  offset: Any
-  shape: Any
-  strides: Any
-
-
-class _Rebuild:
-  """In place of the function that rebuilds a tensor; a pickle can neither call anything through it nor change it."""
-
-  __slots__ = ()
-
-  def __call__(self, storage, offset, shape, strides, *_):
-    return _Tensor(storage, offset, shape, strides)
-
-
-class _Unpickler(pickle.Unpickler):
-  """Reads dicts of tensors and nothing else."""
-
-  def find_class(self, module: str, name: str) -> Any:
-    if (module, name) == ('collections', 'OrderedDict'):
-      return collections.OrderedDict
-    if (module, name) == ('torch._utils', '_rebuild_tensor_v2'):
-      return _Rebuild()
-    if module == 'torch' and name in _STORAGES:
-      return name
-    raise pickle.UnpicklingError(f'it names {module}.{name}, which a file of tensors does not need')
-
-  def persistent_load(self, pid: Any) -> _Storage:
-    tag, kind, key, _, size = pid
-    if tag != 'storage':
-      raise pickle.UnpicklingError(f'it refers to {tag!r}, which is not a storage')
-    return _Storage(kind, key, size)
-
-
-def _is_count(value: Any) -> bool:
-  return type(value) is int and value >= 0
-
-
-def _fits(tensor: Any) -> bool:
-  """Whether a description is of a tensor within its storage."""
-  if type(tensor) is not _Tensor or type(tensor.storage) is not _Storage:
-    return False
-  kind, key, size = tensor.storage
-  shape, strides = tensor.shape, tensor.strides
-  if type(kind) is not str or type(key) is not str or type(shape) is not tuple or type(strides) is not tuple:
-    return False
-  if not all(map(_is_count, (size, tensor.offset, *shape, *strides))) or len(shape) != len(strides):
-    return False
-  last = tensor.offset + sum((num - 1) * stride for num, stride in zip(shape, strides))
-  return 0 in shape or last < size
+_LARGEST_PICKLE = 2**21  # bytes, of some 20,000 tensors
+# Tensors may share numbers, as an embedding and an output head do. A few bytes must not become all memory by that.
+_MOST_SHARED, _SMALL = 4, 2**24
 
 
 class TorchFile:
@@ -98,33 +32,48 @@ class TorchFile:
 
   def __init__(self, path: epath.PathLike):
     self._path = epath.Path(path)
+    self._archive = StoredZip(self._path)
+    pickled = [name for name in self._archive.names() if name.endswith('/data.pkl')]
+    if len(pickled) != 1:
+      raise ValueError(f'{path} is damaged or not a file of torch.save: {len(pickled)} entries data.pkl, expected one')
+    self._prefix = pickled[0].removesuffix('data.pkl')
+    order = f'{self._prefix}byteorder'
+    if order in self._archive.names() and self._read_all(order, limit=16) != b'little':
+      raise ValueError(f'{path} holds big-endian numbers, which are not read')
+    content = self._read_all(pickled[0], limit=_LARGEST_PICKLE)
     try:
-      self._archive = zipfile.ZipFile(self._path.open('rb'))
-      entries = {entry.filename: entry for entry in self._archive.infolist()}
-      (pickled,) = [name for name in entries if name.endswith('/data.pkl')]
-      self._prefix = pickled.removesuffix('data.pkl')
-      order = self._archive.read(f'{self._prefix}byteorder') if f'{self._prefix}byteorder' in entries else b'little'
-      content = self._archive.read(pickled)
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
-      raise ValueError(f'{self._path} is damaged or not a file of torch.save: {_line(error)}') from error
-    if order != b'little':
-      raise ValueError(f'{self._path} holds big-endian numbers, which are not read')
-    try:
-      found = _Unpickler(io.BytesIO(content)).load()
-    except Exception as error:  # a damaged pickle can raise anything
-      raise ValueError(f'{self._path} is not read: {_line(error)}') from error
-    if not isinstance(found, dict):
-      raise ValueError(f'{self._path} must hold tensors by name, got {type(found).__name__}')
-    for name, tensor in found.items():
-      if type(name) is not str or not _fits(tensor):
-        raise ValueError(f'{self._path}: {str(name)[:80]!r} is not a tensor')
-      entry = entries.get(self._entry(tensor.storage))
-      size = tensor.storage.size * np.dtype(_STORAGES[tensor.storage.kind]).itemsize
-      if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.file_size != size:
-        raise ValueError(f'{self._path} is damaged: the numbers of {name} are missing or of another size')
-    self._tensors: dict[str, _Tensor] = dict(found)
+      found = read_pickle(content)
+    except ValueError as error:
+      raise ValueError(f'{path} is not read: {error}') from error
+    if type(found) is not dict:
+      raise ValueError(f'{path} must hold tensors by name, got {type(found).__name__}')
+    self._tensors: dict[str, Tensor] = found
+    self._check()
 
-  def _entry(self, storage: _Storage) -> str:
+  def _read_all(self, name: str, limit: int) -> bytes:
+    size = self._archive.size(name)
+    if size is not None and size > limit:
+      shown = foreign.name_shown(name)
+      raise ValueError(f'{self._path}: entry {shown} is larger than {limit:,} bytes, the most that it may have')
+    return self._archive.read(name, 0, size or 0)
+
+  def _check(self) -> None:
+    """Compares the tensors with the entries of the archive."""
+    num_bytes, stored = 0, set()
+    for name, tensor in self._tensors.items():
+      if type(tensor) is not Tensor:
+        reason = f' that can be read: {tensor.reason}' if type(tensor) is Misfit else ''
+        raise ValueError(f'{self._path}: {foreign.shown(name)} is not a tensor{reason}')
+      storage = tensor.storage
+      if self._archive.size(self._entry(storage)) != storage.size * storage.dtype.itemsize:
+        shown = foreign.name_shown(name)
+        raise ValueError(f'{self._path} is damaged: the numbers of {shown} are missing or of another size')
+      num_bytes += math.prod(tensor.shape) * storage.dtype.itemsize
+      stored.add((storage.key, storage.size * storage.dtype.itemsize))
+    if num_bytes > _SMALL + _MOST_SHARED * sum(size for _, size in stored):
+      raise ValueError(f'{self._path}: the tensors share too much: {num_bytes:,} bytes are more than the file has')
+
+  def _entry(self, storage: Storage) -> str:
     return f'{self._prefix}data/{storage.key}'
 
   def names(self) -> set[str]:
@@ -137,10 +86,10 @@ class TorchFile:
 
   def dtype(self, name: str) -> np.dtype:
     """The type of a tensor."""
-    return np.dtype(_STORAGES[self._tensors[name].storage.kind])
+    return self._tensors[name].storage.dtype
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor.
+    """A part of a tensor. From the first of its numbers in the file to the last, no others are read.
 
     Args:
       name: The tensor's name.
@@ -149,17 +98,14 @@ class TorchFile:
     Raises:
       ValueError: The numbers are damaged.
     """
-    tensor, dtype = self._tensors[name], self.dtype(name)
-    try:
-      numbers = np.frombuffer(self._archive.read(self._entry(tensor.storage)), dtype)
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
-      raise ValueError(f'{self._path} is damaged: {_line(error)}') from error
-    if 0 in tensor.shape:
-      return np.empty(tensor.shape, dtype)[index]
-    strides = [stride * dtype.itemsize for stride in tensor.strides]
-    return np.lib.stride_tricks.as_strided(numbers[tensor.offset :], tensor.shape, strides, writeable=False)[index]
-
-
-def _line(error: Exception) -> str:
-  """The first line of an error."""
-  return (str(error) or type(error).__name__).splitlines()[0]
+    storage, offset, shape, strides = self._tensors[name]
+    ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    shape = tuple(max(0, end - begin) for begin, end in ranges)
+    if 0 in shape:
+      return np.empty(shape, storage.dtype)
+    size = storage.dtype.itemsize
+    first = offset + sum(begin * stride for (begin, _), stride in zip(ranges, strides))
+    count = 1 + sum((num - 1) * stride for num, stride in zip(shape, strides))
+    content = self._archive.read(self._entry(storage), first * size, (first + count) * size)
+    numbers = np.frombuffer(content, storage.dtype)
+    return np.lib.stride_tricks.as_strided(numbers, shape, [stride * size for stride in strides], writeable=False)

@@ -1,0 +1,263 @@
+"""Reads many mutations of a binary file: `python binary_mutations.py KIND FOLDER NUM`.
+
+A reader that reads memory which is not the file's may end the process, so that this is one of its own.
+"""
+
+import json
+import os
+import pathlib
+import random
+import shutil
+import struct
+import sys
+import zipfile
+
+import gguf
+import hostile
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+import tensorstore as ts
+
+from spectr_jax.io.hub import gguf_header, gguf_tensors, tensors, torch_file
+from spectr_jax.io.stored_params import StoredParams
+
+
+def _read_all(found):
+  for name in sorted(found.names()):
+    whole = tuple(slice(0, size) for size in found.shape(name))
+    np.asarray(found.read(name, whole)).astype(np.float32).sum()
+    found.read(name, tuple(slice(size // 3, size - 1) for size in found.shape(name)))
+    found.dtype(name)
+
+
+# Files of torch.
+
+
+def _text(text):
+  return b'X' + struct.pack('<I', len(text)) + text.encode()
+
+
+def _count(number):
+  return b'\x8a\x08' + struct.pack('<q', number)
+
+
+_HOOKS = b'ccollections\nOrderedDict\n)R'
+
+
+def pickled_tensor(key, kind, size, shape, strides, offset=0):
+  """The pickle of a tensor, as torch writes it."""
+  pid = b'(' + _text('storage') + f'ctorch\n{kind}\n'.encode() + _text(key) + _text('cpu') + _count(size) + b'tQ'
+  sizes = b''.join(b'(' + b''.join(map(_count, counts)) + b't' for counts in (shape, strides))
+  return b'ctorch._utils\n_rebuild_tensor_v2\n(' + pid + _count(offset) + sizes + b'\x89' + _HOOKS + b'tR'
+
+
+def torch_zip(path, pickle, storages):
+  """Writes an archive as torch does."""
+  with zipfile.ZipFile(path, 'w') as archive:
+    archive.writestr('a/data.pkl', pickle)
+    archive.writestr('a/byteorder', 'little')
+    for key, content in storages.items():
+      archive.writestr(f'a/data/{key}', content)
+
+
+_STORAGES = {'0': bytes(range(48)), '1': bytes(16), '2': b'\1\0\1'}
+_STATE = (
+  b'\x80\x02' + _HOOKS + b'q\0('
+  + _text('a.weight') + b'q\1' + pickled_tensor('0', 'FloatStorage', 12, (3, 4), (4, 1))
+  + _text('b') + pickled_tensor('0', 'FloatStorage', 12, (2, 2), (1, 4), 1) + b'r\2\0\0\0'
+  + _text('c') + pickled_tensor('1', 'LongStorage', 2, (2,), (1,))
+  + _text('d') + b'ctorch._utils\n_rebuild_parameter\n'
+  + pickled_tensor('2', 'BoolStorage', 3, (), ()) + b'\x88' + _HOOKS + b'\x87R'
+  + b'u}' + _text('_metadata') + b'}' + _text('version') + b'K\1ssb.'
+)  # fmt: skip
+
+
+def _torch(folder):
+  path = folder / 'x.bin'
+  torch_zip(path, _STATE, _STORAGES)
+  whole = path.read_bytes()
+
+  def mutate(rng):
+    if rng.random() < 0.6:
+      torch_zip(path, hostile.mutated_bytes(_STATE, rng), _STORAGES)
+    else:
+      path.write_bytes(hostile.mutated_bytes(whole, rng))
+
+  return [path], mutate, lambda: _read_all(torch_file.TorchFile(path))
+
+
+# Safetensors.
+
+
+def _safetensors(folder):
+  arrays = {
+    'a': np.arange(12, dtype=np.float32).reshape(3, 4),
+    'b': np.ones((2, 0), np.float16),
+    'c': np.arange(5, dtype=ml_dtypes.bfloat16),
+    'd': np.array(3),
+  }
+  names = 'x-1.safetensors', 'x-2.safetensors'
+  whole = safetensors.numpy.save({name: arrays[name] for name in 'ab'})
+  (folder / names[1]).write_bytes(safetensors.numpy.save({name: arrays[name] for name in 'cd'}))
+  index = {'metadata': {'total_size': 98}, 'weight_map': dict(zip('abcd', (names[0],) * 2 + (names[1],) * 2))}
+  index_path, path = folder / 'model.safetensors.index.json', folder / names[0]
+  path.write_bytes(whole)
+  index_path.write_text(json.dumps(index))
+  size = int.from_bytes(whole[:8], 'little')
+  header = json.loads(whole[8 : 8 + size])
+
+  def mutate(rng):
+    path.write_bytes(whole)
+    index_path.write_text(json.dumps(index))
+    which = rng.randrange(4)
+    if which == 0:
+      index_path.write_bytes(hostile.mutated_json_text(index, rng))
+    elif which == 1:
+      path.write_bytes(hostile.mutated_bytes(whole, rng))
+    else:
+      text = hostile.mutated_json_text(header, rng)
+      path.write_bytes(struct.pack('<Q', len(text)) + text + whole[8 + size :])
+
+  return [folder], mutate, lambda: _read_all(tensors.SafetensorsFolder(folder))
+
+
+# GGUF.
+
+_CONFIG = {'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 4, 'hidden_size': 8}
+
+
+def write_gguf(path):
+  """Writes a few tensors of a tiny Llama, one of them quantised."""
+  writer = gguf.GGUFWriter(path, 'llama')
+  writer.add_uint32('llama.block_count', 1)
+  writer.add_float32('llama.rope.freq_base', 1e4)
+  writer.add_array('tokenizer.ggml.tokens', ['a', 'b', 'é'])
+  writer.add_array('tokenizer.ggml.scores', [0.5, -1.0, 3.0])
+  writer.add_bool('tokenizer.ggml.add_bos_token', True)
+  generator = np.random.default_rng(0)
+  for name, shape in (
+    ('token_embd', (3, 8)),
+    ('blk.0.attn_q', (8, 8)),
+    ('blk.0.attn_k', (4, 8)),
+    ('output_norm', (8,)),
+  ):
+    writer.add_tensor(f'{name}.weight', generator.normal(size=shape).astype(np.float32))
+  blocks = gguf.quants.quantize(generator.normal(size=(2, 64)).astype(np.float32), gguf.GGMLQuantizationType.Q4_1)
+  writer.add_tensor('blk.0.ffn_up.weight', blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+
+
+def read_gguf(path):
+  """Reads all tensors of such a file."""
+  with np.errstate(all='ignore'):
+    _read_all(gguf_tensors.GgufTensors(gguf_header.read_header(path), _CONFIG, 'llama'))
+
+
+def _gguf(folder):
+  path = folder / 'x.gguf'
+  write_gguf(path)
+  whole = path.read_bytes()
+  start = min(tensor.offset for tensor in gguf_header.read_header(path).tensors.values())
+
+  def mutate(rng):
+    end = start if rng.random() < 0.8 else len(whole)
+    path.write_bytes(hostile.mutated_bytes(whole[:end], rng) + whole[end:])
+
+  return [path], mutate, lambda: read_gguf(path)
+
+
+# Parameters in Orbax's layout.
+
+SHAPES = {'embedding': (6, 4), 'layer_0.gain': (4,)}
+
+
+def _crc32c(content):
+  found = 0xFFFFFFFF
+  for byte in content:
+    found = _CRC32C[(found ^ byte) & 0xFF] ^ found >> 8
+  return found ^ 0xFFFFFFFF
+
+
+def _divided(byte):
+  for _ in range(8):
+    byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+  return byte
+
+
+_CRC32C = [_divided(byte) for byte in range(256)]
+
+
+def write_params(folder, compression=None, **changes):
+  """Writes arrays as Orbax does; `changes` replace fields of the description of one."""
+  config = {'compression': compression, 'max_inline_value_bytes': 0}
+  store = {'driver': 'ocdbt', 'base': {'driver': 'file', 'path': f'{folder}/'}, 'config': config}
+  for name, shape in SHAPES.items():
+    described = {'shape': shape, 'chunks': shape, 'dtype': '<f4', 'compressor': {'id': 'zstd', 'level': 1}}
+    described |= changes if name == 'embedding' else {}
+    array = ts.open({'driver': 'zarr', 'kvstore': {**store, 'path': f'{name}/'}, 'metadata': described}, create=True)
+    if not changes:
+      array.result().write(np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1).result()
+    else:
+      array.result()
+
+
+def _params(folder):
+  kept = folder / 'kept'
+  write_params(kept / 'plain')
+  write_params(kept / 'compressed', {'id': 'zstd'})
+  path = shutil.copytree(kept / 'plain', folder / 'params')
+  files = sorted(file.relative_to(kept) for file in kept.rglob('*') if file.is_file())
+
+  def mutate(rng):
+    file = rng.choice(files)
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(kept / file.parts[0], path)
+    content = (kept / file).read_bytes()
+    if content[:3] == b'\x0c\xdb:' and rng.random() < 0.9:  # with the right size and checksum
+      content = bytearray(content[:12] + hostile.mutated_bytes(content[12:-4], rng))
+      content[4:12] = struct.pack('<Q', len(content) + 4)
+      content += struct.pack('<I', _crc32c(content))
+    elif rng.random() < 0.9:
+      content = _mutated_nodes(content, rng)
+    else:
+      content = hostile.mutated_bytes(content, rng)
+    (path / pathlib.Path(*file.parts[1:])).write_bytes(content)
+
+  return [path], mutate, lambda: StoredParams(path).read(SHAPES, np.dtype(np.float32))
+
+
+def _mutated_nodes(content, rng):
+  """A file of data with one of its nodes mutated, of the same size and with the right checksum."""
+  places = [at for at in range(len(content) - 12) if content[at : at + 2] == b'\x0c\xdb']
+  if not places:
+    return hostile.mutated_bytes(content, rng)
+  at = rng.choice(places)
+  size = int.from_bytes(content[at + 4 : at + 12], 'little')
+  inner = bytearray(hostile.mutated_bytes(content[at + 12 : at + size - 4], rng))
+  inner = inner[: size - 16].ljust(size - 16, b'\0')
+  node = content[at : at + 12] + inner
+  return content[:at] + node + struct.pack('<I', _crc32c(node)) + content[at + size :]
+
+
+_KINDS = {'torch': _torch, 'safetensors': _safetensors, 'gguf': _gguf, 'params': _params}
+
+
+def main(kind, folder, num):
+  names, mutate, read = _KINDS[kind](pathlib.Path(folder))
+  read()  # the valid file
+  tally = hostile.Tally(*names)
+  for number in range(int(num)):
+    mutate(random.Random(f'{kind}/{number}'))
+    print(number, file=sys.stderr)  # the last one is that which ended the process
+    tally.read(read, f'mutation {number}')
+  tally.check(int(num))
+  if os.environ.get('SHOW'):
+    print(json.dumps(tally.refusals, indent=1))
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
