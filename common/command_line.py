@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import math
 import os
@@ -41,6 +42,8 @@ def message_of(error: BaseException) -> str | None:
   kind = type(error).__name__
   if isinstance(error, OSError) and error.filename and error.strerror:
     return f'{error.filename}: {error.strerror}'
+  if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO):  # files have names
+    return f'cannot write to the standard output: {error.strerror}'
   if isinstance(error, ValueError | OSError | ImportError):  # a remote path may need a package that is not installed
     return str(error) or kind
   # A panic of the tokenizers is no Exception. Its type can only be told by its name.
@@ -70,24 +73,19 @@ def _parse_flags(argv: list[str]) -> list[str]:
   return rest
 
 
-def _end_stdout() -> OSError | None:
-  """Writes what was printed; returns the error if it cannot be, and lets the interpreter not try it again."""
+def _end_stdout() -> None:
+  """Writes what was printed, or lets the interpreter not try it again."""
   try:
     sys.stdout.flush()
-  except OSError as error:
-    # What is left in the buffer goes nowhere.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return error
-  return None
+  except OSError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere
 
 
 def _end(error: BaseException) -> NoReturn:
   """Ends the command with one line about an error, or lets it go on if there is none."""
-  unprinted = _end_stdout()
+  _end_stdout()
   if isinstance(error, BrokenPipeError):  # whoever read the output wants no more
     sys.exit(1)
-  if unprinted is not None and isinstance(error, OSError) and error.errno == unprinted.errno:
-    _fail(f'cannot write to the standard output: {unprinted.strerror}')
   message = message_of(error)
   if message is None:
     raise error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from etils import epath
 
@@ -86,6 +86,21 @@ class OutputFiles:
       for flag, file in files.items():
         with _named(flag):
           file.commit()
+
+  def write_after(self, show: Callable[[], None], **contents: str | bytes) -> None:
+    """Prints and then writes: a full disk loses nothing that is printed, and a closed pipe nothing that is written.
+
+    Args:
+      show: Prints.
+      **contents: As for `write`.
+
+    Raises:
+      ValueError: As for `write`.
+    """
+    try:
+      show()
+    finally:
+      self.write(**contents)
 
   def __exit__(self, *error) -> None:
     self._locks.close()

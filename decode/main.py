@@ -33,11 +33,8 @@ def decode():
   with outputs:
     with show_progress() as notify:
       run = run_decode(options, notify)
-    # A full disk loses nothing that is printed, and a closed pipe nothing that is written.
-    try:
-      report.print_report(run)
-    finally:
-      outputs.write(output=records.to_json(run), generations=records.to_jsonl(run))
+    contents = {'output': records.to_json(run), 'generations': records.to_jsonl(run)}
+    outputs.write_after(lambda: report.print_report(run), **contents)
 
 
 if __name__ == '__main__':

@@ -67,7 +67,7 @@ def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
     'weights': options.weights,
     'lookup_max': options.lookup_max if has_lookup else None,
     'lookup_min': options.lookup_min if has_lookup else None,
-    'lookup_corpus': _hash(models['corpus'] | {'path': None}) if 'corpus' in models else None,
+    'lookup_corpus': _hash([*models['corpus']['sha256'].values()]) if 'corpus' in models else None,
     'growth_threshold': 0.0 if setting.growth is None else setting.growth.threshold,
     'gumbel': options.gumbel,
     'logprobs': options.logprobs,
