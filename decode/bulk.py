@@ -1,7 +1,8 @@
 """Continues many prompts by one method: `python -m decode.bulk --prompts=FILE --generations=FILE`.
 
 Finished rows are refilled with the next prompts, and every continuation is appended to the file as soon as it is
-complete. `--resume` continues a run that ended early for any reason. No prompt is lost and none is decoded twice.
+complete. `--resume` continues a run that ended early for any reason. No prompt is lost and none is decoded twice. Every
+line records what determines it, and a file of another run is refused.
 
 With N processes, each decodes every N-th prompt on its own devices and writes its own part of the output, named in an
 index. They find each other like those of `decode.main`, and the first one prints.

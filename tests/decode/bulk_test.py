@@ -130,6 +130,12 @@ def test_a_run_that_is_killed_at_any_moment_is_gone_on_with(pair, many_prompts, 
   wanted = by_place(read(tmp_path / 'straight.jsonl'))
   assert len(wanted) == 69
   path, rng, num_lines = tmp_path / 'killed.jsonl', np.random.default_rng(3), 0
+  # At its start, where the file may be there or not.
+  for wait in (0.5, 2, 4):
+    process = start(pair, many_prompts, path, '--resume', num_seeds=3)
+    time.sleep(wait)
+    process.kill()
+    process.communicate()
   for _ in range(4):
     process = start(pair, many_prompts, path, '--resume', num_seeds=3)
     # Killed when some more lines are there, and a moment later: while others are written or decoded.
@@ -144,6 +150,30 @@ def test_a_run_that_is_killed_at_any_moment_is_gone_on_with(pair, many_prompts, 
   assert 4 <= num_lines < 69
   commands.succeed('decode.bulk', *flags(pair, many_prompts, path, '--resume', num_seeds=3))
   assert by_place(read(path)) == wanted
+
+
+@pytest.mark.slow
+def test_a_second_run_is_refused_before_it_loads_anything(pair, many_prompts, tmp_path):
+  path = tmp_path / 'out.jsonl'
+  process = start(pair, many_prompts, path)
+  while process.poll() is None and not (tmp_path / '.out.jsonl.lock').exists():
+    time.sleep(0.01)
+  for more in ((), ('--resume',)):
+    line = commands.refuse('decode.bulk', *flags(pair, many_prompts, path, *more))
+    assert line == f'error: generations: {path} is being written by another process'
+  commands.finish(process)
+  assert len(by_place(read(path))) == 23
+  assert [file.name for file in tmp_path.iterdir()] == ['out.jsonl']
+
+
+def test_a_file_that_the_run_reads_is_no_output(pair, many_prompts):
+  before = many_prompts.read_bytes()
+  for more in ((), ('--resume',)):
+    line = commands.refuse('decode.bulk', *flags(pair, many_prompts, many_prompts, *more))
+    assert line == f'error: generations would overwrite {many_prompts}, which prompts reads'
+  line = commands.refuse('decode.bulk', *flags(pair, many_prompts, f'{pair["draft"]}/model.json', '--resume'))
+  assert line.endswith('draft/model.json, which draft reads')
+  assert many_prompts.read_bytes() == before
 
 
 @pytest.mark.parametrize(
