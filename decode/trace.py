@@ -173,11 +173,11 @@ if __name__ == '__main__':
     with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as outputs:
       with show_progress() as notify:
         data = record_trace(options, tuple(name.strip() for name in _COMPARE.value), notify)
-      outputs.write(output=make_page(data))
-    num_tokens = sum(len(played['origins']) for played in data['rounds'])
-    print(
-      f'{num_tokens} tokens in {len(data["rounds"])} rounds, {num_tokens / len(data["rounds"]):.2f} per target call;'
-      f' {_OUTPUT.value}'
-    )
+      num_tokens = sum(len(played['origins']) for played in data['rounds'])
+      line = (
+        f'{num_tokens} tokens in {len(data["rounds"])} rounds, {num_tokens / len(data["rounds"]):.2f} per target call;'
+        f' {_OUTPUT.value}'
+      )
+      outputs.write_after(lambda: print(line), output=make_page(data))
 
   command_line.run(main)

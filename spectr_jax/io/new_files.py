@@ -89,7 +89,8 @@ def only_writer(path: epath.PathLike) -> Iterator[None]:
     yield
   finally:
     with contextlib.suppress(OSError):
-      if os.fstat(descriptor).st_size == 0:  # ours are empty
+      found = os.fstat(descriptor)
+      if stat.S_ISREG(found.st_mode) and found.st_size == 0:  # as ours are
         os.unlink(place)
     os.close(descriptor)
 
