@@ -29,6 +29,7 @@ from common.program_memory import describe_groups
 from decode.auto.prediction import predict_all
 from decode.experiment import metrics
 from decode.experiment.console import show_progress
+from decode.experiment.inputs import inputs_of
 from decode.experiment.options import AUTO
 from decode.experiment.run import measure
 from decode.experiment.settings import baseline_of
@@ -105,6 +106,27 @@ def compare_predictions(workload: Workload, predictions, notify) -> dict:
   }
 
 
+def print_comparison(found: dict) -> None:
+  """Prints what `compare_predictions` found."""
+  for row in sorted(found['settings'], key=lambda row: -row['measured']):
+    predicted, measured = row['predicted'], row['measured']
+    ratio = predicted / measured
+    print(f'{row["setting"]:28} predicted {predicted:7.1f}, measured {measured:7.1f} tokens/s: {ratio:.2f}')
+  for line in describe_groups(found['run']['timed_together']):
+    print(line)
+  low, high = found['chosen_over_best_ci95']
+  for what, field in (('tokens/s', 'errors'), ('multiples of autoregressive decoding', 'errors_of_speedups')):
+    of = found[field]
+    print(
+      f'{what}: errors of {of["median"]:.1%} in the median, {of["largest"]:.1%} at most, {of["of_the_chosen"]:.1%} of'
+      f' the chosen; within 10% for {of["share_within_10_percent"]:.0%} of {len(found["settings"])} settings'
+    )
+  print(
+    f'chosen {found["chosen"]}, fastest measured {found["best"]}:'
+    f' {found["chosen_over_best"]:.3f} ({low:.3f} to {high:.3f}) times as fast'
+  )
+
+
 if __name__ == '__main__':
   from absl import flags
 
@@ -118,7 +140,7 @@ if __name__ == '__main__':
     options = read_options(method=(AUTO,))
     if _SHAPES.value and options.mesh:
       raise ValueError('shapes are for one device, without a mesh')
-    with OutputFiles(output=_OUTPUT.value) as outputs:
+    with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as outputs:
       with show_progress() as notify:
         workload = Workload.load(options)
         if _SHAPES.value:
@@ -126,23 +148,6 @@ if __name__ == '__main__':
         if len(workload.batches) < 2:
           raise ValueError(f'intervals are over batches: num_prompts must be above batch_size {options.batch_size}')
         found = compare_predictions(workload, predict_all(workload, notify), notify)
-      outputs.write(output=json.dumps(found, indent=2) + '\n')
-    for row in sorted(found['settings'], key=lambda row: -row['measured']):
-      predicted, measured = row['predicted'], row['measured']
-      ratio = predicted / measured
-      print(f'{row["setting"]:28} predicted {predicted:7.1f}, measured {measured:7.1f} tokens/s: {ratio:.2f}')
-    for line in describe_groups(found['run']['timed_together']):
-      print(line)
-    low, high = found['chosen_over_best_ci95']
-    for what, field in (('tokens/s', 'errors'), ('multiples of autoregressive decoding', 'errors_of_speedups')):
-      of = found[field]
-      print(
-        f'{what}: errors of {of["median"]:.1%} in the median, {of["largest"]:.1%} at most, {of["of_the_chosen"]:.1%} of'
-        f' the chosen; within 10% for {of["share_within_10_percent"]:.0%} of {len(found["settings"])} settings'
-      )
-    print(
-      f'chosen {found["chosen"]}, fastest measured {found["best"]}:'
-      f' {found["chosen_over_best"]:.3f} ({low:.3f} to {high:.3f}) times as fast'
-    )
+      outputs.write_after(lambda: print_comparison(found), output=json.dumps(found, indent=2) + '\n')
 
   command_line.run(main)

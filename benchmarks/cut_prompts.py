@@ -15,6 +15,7 @@ from absl import flags
 from etils import epath
 
 from common import command_line
+from common.output_files import OutputFiles
 from train.text_sources import read_text
 
 
@@ -52,8 +53,9 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
-    prompts = cut(read_text(epath.Path(_TEXT.value)), _NUM_PROMPTS.value, _NUM_WORDS.value)
-    lines = [json.dumps({'id': i, 'prompt': prompt}, ensure_ascii=False) for i, prompt in enumerate(prompts)]
-    epath.Path(_OUTPUT.value).write_text('\n'.join(lines) + '\n')
+    with OutputFiles(output=_OUTPUT.value).apart_from({'text': [_TEXT.value]}) as files:
+      prompts = cut(read_text(epath.Path(_TEXT.value)), _NUM_PROMPTS.value, _NUM_WORDS.value)
+      lines = [json.dumps({'id': i, 'prompt': prompt}, ensure_ascii=False) for i, prompt in enumerate(prompts)]
+      files.write(output='\n'.join(lines) + '\n')
 
   command_line.run(main)

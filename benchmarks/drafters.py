@@ -160,9 +160,9 @@ if __name__ == '__main__':
       if _PEER_FLAG.value:
         ways |= peer_ways(one, command_line.parse_numbers('peer_lookup', _PEER_LOOKUP.value))
       found = measure(ways, len(one.prompts))
-      print('\n'.join(describe(found)))
       plain = {name: {column: values.tolist() for column, values in each.items()} for name, each in found.items()}
       content = {'run': one.info, 'drafters': _DRAFTERS.value, 'prompts': [prompt.id for prompt in one.prompts]}
-      files.write(output=json.dumps(content | {'ways': plain}, indent=2) + '\n')
+      text = json.dumps(content | {'ways': plain}, indent=2) + '\n'
+      files.write_after(lambda: print('\n'.join(describe(found))), output=text)
 
   command_line.run(main)

@@ -200,10 +200,13 @@ if __name__ == '__main__':
     with OutputFiles(output=_OUTPUT.value, picture=_PICTURE.value) as files:
       found = measure(points, _METHOD.value, _NUM_RUNS.value)
       rows = [{'point': dataclasses.asdict(point)} | each for point, each in zip(points, found)]
-      for row in rows:
-        times = ', '.join(f'{part} {1e3 * row[part]:.2f}' for part in TIMES)
-        print(f'{row["point"]}: ms {times}; {row["bytes"] / row["floor_bytes"]:.2f} of the least memory')
-      files.write(
+      lines = [
+        f'{row["point"]}: ms {", ".join(f"{part} {1e3 * row[part]:.2f}" for part in TIMES)};'
+        f' {row["bytes"] / row["floor_bytes"]:.2f} of the least memory'
+        for row in rows
+      ]
+      files.write_after(
+        lambda: print('\n'.join(lines)),
         output=json.dumps({'run': describe_machine(), 'method': _METHOD.value, 'rows': rows}, indent=2) + '\n',
         picture=draw(rows, _METHOD.value) if _PICTURE.value else None,
       )

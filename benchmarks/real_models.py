@@ -217,7 +217,8 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
-    with OutputFiles(output=_OUTPUT.value) as files:
+    inputs = {'target': [_TARGET.value], 'text': [_TEXT.value]}
+    with OutputFiles(output=_OUTPUT.value).apart_from(inputs) as files:
       found = measure(
         _TARGET.value,
         text=pathlib.Path(_TEXT.value).read_text(encoding='utf-8'),

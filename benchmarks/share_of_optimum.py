@@ -24,7 +24,9 @@ from absl import flags
 import spectr_jax
 from benchmarks.verification import environment
 from common import command_line
+from common.output_files import OutputFiles
 from decode.experiment import metrics
+from decode.experiment.inputs import inputs_of
 from decode.experiment.laws import laws_after
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import encode_prompts
@@ -184,12 +186,10 @@ if __name__ == '__main__':
     }
     if _GIVEN.value != 'none':
       grid['given'] = _GIVEN.value
-    records = measure(options, **grid)
-    print(_table(records))
-    if _OUTPUT.value:
+    with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as files:
+      records = measure(options, **grid)
       flags_given = grid | {'num_prompts': options.num_prompts, 'max_new_tokens': options.max_new_tokens}
-      with open(_OUTPUT.value, 'w') as stream:
-        json.dump({'run': {'flags': flags_given, **environment()}, 'results': records}, stream, indent=2)
-        stream.write('\n')
+      content = {'run': {'flags': flags_given, **environment()}, 'results': records}
+      files.write_after(lambda: print(_table(records)), output=json.dumps(content, indent=2) + '\n')
 
   command_line.run(main)

@@ -36,6 +36,7 @@ from decode.experiment import latency
 from decode.experiment.workload import describe_machine
 from spectr_jax import Decoder, Model, TokenTree
 from spectr_jax.draft import Drafter, head_drafter
+from spectr_jax.io.foreign import LARGE, map_of, object_of, read_object
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.methods import Method
 from spectr_jax.models import causal_lm, head
@@ -337,15 +338,16 @@ def run(sizes: Sizes, output: epath.PathLike) -> None:
     ValueError: The file holds results of other sizes or of another machine, or some measurements failed.
   """
   path, failed, models = epath.Path(output), 0, None
-  kept = json.loads(path.read_text()) if path.exists() else {}
-  results: dict[str, Result] = kept.get('results', {})
+  fields = {'run': object_of({}), 'results': map_of(object_of({}))}
+  kept = read_object(path, fields, LARGE) if path.exists() else {}
+  results: dict[str, Result] = kept.get('results') or {}
   peer = None
   if sizes.peer_device is not None and PEER not in results:
     # Before this process takes the device's memory.
     peer = real_models.in_own_process(measure_peer, sizes, sizes.peer_device)
   described = describe_run(sizes)
-  if kept and kept['run'] != described:
-    raise ValueError(f'{path} holds results of another machine or of other flags: {kept["run"]}')
+  if kept and kept.get('run') != described:
+    raise ValueError(f'{path} holds results of another machine or of other flags: {kept.get("run")}')
 
   with OutputFiles(output=output) as files:
 

@@ -22,6 +22,7 @@ import numpy as np
 from absl import flags
 
 from common import command_line
+from common.output_files import OutputFiles
 from decode.experiment import metrics
 from spectr_jax import METHODS
 
@@ -252,15 +253,14 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
+    outputs = OutputFiles(output=_OUTPUT.value).apart_from({'files': _FILES.value})
     found = read(_FILES.value)
     if not found:
       raise ValueError('no files given, or nothing in them')
-    if _OUTPUT.value:
-      with open(_OUTPUT.value, 'w', encoding='utf-8') as file:
-        file.write(summarize(found))
     lines = tables(found, _BASELINE.value)
     if _NODES.value is not None:
       lines += best_shapes(found, _NODES.value)
-    print('\n'.join(lines))
+    with outputs:
+      outputs.write_after(lambda: print('\n'.join(lines)), output=summarize(found))
 
   command_line.run(main)

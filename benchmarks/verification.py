@@ -33,6 +33,7 @@ from absl import flags
 
 import spectr_jax
 from common import command_line
+from common.output_files import OutputFiles
 from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, get_method
 from spectr_jax.methods import Method
 from spectr_jax.sampling import logits_to_probs
@@ -454,10 +455,9 @@ if __name__ == '__main__':
       'repeats': _REPEATS.value,
       'num_proposals': _NUM_PROPOSALS.value,
     }
-    records = run([get_method(name) for name in _METHODS.value], **options)
-    if _OUTPUT.value:
-      with open(_OUTPUT.value, 'w') as stream:
-        json.dump({'run': {'flags': options, **environment()}, 'results': records}, stream, indent=2)
-        stream.write('\n')
+    with OutputFiles(output=_OUTPUT.value) as files:
+      records = run([get_method(name) for name in _METHODS.value], **options)
+      content = {'run': {'flags': options, **environment()}, 'results': records}
+      files.write(output=json.dumps(content, indent=2) + '\n')
 
   command_line.run(main)

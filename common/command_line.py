@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 from absl import app, flags, logging
 from etils import epath
@@ -16,14 +19,43 @@ from common.compilation_cache import keep_compiled
 _NAME_AND_INTS = re.compile(r'\s*([a-z][\w-]*)\s*(?::(\s*[+-]?\d+\s*(?:,\s*[+-]?\d+\s*)*))?', re.ASCII | re.IGNORECASE)
 
 
-def message_of(error: Exception) -> str:
-  """The message about an error for users."""
+# The variable of the environment with which errors end in tracebacks.
+TRACEBACK = 'SPECTR_JAX_TRACEBACK'
+_LONGEST = 300  # characters of an unexpected message, and of the arguments
+
+
+def _cut(text: str) -> str:
+  return text if len(text) <= _LONGEST else f'{text[: _LONGEST - 3]}...'
+
+
+def message_of(error: BaseException) -> str | None:
+  """The line about an error for users; None for one that is not for users: its traceback is shown, or it is no error.
+
+  Bad input raises `ValueError`, `OSError` or `ImportError`. Anything else is a fault of the program, but for a lack of
+  memory. Assertions, and with the variable `TRACEBACK` all errors, have tracebacks.
+
+  Args:
+    error: What ended the command.
+  """
+  if os.environ.get(TRACEBACK) or isinstance(error, AssertionError):
+    return None
+  kind = type(error).__name__
   if isinstance(error, OSError) and error.filename and error.strerror:
     return f'{error.filename}: {error.strerror}'
-  return str(error)
+  if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO):  # files have names
+    return f'cannot write to the standard output: {error.strerror}'
+  if isinstance(error, ValueError | OSError | ImportError):  # a remote path may need a package that is not installed
+    return str(error) or kind
+  # A panic of the tokenizers is no Exception. Its type can only be told by its name.
+  if not isinstance(error, Exception) and kind != 'PanicException':
+    return None
+  given = f'given {_cut(" ".join(sys.argv[1:]))}; ' if sys.argv[1:] else ''
+  if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):
+    return f'there is not enough memory; {given}{_cut(str(error)) or kind}'
+  return f'unexpected fault of the program, {kind}: {_cut(str(error))}; {given}{TRACEBACK}=1 shows where it is'
 
 
-def _fail(message: str, code: int = 1) -> None:
+def _fail(message: str, code: int = 1) -> NoReturn:
   print('error: ' + ' '.join(message.split()), file=sys.stderr)
   sys.exit(code)
 
@@ -33,10 +65,31 @@ def _parse_flags(argv: list[str]) -> list[str]:
     rest = flags.FLAGS(argv)
   except flags.Error as error:
     _fail(f'{error}; --helpfull lists all flags')
+  except Exception as error:  # files of configurations are programs
+    _end(error)
   # Users see log messages of libraries below ERROR only if they set --verbosity.
   if flags.FLAGS['verbosity'].using_default_value:
     flags.FLAGS.verbosity = logging.ERROR
   return rest
+
+
+def _end_stdout() -> None:
+  """Writes what was printed, or lets the interpreter not try it again."""
+  try:
+    sys.stdout.flush()
+  except OSError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere
+
+
+def _end(error: BaseException) -> NoReturn:
+  """Ends the command with one line about an error, or lets it go on if there is none."""
+  _end_stdout()
+  if isinstance(error, BrokenPipeError):  # whoever read the output wants no more
+    sys.exit(1)
+  message = message_of(error)
+  if message is None:
+    raise error
+  _fail(message)
 
 
 def _collect_rarely() -> None:
@@ -48,7 +101,7 @@ def _collect_rarely() -> None:
 def run(main: Callable[[list[str]], None]) -> None:
   """Runs a command under absl: parses flags, sets up the compilation cache and calls `main`.
 
-  `ValueError`, `OSError` and `ImportError` end the process with one line and exit code 1.
+  Errors end the process with one line and exit code 1, see `message_of`.
 
   Args:
     main: Called with the arguments that are not flags: the program's name.
@@ -63,14 +116,22 @@ def run(main: Callable[[list[str]], None]) -> None:
   def guarded(argv):
     if len(argv) > 1:
       _fail(f'unexpected argument {argv[1]!r}; options are given as --name=value')
+    has_stdout = sys.stdout is not None
+    if not has_stdout:
+      sys.stdout = open(os.devnull, 'w')  # noqa: SIM115 - no file of the command may take its place
     try:
       _collect_rarely()
       keep_compiled(cache_dir.value)
       main(argv)
-    except (ValueError, OSError, ImportError) as error:  # a remote path may need a package that is not installed
-      _fail(message_of(error))
+      sys.stdout.flush()
     except KeyboardInterrupt:
       _fail('interrupted', 130)
+    except SystemExit:
+      raise
+    except BaseException as error:  # a panic of the tokenizers is no Exception
+      _end(error)
+    if not has_stdout:
+      _fail('cannot write to the standard output: it is closed')
 
   app.run(guarded, flags_parser=_parse_flags)
 

@@ -11,6 +11,8 @@ import sys
 import jax
 from etils import epath
 
+from spectr_jax.io.new_files import NewFile
+
 
 def _machine() -> str:
   """A name that is equal for CPUs that can run each other's programs, since machines may share a home directory."""
@@ -22,8 +24,14 @@ def _machine() -> str:
   return f'{platform.machine()}-{hashlib.sha256(chr(10).join(features).encode()).hexdigest()[:8]}'
 
 
-def _user_cache() -> pathlib.Path:
-  return pathlib.Path(os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache')
+def _default() -> pathlib.Path:
+  """The directory of this machine in the user's cache.
+
+  Raises:
+    RuntimeError: The user has no home.
+  """
+  home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+  return pathlib.Path(home) / 'spectr_jax' / _machine()
 
 
 def keep_compiled(directory: str | None) -> None:
@@ -41,10 +49,10 @@ def keep_compiled(directory: str | None) -> None:
     jax.config.update('jax_enable_compilation_cache', False)
     return
   try:
-    path = epath.Path(directory or _user_cache() / 'spectr_jax' / _machine())
+    path = epath.Path(directory or _default())
     path.mkdir(parents=True, exist_ok=True)
-    (path / 'writable').touch()
-  except Exception as error:  # remote file systems raise their own types; a user may have no home
+    NewFile(path / 'writable').discard()
+  except Exception as error:  # remote file systems raise their own types
     if directory is None:  # the default; a warning is enough
       print(f'compiled programs are not kept: {error}', file=sys.stderr)
       jax.config.update('jax_enable_compilation_cache', False)

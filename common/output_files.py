@@ -1,72 +1,115 @@
-"""Output files that are written completely or not at all."""
+"""Output files of commands: checked before a long run, written completely or not at all."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 
 from etils import epath
+
+from spectr_jax.io.new_files import NewFile, is_same_file, only_writer, resolved
+
+
+def check_apart(
+  outputs: Mapping[str, epath.PathLike | None], inputs: Mapping[str, Iterable[epath.PathLike]] | None = None
+) -> None:
+  """Refuses an output that is another output, an input, or a file in a folder that is one.
+
+  Paths are those of one file through symbolic and hard links, too.
+
+  Args:
+    outputs: Paths by flag; None for a flag that is not given.
+    inputs: What is read, by flag; it need not exist.
+
+  Raises:
+    ValueError: The message names both flags.
+  """
+  given = [(flag, path) for flag, path in outputs.items() if path is not None]
+  for (one, path), (other, second) in itertools.combinations(given, 2):
+    if is_same_file(path, second):
+      raise ValueError(f'{one} and {other} name the same file, {path}')
+  for (flag, path), (name, read) in itertools.product(given, (inputs or {}).items()):
+    for place in read:
+      if is_same_file(path, place):
+        raise ValueError(f'{flag} would overwrite {path}, which {name} reads')
+      if resolved(place) in resolved(path).parents:
+        raise ValueError(f'{flag} would write {path} into {place}, which {name} reads')
 
 
 class OutputFiles:
   """Files that are written completely or not at all; an existing file stays until its replacement is complete.
 
-  A context manager. Entering it checks that all files can be written, so that a long run does not fail at its end.
+  A context manager. Entering it checks that all files can be written, so that a long run does not fail at its end, and
+  keeps other processes from writing them until it is left.
 
   Attributes:
-    paths: Paths by flag, without flags that are None.
+    paths: Paths by flag, behind symbolic links, without flags that are None.
   """
 
   def __init__(self, **paths: epath.PathLike | None):
-    # Links are resolved: renaming onto a link would replace the link and not its target.
-    self.paths = {
-      flag: epath.Path(path if '://' in str(path) else os.path.realpath(path))
-      for flag, path in paths.items()
-      if path is not None
-    }
+    self.paths = {flag: resolved(path) for flag, path in paths.items() if path is not None}
+    self._locks = contextlib.ExitStack()
 
-  def _unfinished(self, flag: str) -> epath.Path:
-    path = self.paths[flag]
-    return path.parent / f'{path.name}.unfinished'
-
-  def __enter__(self) -> OutputFiles:
-    if len(set(self.paths.values())) < len(self.paths):
-      raise ValueError(f'{" and ".join(self.paths)} name the same file, {next(iter(self.paths.values()))}')
-    try:
-      for flag, path in self.paths.items():
-        self._reserve(flag, path)
-    except BaseException:
-      self._clean()
-      raise
+  def apart_from(self, inputs: Mapping[str, Iterable[epath.PathLike]]) -> OutputFiles:
+    """Checks by `check_apart` that the files are not among the inputs, and returns itself."""
+    check_apart(self.paths, inputs)
     return self
 
-  def _reserve(self, flag: str, path: epath.Path) -> None:
-    is_local = '://' not in str(path)
-    if is_local and not path.parent.is_dir():
-      raise ValueError(f'{flag}: cannot write {path}: there is no directory {path.parent}')
-    if path.is_dir() or (is_local and path.exists() and not os.path.isfile(path)):  # epath takes devices for files
-      raise ValueError(f'{flag}: cannot write {path}: it exists and is not a regular file')
-    try:
-      self._unfinished(flag).write_text('')
-    except Exception as error:  # remote file systems raise their own types
-      raise ValueError(f'{flag}: cannot write {path}: {getattr(error, "strerror", None) or error}') from error
+  def __enter__(self) -> OutputFiles:
+    check_apart(self.paths)
+    with self._locks as undone:
+      for flag, path in self.paths.items():
+        with _named(flag):
+          NewFile(path).discard()
+          undone.enter_context(only_writer(path))
+      self._locks = undone.pop_all()
+    return self
 
   def write(self, **contents: str | bytes) -> None:
     """Writes the content of every flag that has a path.
 
     Args:
       **contents: Text or bytes by flag; a flag without a path is ignored.
-    """
-    contents = {flag: content for flag, content in contents.items() if flag in self.paths}
-    for flag, content in contents.items():
-      self._unfinished(flag).write_bytes(content.encode() if isinstance(content, str) else content)
-    for flag in contents:
-      self._unfinished(flag).replace(self.paths[flag])
 
-  def _clean(self) -> None:
-    for flag in self.paths:
-      with contextlib.suppress(Exception):
-        self._unfinished(flag).unlink(missing_ok=True)
+    Raises:
+      ValueError: A file cannot be written. None is replaced unless all contents are written.
+    """
+    with contextlib.ExitStack() as unfinished:
+      files = {}
+      for flag, content in contents.items():
+        if flag in self.paths:
+          with _named(flag):
+            files[flag] = NewFile(self.paths[flag])
+            unfinished.callback(files[flag].discard)
+            files[flag].write(content.encode() if isinstance(content, str) else content)
+      for flag, file in files.items():
+        with _named(flag):
+          file.commit()
+
+  def write_after(self, show: Callable[[], None], **contents: str | bytes) -> None:
+    """Prints and then writes: a full disk loses nothing that is printed, and a closed pipe nothing that is written.
+
+    Args:
+      show: Prints.
+      **contents: As for `write`.
+
+    Raises:
+      ValueError: As for `write`.
+    """
+    try:
+      show()
+    finally:
+      self.write(**contents)
 
   def __exit__(self, *error) -> None:
-    self._clean()
+    self._locks.close()
+
+
+@contextlib.contextmanager
+def _named(flag: str):
+  """Names the flag in front of what is wrong with its file."""
+  try:
+    yield
+  except ValueError as error:
+    raise ValueError(f'{flag}: {error}') from error

@@ -6,6 +6,7 @@ import glob
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -55,30 +56,34 @@ def initialize() -> None:
     raise ValueError(f'the processes did not come together, see {flag_names}: {error}') from error
 
 
-def fail(error: Exception) -> NoReturn:
-  """Ends this process with one line and exit code 1, without waiting for anything.
+def fail(error: BaseException) -> NoReturn:
+  """Ends this process with one line, or the traceback of a fault, and exit code 1, without waiting for anything.
 
   An orderly exit would wait for the other processes, which wait for this one, and for work in background threads.
   """
-  print('error: ' + ' '.join(command_line.message_of(error).split()), file=sys.stderr, flush=True)
-  sys.stdout.flush()
-  os._exit(1)
+  try:
+    message = command_line.message_of(error)
+    if message is None:
+      traceback.print_exception(error)
+    else:
+      print('error: ' + ' '.join(message.split()), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+  finally:  # also where nothing can be printed
+    os._exit(1)
 
 
 def run_together(work: Callable[[], None]) -> None:
   """Joins the other processes, if there are any, and does the work; a failure in one of them ends all.
 
   Args:
-    work: The work; bad input raises ValueError or OSError.
-
-  Raises:
-    ValueError: `work` raised it, and there is only this process.
-    OSError: `work` raised it, and there is only this process.
+    work: The work. What it raises is raised where there is only this process, and else ends this process by `fail`.
   """
   initialize()
   try:
     work()
-  except (ValueError, OSError) as error:
+  except (KeyboardInterrupt, SystemExit):
+    raise
+  except BaseException as error:  # a panic of the tokenizers is no Exception
     if jax.process_count() == 1:
       raise
     fail(error)

@@ -27,6 +27,7 @@ import jax
 from absl import flags
 
 from common import command_line
+from common.output_files import OutputFiles
 from decode.experiment.options import DRAFT_MESHES
 from spectr_jax.aot.compile import compile_decode
 from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost, Program
@@ -36,6 +37,7 @@ from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import PARTS, ROUNDS
 from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.io.content import files_of
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.io.load import hub_folder
 from spectr_jax.methods import METHODS, Method, get_method
@@ -291,31 +293,31 @@ if __name__ == '__main__':
     num_drafts = 1 if method.max_drafts == 1 else _NUM_DRAFTS.value
     target, draft = (read_config(path, _DTYPE.value) for path in (_TARGET.value, _DRAFT.value))
     mesh = make_mesh(command_line.parse_sizes(_MESH.value), describe_topology(_TOPOLOGY.value))
-    report = analyse(
-      DecodeSharding(mesh, is_draft_divided=_DRAFT_MESH.value == 'divided'),
-      method,
-      TokenTree.chains(num_drafts, _DRAFT_LENGTH.value),
-      target=target,
-      draft=draft,
-      batch_size=_BATCH_SIZE.value,
-      prompt_length=_PROMPT_LENGTH.value,
-      max_new_tokens=_NEW_TOKENS.value,
-      collective_seconds=1e-6 * _COLLECTIVE.value,
-      filters=_NAMES.value if _FILTERS.value else (),
-    )
-    print(
-      f'target {_TARGET.value} ({target.num_params / 1e6:.1f}M), draft {_DRAFT.value} ({draft.num_params / 1e6:.1f}M)'
-    )
-    print(
-      f'{method.name}, K = {num_drafts}, L = {_DRAFT_LENGTH.value}, {_BATCH_SIZE.value} rows with room for'
-      f' {_PROMPT_LENGTH.value + _NEW_TOKENS.value} tokens; {_TOPOLOGY.value}, mesh'
-      f' {" x ".join(f"{name} {size}" for name, size in mesh.shape.items())}, draft {_DRAFT_MESH.value}'
-    )
-    print(describe(report, efficiencies))
-    if _OUTPUT.value:
-      with open(_OUTPUT.value, 'w') as stream:
-        json.dump({'topology': _TOPOLOGY.value, 'mesh': _MESH.value, **report.as_dict()}, stream, indent=2)
-        stream.write('\n')
+    sizes = {'target_config': _TARGET.value, 'draft_config': _DRAFT.value}
+    inputs = {name: files_of(path.split(':')[0]) for name, path in sizes.items()}
+    with OutputFiles(output=_OUTPUT.value).apart_from(inputs) as files:
+      report = analyse(
+        DecodeSharding(mesh, is_draft_divided=_DRAFT_MESH.value == 'divided'),
+        method,
+        TokenTree.chains(num_drafts, _DRAFT_LENGTH.value),
+        target=target,
+        draft=draft,
+        batch_size=_BATCH_SIZE.value,
+        prompt_length=_PROMPT_LENGTH.value,
+        max_new_tokens=_NEW_TOKENS.value,
+        collective_seconds=1e-6 * _COLLECTIVE.value,
+        filters=_NAMES.value if _FILTERS.value else (),
+      )
+      print(
+        f'target {_TARGET.value} ({target.num_params / 1e6:.1f}M), draft {_DRAFT.value} ({draft.num_params / 1e6:.1f}M)'
+      )
+      print(
+        f'{method.name}, K = {num_drafts}, L = {_DRAFT_LENGTH.value}, {_BATCH_SIZE.value} rows with room for'
+        f' {_PROMPT_LENGTH.value + _NEW_TOKENS.value} tokens; {_TOPOLOGY.value}, mesh'
+        f' {" x ".join(f"{name} {size}" for name, size in mesh.shape.items())}, draft {_DRAFT_MESH.value}'
+      )
+      content = {'topology': _TOPOLOGY.value, 'mesh': _MESH.value, **report.as_dict()}
+      files.write_after(lambda: print(describe(report, efficiencies)), output=json.dumps(content, indent=2) + '\n')
     report.memory.check(report.chip)
 
   command_line.run(main)

@@ -1,7 +1,8 @@
 """Continues many prompts by one method: `python -m decode.bulk --prompts=FILE --generations=FILE`.
 
 Finished rows are refilled with the next prompts, and every continuation is appended to the file as soon as it is
-complete. `--resume` continues a run that ended early for any reason. No prompt is lost and none is decoded twice.
+complete. `--resume` continues a run that ended early for any reason. No prompt is lost and none is decoded twice. Every
+line records what determines it, and a file of another run is refused.
 
 With N processes, each decodes every N-th prompt on its own devices and writes its own part of the output, named in an
 index. They find each other like those of `decode.main`, and the first one prints.
@@ -10,6 +11,7 @@ index. They find each other like those of `decode.main`, and the first one print
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -17,11 +19,14 @@ import jax
 from absl import flags
 
 from common import command_line, processes
+from common.output_files import check_apart
 from decode.auto.prediction import choose, predict_all
 from decode.experiment import records
 from decode.experiment.console import show_progress
-from decode.experiment.generation_file import GenerationFile, part_path, write_index
+from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
+from decode.experiment.inputs import inputs_of
 from decode.experiment.options import DecodeOptions
+from decode.experiment.provenance import check_measures_nothing, describe_prompt, describe_run
 from decode.experiment.settings import only_setting
 from decode.experiment.workload import Notify, Workload
 from spectr_jax.engine.refill import Request, generate_many
@@ -53,29 +58,27 @@ def decode_bulk(
     ValueError: Prompts, models, options or the file are unusable; the message says why.
   """
   notify = notify or (lambda what, done, total: None)
-  for name in ('breakdown', 'share_of_optimum', 'profile_dir'):
-    if getattr(options, name):
-      raise ValueError(f'{name} is for decode.main, which compares settings; decode.bulk measures nothing')
+  check_measures_nothing(options)
   process, num_processes = jax.process_index(), jax.process_count()
   setting = None if options.is_auto else only_setting(options)
-  work = Workload.load(options, is_local=True)
-  if setting is None:
-    setting = choose(predict_all(work, notify))
-  prompts, stop = work.prompts, work.stop
-  settings = records.describe_setting(options, setting) | {
-    name: getattr(options, name) for name in ('top_k', 'top_p', 'min_p', 'max_new_tokens', 'chat', 'system')
-  }
-  settings['stop'] = list(options.stop)
-  if options.lookup_corpus:
-    settings['lookup_corpus'] = list(options.lookup_corpus)
-  own = range(process, len(prompts), num_processes)
-  total = len(own) * options.num_seeds * options.num_samples
-  num_tokens = num_calls = 0
-  if num_processes > 1 and process == 0:
-    write_index(path, num_processes)
-  texts = {prompt.index: prompt.text for prompt in prompts}
   part = part_path(path, process, num_processes)
-  with GenerationFile(part, settings, resume=resume, prompts=texts) as file:
+  check_apart({'generations': part}, inputs_of(options))
+  num_tokens = num_calls = 0
+  with GenerationFile(part, resume=resume) as file:
+    check_parts(path, num_processes)
+    work = Workload.load(options, is_local=True)
+    if setting is None:
+      setting = choose(predict_all(work, notify))
+    prompts, stop = work.prompts, work.stop
+    # By index, so that a prompt stays in its part whatever others are left out.
+    own = [row for row, prompt in enumerate(prompts) if prompt.index % num_processes == process]
+    if process == 0:
+      write_index(path, num_processes)
+    described = {prompts[row].index: describe_prompt(prompts[row]) for row in own}
+    file.begin(describe_run(work, setting), described, process=process, num_processes=num_processes)
+    places = itertools.product(options.seeds, (prompts[row].index for row in own), range(options.num_samples))
+    total = len(own) * options.num_seeds * options.num_samples
+    num_done = sum(place in file.done for place in places)
 
     def requests() -> Iterator[Request]:
       for seed in options.seeds:
@@ -86,7 +89,7 @@ def decode_bulk(
           for sample in missing:
             yield Request((seed, row, sample), work.tokens[row, : work.lengths[row]], samples[sample])
 
-    notify('decoding', len(file.done), total)
+    notify('decoding', num_done, total)
     start = time.perf_counter()
     for found in generate_many(
       work.target,
@@ -106,10 +109,11 @@ def decode_bulk(
     ):
       seed, row, sample = found.name
       prompt = prompts[row]
-      entry = records.describe_continuation(settings, prompt, seed, sample, found, work.tokenizer, stop)
-      file.append({'index': prompt.index} | entry)
-      num_tokens, num_calls = num_tokens + len(found.tokens), num_calls + found.num_target_calls
-      notify('decoding', len(file.done), total)
+      entry = records.describe_continuation({}, prompt, seed, sample, found, work.tokenizer, stop)
+      corpus = {'lookup_corpus': list(options.lookup_corpus)} if options.lookup_corpus else {}
+      file.append({'index': prompt.index} | described[prompt.index] | entry | corpus)
+      num_tokens, num_calls, num_done = num_tokens + len(found.tokens), num_calls + found.num_target_calls, num_done + 1
+      notify('decoding', num_done, total)
     seconds = time.perf_counter() - start
   return num_tokens, num_calls, seconds
 

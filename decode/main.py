@@ -10,6 +10,7 @@ from common import command_line, processes
 from common.output_files import OutputFiles
 from decode.experiment import records, report
 from decode.experiment.console import show_progress
+from decode.experiment.inputs import inputs_of
 from decode.experiment.option_flags import read_options
 from decode.experiment.run import run_decode
 from spectr_jax.sharding import is_primary
@@ -28,12 +29,12 @@ def decode():
   if not is_primary():
     run_decode(options)
     return
-  outputs = OutputFiles(output=_OUTPUT.value, generations=_GENERATIONS.value)
+  outputs = OutputFiles(output=_OUTPUT.value, generations=_GENERATIONS.value).apart_from(inputs_of(options))
   with outputs:
     with show_progress() as notify:
       run = run_decode(options, notify)
-    outputs.write(output=records.to_json(run), generations=records.to_jsonl(run))
-  report.print_report(run)
+    contents = {'output': records.to_json(run), 'generations': records.to_jsonl(run)}
+    outputs.write_after(lambda: report.print_report(run), **contents)
 
 
 if __name__ == '__main__':

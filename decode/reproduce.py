@@ -1,18 +1,22 @@
 """Reproduces tables and figures of the papers: `python -m decode.reproduce --table=NAME`, or `--figure=NAME`."""
 
+import functools
 import time
+from collections.abc import Iterable, Mapping
 
 from absl import flags
 from etils import epath
+from rich.console import Console
 
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment.console import make_console, show_progress
-from decode.experiment.options import LOOKUP, DecodeOptions, split_draft
+from decode.experiment.options import LOOKUP, SHIPPED_PROMPTS, DecodeOptions, split_draft
 from decode.experiment.prompt_sets import split_set
 from decode.papers import plots
-from decode.papers.exhibit import Request, Results
+from decode.papers.exhibit import Exhibit, Request, Results
 from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
+from spectr_jax.io.content import files_of
 
 _SHIPPED = 'shipped'
 _ALL = 'all'
@@ -150,33 +154,49 @@ def _requests(names: list[str]) -> dict[str, Request]:
   return requests
 
 
-def _output_files(names: list[str]) -> OutputFiles:
+def _output_files(requests: Mapping[str, Request]) -> OutputFiles:
   """The output files of all exhibits; no files if no output directory was given."""
   if _OUTPUT.value is None:
     return OutputFiles()
   plots.check_available()
   directory = epath.Path(_OUTPUT.value)
   directory.mkdir(parents=True, exist_ok=True)
-  files = (f'{name}.{kind}' for name in names for kind in (EXHIBITS[name].data_format, 'md', 'png'))
-  return OutputFiles(**{file: directory / file for file in files})
+  files = (f'{name}.{kind}' for name in requests for kind in (EXHIBITS[name].data_format, 'md', 'png'))
+  return OutputFiles(**{file: directory / file for file in files}).apart_from(_inputs(requests.values()))
+
+
+def _inputs(requests: Iterable[Request]) -> dict[str, list[epath.Path]]:
+  """The files that the exhibits read, by flag."""
+  inputs = {'target': [], 'draft': [], 'prompts': []}
+  for request in requests:
+    inputs['target'] += files_of(request.target)
+    for draft in filter(None, (split_draft(draft)[1] for draft in request.drafts.values())):
+      inputs['draft'] += files_of(draft)
+    inputs['prompts'] += [split_set(SHIPPED_PROMPTS if path is None else path)[1] for path in request.prompts.values()]
+  return inputs
 
 
 def _reproduce(names: list[str]) -> None:
   """Measures, prints and writes exhibits one by one, so that finished ones remain if a later one fails."""
   requests, console = _requests(names), make_console()
   measured = []
-  with _output_files(names) as outputs:
+  with _output_files(requests) as outputs:
     for name, request in requests.items():
       exhibit, start = EXHIBITS[name], time.perf_counter()
       # Exhibits that share rows are measured once.
       same = (results for measure, other, results in measured if (measure, other) == (exhibit.measure, request))
       results = next(same, None) or _run(name, request)
       measured.append((exhibit.measure, request, results))
-      exhibit.show(console, results.rows, exhibit.describe(request, results))
-      if exhibit.kind == 'figure':
-        console.print(f'{time.perf_counter() - start:.0f} s\n', soft_wrap=True)
-      if outputs.paths:
-        outputs.write(**exhibit.files(name, request, results))
+      text = f'{time.perf_counter() - start:.0f} s\n' if exhibit.kind == 'figure' else None
+      files = exhibit.files(name, request, results) if outputs.paths else {}
+      outputs.write_after(functools.partial(_show, console, exhibit, request, results, text), **files)
+
+
+def _show(console: Console, exhibit: Exhibit, request: Request, results: Results, text: str | None) -> None:
+  """Prints an exhibit, and a text behind it."""
+  exhibit.show(console, results.rows, exhibit.describe(request, results))
+  if text is not None:
+    console.print(text, soft_wrap=True)
 
 
 def _run(name: str, request: Request) -> Results:

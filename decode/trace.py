@@ -17,6 +17,7 @@ from absl import flags
 import spectr_jax
 from common import command_line
 from common.output_files import OutputFiles
+from decode.experiment.inputs import inputs_of
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import Setting, only_setting
 from decode.experiment.workload import Notify, Workload, model_title
@@ -169,14 +170,14 @@ if __name__ == '__main__':
   def main(argv):
     del argv
     options = read_options()
-    with OutputFiles(output=_OUTPUT.value) as outputs:
+    with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as outputs:
       with show_progress() as notify:
         data = record_trace(options, tuple(name.strip() for name in _COMPARE.value), notify)
-      outputs.write(output=make_page(data))
-    num_tokens = sum(len(played['origins']) for played in data['rounds'])
-    print(
-      f'{num_tokens} tokens in {len(data["rounds"])} rounds, {num_tokens / len(data["rounds"]):.2f} per target call;'
-      f' {_OUTPUT.value}'
-    )
+      num_tokens = sum(len(played['origins']) for played in data['rounds'])
+      line = (
+        f'{num_tokens} tokens in {len(data["rounds"])} rounds, {num_tokens / len(data["rounds"]):.2f} per target call;'
+        f' {_OUTPUT.value}'
+      )
+      outputs.write_after(lambda: print(line), output=make_page(data))
 
   command_line.run(main)

@@ -90,3 +90,26 @@ def test_what_cannot_be_written(tmp_path, monkeypatch, updates, capsys):
   compilation_cache.keep_compiled(None)
   assert updates == {'jax_enable_compilation_cache': False}
   assert 'compiled programs are not kept' in capsys.readouterr().err
+
+
+def test_files_of_others_stay(tmp_path, updates):
+  (tmp_path / 'victim').write_text('mine')
+  (tmp_path / 'writable').symlink_to(tmp_path / 'victim')
+  before = (tmp_path / 'victim').stat().st_mtime_ns
+  compilation_cache.keep_compiled(str(tmp_path))
+  assert updates['jax_compilation_cache_dir'] == str(tmp_path)
+  assert (tmp_path / 'victim').stat().st_mtime_ns == before
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['victim', 'writable']
+
+
+def test_a_user_without_a_home(monkeypatch, updates, capsys):
+  for name in ('JAX_COMPILATION_CACHE_DIR', 'XDG_CACHE_HOME'):
+    monkeypatch.delenv(name, raising=False)
+
+  def home():
+    raise RuntimeError('Could not determine home directory.')
+
+  monkeypatch.setattr(compilation_cache.pathlib.Path, 'home', home)
+  compilation_cache.keep_compiled(None)
+  assert updates == {'jax_enable_compilation_cache': False}
+  assert capsys.readouterr().err == 'compiled programs are not kept: Could not determine home directory.\n'

@@ -22,6 +22,7 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
+from common.output_files import OutputFiles
 from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Program
 from spectr_jax.aot.hlo_report import Memory, ProgramReport
 from spectr_jax.aot.kernels import take_schedules
@@ -178,12 +179,10 @@ if __name__ == '__main__':
     model_config, devices = check_config(config), describe_topology(_TOPOLOGY.value)
     mesh = make_config_mesh(config, devices)
     print(f'{_TOPOLOGY.value}\n{plan.describe(config, model_config, mesh)}\n', flush=True)
-    report = analyse(config, mesh, collective_seconds=1e-6 * _COLLECTIVE.value)
-    print(describe(report))
-    if _OUTPUT.value:
-      with open(_OUTPUT.value, 'w') as stream:
-        json.dump({'topology': _TOPOLOGY.value, 'mesh': config.mesh, **report.as_dict()}, stream, indent=2)
-        stream.write('\n')
+    with OutputFiles(output=_OUTPUT.value) as files:
+      report = analyse(config, mesh, collective_seconds=1e-6 * _COLLECTIVE.value)
+      content = {'topology': _TOPOLOGY.value, 'mesh': config.mesh, **report.as_dict()}
+      files.write_after(lambda: print(describe(report)), output=json.dumps(content, indent=2) + '\n')
     report.memory.check(report.chip)
 
   flags.mark_flag_as_required('config')

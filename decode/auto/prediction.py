@@ -33,6 +33,7 @@ from jax.experimental import multihost_utils
 from common.output_files import OutputFiles
 from decode.auto.calibration import Calibration, calibrate, conditions_of, observe_finalists, observe_thresholds
 from decode.auto.grid import grid, reference_of, source_of, tree_name_of, tuned, with_thresholds
+from decode.experiment.inputs import inputs_of
 from decode.experiment.settings import Setting, baseline_of
 from decode.experiment.workload import Notify, Workload
 from spectr_jax import Drafter
@@ -144,7 +145,8 @@ def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
     calibration.check(conditions, further or tuned(settings), options.calibration)
   else:
     # The file is opened before anything is measured, to find out whether it is writable. One process writes.
-    with OutputFiles(calibration=options.calibration if is_primary() else None) as files:
+    inputs = inputs_of(dataclasses.replace(options, calibration=None))
+    with OutputFiles(calibration=options.calibration if is_primary() else None).apart_from(inputs) as files:
       calibration = calibrate(workload, settings, notify)
       further = tuned(_ranked(predict(calibration, settings)))
       if further:

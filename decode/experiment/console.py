@@ -33,7 +33,8 @@ def show_progress() -> Iterator[Notify]:
     def print_line(what, done, total):
       nonlocal last
       if what != last:
-        print(f'[{done}/{total}] {what}', file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a closed or full place for progress ends no run
+          print(f'[{done}/{total}] {what}', file=sys.stderr, flush=True)
       last = what
 
     yield print_line

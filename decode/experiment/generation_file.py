@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
+import stat
 from collections.abc import Mapping
 from typing import Any
 
-# Fields that files of earlier versions lack, and what their continuations are.
-_DEFAULTS = {'sample': 0, 'min_p': 0.0, 'stop': [], 'chat': False, 'system': None}
+from decode.experiment.provenance import Part, options_of
+from spectr_jax.io.foreign import (
+  ANYTHING,
+  NOTHING,
+  TEXT,
+  Kind,
+  check_object,
+  either,
+  list_of,
+  one_of,
+  parse_json,
+  read_object,
+  real,
+  shown,
+  whole,
+)
+from spectr_jax.io.new_files import lock, only_writer, resolved, write_file
+
+_LONGEST = 2**24  # bytes of a line; JSON takes up to 25 times its size in memory
+_TOKENS = Kind('a list of ids', lambda x: type(x) is list and {*map(type, x)} <= {int} and min(x, default=0) >= 0)
+_LOGPROBS = list_of(either(NOTHING, real()), 2**24)
+# What every line has beside its settings.
+_FIELDS = {
+  'seed': whole(0, 2**32 - 1), 'index': whole(), 'sample': whole(), 'id': ANYTHING, 'prompt': TEXT, 'tokens': _TOKENS,
+  'text': TEXT, 'target_calls': whole(), 'finish_reason': one_of('stop', 'eos', 'length'),
+}  # fmt: skip
 
 
 def part_path(path: str | os.PathLike, index: int, count: int) -> pathlib.Path:
@@ -25,121 +51,229 @@ def part_path(path: str | os.PathLike, index: int, count: int) -> pathlib.Path:
   return path if count == 1 else path.with_name(f'{path.stem}-{index:05}-of-{count:05}{path.suffix}')
 
 
-def write_index(path: str | os.PathLike, count: int) -> None:
-  """Writes `name.index.json`, which names the parts of `path`.
+def index_path(path: str | os.PathLike) -> pathlib.Path:
+  """The index of the parts of `path`, `name.index.json` beside it."""
+  path = pathlib.Path(path)
+  return path.with_name(f'{path.stem}.index.json')
+
+
+def check_parts(path: str | os.PathLike, count: int) -> None:
+  """Refuses continuations of another number of processes, which would be decoded again.
 
   Args:
     path: The file of the whole run.
     count: Number of processes.
 
   Raises:
-    ValueError: An index with another number of parts exists, so that their continuations would be decoded again; or the
-      index cannot be written.
+    ValueError: There are such, or something else stands at the path of the index.
   """
-  path = pathlib.Path(path)
-  index = path.with_name(f'{path.stem}.index.json')
-  content = {'parts': [part_path(path, part, count).name for part in range(count)]}
+  path, index = pathlib.Path(path), index_path(path)
   try:
-    if index.exists() and (found := json.loads(index.read_text())) != content:
-      raise ValueError(f'generations: {index} is of {len(found["parts"])} parts, and this run has {count} processes')
-    unfinished = index.with_name(f'{index.name}.unfinished')
-    unfinished.write_text(json.dumps(content, indent=2) + '\n')
-    unfinished.replace(index)
-  except OSError as error:
-    raise ValueError(f'generations: cannot write {index}: {error.strerror}') from error
-  except (json.JSONDecodeError, KeyError, TypeError) as error:
-    raise ValueError(f'generations: {index} is no index of parts; move it away') from error
+    found = read_object(index, {'parts': list_of(TEXT)}).get('parts') if index.exists() else _part_names(path, count)
+  except ValueError:
+    found = None
+  if found is None and count > 1:
+    raise ValueError(f'generations: {index} is no index of parts; move it away')
+  if found is not None and found != _part_names(path, count):
+    raise ValueError(f'generations: {index} is of {len(found)} parts, and this run has {count} processes')
+  if count > 1 and path.exists() and path.stat().st_size:
+    raise ValueError(f'generations: {path} is of one process, and this run has {count} processes')
+
+
+def write_index(path: str | os.PathLike, count: int) -> None:
+  """Writes the index that names the parts of `path`, if there are several.
+
+  Args:
+    path: The file of the whole run.
+    count: Number of processes.
+
+  Raises:
+    ValueError: As for `check_parts`; or the index cannot be written.
+  """
+  check_parts(path, count)
+  index = index_path(path)
+  if count > 1 and not index.exists():
+    try:
+      write_file(index, (json.dumps({'parts': _part_names(path, count)}, indent=2) + '\n').encode())
+    except ValueError as error:
+      raise ValueError(f'generations: {error}') from error
+
+
+def _part_names(path: str | os.PathLike, count: int) -> list[str]:
+  return [part_path(path, part, count).name for part in range(count)]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+  """Whether two JSON values are equal; true and 1 are not."""
+  return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+  """What differs of the fields that are wanted, those of `run` one by one."""
+  differences = []
+  for name, value in wanted.items():
+    if name == 'run' and isinstance(found.get(name), dict):
+      differences += _differences(found[name], value)
+    elif not _is_same(found.get(name), value):
+      differences.append(f'{name} {shown(found.get(name))}, and this run {shown(value)}')
+  return differences
 
 
 class GenerationFile:
-  """A file with a JSON object per line, appended one by one. An incomplete last line is ignored.
+  """A file with a JSON object per line, appended one by one, that one process at a time may have.
+
+  Every line begins with the settings of its run. A file is ours if all of its lines do; nothing is cut of any other.
+  The last line may be incomplete, since a run may end at any moment, and is then cut.
+
+  A context manager: entering it refuses at once what cannot be appended to, and `begin` reads what is there.
 
   Attributes:
+    path: The file.
     done: Seed, prompt index and sample of every continuation in the file.
   """
 
-  def __init__(
-    self, path: str | os.PathLike, settings: dict[str, Any], *, resume: bool, prompts: Mapping[int, str] | None = None
-  ):
-    """Opens the file, and with `resume` reads its continuations.
+  def __init__(self, path: str | os.PathLike, *, resume: bool):
+    """Stores the arguments.
 
     Args:
       path: A local file.
-      settings: Values that every line must have, so that no file mixes settings.
       resume: Whether the file may already have continuations.
-      prompts: Texts of the prompts by index, which the file's continuations must match; None to skip this check.
+    """
+    self.path = pathlib.Path(path)
+    self.done: set[tuple[int, int, int]] = set()
+    self._is_local = '://' not in str(path)
+    self._resume, self._file, self._end = resume, None, 0
+    self._closed = contextlib.ExitStack()
+
+  def __enter__(self) -> GenerationFile:
+    """Locks the file, and opens it if it is there.
 
     Raises:
-      ValueError: The file has continuations without `resume`, holds something else, or cannot be written; the message
-        says why.
+      ValueError: The file has content without `resume`, another process has it, or it cannot be appended to.
     """
-    self._path, self._settings, self._prompts = pathlib.Path(path), settings, prompts or {}
-    self.done: set[tuple[int, int, int]] = set()
-    if '://' in str(path):
-      raise ValueError(f'generations: {path} must be a local file, to be appended to')
-    try:
-      self._file = open(self._path, 'a+b')  # noqa: SIM115 - closed by __exit__
-    except OSError as error:
-      raise ValueError(f'generations: cannot write {path}: {error.strerror}') from error
-    try:
-      self._read(resume)
-    except BaseException:
-      self._file.close()
-      raise
-
-  def _read(self, resume: bool) -> None:
-    self._file.seek(0)
-    self._end = 0
-    for number, line in enumerate(self._file, start=1):
-      if not resume:
-        raise ValueError(f'generations: {self._path} has continuations; --resume goes on with them')
-      if not line.endswith(b'\n'):
-        break  # incomplete because the run ended
+    if not self._is_local:
+      raise ValueError(f'generations: {self.path} must be a local file, to be appended to')
+    with self._closed as undone:
       try:
-        entry = _DEFAULTS | json.loads(line)
-        place = entry['seed'], entry['index'], entry['sample']
-      except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'generations: {self._path}, line {number}: no continuation of this command') from error
-      for name, value in self._settings.items():
-        if entry.get(name) != value:
-          raise ValueError(
-            f'generations: {self._path}, line {number}, has {name} {entry.get(name)!r}, and this run {value!r}'
-          )
-      if (wanted := self._prompts.get(entry['index'])) is not None and entry.get('prompt') != wanted:
-        raise ValueError(
-          f'generations: {self._path}, line {number}, continues another prompt than number {entry["index"]} of this'
-          f' run: {str(entry.get("prompt"))[:40]!r}, not {wanted[:40]!r}'
-        )
-      self.done.add(place)
-      self._end += len(line)
-    self._file.truncate(self._end)
+        undone.enter_context(only_writer(self.path))
+      except ValueError as error:
+        raise ValueError(f'generations: {error}') from error
+      if os.path.exists(self.path):
+        self._open(undone)
+        if os.fstat(self._file).st_size and not self._resume:
+          raise ValueError(f'generations: {self.path} has continuations; --resume goes on with them')
+      self._closed = undone.pop_all()
+    return self
 
-  def append(self, entry: dict[str, Any]) -> None:
+  def _open(self, closed: contextlib.ExitStack, flags: int = 0) -> None:
+    path = resolved(self.path)
+    try:
+      # Without O_NONBLOCK, opening a pipe might wait.
+      flags |= os.O_RDWR | os.O_APPEND | getattr(os, 'O_NONBLOCK', 0) | getattr(os, 'O_BINARY', 0)
+      self._file = os.open(path, flags, 0o666)
+      closed.callback(os.close, self._file)
+      if not stat.S_ISREG(os.fstat(self._file).st_mode):
+        raise ValueError(f'cannot write {self.path}: it exists and is not a regular file')
+      lock(self._file, self.path)  # it may have other names
+    except OSError as error:
+      raise ValueError(f'generations: cannot write {self.path}: {error.strerror}') from error
+    except ValueError as error:
+      raise ValueError(f'generations: {error}') from error
+
+  def begin(
+    self,
+    settings: Mapping[str, Any],
+    prompts: Mapping[int, Mapping[str, Any]],
+    *,
+    process: int = 0,
+    num_processes: int = 1,
+  ) -> None:
+    """Reads the continuations that are there, and cuts an incomplete one.
+
+    Args:
+      settings: Values that every line has, so that no file mixes runs; `run` holds those that are for this alone.
+      prompts: What the continuations of this run say of their prompts, by index.
+      process, num_processes: Which part of how many this file is.
+
+    Raises:
+      ValueError: The file holds something else, and nothing is cut; or it cannot be written.
+    """
+    if self._file is None:
+      self._open(self._closed, os.O_CREAT | os.O_EXCL)
+    self._settings = dict(settings)
+    begin = json.dumps(self._settings, ensure_ascii=False).encode()[:-1] + b', '
+    with os.fdopen(os.dup(self._file), 'rb') as file:
+      for number in itertools.count(1):
+        line, where = file.readline(_LONGEST + 1), f'generations: {self.path}, line {number}'
+        if len(line) > _LONGEST:
+          raise ValueError(f'{where}: no continuation of this command: it has more than {_LONGEST:,} bytes')
+        if not line.endswith(b'\n'):
+          break
+        place = self._check(line, where, prompts)
+        if place[1] % num_processes != process:
+          raise ValueError(f'{where}, continues number {place[1]}, which is not of part {process} of {num_processes}')
+        if place in self.done:
+          raise ValueError(f'{where}, has seed, index and sample of an earlier line: {", ".join(map(str, place))}')
+        self.done.add(place)
+        self._end += len(line)
+    if line and not (begin.startswith(line) or line.startswith(begin)):
+      raise ValueError(f"{where}: it is incomplete and does not begin as this run's lines do; nothing was changed")
+    if line:
+      os.ftruncate(self._file, self._end)
+
+  def _check(self, line: bytes, where: str, prompts: Mapping[int, Mapping[str, Any]]) -> tuple[int, int, int]:
+    """Checks that a line is of this run; returns seed, index and sample."""
+    try:
+      entry = check_object(parse_json(line.decode(), 'the line'), _FIELDS, 'the line')
+      missing = [name for name in _FIELDS if entry.get(name) is None]
+      if missing:
+        raise ValueError(f'it has no {missing[0]}')
+    except ValueError as error:
+      raise ValueError(f'{where}: no continuation of this command: {error}') from error
+    if 'run' in self._settings and not isinstance(entry.get('run'), dict):
+      raise ValueError(
+        f'{where}, does not say which models and options it is of, as earlier versions wrote it; go on with the version'
+        ' that began it, or name a new file'
+      )
+    if differences := _differences(entry, self._settings):
+      free = ', '.join([*options_of(Part.FREE), 'rounds_at_a_time'])
+      raise ValueError(f'{where}, has {"; ".join(differences[:4])}; only these may change: {free}')
+    logprobs = entry.get('logprobs', [])
+    num_logprobs = len(entry['tokens']) if self._settings.get('run', {}).get('logprobs') else 0
+    if not _LOGPROBS.is_valid(logprobs) or len(logprobs) != num_logprobs:
+      raise ValueError(f'{where}: no continuation of this command: its logprobs are not {num_logprobs} numbers')
+    if wanted := prompts.get(entry['index']):
+      for name, value in wanted.items():
+        if not _is_same(entry.get(name), value):
+          raise ValueError(
+            f'{where}, continues another prompt than number {entry["index"]} of this run: {name}'
+            f' {shown(entry.get(name))}, not {shown(value)}'
+          )
+    return entry['seed'], entry['index'], entry['sample']
+
+  def append(self, entry: Mapping[str, Any]) -> None:
     """Writes a continuation.
+
+    Args:
+      entry: What it has beside the settings.
 
     Raises:
       ValueError: The continuation cannot be written. Earlier ones are complete.
     """
-    line = json.dumps(self._settings | entry, ensure_ascii=False).encode() + b'\n'
+    line = json.dumps(self._settings | dict(entry), ensure_ascii=False).encode() + b'\n'
+    num_written = 0
     try:
-      self._file.write(line)
-      self._file.flush()
+      while num_written < len(line):
+        num_written += os.write(self._file, memoryview(line)[num_written:])
     except OSError as error:
-      self._give_up()
+      with contextlib.suppress(OSError):
+        if num_written and os.fstat(self._file).st_size == self._end + num_written:
+          os.ftruncate(self._file, self._end)
       raise ValueError(
-        f'generations: cannot write {self._path}: {error.strerror}; it has {len(self.done)} continuations, all whole'
+        f'generations: cannot write {self.path}: {error.strerror}; it has {len(self.done)} continuations, all whole'
       ) from error
     self._end += len(line)
     self.done.add((entry['seed'], entry['index'], entry['sample']))
 
-  def _give_up(self) -> None:
-    """Closes the file and removes an incomplete last line."""
-    with contextlib.suppress(OSError):
-      self._file.close()  # tries once more to write the buffered rest
-    os.truncate(self._path, self._end)
-
-  def __enter__(self) -> GenerationFile:
-    return self
-
   def __exit__(self, *error) -> None:
-    self._file.close()
+    self._closed.close()

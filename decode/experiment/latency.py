@@ -18,6 +18,7 @@ from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds, judge, noise_keys, propose, score
 from spectr_jax.engine.sharding import DecodeSharding, on_platform_of
 from spectr_jax.engine.state import DecodeState
+from spectr_jax.io.new_files import NewFile
 from spectr_jax.proposal import Proposal
 from spectr_jax.sharding import put
 
@@ -100,8 +101,11 @@ def profile(decoder: Decoder, state: DecodeState, directory: epath.PathLike, num
   """
   try:
     epath.Path(directory).mkdir(parents=True, exist_ok=True)
+    NewFile(epath.Path(directory) / 'profile').discard()
   except OSError as error:
     raise ValueError(f'profile_dir: cannot write {directory}: {error.strerror or error}') from error
+  except ValueError as error:
+    raise ValueError(f'profile_dir: {error}') from error
   with jax.profiler.trace(str(directory)):
     jax.block_until_ready(decode_rounds(decoder, state, num_rounds))
 

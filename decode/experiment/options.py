@@ -24,6 +24,7 @@ from spectr_jax.sharding import DATA, make_mesh
 
 ROOT = epath.Path(__file__).resolve().parents[2]
 PRETRAINED = ROOT / 'pretrained'
+SHIPPED_PROMPTS = PRETRAINED / 'prompts.jsonl'
 AUTO = 'auto'
 LOOKUP = 'lookup'
 # Default K and L, for named methods and for `auto`.
@@ -350,7 +351,7 @@ class DecodeOptions:
     Raises:
       ValueError: The file is unusable, or has conversations without `chat`.
     """
-    path = PRETRAINED / 'prompts.jsonl' if self.prompts is None else self.prompts
+    path = SHIPPED_PROMPTS if self.prompts is None else self.prompts
     prompts = read_prompts(path) if self.prompt is None else [Prompt(self.prompt)]
     if self.chat:
       return as_conversations(prompts, self.system)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -31,8 +32,38 @@ def resolved(path: epath.PathLike) -> epath.Path:
   return epath.Path(path if is_remote(path) else os.path.realpath(path))
 
 
+def is_same_file(one: epath.PathLike, other: epath.PathLike) -> bool:
+  """Whether two paths name one file, through symbolic or hard links too; it need not exist."""
+  if resolved(one) == resolved(other):
+    return True
+  with contextlib.suppress(OSError):
+    return not is_remote(one) and not is_remote(other) and os.path.samefile(one, other)
+  return False
+
+
+def _extended(path: epath.Path, ending: str) -> epath.Path:
+  """The hidden file beside a path with an ending, whose name is not too long where that of the path is not."""
+  name = path.name
+  if len(os.fsencode(name)) > 200:
+    name = f'{name[:40]}.{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}'
+  return path.parent / f'.{name}.{ending}'
+
+
 def _beside(path: epath.Path, state: str) -> epath.Path:
-  return path.parent / f'.{path.name}.{secrets.token_hex(8)}.{state}'
+  return _extended(path, f'{secrets.token_hex(8)}.{state}')
+
+
+@contextlib.contextmanager
+def _writing(path: epath.Path) -> Iterator[None]:
+  """Makes an error of the file system one line that names the path."""
+  try:
+    yield
+  except OSError as error:
+    raise ValueError(f'cannot write {path}: {error.strerror or error}') from error
+  except Exception as error:
+    if not is_remote(path) or isinstance(error, ValueError):
+      raise
+    raise ValueError(f'cannot write {path}: {error}') from error  # remote file systems raise their own types
 
 
 @contextlib.contextmanager
@@ -52,35 +83,51 @@ def only_writer(path: epath.PathLike) -> Iterator[None]:
   if is_remote(path) or fcntl is None:
     yield
     return
-  place = path.parent / f'.{path.name}.lock'
+  place = _extended(path, 'lock')
   descriptor = _locked(place, path)
   try:
     yield
   finally:
     with contextlib.suppress(OSError):
-      if os.fstat(descriptor).st_size == 0:  # ours are empty
+      found = os.fstat(descriptor)
+      if stat.S_ISREG(found.st_mode) and found.st_size == 0:  # as ours are
         os.unlink(place)
     os.close(descriptor)
 
 
+def lock(descriptor: int, path: epath.PathLike) -> None:
+  """Keeps other processes from locking an open file, until it is closed. File systems without locks have none.
+
+  Args:
+    descriptor: The file.
+    path: Its path, for messages.
+
+  Raises:
+    ValueError: Another process has locked it.
+  """
+  if fcntl is None:
+    return
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    raise ValueError(f'{path} is being written by another process') from None
+  except OSError as error:
+    if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+      raise ValueError(f'cannot lock {path}: {error.strerror}') from error
+
+
 def _locked(place: epath.Path, path: epath.Path) -> int:
   """A descriptor of the lock file at `place`, locked."""
-  assert fcntl is not None
   while True:
     try:
       descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
       raise ValueError(f'cannot write {path}: {place}: {error.strerror}') from error
     try:
-      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+      lock(descriptor, path)
+    except ValueError:
       os.close(descriptor)
-      raise ValueError(f'{path} is being written by another process') from None
-    except OSError as error:
-      if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-        os.close(descriptor)
-        raise ValueError(f'cannot lock {path}: {error.strerror}') from error
-      return descriptor
+      raise
     # Its last owner may have removed it between the two calls.
     with contextlib.suppress(FileNotFoundError):
       if os.path.samestat(os.fstat(descriptor), os.stat(place, follow_symlinks=False)):
@@ -108,7 +155,7 @@ class NewFile:
 
   def _open(self) -> BinaryIO:
     path = self.path
-    try:
+    with _writing(path):
       if is_remote(path):
         return self._unfinished.open('wb')
       if not os.path.isdir(path.parent):
@@ -119,8 +166,16 @@ class NewFile:
       if os.path.exists(path):
         os.chmod(self._unfinished, stat.S_IMODE(os.stat(path).st_mode))
       return os.fdopen(descriptor, 'wb')
-    except OSError as error:
-      raise ValueError(f'cannot write {path}: {error.strerror or error}') from error
+
+  @contextlib.contextmanager
+  def _wholly(self) -> Iterator[None]:
+    """Discards what is unfinished where it cannot be written."""
+    try:
+      with _writing(self.path):
+        yield
+    except BaseException:
+      self.discard()
+      raise
 
   def write(self, content: bytes) -> None:
     """Writes more of the content.
@@ -128,12 +183,9 @@ class NewFile:
     Raises:
       ValueError: It cannot be written; the file that was there stays.
     """
-    try:
+    with self._wholly():
       self.file.write(content)
       self.file.flush()
-    except OSError as error:
-      self.discard()
-      raise ValueError(f'cannot write {self.path}: {error.strerror or error}') from error
 
   def commit(self) -> None:
     """Puts the file in its place.
@@ -141,20 +193,17 @@ class NewFile:
     Raises:
       ValueError: It cannot be; the file that was there stays.
     """
-    try:
+    with self._wholly():
       if not is_remote(self.path):
         os.fsync(self.file.fileno())
       self.file.close()
       self._unfinished.replace(self.path)
-    except OSError as error:
-      self.discard()
-      raise ValueError(f'cannot write {self.path}: {error.strerror or error}') from error
 
   def discard(self) -> None:
     """Removes what is unfinished; does nothing after `commit`."""
-    with contextlib.suppress(OSError):
-      self.file.close()
     with contextlib.suppress(Exception):  # remote file systems raise their own types
+      self.file.close()
+    with contextlib.suppress(Exception):
       self._unfinished.unlink(missing_ok=True)
 
 
@@ -207,10 +256,8 @@ def new_folder(
   if path.exists() and not path.is_dir():
     raise ValueError(f'{path} exists and is not a folder')
   unfinished = _beside(path, 'unfinished')
-  try:
+  with _writing(path):
     unfinished.mkdir(parents=True)
-  except OSError as error:
-    raise ValueError(f'cannot write {path}: {error.strerror or error}') from error
   try:
     yield unfinished
     if path.exists():

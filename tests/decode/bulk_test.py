@@ -4,8 +4,6 @@ import json
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import commands
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 
 from decode.bulk import decode_bulk
-from decode.experiment.generation_file import GenerationFile, part_path, write_index
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
 
@@ -126,18 +123,6 @@ def test_several_processes_write_parts_and_an_index(pair, many_prompts, tmp_path
   assert by_place(read(tmp_path / parts[1])) == by_place(entries[1])
 
 
-def test_parts_are_of_one_number_of_processes(tmp_path):
-  path = tmp_path / 'out.jsonl'
-  assert part_path(path, 0, 1) == path
-  write_index(path, 2)
-  write_index(path, 2)
-  with pytest.raises(ValueError, match='is of 2 parts, and this run has 3 processes'):
-    write_index(path, 3)
-  (tmp_path / 'out.index.json').write_text('[1]')
-  with pytest.raises(ValueError, match='is no index of parts'):
-    write_index(path, 2)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures('own_programs')
 def test_a_run_that_is_killed_at_any_moment_is_gone_on_with(pair, many_prompts, tmp_path):
@@ -145,6 +130,12 @@ def test_a_run_that_is_killed_at_any_moment_is_gone_on_with(pair, many_prompts, 
   wanted = by_place(read(tmp_path / 'straight.jsonl'))
   assert len(wanted) == 69
   path, rng, num_lines = tmp_path / 'killed.jsonl', np.random.default_rng(3), 0
+  # At its start, where the file may be there or not.
+  for wait in (0.5, 2, 4):
+    process = start(pair, many_prompts, path, '--resume', num_seeds=3)
+    time.sleep(wait)
+    process.kill()
+    process.communicate()
   for _ in range(4):
     process = start(pair, many_prompts, path, '--resume', num_seeds=3)
     # Killed when some more lines are there, and a moment later: while others are written or decoded.
@@ -161,81 +152,28 @@ def test_a_run_that_is_killed_at_any_moment_is_gone_on_with(pair, many_prompts, 
   assert by_place(read(path)) == wanted
 
 
-_SETTINGS = {'method': 'spectr', 'num_drafts': 2}
-
-
-def _entry(index, seed=0):
-  return {'seed': seed, 'index': index, 'sample': 0, 'prompt': 'a', 'text': 'ä'}
-
-
-def test_a_line_that_was_not_finished_is_none(tmp_path):
+@pytest.mark.slow
+def test_a_second_run_is_refused_before_it_loads_anything(pair, many_prompts, tmp_path):
   path = tmp_path / 'out.jsonl'
-  with GenerationFile(path, _SETTINGS, resume=False) as file:
-    file.append(_entry(0))
-    file.append(_entry(1))
-  whole = path.read_bytes()
-  for cut in range(1, len(whole) // 2):
-    path.write_bytes(whole[:-cut])
-    with GenerationFile(path, _SETTINGS, resume=True) as file:
-      assert file.done == {(0, 0, 0)}
-      file.append(_entry(1))
-    assert path.read_bytes() == whole
+  process = start(pair, many_prompts, path)
+  while process.poll() is None and not (tmp_path / '.out.jsonl.lock').exists():
+    time.sleep(0.01)
+  for more in ((), ('--resume',)):
+    line = commands.refuse('decode.bulk', *flags(pair, many_prompts, path, *more))
+    assert line == f'error: generations: {path} is being written by another process'
+  commands.finish(process)
+  assert len(by_place(read(path))) == 23
+  assert [file.name for file in tmp_path.iterdir()] == ['out.jsonl']
 
 
-def test_files_of_earlier_versions_are_gone_on_with(tmp_path):
-  path = tmp_path / 'out.jsonl'
-  path.write_text('{"method": "spectr", "seed": 0, "index": 4, "prompt": "a"}\n')
-  settings = {'method': 'spectr', 'min_p': 0.0, 'stop': [], 'chat': False, 'system': None}
-  with GenerationFile(path, settings, resume=True, prompts={4: 'a'}) as file:
-    assert file.done == {(0, 4, 0)}
-  for name, other in (('min_p', 0.1), ('stop', ['.']), ('chat', True)):
-    with pytest.raises(ValueError, match=f'has {name} '):
-      GenerationFile(path, settings | {name: other}, resume=True)
-
-
-def test_what_is_there_is_not_touched_without_resume(tmp_path):
-  path = tmp_path / 'out.jsonl'
-  with GenerationFile(path, _SETTINGS, resume=False) as file:
-    file.append(_entry(0))
-  before = path.read_bytes()
-  with pytest.raises(ValueError, match='has continuations; --resume goes on with them'):
-    GenerationFile(path, _SETTINGS, resume=False)
-  with pytest.raises(ValueError, match='line 1, has num_drafts 2, and this run 3'):
-    GenerationFile(path, _SETTINGS | {'num_drafts': 3}, resume=True)
-  assert path.read_bytes() == before
-  with pytest.raises(ValueError, match="line 1, continues another prompt than number 0 of this run: 'a', not 'b'"):
-    GenerationFile(path, _SETTINGS, resume=True, prompts={0: 'b'})
-  with GenerationFile(path, _SETTINGS, resume=True, prompts={0: 'a', 1: 'c'}) as file:
-    assert file.done == {(0, 0, 0)}
-  path.write_text('{"prompt": "a"}\n')
-  with pytest.raises(ValueError, match='line 1: no continuation of this command'):
-    GenerationFile(path, _SETTINGS, resume=True)
-  assert path.read_text() == '{"prompt": "a"}\n'
-
-
-# A limit of the process stands for the disk's.
-_FULL = """
-import resource, signal, sys
-from decode.experiment.generation_file import GenerationFile, part_path, write_index
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-with GenerationFile(sys.argv[1], {}, resume=False) as file:
-  for index in range(100):
-    try:
-      file.append({'seed': 0, 'index': index, 'sample': 0, 'text': 'x' * 99})
-    except ValueError as error:
-      sys.exit(str(error))
-"""
-
-
-def test_a_full_disk_leaves_whole_lines(tmp_path):
-  path = tmp_path / 'out.jsonl'
-  ran = subprocess.run([sys.executable, '-c', _FULL, path], cwd=ROOT, capture_output=True, text=True)
-  assert ran.returncode == 1
-  entries = read(path)
-  assert 5 < len(entries) < 10
-  assert f'cannot write {path}: File too large; it has {len(entries)} continuations, all whole' in ran.stderr
-  assert path.read_bytes().endswith(b'\n')
+def test_a_file_that_the_run_reads_is_no_output(pair, many_prompts):
+  before = many_prompts.read_bytes()
+  for more in ((), ('--resume',)):
+    line = commands.refuse('decode.bulk', *flags(pair, many_prompts, many_prompts, *more))
+    assert line == f'error: generations would overwrite {many_prompts}, which prompts reads'
+  line = commands.refuse('decode.bulk', *flags(pair, many_prompts, f'{pair["draft"]}/model.json', '--resume'))
+  assert line.endswith('draft/model.json, which draft reads')
+  assert many_prompts.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -253,13 +191,6 @@ def test_what_it_does_not_take(pair, many_prompts, tmp_path, fields, message):
   with pytest.raises(ValueError, match=message):
     decode_bulk(_options(pair, many_prompts, **fields), tmp_path / 'out.jsonl')
   assert not (tmp_path / 'out.jsonl').exists()
-
-
-def test_files_that_cannot_be_appended_to(tmp_path):
-  with pytest.raises(ValueError, match='must be a local file'):
-    GenerationFile('gs://bucket/out.jsonl', {}, resume=False)
-  with pytest.raises(ValueError, match='cannot write .*: No such file or directory'):
-    GenerationFile(tmp_path / 'nowhere' / 'out.jsonl', {}, resume=False)
 
 
 def test_bad_input_is_one_line(pair, many_prompts, tmp_path):

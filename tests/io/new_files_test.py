@@ -120,6 +120,10 @@ def test_a_lock_is_neither_a_link_nor_written(tmp_path):
   with only_writer(tmp_path / 'p'):
     pass
   assert (tmp_path / '.p.lock').read_text() == victim.read_text() == 'mine'
+  os.mkfifo(tmp_path / '.q.lock')
+  with only_writer(tmp_path / 'q'):
+    pass
+  assert (tmp_path / '.q.lock').is_fifo()
 
 
 @pytest.mark.parametrize('has_exchange', [True, False])

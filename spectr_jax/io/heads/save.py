@@ -25,6 +25,7 @@ from spectr_jax.io.heads.formats import (
   names_and_shapes,
   read_eagle3,
 )
+from spectr_jax.io.new_files import new_folder
 from spectr_jax.models.causal_lm_config import Rope
 from spectr_jax.models.head import HeadConfig
 
@@ -189,7 +190,7 @@ def save_drafter(
   param_dtype: str = 'bfloat16',
   overwrite: bool = False,
 ) -> None:
-  """Writes a head in the format of EAGLE-3 or of Medusa-1, which `load_drafter` reads.
+  """Writes a head in the format of EAGLE-3 or of Medusa-1, which `load_drafter` reads, wholly or not at all.
 
   Rows of the target are not written, so that a small head stays small.
 
@@ -198,23 +199,18 @@ def save_drafter(
     drafter: A drafter of `head_drafter` whose head is of EAGLE-3's kind, or one of `medusa_drafter`.
     info: JSON values to store in `config.json` as `info`.
     param_dtype: The dtype to store parameters in, `float32` or `bfloat16`.
-    overwrite: Whether to replace an existing head.
+    overwrite: Whether to replace an existing head. Other files beside it stay.
 
   Raises:
     ValueError: The directory exists and `overwrite` is False, the drafter is no head, or the format cannot say what the
       head does.
   """
-  folder = epath.Path(path)
   if param_dtype not in ('float32', 'bfloat16'):
     raise ValueError(f'param_dtype must be float32 or bfloat16, got {param_dtype!r}')
   content_of, name = _kind_of(drafter)
   spec, arrays = content_of(drafter, jnp.dtype(param_dtype))
-  if folder.exists() and not overwrite:
-    raise ValueError(f'{folder} exists and is not overwritten')
-  folder.mkdir(parents=True, exist_ok=True)
-  (folder / 'config.json').unlink(missing_ok=True)  # until the end there is no head here
-  for _, _, other in _KINDS:
-    (folder / other).unlink(missing_ok=True)
-  # `save_file` would let no one else read the file.
-  (folder / name).write_bytes(save({key: np.ascontiguousarray(array) for key, array in arrays.items()}))
-  (folder / 'config.json').write_text(json.dumps(spec | {'info': dict(info or {})}, indent=2) + '\n')
+  owned = ('config.json', *(other for _, _, other in _KINDS))
+  with new_folder(path, overwrite=overwrite, owned=lambda _: owned) as folder:
+    # `save_file` would let no one else read the file.
+    (folder / name).write_bytes(save({key: np.ascontiguousarray(array) for key, array in arrays.items()}))
+    (folder / 'config.json').write_text(json.dumps(spec | {'info': dict(info or {})}, indent=2) + '\n')

@@ -17,6 +17,7 @@ from spectr_jax.draft import head_drafter, lookup_drafter
 from spectr_jax.draft.head_drafter import config_of
 from spectr_jax.draft.medusa_drafter import config_of as medusa_config_of
 from spectr_jax.engine.loop import noise_keys, propose
+from spectr_jax.io.heads import save as heads_save
 from spectr_jax.io.heads.load import open_head
 from spectr_jax.models import causal_lm
 from tests.slow import slow_but
@@ -207,7 +208,25 @@ def test_a_head_that_is_written_reads_the_same(tmp_path, target, name, param_dty
     assert file.get_tensor('fc.weight').dtype == (ml_dtypes.bfloat16 if param_dtype == 'bfloat16' else np.float32)
   with pytest.raises(ValueError, match='b exists and is not overwritten'):
     save_drafter(tmp_path / 'b', drafter)
+  (tmp_path / 'b' / 'notes.txt').write_text('mine')
   save_drafter(tmp_path / 'b', drafter, overwrite=True)
+  assert (tmp_path / 'b' / 'notes.txt').read_text() == 'mine'
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['a', 'b']
+
+
+def test_a_head_that_cannot_be_written_leaves_the_old_one(tmp_path, target, monkeypatch):
+  drafter = load_drafter(write_head(tmp_path / 'a', 'eagle3'), target)
+  save_drafter(tmp_path / 'b', drafter)
+  before = {path.name: path.read_bytes() for path in (tmp_path / 'b').iterdir()}
+
+  def fail(*_):
+    raise OSError(28, 'No space left on device')
+
+  monkeypatch.setattr(heads_save, 'save', fail)
+  with pytest.raises(OSError, match='No space left'):
+    save_drafter(tmp_path / 'b', drafter, overwrite=True)
+  assert {path.name: path.read_bytes() for path in (tmp_path / 'b').iterdir()} == before
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['a', 'b']
 
 
 @pytest.mark.parametrize('has_unembedding', [True, False])

@@ -1,0 +1,247 @@
+"""Files of continuations: what is resumed, what is refused, and that nothing is cut that is not ours."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
+
+ROOT = pathlib.Path(__file__).parents[2]
+RUN = {'target': '0123456789abcdef', 'weights': '', 'logprobs': False}
+SETTINGS = {'run': RUN, 'method': 'spectr', 'num_drafts': 2, 'is_lossless': True, 'stop': ['a']}
+PROMPTS = {index: {'id': index, 'prompt': f'p{index}'} for index in range(4)}
+
+
+def entry_of(index, seed=0, **more):
+  fields = {'seed': seed, 'index': index, 'sample': 0, 'id': index, 'prompt': f'p{index}', 'tokens': [1, 2, 3]}
+  return fields | {'text': 'ä', 'target_calls': 2, 'finish_reason': 'length'} | more
+
+
+def line_of(index, *, settings=SETTINGS, **more):
+  return json.dumps(settings | entry_of(index, **more), ensure_ascii=False) + '\n'
+
+
+def resume(path, *, settings=SETTINGS, prompts=PROMPTS, entries=()):
+  """Resumes a file, appends to it and returns what it had."""
+  with GenerationFile(path, resume=True) as file:
+    file.begin(settings, prompts)
+    done = set(file.done)
+    for entry in entries:
+      file.append(entry)
+  return done
+
+
+def test_a_file_is_written_and_resumed(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  with GenerationFile(path, resume=False) as file:
+    assert not path.exists()
+    file.begin(SETTINGS, PROMPTS)
+    file.append(entry_of(0))
+  assert path.read_text() == line_of(0)
+  assert resume(path, entries=[entry_of(1), entry_of(0, seed=1)]) == {(0, 0, 0)}
+  assert resume(path) == {(0, 0, 0), (0, 1, 0), (1, 0, 0)}
+  assert os.listdir(tmp_path) == ['out.jsonl']
+
+
+@pytest.mark.parametrize('num_lines', [1, 2])
+def test_a_line_that_was_not_finished_is_cut(tmp_path, num_lines):
+  path = tmp_path / 'out.jsonl'
+  whole = ''.join(line_of(index) for index in range(num_lines)).encode()
+  for cut in range(1, len(line_of(0).encode())):
+    path.write_bytes(whole[:-cut])
+    assert resume(path, entries=[entry_of(num_lines - 1)]) == {(0, index, 0) for index in range(num_lines - 1)}
+    assert path.read_bytes() == whole
+
+
+FOREIGN = (
+  b'notes', b'notes\n', b'notes\nmore', b'{"a": 1}', b'{"a": 1}\n', b'[]\n', b'\n', b'\n\n', b'null\n', b'\0' * 9,
+  b'\xff', b'\xef\xbb\xbf{"run": {', b'{"prompt": "a"}\n', b'{"prompt": "a"}', b'{"method": "spectr"', b'{"run": 1}',
+  b'[' * 10**6, b'[' * 10**6 + b'\n', b'{"run": {"target": "0123456789abcdee"', b'NaN\n', b'9' * 10**5 + b'\n',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize('content', FOREIGN, ids=lambda content: repr(content[:12]))
+def test_foreign_files_are_left_as_they_are(tmp_path, content):
+  path = tmp_path / 'out.jsonl'
+  for before in (b'', line_of(0).encode()):
+    path.write_bytes(before + content)
+    with pytest.raises(ValueError, match=r'^generations: .*out\.jsonl, line ') as caught:
+      resume(path)
+    assert len(str(caught.value)) < 600
+    assert str(caught.value).isprintable()
+    assert path.read_bytes() == before + content
+  with (
+    pytest.raises(ValueError, match='has continuations; --resume goes on with them'),
+    GenerationFile(path, resume=False),
+  ):
+    pass
+  assert path.read_bytes() == before + content
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'seed': -1}, 'the line: seed must be'),
+    ({'seed': 1.0}, 'the line: seed must be'),
+    ({'seed': True}, 'the line: seed must be'),
+    ({'seed': None}, 'it has no seed'),
+    ({'index': '0'}, 'the line: index must be'),
+    ({'sample': 10**30}, 'the line: sample must be'),
+    ({'tokens': [1, '2']}, 'the line: tokens must be'),
+    ({'tokens': [-1]}, 'the line: tokens must be'),
+    ({'tokens': {}}, 'the line: tokens must be'),
+    ({'text': '\ud800'}, None),
+    ({'finish_reason': 'gone'}, 'the line: finish_reason must be'),
+    ({'target_calls': float('nan')}, 'the line: target_calls must be'),
+    ({'logprobs': [0, 0, 0]}, 'its logprobs are not 0 numbers'),
+    ({'prompt': 'p1'}, "continues another prompt than number 0 of this run: prompt 'p1', not 'p0'"),
+    ({'id': '0'}, "continues another prompt than number 0 of this run: id '0', not 0"),
+    ({'num_drafts': 3}, 'line 1, has num_drafts 3, and this run 2; only these may change: .*batch_size'),
+    ({'is_lossless': 1}, 'has is_lossless 1, and this run True'),
+    ({'stop': []}, r"has stop \[\], and this run \['a'\]"),
+    ({'run': RUN | {'target': 'x'}}, "has target 'x', and this run '0123456789abcdef'"),
+    ({'run': {}}, "has target None, and this run '0123456789abcdef'; weights None, and this run ''; logprobs"),
+    ({'run': None}, 'does not say which models and options it is of, as earlier versions wrote it; go on with'),
+  ],
+)
+def test_lines_that_are_not_of_this_run(tmp_path, change, message):
+  path = tmp_path / 'out.jsonl'
+  path.write_text(json.dumps(SETTINGS | entry_of(0) | change) + '\n')
+  before = path.read_bytes()
+  with pytest.raises(ValueError, match=message or 'the line: text must be'):
+    resume(path)
+  assert path.read_bytes() == before
+
+
+def test_prompts_of_which_this_run_has_none_may_be_there(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  path.write_text(line_of(7) + line_of(0))
+  assert resume(path) == {(0, 7, 0), (0, 0, 0)}
+
+
+def test_no_continuation_is_there_twice(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  path.write_text(line_of(0) + line_of(1) + line_of(0))
+  with pytest.raises(ValueError, match='line 3, has seed, index and sample of an earlier line: 0, 0, 0'):
+    resume(path)
+
+
+def test_log_probabilities_are_one_for_each_token(tmp_path):
+  path, settings = tmp_path / 'out.jsonl', SETTINGS | {'run': RUN | {'logprobs': True}}
+  path.write_text(line_of(0, settings=settings, logprobs=[-1, None, -2.5]))
+  assert resume(path, settings=settings) == {(0, 0, 0)}
+  for wrong in ([-1], [-1, -2, 'x'], [-1, -2, float('nan')], 'abc', None):
+    path.write_text(line_of(0, settings=settings, logprobs=wrong))
+    with pytest.raises(ValueError, match='its logprobs are not 3 numbers|logprobs must be'):
+      resume(path, settings=settings)
+
+
+def test_a_long_line_takes_little_memory(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  path.write_text(line_of(0))
+  os.truncate(path, 2**30)
+  with pytest.raises(ValueError, match='line 2: no continuation of this command: it has more than 16,777,216 bytes'):
+    resume(path)
+  assert path.stat().st_size == 2**30
+
+
+def test_one_process_at_a_time_has_a_file(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  (tmp_path / 'link').symlink_to(path)
+  for is_new in (True, False):
+    with GenerationFile(path, resume=True) as file:
+      for _ in range(2):
+        for other in ('out.jsonl', 'link', *([] if is_new else ['hard'])):
+          with pytest.raises(ValueError, match='is being written by another process'):
+            resume(tmp_path / other)
+      file.begin(SETTINGS, PROMPTS)
+      if is_new:
+        file.append(entry_of(0))
+        os.link(path, tmp_path / 'hard')
+  assert path.read_text() == line_of(0)
+
+
+def test_what_cannot_be_appended_to(tmp_path):
+  with pytest.raises(ValueError, match='must be a local file'):
+    resume('gs://bucket/out.jsonl')
+  with pytest.raises(ValueError, match='cannot write .*: No such file or directory'):
+    resume(tmp_path / 'nowhere' / 'out.jsonl')
+  os.mkfifo(tmp_path / 'pipe')
+  (tmp_path / 'loop').symlink_to(tmp_path / 'loop')
+  for path in (tmp_path, tmp_path / 'pipe', '/dev/null', '/dev/full', tmp_path / 'loop'):
+    with pytest.raises(ValueError, match='^generations: cannot write '):
+      resume(path)
+
+
+def test_links_lead_to_the_file_and_its_mode_stays(tmp_path):
+  (tmp_path / 'link').symlink_to(tmp_path / 'real')
+  resume(tmp_path / 'link', entries=[entry_of(0)])
+  (tmp_path / 'real').chmod(0o600)
+  resume(tmp_path / 'link', entries=[entry_of(1)])
+  assert (tmp_path / 'link').is_symlink()
+  assert (tmp_path / 'real').read_text() == line_of(0) + line_of(1)
+  assert (tmp_path / 'real').stat().st_mode & 0o777 == 0o600
+
+
+# A limit of the process stands for the disk's.
+_FULL = """
+import resource, signal, sys
+sys.path.insert(0, 'tests/decode')
+from generation_file_test import GenerationFile, PROMPTS, SETTINGS, entry_of
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+with GenerationFile(sys.argv[1], resume=False) as file:
+  file.begin(SETTINGS, PROMPTS)
+  for index in range(100):
+    try:
+      file.append(entry_of(index))
+    except ValueError as error:
+      sys.exit(str(error))
+"""
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  ran = subprocess.run([sys.executable, '-c', _FULL, path], cwd=ROOT, capture_output=True, text=True)
+  assert ran.returncode == 1
+  num_lines = len(path.read_text().splitlines())
+  assert 5 < num_lines < 15
+  assert f'cannot write {path}: File too large; it has {num_lines} continuations, all whole' in ran.stderr
+  assert path.read_text() == ''.join(line_of(index) for index in range(num_lines))
+
+
+def test_parts_are_of_one_number_of_processes(tmp_path):
+  path, index = tmp_path / 'out.jsonl', tmp_path / 'out.index.json'
+  assert part_path(path, 0, 1) == path
+  write_index(path, 1)
+  assert not index.exists()
+  write_index(path, 2)
+  write_index(path, 2)
+  for count in (1, 3):
+    with pytest.raises(ValueError, match=f'is of 2 parts, and this run has {count} processes'):
+      check_parts(path, count)
+  for content in ('[1]', '{}', '', '{"parts": 2}', '{"parts": [2]}', '[' * 10**5, '\0'):
+    index.write_text(content)
+    with pytest.raises(ValueError, match='is no index of parts'):
+      write_index(path, 2)
+    check_parts(path, 1)
+    assert index.read_text() == content
+  index.unlink()
+  path.write_text(line_of(0))
+  with pytest.raises(ValueError, match='is of one process, and this run has 2 processes'):
+    write_index(path, 2)
+  assert not index.exists()
+
+
+def test_a_part_has_no_prompts_of_others(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  path.write_text(line_of(1) + line_of(2))
+  with (
+    pytest.raises(ValueError, match='line 2, continues number 2, which is not of part 1 of 2'),
+    GenerationFile(path, resume=True) as file,
+  ):
+    file.begin(SETTINGS, PROMPTS, process=1, num_processes=2)
