@@ -9,13 +9,17 @@ describes the fields that it uses once, as a mapping of names to `Kind`s, and ma
 
 from __future__ import annotations
 
+import bz2
+import contextlib
 import dataclasses
+import gzip
 import json
 import math
 import os
 import reprlib
 import stat
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from etils import epath
@@ -39,9 +43,9 @@ def open_file(path: epath.PathLike) -> BinaryIO:
     ValueError: There is no such file, it is not a regular file, or it cannot be read.
   """
   path = epath.Path(path)
+  if is_remote(path):
+    return _open_remote(path)
   try:
-    if is_remote(path):
-      return path.open('rb')
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, 'O_NONBLOCK', 0) | getattr(os, 'O_BINARY', 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -52,6 +56,34 @@ def open_file(path: epath.PathLike) -> BinaryIO:
     raise ValueError(f'there is no file {path}') from error
   except OSError as error:
     raise ValueError(f'cannot read {path}: {error.strerror or error}') from error
+
+
+def _open_remote(path: epath.Path) -> BinaryIO:
+  try:
+    return path.open('rb')
+  except FileNotFoundError as error:
+    raise ValueError(f'there is no file {path}') from error
+  except Exception as error:  # each kind of file system raises types of its own; some need packages
+    raise ValueError(f'cannot read {path}: {" ".join(str(error).split()) or type(error).__name__}') from error
+
+
+@contextlib.contextmanager
+def open_unpacked(path: epath.PathLike) -> Iterator[BinaryIO]:
+  """The bytes of a file, unpacked where its name ends in `.gz` or `.bz2`. The reader bounds what it takes.
+
+  Raises:
+    ValueError: As for `open_file`; or, within the context, what is read is damaged.
+  """
+  unpacks = {'.gz': lambda file: gzip.GzipFile(fileobj=file), '.bz2': bz2.BZ2File}.get(epath.Path(path).suffix)
+  with open_file(path) as packed:
+    try:
+      if unpacks is None:
+        yield packed
+      else:
+        with unpacks(packed) as file:
+          yield file
+    except (OSError, EOFError, zlib.error) as error:
+      raise ValueError(f'cannot read {path}: {getattr(error, "strerror", None) or error}') from error
 
 
 def read_bytes(path: epath.PathLike, limit: int = SMALL) -> bytes:
@@ -88,6 +120,24 @@ def read_text(path: epath.PathLike, limit: int = SMALL) -> str:
     return read_bytes(path, limit).decode()
   except UnicodeDecodeError as error:
     raise ValueError(f'{path} is damaged: byte {error.start} is not UTF-8') from error
+
+
+def check_unicode(text: str, where: str) -> None:
+  """Checks that a text is one: lone surrogates are none. JSON can spell them, and Python keeps other bytes by them.
+
+  Args:
+    text: The text.
+    where: Where it stands, for messages.
+
+  Raises:
+    ValueError: It has a lone surrogate.
+  """
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    code = ord(text[error.start])
+    what = f'byte {code - 0xDC00:#04x} is not UTF-8' if 0xDC80 <= code < 0xDD00 else f'U+{code:04X} is no character'
+    raise ValueError(f'{where} is not valid Unicode: {what}') from error
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -175,7 +225,7 @@ def either(*kinds: Kind) -> Kind:
 def _is_text(x: Any) -> bool:
   try:
     return type(x) is str and bool(x.encode() or True)
-  except UnicodeEncodeError:  # a lone surrogate, which JSON can spell
+  except UnicodeEncodeError:
     return False
 
 
