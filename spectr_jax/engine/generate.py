@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
