@@ -17,6 +17,7 @@ from spectr_jax import METHODS, Method, StopStrings, get_method, with_children, 
 from spectr_jax.draft.lookup import LOOKUP_MAX, LOOKUP_MIN, Lookup
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.stop import check_stop_texts
+from spectr_jax.io.foreign import check_unicode
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.models.int8 import INT8
 from spectr_jax.sampling import SAMPLING_NAMES
@@ -215,6 +216,9 @@ class DecodeOptions:
     if not 0 <= self.min_p <= 1:
       raise ValueError(f'min_p must be from 0 to 1 (0 keeps all), got {self.min_p}')
     check_stop_texts(self.stop)
+    for name in ('prompt', 'system'):
+      if (text := getattr(self, name)) is not None:
+        check_unicode(text, name)
     if self.stop and self.share_of_optimum:
       raise ValueError('share_of_optimum counts whole rounds, and stop may end a row within one; choose one')
     for name in ('num_prompts', 'calibration_prompts', 'batch_size', 'max_new_tokens', 'num_samples', 'num_seeds'):
