@@ -12,6 +12,7 @@ from absl import app, flags, logging
 from etils import epath
 
 from common.compilation_cache import keep_compiled
+from common.printable import printable
 
 _NAME_AND_INTS = re.compile(r'\s*([a-z][\w-]*)\s*(?::(\s*[+-]?\d+\s*(?:,\s*[+-]?\d+\s*)*))?', re.ASCII | re.IGNORECASE)
 
@@ -23,9 +24,21 @@ def message_of(error: Exception) -> str:
   return str(error)
 
 
+def print_error(error: str) -> None:
+  """Prints a message as one line on stderr."""
+  print('error: ' + printable(' '.join(error.split())), file=sys.stderr, flush=True)
+
+
 def _fail(message: str, code: int = 1) -> None:
-  print('error: ' + ' '.join(message.split()), file=sys.stderr)
+  print_error(message)
   sys.exit(code)
+
+
+def _print_any_text() -> None:
+  """Lets a character that the terminal does not have print as another, and not end the run."""
+  for stream in (sys.stdout, sys.stderr):
+    if hasattr(stream, 'reconfigure'):
+      stream.reconfigure(errors='replace')
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -72,6 +85,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     except KeyboardInterrupt:
       _fail('interrupted', 130)
 
+  _print_any_text()
   app.run(guarded, flags_parser=_parse_flags)
 
 

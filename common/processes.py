@@ -60,7 +60,7 @@ def fail(error: Exception) -> NoReturn:
 
   An orderly exit would wait for the other processes, which wait for this one, and for work in background threads.
   """
-  print('error: ' + ' '.join(command_line.message_of(error).split()), file=sys.stderr, flush=True)
+  command_line.print_error(command_line.message_of(error))
   sys.stdout.flush()
   os._exit(1)
 
