@@ -180,7 +180,7 @@ def parse_paths(name: str, texts: Iterable[str]) -> dict[str, str]:
     if not is_named or '/' in label:
       parts = epath.Path(text).parts
       last = parts[-2] if parts[-1:] == ('model',) and len(parts) > 1 else ''.join(parts[-1:])
-      label, path = re.sub(r'(\.(jsonl?|tsv|txt))?(\.gz)?$', '', last), text
+      label, path = re.sub(r'(\.(jsonl?|tsv|txt))?(\.(gz|bz2))?$', '', last), text
     if not label or not path:
       raise ValueError(f'{name} must be paths, or NAME=PATH, separated by commas; got {",".join(texts)!r}')
     if label in paths:

@@ -30,9 +30,9 @@ from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.session import Session
 from spectr_jax.engine.stop import StopStrings
-from spectr_jax.io.foreign import check_unicode
 from spectr_jax.io.text_stream import TextStream
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.unicode import check_unicode
 
 _LONGEST_LINE = 2**20  # characters
 # Fields of `DecodeOptions` that mean nothing here.

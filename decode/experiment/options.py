@@ -17,11 +17,11 @@ from spectr_jax import METHODS, Method, StopStrings, get_method, with_children, 
 from spectr_jax.draft.lookup import LOOKUP_MAX, LOOKUP_MIN, Lookup
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.stop import check_stop_texts
-from spectr_jax.io.foreign import check_unicode
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.models.int8 import INT8
 from spectr_jax.sampling import SAMPLING_NAMES
 from spectr_jax.sharding import DATA, make_mesh
+from spectr_jax.unicode import check_unicode
 
 ROOT = epath.Path(__file__).resolve().parents[2]
 PRETRAINED = ROOT / 'pretrained'

@@ -10,6 +10,8 @@ from typing import Any
 
 from etils import epath
 
+from spectr_jax.io.foreign import as_path
+
 # Spec-Bench's tasks by category. The categories of MT-Bench are one task.
 _MT_BENCH = ('writing', 'roleplay', 'reasoning', 'math', 'coding', 'extraction', 'stem', 'humanities')
 SPEC_BENCH_TASKS = dict.fromkeys(_MT_BENCH, 'multi-turn conversation') | {
@@ -138,14 +140,14 @@ def split_set(text: epath.PathLike) -> tuple[PromptSet | None, epath.Path]:
     text: `SET:FILE`, or a path.
 
   Raises:
-    ValueError: There is no such set.
+    ValueError: There is no such set, or the path is on an unknown file system.
   """
   match = _SET_AND_FILE.fullmatch(str(text))
   if match is None:
-    return None, epath.Path(text)
+    return None, as_path(text)
   name, path = match.groups()
   if name in PROMPT_SETS:
-    return PROMPT_SETS[name], epath.Path(path)
+    return PROMPT_SETS[name], as_path(path)
   if epath.Path(text).exists():
     return None, epath.Path(text)
   raise ValueError(f'prompts: there is no set {name!r}; SET:FILE reads {", ".join(PROMPT_SETS)}')

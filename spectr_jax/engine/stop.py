@@ -12,8 +12,8 @@ from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.result import Generation
 from spectr_jax.engine.state import DecodeState, finish
-from spectr_jax.io.foreign import check_unicode
 from spectr_jax.sharding import fetch
+from spectr_jax.unicode import check_unicode
 
 
 class Decodes(Protocol):

@@ -34,6 +34,18 @@ def is_remote(path: epath.PathLike) -> bool:
   return '://' in str(path)
 
 
+def as_path(path: epath.PathLike) -> epath.Path:
+  """A path.
+
+  Raises:
+    ValueError: It is one of a kind of remote file system that is unknown here.
+  """
+  try:
+    return epath.Path(path)
+  except KeyError as error:
+    raise ValueError(f'{path}: unknown file system {error.args[0]}') from error
+
+
 def open_file(path: epath.PathLike) -> BinaryIO:
   """Opens a file to read its bytes.
 
@@ -42,7 +54,7 @@ def open_file(path: epath.PathLike) -> BinaryIO:
   Raises:
     ValueError: There is no such file, it is not a regular file, or it cannot be read.
   """
-  path = epath.Path(path)
+  path = as_path(path)
   if is_remote(path):
     return _open_remote(path)
   try:
@@ -74,7 +86,7 @@ def open_unpacked(path: epath.PathLike) -> Iterator[BinaryIO]:
   Raises:
     ValueError: As for `open_file`; or, within the context, what is read is damaged.
   """
-  unpacks = {'.gz': lambda file: gzip.GzipFile(fileobj=file), '.bz2': bz2.BZ2File}.get(epath.Path(path).suffix)
+  unpacks = {'.gz': lambda file: gzip.GzipFile(fileobj=file), '.bz2': bz2.BZ2File}.get(as_path(path).suffix)
   with open_file(path) as packed:
     try:
       if unpacks is None:
@@ -120,24 +132,6 @@ def read_text(path: epath.PathLike, limit: int = SMALL) -> str:
     return read_bytes(path, limit).decode()
   except UnicodeDecodeError as error:
     raise ValueError(f'{path} is damaged: byte {error.start} is not UTF-8') from error
-
-
-def check_unicode(text: str, where: str) -> None:
-  """Checks that a text is one: lone surrogates are none. JSON can spell them, and Python keeps other bytes by them.
-
-  Args:
-    text: The text.
-    where: Where it stands, for messages.
-
-  Raises:
-    ValueError: It has a lone surrogate.
-  """
-  try:
-    text.encode()
-  except UnicodeEncodeError as error:
-    code = ord(text[error.start])
-    what = f'byte {code - 0xDC00:#04x} is not UTF-8' if 0xDC80 <= code < 0xDD00 else f'U+{code:04X} is no character'
-    raise ValueError(f'{where} is not valid Unicode: {what}') from error
 
 
 def parse_json(text: str, where: str) -> Any:

@@ -16,8 +16,8 @@ import tokenizers
 from etils import epath
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from spectr_jax.io.foreign import check_unicode
 from spectr_jax.io.token_bytes import TextDecoder, TokenBytes
+from spectr_jax.unicode import check_unicode
 
 _SPECIAL_TOKENS = ('<pad>', '<bos>', '<eos>')
 _SPECIAL_TEXTS = {0: '⟨pad⟩', 1: '⟨begin⟩', 2: '⟨end⟩'}

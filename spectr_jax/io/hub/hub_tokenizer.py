@@ -11,9 +11,9 @@ from typing import Any
 import tokenizers
 from etils import epath
 
-from spectr_jax.io.foreign import check_unicode
 from spectr_jax.io.hub.chat_template import ChatTemplate, mark_special, render_marked
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.unicode import check_unicode
 
 
 class HubTokenizer(TokenizerBase):
