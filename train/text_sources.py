@@ -17,7 +17,7 @@ import pathlib
 import platform
 import sysconfig
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import BinaryIO, Literal, Protocol
 
 from etils import epath
 
@@ -57,48 +57,62 @@ _MOST_TIMES, _MOST_ANYWAY = 16, 2**26
 _MOST_LINE = 2**27  # bytes
 
 
-def read_lines(path: epath.Path) -> Iterator[str]:
-  """The lines of a `.txt`, `.gz` or `.bz2` file, with their ends. Files with other endings are read as plain text.
+def _blocks(file: BinaryIO, limit: float) -> Iterator[bytes]:
+  """The bytes of a file in parts that end where lines do."""
+  waiting, size, number = [], 0, 1
+  while block := file.read(2**20):
+    size += len(block)
+    if size > limit:
+      raise ValueError(f'it unpacks to more than {limit:,} bytes, as no text does; unpack it yourself')
+    end = block.rfind(b'\n') + 1
+    waiting.append(block[:end] if end else block)
+    if end:
+      yield b''.join(waiting)
+      number += sum(part.count(b'\n') for part in waiting)
+      waiting = [block[end:]]
+    elif sum(map(len, waiting)) > _MOST_LINE:
+      raise ValueError(f'line {number} has more than {_MOST_LINE:,} bytes')
+  yield b''.join(waiting)
+
+
+def read_parts(path: epath.Path) -> Iterator[str]:
+  """The contents of a `.txt`, `.gz` or `.bz2` file in parts that end where lines do.
+
+  Files with other endings are read as plain text.
 
   Raises:
     ValueError: The file cannot be read, is not UTF-8, unpacks to more than 64 MiB and 16 times its size, or has a line
       of more than 128 MiB.
   """
+  number = 1
   try:
     limit = max(_MOST_ANYWAY, _MOST_TIMES * path.stat().length) if path.suffix in ('.gz', '.bz2') else math.inf
-    size = 0
     with open_unpacked(path) as file:
-      for number in itertools.count(1):
-        line = file.readline(_MOST_LINE + 1)
-        size += len(line)
-        if size > limit:
-          raise ValueError(f'it unpacks to more than {limit:,} bytes, as no text does; unpack it yourself')
-        if len(line) > _MOST_LINE:
-          raise ValueError(f'line {number} has more than {_MOST_LINE:,} bytes')
-        if not line:
-          return
+      for block in _blocks(file, limit):
         try:
-          text = line.decode()
+          text = block.decode()
         except UnicodeDecodeError as error:
-          raise ValueError(f'line {number} is not UTF-8: {error.reason}') from error
+          line = number + block.count(b'\n', 0, error.start)
+          raise ValueError(f'line {line} is not UTF-8: {error.reason}') from error
+        number += block.count(b'\n')
         yield text
   except (OSError, ValueError) as error:
     raise ValueError(f'cannot read {path} as text: {str(error).removeprefix(f"cannot read {path}: ")}') from error
 
 
 def read_text(path: epath.Path) -> str:
-  """The contents of a file, as of `read_lines`, with `\\n` at the end of every line.
+  """The contents of a file, as of `read_parts`, with `\\n` at the end of every line.
 
   Raises:
-    ValueError: As for `read_lines`.
+    ValueError: As for `read_parts`.
   """
-  return ''.join(read_lines(path)).replace('\r\n', '\n').replace('\r', '\n')
+  return ''.join(read_parts(path)).replace('\r\n', '\n').replace('\r', '\n')
 
 
 def _matches(pattern: str) -> list[epath.Path]:
   """What a path or a glob names, or nothing."""
-  path = epath.Path(pattern)
   try:
+    path = epath.Path(pattern)
     return [path] if path.exists() else _files_of_glob(path)
   except Exception as error:  # each kind of remote file system raises types of its own
     raise ValueError(f'cannot look for {pattern!r}: {error!r}') from error
@@ -140,7 +154,7 @@ class Files:
   def documents(self) -> Iterator[str]:
     for path in self.paths:
       lines = []
-      for line in itertools.chain.from_iterable(map(str.splitlines, read_lines(path))):
+      for line in itertools.chain.from_iterable(map(str.splitlines, read_parts(path))):
         if line.strip():
           lines.append(line)
         elif lines:
