@@ -15,6 +15,7 @@ from absl import app, flags, logging
 from etils import epath
 
 from common.compilation_cache import keep_compiled
+from common.printable import printable
 
 _NAME_AND_INTS = re.compile(r'\s*([a-z][\w-]*)\s*(?::(\s*[+-]?\d+\s*(?:,\s*[+-]?\d+\s*)*))?', re.ASCII | re.IGNORECASE)
 
@@ -55,9 +56,21 @@ def message_of(error: BaseException) -> str | None:
   return f'unexpected fault of the program, {kind}: {_cut(str(error))}; {given}{TRACEBACK}=1 shows where it is'
 
 
+def print_error(error: str) -> None:
+  """Prints a message as one line on stderr."""
+  print('error: ' + printable(' '.join(error.split())), file=sys.stderr, flush=True)
+
+
 def _fail(message: str, code: int = 1) -> NoReturn:
-  print('error: ' + ' '.join(message.split()), file=sys.stderr)
+  print_error(message)
   sys.exit(code)
+
+
+def _print_any_text() -> None:
+  """Lets a character that the terminal does not have print as another, and not end the run."""
+  for stream in (sys.stdout, sys.stderr):
+    if hasattr(stream, 'reconfigure'):
+      stream.reconfigure(errors='replace')
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -133,6 +146,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     if not has_stdout:
       _fail('cannot write to the standard output: it is closed')
 
+  _print_any_text()
   app.run(guarded, flags_parser=_parse_flags)
 
 
@@ -227,7 +241,7 @@ def parse_paths(name: str, texts: Iterable[str]) -> dict[str, str]:
     if not is_named or '/' in label:
       parts = epath.Path(text).parts
       last = parts[-2] if parts[-1:] == ('model',) and len(parts) > 1 else ''.join(parts[-1:])
-      label, path = re.sub(r'(\.(jsonl?|tsv|txt))?(\.gz)?$', '', last), text
+      label, path = re.sub(r'(\.(jsonl?|tsv|txt))?(\.(gz|bz2))?$', '', last), text
     if not label or not path:
       raise ValueError(f'{name} must be paths, or NAME=PATH, separated by commas; got {",".join(texts)!r}')
     if label in paths:

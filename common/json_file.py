@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from etils import epath
 
+from spectr_jax.io import foreign
+
 
 def read_json(path: epath.PathLike, what: str, advice: str) -> Any:
-  """Reads a JSON file.
+  """Reads a JSON file of at most 16 MiB.
 
   Args:
     path: The file.
@@ -20,11 +21,13 @@ def read_json(path: epath.PathLike, what: str, advice: str) -> Any:
     The parsed content.
 
   Raises:
-    ValueError: The file cannot be read or is not JSON.
+    ValueError: The file cannot be read, is larger, or is not JSON.
   """
   try:
-    return json.loads(epath.Path(path).read_text(encoding='utf-8'))
-  except OSError as error:
-    raise ValueError(f'cannot read {what} from {path}: {error.strerror or error}') from error
-  except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-    raise ValueError(f'{path} is not JSON ({error}); {advice}') from error
+    text = foreign.read_text(path, foreign.LARGE)
+  except ValueError as error:
+    raise ValueError(f'cannot read {what}: {error}') from error
+  try:
+    return foreign.parse_json(text, str(path))
+  except ValueError as error:
+    raise ValueError(f'{path} is not JSON ({error.__cause__}); {advice}') from error

@@ -66,7 +66,7 @@ def fail(error: BaseException) -> NoReturn:
     if message is None:
       traceback.print_exception(error)
     else:
-      print('error: ' + ' '.join(message.split()), file=sys.stderr, flush=True)
+      command_line.print_error(message)
     sys.stdout.flush()
   finally:  # also where nothing can be printed
     os._exit(1)

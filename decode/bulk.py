@@ -20,6 +20,7 @@ from absl import flags
 
 from common import command_line, processes
 from common.output_files import check_apart
+from common.printable import printable
 from decode.auto.prediction import choose, predict_all
 from decode.experiment import records
 from decode.experiment.console import show_progress
@@ -143,11 +144,11 @@ if __name__ == '__main__':
       return
     part = part_path(_GENERATIONS.value, 0, jax.process_count())
     if not num_calls:
-      print(f'{part} has all continuations already')
+      print(printable(f'{part} has all continuations already'))
       return
     print(
       f'{num_tokens:,} tokens, {num_tokens / num_calls:.2f} per target call, {num_tokens / seconds:,.0f} tokens/s with'
-      f' compilation; {part}'
+      f' compilation; {printable(str(part))}'
     )
 
   command_line.run(main)

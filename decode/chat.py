@@ -2,12 +2,18 @@
 
 Every line of the input is a turn of the user, rendered by the model's chat template. The answer is printed as it comes.
 The caches are kept between turns, so the models read only what is new. `--prompt=TEXT` asks one question and ends.
+
+A turn that cannot be answered is reported in one line and forgotten, and the conversation goes on. Ctrl-C ends an
+answer, which stays as far as it came; elsewhere it ends the command.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 
@@ -15,15 +21,20 @@ import jax
 from absl import flags
 
 from common import command_line
+from common.printable import printable
 from decode.experiment.options import DecodeOptions
+from decode.experiment.prompts import check_known
 from decode.experiment.settings import only_setting
 from decode.experiment.workload import load_models
 from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.session import Session
 from spectr_jax.engine.stop import StopStrings
 from spectr_jax.io.text_stream import TextStream
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.unicode import check_unicode
 
+_LONGEST_LINE = 2**20  # characters
 # Fields of `DecodeOptions` that mean nothing here.
 _UNUSED = (
   'acceptance', 'calibration', 'share_of_optimum', 'breakdown', 'profile_dir', 'prompts', 'skip_long', 'mesh',
@@ -40,12 +51,14 @@ class Answer:
     num_target_calls: Rounds so far.
     seconds: Time that it has taken, the reading of the prompt included.
     num_left_out: Messages at the conversation's beginning that the model no longer saw.
+    is_interrupted: Whether the user ended it.
   """
 
   num_tokens: int = 0
   num_target_calls: int = 0
   seconds: float = 0.0
   num_left_out: int = 0
+  is_interrupted: bool = False
 
 
 class Chat:
@@ -91,28 +104,40 @@ class Chat:
       New text, which may be empty.
 
     Raises:
-      ValueError: The message alone does not fit, or the template refuses it.
+      ValueError: The message is not valid Unicode, does not fit, or has a token that the target does not have, or the
+        template refuses it; the conversation stays as it was.
+      NotFiniteError: A model's logits are not finite.
     """
-    start = time.perf_counter()
+    start, self.answer = time.perf_counter(), Answer()
+    check_unicode(text, 'the message')
     messages = [*self.messages, {'role': 'user', 'content': text}]
-    prompt, num_left_out = self._fitting(messages)
-    self.messages = messages
+    prompt, self.answer.num_left_out = self._fitting(messages)
     stream, reply = TextStream(self._tokenizer, self._stop), ''
-    self.answer = Answer(num_left_out=num_left_out)
     key = jax.random.fold_in(self._key, self._num_turns)
     self._num_turns += 1
-    for tokens in self._session.stream(key, prompt):
-      new = stream.add(token for token in tokens if token not in self._tokenizer.eos_ids)
-      reply += new
-      self.answer.num_tokens += len(tokens)
-      self.answer.num_target_calls = self._session.num_target_calls
-      self.answer.seconds = time.perf_counter() - start
-      yield new
-      if stream.is_stopped:
-        break
+    try:
+      for tokens in self._session.stream(key, prompt):
+        new = stream.add(token for token in tokens if token not in self._tokenizer.eos_ids)
+        reply += new
+        self.answer.num_tokens += len(tokens)
+        self.answer.num_target_calls = self._session.num_target_calls
+        self.answer.seconds = time.perf_counter() - start
+        yield new
+        if stream.is_stopped or self.answer.is_interrupted:
+          break
+    except GeneratorExit:  # the caller has seen enough
+      self._remember(messages, reply + stream.finish())
+      raise
     new = stream.finish()
-    self.messages.append({'role': 'assistant', 'content': reply + new})
+    self._remember(messages, reply + new)
     yield new
+
+  def interrupt(self) -> None:
+    """Ends the answer in progress with its current round; what it says until then is the answer."""
+    self.answer.is_interrupted = True
+
+  def _remember(self, messages: list[dict[str, str]], reply: str) -> None:
+    self.messages = [*messages, {'role': 'assistant', 'content': reply}]
 
   def _fitting(self, messages: list[dict[str, str]]) -> tuple[list[int], int]:
     """The prompt, and the number of messages at the beginning that are left out of it."""
@@ -120,6 +145,7 @@ class Chat:
     for num_left_out in range(0, len(messages) - first, 2):  # a turn of the user and its answer
       prompt = self._tokenizer.encode_chat([*messages[:first], *messages[first + num_left_out :]])
       if len(prompt) <= self._session.longest_prompt:
+        check_known(prompt, self._tokenizer, self._session.decoder.target.vocab_size, 'the conversation')
         return prompt, num_left_out
     raise ValueError(
       f'the message is too long, {len(prompt)} tokens with its template; at most {self._session.longest_prompt} are'
@@ -162,37 +188,93 @@ def start_chat(options: DecodeOptions, context: int) -> Chat:
 
 
 def read_turns() -> Iterator[str]:
-  """The lines of the input that are not blank, with a sign where the user types them."""
+  """The lines of the input that are not blank, with a sign where the user types them.
+
+  Bytes that are no text come as lone surrogates. Lines that are too long are reported and left out.
+  """
+  if sys.stdin is None:  # closed
+    return
+  if hasattr(sys.stdin, 'reconfigure'):
+    sys.stdin.reconfigure(errors='surrogateescape')
   is_typed = sys.stdin.isatty()
   while True:
     if is_typed:
       print('> ', end='', file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
+    line = sys.stdin.readline(_LONGEST_LINE)
     if not line:
       return
-    if line.strip():
+    if len(line) == _LONGEST_LINE and line[-1] != '\n':
+      command_line.print_error(f'the message is too long, more than {_LONGEST_LINE:,} characters')
+      while (rest := sys.stdin.readline(_LONGEST_LINE)) and rest[-1] != '\n':
+        pass
+    elif line.strip():
       yield line.strip()
 
 
+@contextlib.contextmanager
+def _interruptible(chat: Chat) -> Iterator[None]:
+  """Lets Ctrl-C end the answer; a second one ends the program.
+
+  The signal is handled between rounds: an exception within one would lose the caches, which a round takes over.
+  """
+  is_main = threading.current_thread() is threading.main_thread()
+  if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    yield
+    return
+
+  def interrupt(*_):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    chat.interrupt()
+
+  signal.signal(signal.SIGINT, interrupt)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def print_answer(chat: Chat, text: str) -> None:
+  """Prints the answer to a turn as it comes, and its figures to stderr.
+
+  Args:
+    chat: The conversation.
+    text: The user's message.
+
+  Raises:
+    ValueError: As for `Chat.ask`.
+  """
+  with _interruptible(chat):
+    for new in chat.ask(text):
+      print(printable(new), end='', flush=True)
+  print(flush=True)
+  answer = chat.answer
+  left_out = f', without the first {answer.num_left_out} messages' if answer.num_left_out else ''
+  interrupted = ', interrupted' if answer.is_interrupted else ''
+  print(
+    f'[{answer.num_tokens} tokens, {answer.num_tokens / answer.seconds:.1f} tokens/s,'
+    f' {answer.num_tokens / max(answer.num_target_calls, 1):.2f} per target call{left_out}{interrupted}]',
+    file=sys.stderr,
+    flush=True,
+  )
+
+
 def talk(chat: Chat, turns: Iterable[str]) -> None:
-  """Prints the answer to every turn as it comes, and its figures to stderr.
+  """Answers all turns; those that cannot be answered are reported and left out.
 
   Args:
     chat: The conversation.
     turns: The user's messages.
+
+  Raises:
+    NotFiniteError: A model's logits are not finite.
   """
   for text in turns:
-    for new in chat.ask(text):
-      print(new, end='', flush=True)
-    print(flush=True)
-    answer = chat.answer
-    left_out = f', without the first {answer.num_left_out} messages' if answer.num_left_out else ''
-    print(
-      f'[{answer.num_tokens} tokens, {answer.num_tokens / answer.seconds:.1f} tokens/s,'
-      f' {answer.num_tokens / max(answer.num_target_calls, 1):.2f} per target call{left_out}]',
-      file=sys.stderr,
-      flush=True,
-    )
+    try:
+      print_answer(chat, text)
+    except NotFiniteError:
+      raise
+    except ValueError as error:
+      command_line.print_error(str(error))
 
 
 if __name__ == '__main__':
@@ -211,6 +293,9 @@ if __name__ == '__main__':
       flags.FLAGS.set_default('method', ['race_traversal' if has_draft else 'autoregressive'])
     options = read_options(chat=True)
     chat = start_chat(options, _CONTEXT.value)
-    talk(chat, read_turns() if options.prompt is None else [options.prompt])
+    if options.prompt is None:
+      talk(chat, read_turns())
+    else:
+      print_answer(chat, options.prompt)
 
   command_line.run(main)

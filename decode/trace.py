@@ -17,6 +17,7 @@ from absl import flags
 import spectr_jax
 from common import command_line
 from common.output_files import OutputFiles
+from common.printable import printable
 from decode.experiment.inputs import inputs_of
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import Setting, only_setting
@@ -176,7 +177,7 @@ if __name__ == '__main__':
       num_tokens = sum(len(played['origins']) for played in data['rounds'])
       line = (
         f'{num_tokens} tokens in {len(data["rounds"])} rounds, {num_tokens / len(data["rounds"]):.2f} per target call;'
-        f' {_OUTPUT.value}'
+        f' {printable(_OUTPUT.value)}'
       )
       outputs.write_after(lambda: print(line), output=make_page(data))
 

@@ -20,6 +20,7 @@ from decode.experiment.laws import target_texts, written_log_probs
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Notify, Workload
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
+from spectr_jax.io.foreign import NOTHING, check_object, either, list_of, map_of, real
 from spectr_jax.sharding import fetch
 from spectr_jax.theory import stateless_kept_bound
 
@@ -204,6 +205,10 @@ def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
   return dataclasses.replace(setting, tree=tree, draft_length=tree.max_depth, shape=shape)
 
 
+# Rates by depth and child.
+_TABLE = list_of(list_of(either(NOTHING, real(0, 1)), 2**10), 2**10)
+
+
 def read_acceptance(path: epath.PathLike) -> dict[str, Acceptance]:
   """Acceptance rates by method, read from a file that `decode.main --output` wrote after measuring them.
 
@@ -212,16 +217,9 @@ def read_acceptance(path: epath.PathLike) -> dict[str, Acceptance]:
   """
   wanted = 'expected JSON with rates under "acceptance", by method, as --output writes after measuring them'
   content = read_json(path, 'acceptance', wanted)
-  rates = content.get('acceptance') if isinstance(content, dict) else None
-  if not isinstance(rates, dict) or not rates:
+  rates = check_object(content, {'acceptance': map_of(_TABLE)}, str(path)).get('acceptance')
+  if not rates or any(len({len(row) for row in table}) != 1 or not table[0] for table in rates.values()):
     raise ValueError(f'{path}: {wanted}')
-  for method, table in rates.items():
-    is_table = isinstance(table, list) and table and all(isinstance(row, list) and row for row in table)
-    if not is_table or len({len(row) for row in table}) > 1:
-      raise ValueError(f'{path}: the rates of {method} are no table; {wanted}')
-    for rate in (rate for row in table for rate in row if rate is not None):
-      if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
-        raise ValueError(f'{path}: the rates of {method} must be from 0 to 1, or null where not measured; got {rate!r}')
   return rates
 
 

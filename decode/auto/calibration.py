@@ -22,6 +22,7 @@ from decode.experiment import latency
 from decode.experiment.settings import Setting, baseline_of
 from decode.experiment.workload import Notify, Workload
 from spectr_jax import METHODS, TokenTree
+from spectr_jax.io.foreign import check_object, list_of, map_of, object_of, real, whole
 from spectr_jax.sharding import fetch
 
 _FORMAT = 2
@@ -98,6 +99,25 @@ class Observation:
     return float((1 + counts[:draft_length].sum()) / (1 + counts.sum()))
 
 
+_FIELDS = {
+  'conditions': object_of({}),
+  'draft_seconds': map_of(real(0)),
+  'target_seconds': map_of(real(above=0)),
+  'observations': map_of(
+    object_of(
+      {
+        'num_batches': whole(1),
+        'num_tokens': whole(1),
+        'row_calls': list_of(whole(1)),
+        'kept': list_of(whole()),
+        'prefill_seconds': real(0),
+        'round_seconds': real(above=0),
+      }
+    )
+  ),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Calibration:
   """The measurements from which predictions follow.
@@ -126,10 +146,13 @@ class Calibration:
     """
     content = read_json(path, 'calibration', '--calibration writes one')
     try:
+      content = check_object(content, _FIELDS, 'it')
       if content.pop('format') != _FORMAT:
         raise ValueError(f'format {_FORMAT} is read')
       content['target_seconds'] = {int(size): seconds for size, seconds in content['target_seconds'].items()}
       content['observations'] = {name: Observation(**found) for name, found in content['observations'].items()}
+      if not all(content.values()) or any(None in vars(found).values() for found in content['observations'].values()):
+        raise ValueError('something is missing')
       return cls(**content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
       raise ValueError(f'{path} is no calibration ({error!r}); --calibration writes one') from error
@@ -150,6 +173,7 @@ class Calibration:
         raise ValueError(f'{path} was measured with {name} {self.conditions.get(name)}, not {value}; name a new file')
     missing = [str(s) for s in settings if str(source_of(s, settings)) not in self.observations]
     missing += [str(s) for s in settings if tree_name_of(s) not in self.draft_seconds]
+    missing += [str(s) for s in settings if s.tree.num_nodes not in self.target_seconds]
     if missing:
       raise ValueError(f'{path} was measured for another grid, without {missing[0]}; name a new file')
 

@@ -1,4 +1,4 @@
-"""What the commands print to: a console that any text can be written to, and the progress of a run."""
+"""What the commands print to: a console, and the progress of a run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from collections.abc import Iterator
 from rich import progress
 from rich.console import Console
 
+from common.printable import printable
 from decode.experiment.workload import Notify
 
 
 def make_console(*, stderr: bool = False) -> Console:
   """A console without escape codes if NO_COLOR is set, and without line folding outside a terminal."""
   color_system = None if os.environ.get('NO_COLOR') else 'auto'
-  console = Console(stderr=stderr, color_system=color_system, highlight=False, emoji=False, markup=False)
-  # Texts may hold any character. A character that the terminal cannot show must not end the run.
-  if hasattr(console.file, 'reconfigure'):
-    console.file.reconfigure(errors='replace')
-  return console
+  return Console(stderr=stderr, color_system=color_system, highlight=False, emoji=False, markup=False)
 
 
 @contextlib.contextmanager
@@ -34,7 +31,7 @@ def show_progress() -> Iterator[Notify]:
       nonlocal last
       if what != last:
         with contextlib.suppress(OSError):  # a closed or full place for progress ends no run
-          print(f'[{done}/{total}] {what}', file=sys.stderr, flush=True)
+          print(f'[{done}/{total}] {printable(what)}', file=sys.stderr, flush=True)
       last = what
 
     yield print_line
@@ -47,4 +44,4 @@ def show_progress() -> Iterator[Notify]:
   )
   with progress.Progress(*columns, console=console, transient=True) as bar:
     task = bar.add_task('loading', total=None)
-    yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+    yield lambda what, done, total: bar.update(task, description=printable(what), completed=done, total=total)

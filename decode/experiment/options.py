@@ -21,6 +21,7 @@ from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.models.int8 import INT8
 from spectr_jax.sampling import SAMPLING_NAMES
 from spectr_jax.sharding import DATA, make_mesh
+from spectr_jax.unicode import check_unicode
 
 ROOT = epath.Path(__file__).resolve().parents[2]
 PRETRAINED = ROOT / 'pretrained'
@@ -216,6 +217,9 @@ class DecodeOptions:
     if not 0 <= self.min_p <= 1:
       raise ValueError(f'min_p must be from 0 to 1 (0 keeps all), got {self.min_p}')
     check_stop_texts(self.stop)
+    for name in ('prompt', 'system'):
+      if (text := getattr(self, name)) is not None:
+        check_unicode(text, name)
     if self.stop and self.share_of_optimum:
       raise ValueError('share_of_optimum counts whole rounds, and stop may end a row within one; choose one')
     for name in ('num_prompts', 'calibration_prompts', 'batch_size', 'max_new_tokens', 'num_samples', 'num_seeds'):

@@ -10,6 +10,8 @@ from typing import Any
 
 from etils import epath
 
+from spectr_jax.io.foreign import as_path
+
 # Spec-Bench's tasks by category. The categories of MT-Bench are one task.
 _MT_BENCH = ('writing', 'roleplay', 'reasoning', 'math', 'coding', 'extraction', 'stem', 'humanities')
 SPEC_BENCH_TASKS = dict.fromkeys(_MT_BENCH, 'multi-turn conversation') | {
@@ -56,6 +58,16 @@ class PromptSet:
   parse: Callable[[Any], PublishedPrompt]
 
 
+def excerpt(value: Any) -> str:
+  """The beginning of a JSON value as JSON, for messages; only that much of it is written."""
+  text = ''
+  for part in json.JSONEncoder().iterencode(value):
+    text += part
+    if len(text) >= 40:
+      break
+  return text[:40]
+
+
 def _field(entry: Any, name: str, kind: type = str) -> Any:
   """A field of a JSON object.
 
@@ -68,21 +80,21 @@ def _field(entry: Any, name: str, kind: type = str) -> Any:
     ValueError: The entry is no object, or has no such field, or one of another type.
   """
   if not isinstance(entry, dict):
-    raise ValueError(f'{json.dumps(entry)[:40]} is not an object')
+    raise ValueError(f'{excerpt(entry)} is not an object')
   if name not in entry:
     raise ValueError(f'no "{name}"')
   if not isinstance(entry[name], kind) or isinstance(entry[name], bool):
-    raise ValueError(f'"{name}" is {json.dumps(entry[name])[:40]}')
+    raise ValueError(f'"{name}" is {excerpt(entry[name])}')
   return entry[name]
 
 
 def _spec_bench(entry: Any) -> PublishedPrompt:
   number, category = _field(entry, 'question_id', int), _field(entry, 'category')
   if category not in SPEC_BENCH_TASKS:
-    raise ValueError(f'"category" is {json.dumps(category)[:40]}, not one of {", ".join(SPEC_BENCH_TASKS)}')
+    raise ValueError(f'"category" is {excerpt(category)}, not one of {", ".join(SPEC_BENCH_TASKS)}')
   turns = _field(entry, 'turns', list)
   if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-    raise ValueError(f'"turns" is {json.dumps(turns)[:40]}')
+    raise ValueError(f'"turns" is {excerpt(turns)}')
   return PublishedPrompt(tuple(turns), category, number)
 
 
@@ -100,7 +112,7 @@ def _mgsm(columns: list[str]) -> PublishedPrompt:
   if len(columns) != 2:
     raise ValueError(f'{len(columns)} column{"s" * (len(columns) > 1)}')
   if not _NUMBER.fullmatch(columns[1].strip()):
-    raise ValueError(f'the answer is {json.dumps(columns[1])[:40]}')
+    raise ValueError(f'the answer is {excerpt(columns[1])}')
   return PublishedPrompt((columns[0],))
 
 
@@ -128,14 +140,14 @@ def split_set(text: epath.PathLike) -> tuple[PromptSet | None, epath.Path]:
     text: `SET:FILE`, or a path.
 
   Raises:
-    ValueError: There is no such set.
+    ValueError: There is no such set, or the path is on an unknown file system.
   """
   match = _SET_AND_FILE.fullmatch(str(text))
   if match is None:
-    return None, epath.Path(text)
+    return None, as_path(text)
   name, path = match.groups()
   if name in PROMPT_SETS:
-    return PROMPT_SETS[name], epath.Path(path)
+    return PROMPT_SETS[name], as_path(path)
   if epath.Path(text).exists():
     return None, epath.Path(text)
   raise ValueError(f'prompts: there is no set {name!r}; SET:FILE reads {", ".join(PROMPT_SETS)}')

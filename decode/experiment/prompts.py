@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gzip
 import json
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from decode.experiment.prompt_sets import PromptSet, split_set
+from decode.experiment.prompt_sets import PromptSet, excerpt, split_set
+from spectr_jax.io.foreign import open_unpacked
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.unicode import check_unicode
 
 # Field names in common prompt sets. The first field that a JSON object has is the prompt.
 _FIELDS = ('prompt', 'question', 'instruction', 'turns')
+# What a file of prompts may hold. With each at its most, reading one takes less than 30 seconds and a gigabyte.
+_MOST_BYTES = 2**26  # of text, unpacked
+_MOST_PROMPTS = 2**19
+_MOST_VALUES = 2**22  # commas and brackets, of which JSON has at least one for every value
 _WANTED = 'expected a JSON object with a text in "prompt"'
 _MESSAGE = 'a message is a JSON object of texts, among them "role" and "content"'
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
   """A text to continue.
 
@@ -49,12 +53,11 @@ class Prompt:
   def __post_init__(self):
     if not self.text.strip():
       raise ValueError(f'{self.origin}: the prompt is empty; a prompt is a text of at least one word')
-    try:
-      self.text.encode()
-      for message in self.messages:
-        ''.join(message.values()).encode()
-    except UnicodeEncodeError as error:
-      raise ValueError(f'{self.origin}: the prompt is not valid Unicode: {error.reason}') from error
+    texts = (self.text, *self.turns, *(text for message in self.messages for text in message.values()))
+    for text in texts:
+      check_unicode(text, f'{self.origin}: the prompt')
+    if isinstance(self.id, str):
+      check_unicode(self.id, f'{self.origin}: "id"')
 
 
 def _is_message(entry: Any) -> bool:
@@ -64,7 +67,7 @@ def _is_message(entry: Any) -> bool:
 def _parse_messages(entry: dict[str, Any], prompt_id: int | str, index: int, origin: str) -> Prompt:
   messages = entry['messages']
   if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-    raise ValueError(f'{origin}: "messages" is {json.dumps(messages)[:60]}; expected a list of messages, {_MESSAGE}')
+    raise ValueError(f'{origin}: "messages" is {excerpt(messages)}; expected a list of messages, {_MESSAGE}')
   text = '\n'.join(message['content'] for message in messages)
   return Prompt(text, index, prompt_id, origin, messages=tuple(messages))
 
@@ -72,7 +75,7 @@ def _parse_messages(entry: dict[str, Any], prompt_id: int | str, index: int, ori
 def _parse_entry(entry, index: int, origin: str) -> Prompt:
   prompt_id = entry.get('id', index) if isinstance(entry, dict) else index
   if not isinstance(prompt_id, int | str):
-    raise ValueError(f'{origin}: "id" is {json.dumps(prompt_id)[:40]}; expected a number or a text')
+    raise ValueError(f'{origin}: "id" is {excerpt(prompt_id)}; expected a number or a text')
   if isinstance(entry, dict) and 'messages' in entry:
     return _parse_messages(entry, prompt_id, index, origin)
   field = next((name for name in _FIELDS if name in entry), None) if isinstance(entry, dict) else None
@@ -82,7 +85,7 @@ def _parse_entry(entry, index: int, origin: str) -> Prompt:
   if field == 'turns' and isinstance(text, list) and text:
     text = text[0]
   if not isinstance(text, str):
-    raise ValueError(f'{origin}: "{field}" is {json.dumps(text)[:40]}; {_WANTED}')
+    raise ValueError(f'{origin}: "{field}" is {excerpt(text)}; {_WANTED}')
   if field == 'instruction' and isinstance(entry.get('input'), str) and entry['input']:
     text = f'{text}\n{entry["input"]}'
   return Prompt(text, index, prompt_id, origin)
@@ -99,37 +102,43 @@ def _parse_published(entry, index: int, origin: str, prompt_set: PromptSet) -> P
 def _parse_json(text: str, origin: str, wanted: str) -> Any:
   try:
     return json.loads(text)
-  except (json.JSONDecodeError, RecursionError) as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f'{origin}: not JSON ({error}); {wanted}') from error
 
 
 def _read_bytes(path: epath.Path) -> bytes:
   try:
-    data = path.read_bytes()
-  except OSError as error:
-    raise ValueError(f'cannot read prompts from {path}: {error.strerror or error}') from error
-  if path.suffix != '.gz':
-    return data
-  try:
-    return gzip.decompress(data)
-  except (OSError, EOFError, zlib.error) as error:
-    raise ValueError(f'cannot read prompts from {path}: {error}') from error
+    with open_unpacked(path) as file:
+      data = file.read(_MOST_BYTES + 1)
+  except ValueError as error:
+    reason = getattr(error.__cause__, 'strerror', None) or error
+    raise ValueError(f'cannot read prompts from {path}: {reason}') from error
+  if not data:
+    raise ValueError(f'{path} holds no prompts')
+  if len(data) > _MOST_BYTES:
+    raise ValueError(f'{path} has more than {_MOST_BYTES:,} bytes of text, the most that prompts may have; split it')
+  _check_number(data.count(b'\n'), path)
+  return data
 
 
-def _decode_text(path: epath.Path) -> str:
+def _check_number(num_prompts: int, path: epath.PathLike) -> None:
+  if num_prompts > _MOST_PROMPTS:
+    raise ValueError(f'{path} has {num_prompts:,} prompts, more than {_MOST_PROMPTS:,}; split it')
+
+
+def _decode_text(path: epath.Path, is_json: bool) -> str:
   data = _read_bytes(path)
+  if is_json and sum(map(data.count, (b',', b'[', b'{'))) > _MOST_VALUES:
+    raise ValueError(f'{path} has more than {_MOST_VALUES:,} commas and brackets, the most of JSON; split it')
   try:
-    text = data.decode('utf-8-sig')
+    return data.decode('utf-8-sig')
   except UnicodeDecodeError as error:
     line = data.count(b'\n', 0, error.start) + 1
     raise ValueError(f'{path}, line {line}: not UTF-8 ({error.reason})') from error
-  if not text:
-    raise ValueError(f'{path} holds no prompts')
-  return text
 
 
 def read_prompts(path: epath.PathLike) -> list[Prompt]:
-  """The prompts of a file. The ending of its name determines the format; `.gz` may follow.
+  """The prompts of a file. The ending of its name determines the format; `.gz` or `.bz2` may follow.
 
   `.jsonl` holds a JSON object per line, `.json` the same or one array of objects. The text is in the field `prompt`,
   else `question`, `instruction` (followed by `input` on a line of its own) or `turns` (the first). An object with
@@ -140,23 +149,27 @@ def read_prompts(path: epath.PathLike) -> list[Prompt]:
   `task`, `turns` and the set's own identifiers.
 
   Raises:
-    ValueError: The file cannot be read, is not UTF-8, or a line is not a prompt of the set; the message names the line.
+    ValueError: The file cannot be read, has more than 64 MiB of text or 2**19 prompts, is not UTF-8, or a line is not a
+      prompt of the set; the message names the line.
   """
   prompt_set, path = split_set(path)
-  text = _decode_text(path)
   if prompt_set is None:
-    kind, parse, wanted = epath.Path(path.name.removesuffix('.gz')).suffix, _parse_entry, _WANTED
+    kind = epath.Path(path.name.removesuffix('.gz').removesuffix('.bz2')).suffix
+    parse, wanted = _parse_entry, _WANTED
   else:
     kind, parse = prompt_set.ending, functools.partial(_parse_published, prompt_set=prompt_set)
     wanted = f'an entry of {prompt_set.title} is {prompt_set.form}'
+  name = str(path)
+  text = _decode_text(path, kind in ('.json', '.jsonl'))
   if kind == '.json' and text.lstrip().startswith('['):
-    entries = _parse_json(text, str(path), wanted)
+    entries = _parse_json(text, name, wanted)
     if not entries:
-      raise ValueError(f'{path} holds no prompts')
-    return [parse(entry, index, f'{path}, entry {index + 1}') for index, entry in enumerate(entries)]
+      raise ValueError(f'{name} holds no prompts')
+    _check_number(len(entries), name)
+    return [parse(entry, index, f'{name}, entry {index + 1}') for index, entry in enumerate(entries)]
   prompts = []
   for index, line in enumerate(text.removesuffix('\n').split('\n')):
-    origin = f'{path}, line {index + 1}'
+    origin = f'{name}, line {index + 1}'
     line = line.removesuffix('\r')
     if kind in ('.jsonl', '.json') and line.strip():
       prompts.append(parse(_parse_json(line, origin, wanted), index, origin))
@@ -272,12 +285,34 @@ def without_long(
   return kept
 
 
+def check_known(ids: Sequence[int], tokenizer: TokenizerBase, vocab_size: int | None, where: str) -> None:
+  """Checks that a target has the tokens of a prompt, which are those of its tokenizer.
+
+  Args:
+    ids: The prompt's ids.
+    tokenizer: The tokenizer.
+    vocab_size: The number of the target's ids, or None for all that the tokenizer has.
+    where: The prompt, for messages.
+
+  Raises:
+    ValueError: There is no token, or the target does not have one.
+  """
+  if not ids:
+    raise ValueError(f'{where} has no tokens')
+  if vocab_size is not None and (largest := max(ids)) >= vocab_size:
+    raise ValueError(
+      f'{where} has the token {tokenizer.token_text(largest)!r} of id {largest}, and the target has ids from 0 to'
+      f' {vocab_size - 1}'
+    )
+
+
 def encode_prompts(
   prompts: Sequence[Prompt],
   tokenizer: TokenizerBase,
   *,
   max_new_tokens: int,
   max_length: int | None,
+  vocab_size: int | None = None,
   multiple: int = 16,
 ) -> tuple[np.ndarray, np.ndarray]:
   """The prompts' token ids, right-padded to one size. They begin with bos if the tokenizer wants it.
@@ -287,13 +322,14 @@ def encode_prompts(
     tokenizer: The models' tokenizer.
     max_new_tokens: Number of new tokens to leave room for.
     max_length: The models' limit for prompt plus continuation, in tokens, or None for no limit.
+    vocab_size: The number of the target's ids, or None for all that the tokenizer has.
     multiple: The size is a multiple of this, so that other prompts rarely need another compilation.
 
   Returns:
     int32 ids `[B, P]` and lengths `[B]`.
 
   Raises:
-    ValueError: A prompt is too long; the message names it.
+    ValueError: A prompt is too long, has no token, or has one that the target does not have; the message names it.
   """
   limit = longest_prompt(max_new_tokens, max_length)
   rows = _encode(prompts, tokenizer)
@@ -303,6 +339,7 @@ def encode_prompts(
         f'{prompt.origin}: the prompt is too long, {len(row)} tokens; at most {limit} are allowed: the models take'
         f' {max_length}, of which max_new_tokens are {max_new_tokens}'
       )
+    check_known(row, tokenizer, vocab_size, f'{prompt.origin}: the prompt')
   lengths = np.array([len(row) for row in rows], np.int32)
   size = -(-int(lengths.max()) // multiple) * multiple
   tokens = np.full((len(rows), size), tokenizer.pad_id, np.int32)

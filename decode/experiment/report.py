@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import unicodedata
-
 import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from common.printable import printable
 from common.program_memory import describe_groups
 from decode.auto.prediction import Prediction
 from decode.experiment.console import make_console
 from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.workload import model_title
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT
+from spectr_jax.io.text_stream import TextStream
 from spectr_jax.io.tokenizer import TokenizerBase
 
 # Marks of a token's origin, with colour and without.
@@ -151,11 +151,6 @@ def explain_parts(run: DecodeRun) -> list[str]:
   return lines
 
 
-def _printable(text: str) -> str:
-  """The text without control characters, which could control the terminal. Line breaks stay."""
-  return ''.join(c if c == '\n' or unicodedata.category(c) not in ('Cc', 'Cf') else '\ufffd' for c in text)
-
-
 def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: TokenizerBase) -> list[tuple[str, int]]:
   """The text of each token with the token's origin. The token that completes a character has all of its bytes.
 
@@ -164,13 +159,11 @@ def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: Tokenize
     origins: int `[T]`, as in `spectr_jax.Generation`.
     tokenizer: The tokenizer.
   """
-  pieces, begin = [], 0
-  for end in range(1, len(tokens) + 1):
-    text = tokenizer.decode(tokens[begin:end])
-    if text.endswith('\ufffd') and end < len(tokens) and end - begin < 4:
-      continue
-    pieces.append((text, int(origins[end - 1])))
-    begin = end
+  stream = TextStream(tokenizer)
+  pieces = [(stream.add([token]), int(origin)) for token, origin in zip(tokens, origins)]
+  if len(pieces):
+    text, origin = pieces[-1]
+    pieces[-1] = text + stream.finish(), origin
   return [piece for piece in pieces if piece[0]]
 
 
@@ -197,10 +190,10 @@ def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
   shown = Text(f'A continuation by {found.setting}: ')
   for place, (origin, meaning) in enumerate(_MEANINGS.items()):
     shown.append(', ' if place else '').append_text(mark(meaning, origin))
-  shown.append('\n' + _printable(run.prompts[0].text), style='dim' if is_colored else '')
+  shown.append('\n' + printable(run.prompts[0].text), style='dim' if is_colored else '')
   shown.append('' if is_colored else ' ...\n')
   for text, origin in split_by_origin(found.tokens[0, :length], found.origins[0, :length], run.tokenizer):
-    shown.append_text(mark(_printable(text), origin))
+    shown.append_text(mark(printable(text), origin))
   return shown
 
 
@@ -238,7 +231,7 @@ def print_report(run: DecodeRun, console: Console | None = None) -> None:
   """
   console = console or make_console()
   print_options = {'soft_wrap': True}
-  console.print(_headline(run) + '\n', **print_options)
+  console.print(printable(_headline(run)) + '\n', **print_options)
   if not console.is_terminal:
     console.width = 1000  # lines of a file need not fit into a window
   if run.predictions:

@@ -30,6 +30,8 @@ from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
 from spectr_jax.models.int8 import is_int8
 from train.text_sources import Files
 
+# Of the corpus that lookup searches.
+_MOST_DOCUMENTS, _MOST_CHARACTERS = 2**22, 2**30
 # The current activity, the steps done, and the steps in total.
 Notify = Callable[[str, int, int], None]
 # Takes at most so many of the prompts.
@@ -48,10 +50,17 @@ def read_corpus(files: Files) -> list[str]:
     files: Plain-text files, each document ended by a blank line.
 
   Raises:
-    ValueError: A file is missing or cannot be read, or there is no text in any.
+    ValueError: A file is missing or cannot be read, there is no text in any, or there is more than a corpus holds.
   """
+  documents, size = [], 0
   try:
-    documents = list(files.documents())
+    for document in files.documents():
+      documents.append(document)
+      size += len(document)
+      if len(documents) > _MOST_DOCUMENTS or size > _MOST_CHARACTERS:
+        raise ValueError(
+          f'at most {_MOST_DOCUMENTS:,} documents of {_MOST_CHARACTERS:,} characters in all are searched'
+        )
   except ValueError as error:
     raise ValueError(f'lookup_corpus: {error}') from error
   if not documents:
@@ -264,7 +273,7 @@ class Workload:
     room = {'max_new_tokens': options.max_new_tokens, 'max_length': min(limits, default=None)}
     fitting = without_long(every, tokenizer, **room) if options.skip_long else every
     prompts = pick(fitting, options.num_prompts)
-    tokens, lengths = encode_prompts(prompts, tokenizer, **room)
+    tokens, lengths = encode_prompts(prompts, tokenizer, **room, vocab_size=target.vocab_size)
     if sharding is not None:  # shards models once, not with every batch
       is_model = isinstance(draft, Model)
       target, drafter = sharding.put_models(target, as_drafter(draft))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
   from spectr_jax.engine.decoder import Decoder
@@ -48,6 +49,45 @@ def check_count(name: str, value: int) -> None:
   """
   if not isinstance(value, int) or value < 1:
     raise ValueError(f'{name} must be a positive int, got {value!r}')
+
+
+def as_integers(name: str, values: ArrayLike) -> jax.Array:
+  """Ids or lengths as an array of JAX, which has 32 bits: numbers beyond them are refused, and would wrap otherwise.
+
+  Args:
+    name: Their name.
+    values: An array, or nested sequences.
+
+  Raises:
+    ValueError: They are no array of numbers, or a whole number does not fit.
+  """
+  if isinstance(values, jax.Array):
+    return values
+  array = np.asarray(values)
+  if array.dtype.kind not in 'biuf':
+    raise ValueError(f'{name} must be integers, got {array.dtype} {array.shape}')
+  if array.dtype.kind in 'iu' and array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+    raise ValueError(f'{name} must be from -2**31 to 2**31 - 1, got {array.min()} to {array.max()}')
+  return jnp.asarray(array)
+
+
+def as_ids(name: str, ids: ArrayLike, vocab_size: int) -> np.ndarray:
+  """The ids of one text on the host, int32 `[T]`.
+
+  Args:
+    name: The text, for messages.
+    ids: Integers `[T]`, T at least 1.
+    vocab_size: V.
+
+  Raises:
+    ValueError: They are no integers `[T]`, or one is not in the vocabulary.
+  """
+  array = np.asarray(ids)
+  if array.ndim != 1 or not array.size or array.dtype.kind not in 'iu':
+    raise ValueError(f'{name} must be integers [T], T at least 1, got {array.dtype} {array.shape}')
+  if array.min() < 0 or array.max() >= vocab_size:
+    raise ValueError(f'{name} has ids from {array.min()} to {array.max()}, the vocabulary is 0 to {vocab_size - 1}')
+  return array.astype(np.int32)
 
 
 def check_shapes(prompts: jax.Array, prompt_lengths: jax.Array) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -81,7 +80,8 @@ def generate(
     ValueError: A shape, range, vocabulary, method or tree does not fit; the message names what would fit.
     NotFiniteError: A model's logits are not finite; raised outside of a trace only.
   """
-  prompts, prompt_lengths = jnp.asarray(prompts), jnp.asarray(prompt_lengths)
+  prompts = checks.as_integers('prompts', prompts)
+  prompt_lengths = checks.as_integers('prompt_lengths', prompt_lengths)
   checks.check_shapes(prompts, prompt_lengths)
   checks.check_count('max_new_tokens', max_new_tokens)
   checks.check_count('rounds_at_a_time', rounds_at_a_time)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from spectr_jax.draft import Drafter
+from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.result import Generation, NotFiniteError
@@ -172,11 +173,12 @@ def generate_many(
     One continuation per request, in the order in which they are done.
 
   Raises:
-    ValueError: As for `generate`; or a prompt is empty or too long, or a number is below 1.
+    ValueError: As for `generate`; or a prompt is empty or too long, or has an id that is not in the vocabulary; or a
+      number is below 1.
   """
   if min(batch_size, longest_prompt, rounds_at_a_time) < 1:
     raise ValueError('batch_size, longest_prompt and rounds_at_a_time must be at least 1')
-  waiting = map(_checked(longest_prompt), requests)
+  waiting = map(_checked(longest_prompt, target.vocab_size), requests)
   first = list(itertools.islice(waiting, batch_size))
   if not first:
     return
@@ -228,10 +230,11 @@ def generate_many(
       state = _give(decoder, state, taken, padded_lengths(longest_prompt), rows_at_a_time, sampling)
 
 
-def _checked(longest_prompt: int) -> Callable[[Request], Request]:
+def _checked(longest_prompt: int, vocab_size: int) -> Callable[[Request], Request]:
   def check(request: Request) -> Request:
     if not 1 <= len(request.tokens) <= longest_prompt:
       raise ValueError(f'prompt {request.name} has {len(request.tokens)} tokens, allowed are 1 to {longest_prompt}')
+    checks.as_ids(f'prompt {request.name}', request.tokens, vocab_size)
     return request
 
   return check

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from spectr_jax.draft import DraftContext
+from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.refill import padded_lengths
@@ -127,7 +128,7 @@ class Session:
     """
     if not 1 <= len(prompt) <= self.longest_prompt:
       raise ValueError(f'the prompt has {len(prompt)} tokens, allowed are 1 to {self.longest_prompt}')
-    state = self._begin(rng_key, list(prompt))
+    state = self._begin(rng_key, checks.as_ids('the prompt', prompt, self.decoder.target.vocab_size).tolist())
     num_seen, is_done = 0, False
     while not is_done:
       state = self._state = decode_rounds(self.decoder, state, rounds_at_a_time)

@@ -147,7 +147,8 @@ def checked_rows(
   Raises:
     ValueError: As for `init_decode`.
   """
-  prompts, prompt_lengths = jnp.asarray(prompts), jnp.asarray(prompt_lengths)
+  prompts = checks.as_integers('prompts', prompts)
+  prompt_lengths = checks.as_integers('prompt_lengths', prompt_lengths)
   checks.check_prompts(decoder, prompts, prompt_lengths)
   batch_size = prompts.shape[0]
   rows = (

@@ -13,6 +13,7 @@ from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.result import Generation
 from spectr_jax.engine.state import DecodeState, finish
 from spectr_jax.sharding import fetch
+from spectr_jax.unicode import check_unicode
 
 
 class Decodes(Protocol):
@@ -38,10 +39,13 @@ def check_stop_texts(texts: Sequence[str]) -> None:
   """Checks stop texts.
 
   Raises:
-    ValueError: They are no sequence of texts; or one is empty, or has a U+FFFD, which stands for bytes of no character.
+    ValueError: They are no sequence of texts; or one is empty, is not valid Unicode, or has a U+FFFD, which stands for
+      bytes of no character.
   """
   if isinstance(texts, str) or not all(isinstance(text, str) and text and '\ufffd' not in text for text in texts):
     raise ValueError(f'stop must be texts of at least one character and without U+FFFD, got {texts!r}')
+  for text in texts:
+    check_unicode(text, f'stop {text!r}')
 
 
 @dataclasses.dataclass(frozen=True)

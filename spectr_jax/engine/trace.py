@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from spectr_jax.draft import Drafter
+from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import Round, run_round
 from spectr_jax.engine.result import Generation
@@ -201,7 +202,7 @@ def trace_decode(
     raise ValueError(f'{method.name} drafts nothing: there is nothing to trace')
   if tree.is_grown:
     raise ValueError('a trace shows one tree for all rounds; this one grows with every round')
-  prompt_tokens = np.asarray(prompt, np.int32)
+  prompt_tokens = checks.as_ids('the prompt', prompt, target.vocab_size)
   kinds = {'gives': draft.gives, 'mixes': draft.mixes} if isinstance(draft, Drafter) else {}
   judges = tuple(make_judge(get_method(each), method, tree, **kinds) for each in (method, *others))
   sampling = {name: request.pop(name) for name in SAMPLING_NAMES if name in request}

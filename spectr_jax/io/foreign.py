@@ -9,13 +9,16 @@ describes the fields that it uses once, as a mapping of names to `Kind`s, and ma
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import dataclasses
+import gzip
 import json
 import math
 import os
 import reprlib
 import stat
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -32,8 +35,8 @@ def is_remote(path: epath.PathLike) -> bool:
   return '://' in str(path)
 
 
-def check_place(path: epath.PathLike) -> None:
-  """Checks that a path is one of a local file or of a machine whose files are read.
+def as_path(path: epath.PathLike) -> epath.Path:
+  """A path of a local file, or of a machine whose files are read.
 
   Raises:
     ValueError: It names a place of another kind, such as `hf://...`.
@@ -42,6 +45,7 @@ def check_place(path: epath.PathLike) -> None:
   if separator and scheme not in _REMOTE:
     known = ', '.join(f'{name}://' for name in _REMOTE)
     raise ValueError(f'{shown(str(path))} is not a path: remote ones begin with {known}')
+  return epath.Path(path)
 
 
 def open_file(path: epath.PathLike) -> BinaryIO:
@@ -52,7 +56,7 @@ def open_file(path: epath.PathLike) -> BinaryIO:
   Raises:
     ValueError: There is no such file, it is not a regular file, or it cannot be read.
   """
-  path = epath.Path(path)
+  path = as_path(path)
   if is_remote(path):
     return _open_remote(path)
   try:
@@ -69,13 +73,31 @@ def open_file(path: epath.PathLike) -> BinaryIO:
 
 
 def _open_remote(path: epath.Path) -> BinaryIO:
-  check_place(path)
   try:
     return path.open('rb')
   except FileNotFoundError as error:
     raise ValueError(f'there is no file {path}') from error
-  except Exception as error:  # remote file systems raise their own types
+  except Exception as error:  # remote file systems raise their own types; some need packages
     raise ValueError(f'cannot read {path}: {first_line(error)}') from error
+
+
+@contextlib.contextmanager
+def open_unpacked(path: epath.PathLike) -> Iterator[BinaryIO]:
+  """The bytes of a file, unpacked where its name ends in `.gz` or `.bz2`. The reader bounds what it takes.
+
+  Raises:
+    ValueError: As for `open_file`; or, within the context, what is read is damaged.
+  """
+  unpacks = {'.gz': lambda file: gzip.GzipFile(fileobj=file), '.bz2': bz2.BZ2File}.get(as_path(path).suffix)
+  with open_file(path) as packed:
+    try:
+      if unpacks is None:
+        yield packed
+      else:
+        with unpacks(packed) as file:
+          yield file
+    except (OSError, EOFError, zlib.error) as error:
+      raise ValueError(f'cannot read {path}: {getattr(error, "strerror", None) or error}') from error
 
 
 def read_bytes(path: epath.PathLike, limit: int = SMALL) -> bytes:
@@ -199,7 +221,7 @@ def either(*kinds: Kind) -> Kind:
 def _is_text(x: Any) -> bool:
   try:
     return type(x) is str and bool(x.encode() or True)
-  except UnicodeEncodeError:  # a lone surrogate, which JSON can spell
+  except UnicodeEncodeError:
     return False
 
 

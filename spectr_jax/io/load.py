@@ -176,8 +176,7 @@ def open_model(path: epath.PathLike) -> ModelFiles:
   Raises:
     ValueError: There is no such model, or a GGUF file is damaged.
   """
-  foreign.check_place(path)
-  path = epath.Path(path)
+  path = foreign.as_path(path)
   if path.suffix == '.gguf':
     return _Gguf(path, GgufFile(path))
   path = hub_folder(path)
@@ -201,8 +200,7 @@ def hub_folder(path: epath.PathLike, *, files: Sequence[str] = _DOWNLOADED) -> e
   Raises:
     ValueError: The path cannot be read; or there is no folder, and the name is not on the hub.
   """
-  foreign.check_place(path)
-  path = epath.Path(path)
+  path = foreign.as_path(path)
   try:
     is_there = path.exists()
   except Exception as error:  # remote file systems raise their own types

@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spectr_jax.io.foreign import LARGE, check_place, is_remote, name_shown, open_file
+from spectr_jax.io.foreign import LARGE, as_path, is_remote, name_shown, open_file
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.stored_params import StoredParams
 from spectr_jax.io.tokenizer import Tokenizer
@@ -260,8 +260,7 @@ def load_transformer(
       unknown.
   """
   check_weights(weights)
-  check_place(path)
-  path = epath.Path(path)
+  path = as_path(path)
   spec = _read_spec(path)
   config = spec.config if dtype is None else dataclasses.replace(spec.config, dtype=dtype)
   _check_files(path, spec)

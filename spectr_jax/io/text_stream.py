@@ -7,14 +7,12 @@ from collections.abc import Iterable
 from spectr_jax.engine.stop import StopStrings
 from spectr_jax.io.tokenizer import TokenizerBase
 
-_INCOMPLETE = '\ufffd'
-_MOST_WAITING = 3  # tokens: a character has up to four bytes
-
 
 class TextStream:
   """Decodes tokens as they come, and holds back what is not certain yet.
 
-  That are bytes that make no character, and text that may be the beginning of a stop text.
+  That are bytes that may become a character, and text that may be the beginning of a stop text. All pieces in a row are
+  the text that `decode` gives for all tokens, wherever they were cut.
 
   Attributes:
     tokens: All tokens so far.
@@ -30,9 +28,8 @@ class TextStream:
     """
     self.tokens: list[int] = []
     self.is_stopped = False
-    self._tokenizer = tokenizer
+    self._decode = tokenizer.decode_stream()
     self._stop_texts = () if stop is None else tuple(stop.texts)
-    self._num_decoded = 0
     self._held = ''  # may be the beginning of a stop text
 
   def add(self, tokens: Iterable[int]) -> str:
@@ -44,24 +41,14 @@ class TextStream:
     Returns:
       The text that is new.
     """
-    self.tokens += (int(token) for token in tokens)
-    for num_waiting in range(_MOST_WAITING + 1):
-      end = len(self.tokens) - num_waiting
-      text = self._tokenizer.decode(self.tokens[self._num_decoded : end])
-      if not text.endswith(_INCOMPLETE):
-        self._num_decoded = max(end, self._num_decoded)
-        return self._release(text)
-    return self._release(self._rest())  # more bytes than any character has
+    tokens = [int(token) for token in tokens]
+    self.tokens += tokens
+    return self._release(self._decode(tokens, False))
 
   def finish(self) -> str:
     """The text that was held back, with U+FFFD for bytes that make no character."""
-    text = self._release(self._rest()) + self._held
+    text = self._release(self._decode([], True)) + self._held
     self._held = ''
-    return text
-
-  def _rest(self) -> str:
-    text = self._tokenizer.decode(self.tokens[self._num_decoded :])
-    self._num_decoded = len(self.tokens)
     return text
 
   def _release(self, text: str) -> str:

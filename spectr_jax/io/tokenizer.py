@@ -16,6 +16,9 @@ import tokenizers
 from etils import epath
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from spectr_jax.io.token_bytes import TextDecoder, TokenBytes
+from spectr_jax.unicode import check_unicode
+
 _SPECIAL_TOKENS = ('<pad>', '<bos>', '<eos>')
 _SPECIAL_TEXTS = {0: '⟨pad⟩', 1: '⟨begin⟩', 2: '⟨end⟩'}
 _BYTE_TOKENS = tuple(f'<0x{byte:02X}>' for byte in range(256))
@@ -40,6 +43,7 @@ class TokenizerBase(abc.ABC):
 
   def __init__(self, backend: tokenizers.Tokenizer):
     self._backend = backend
+    self._bytes = TokenBytes(backend)
 
   @property
   @abc.abstractmethod
@@ -70,8 +74,9 @@ class TokenizerBase(abc.ABC):
       Its ids.
 
     Raises:
-      ValueError: `add_bos` is True and the tokenizer has no `bos_id`.
+      ValueError: The text is not valid Unicode, or `add_bos` is True and the tokenizer has no `bos_id`.
     """
+    check_unicode(text, 'the text')
     ids = self._backend.encode(text, add_special_tokens=False).ids
     if not add_bos:
       return ids
@@ -80,7 +85,13 @@ class TokenizerBase(abc.ABC):
     return [self.bos_id, *ids]
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Encodes many texts on all CPU cores; the ids of each."""
+    """Encodes many texts on all CPU cores; the ids of each.
+
+    Raises:
+      ValueError: A text is not valid Unicode.
+    """
+    for text in texts:
+      check_unicode(text, 'the text')
     return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
   def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
@@ -107,8 +118,16 @@ class TokenizerBase(abc.ABC):
     raise ValueError('the model has no chat template: it continues texts, and takes no conversations')
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Decodes ids to text; drops special tokens, and decodes incomplete byte sequences to U+FFFD."""
-    return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+    """The text of ids as they continue a text, with the space that they may begin with.
+
+    It is that of the bytes of all tokens in a row, see `token_bytes`. Special tokens have none, and U+FFFD stands for
+    bytes that make no character.
+    """
+    return self._bytes.decode(ids)
+
+  def decode_stream(self) -> TextDecoder:
+    """A decoder of ids that come in pieces, whose texts in a row are those that `decode` gives for all ids."""
+    return self._bytes.stream()
 
 
 def check_same_tokens(named: Sequence[tuple[str, TokenizerBase]]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import signal
 import sys
 
 import commands
@@ -122,6 +123,99 @@ def test_answers_are_printed_and_measured(decoder, tokenizer, monkeypatch, capsy
   assert out == ''.join(answer + '\n' for answer in answers)
   assert [message['content'] for message in talk.messages[::2]] == ['the owl', 'then?']
   assert err.count('tokens/s, 1.00 per target call]') == 2
+
+
+def _fails(talk, text, message):
+  before = list(talk.messages)
+  with pytest.raises(ValueError, match=message):
+    list(talk.ask(text))
+  assert talk.messages == before
+
+
+def test_turns_that_cannot_be_answered_leave_the_conversation_as_it_was(decoder, target, tokenizer):
+  talk, wanted = _chat(decoder, tokenizer), _chat(decoder, tokenizer)
+  strict = "{% if 'fox' in messages[-1].content %}{{ raise_exception('no foxes') }}{% endif %}" + tiny_hub.CHAT
+  talk._tokenizer = HubTokenizer.from_parts(
+    tiny_hub.backend(), bos_id=None, eos_ids=(41,), add_bos=False, chat_template=strict
+  )
+  for text in ('the owl', 'and then?'):
+    _fails(talk, 'a\udcff', 'the message is not valid Unicode: byte 0xff is not UTF-8')
+    _fails(talk, '\ud800', r'U\+D800 is no character')
+    _fails(talk, 'x y z ' * 40, 'the message is too long')
+    _fails(talk, 'the fox', 'no foxes')
+    assert list(talk.ask(text)) == list(wanted.ask(text))
+  assert talk.messages == wanted.messages
+
+
+def test_a_token_that_the_target_does_not_have_is_named(tokenizer):
+  """The tokenizer has 301 ids, and `<pad>` is the last."""
+  config = transformer.TransformerConfig(300, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=_CONTEXT)
+  target = transformer.transformer_model(transformer.init_params(jax.random.key(0), config), config)
+  decoder = Decoder.make(target, None, method='autoregressive', max_new_tokens=_NEW, cache_size=_CONTEXT, eos_id=41)
+  padded = HubTokenizer.from_parts(
+    tiny_hub.backend(), bos_id=None, eos_ids=(41,), add_bos=False, chat_template="<pad>{{ messages[0]['content'] }}"
+  )
+  _fails(_chat(decoder, padded), 'x', "the token '<pad>' of id 300, and the target has ids from 0 to 299")
+  nothing = HubTokenizer.from_parts(tiny_hub.backend(), bos_id=None, eos_ids=(41,), add_bos=False, chat_template='')
+  _fails(_chat(decoder, nothing), 'x', 'the chat template writes nothing')
+
+
+def test_a_conversation_survives_what_is_typed(decoder, tokenizer, monkeypatch, capsys):
+  lines = ['the owl', '\udcff', 'x y z ' * 40, 'y' * 3_000_000, 'then?\x00\x1b', 'z' * (1 << 20)]
+  monkeypatch.setattr(sys, 'stdin', io.StringIO('\n'.join(lines)))
+  talk = _chat(decoder, tokenizer)
+  chat.talk(talk, chat.read_turns())
+  assert [message['content'] for message in talk.messages[::2]] == ['the owl', 'then?\x00\x1b']
+  errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error: ')]
+  assert [error.split(',')[0].split(':')[1].strip() for error in errors] == [
+    'the message is not valid Unicode', 'the message is too long', 'the message is too long', 'the message is too long',
+  ]  # fmt: skip
+  monkeypatch.setattr(sys, 'stdin', None)
+  assert list(chat.read_turns()) == []
+
+
+def test_an_interrupted_answer_is_kept_as_far_as_it_came(decoder, target, tokenizer, monkeypatch, capsys):
+  whole = ''.join(_chat(decoder, tokenizer).ask('the owl'))
+  raised = []
+
+  def interrupting(text):
+    raised.append(text)
+    if len(raised) == 2:
+      signal.raise_signal(signal.SIGINT)
+    return text
+
+  talk = _chat(decoder, tokenizer)
+  with monkeypatch.context() as patch:
+    patch.setattr(chat, 'printable', interrupting)
+    chat.print_answer(talk, 'the owl')
+  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+  said = talk.messages[-1]['content']
+  assert whole.startswith(said)
+  assert 2 <= talk.answer.num_tokens < _NEW
+  assert talk.answer.is_interrupted
+  out, err = capsys.readouterr()
+  assert (out, err.endswith(', interrupted]\n')) == (said + '\n', True)
+  # The next answer is that of a fresh start with the same messages.
+  messages = [*talk.messages, {'role': 'user', 'content': 'then?'}]
+  assert ''.join(talk.ask('then?')) == tokenizer.decode(_answer(target, tokenizer, messages, 1))
+  assert [message['role'] for message in talk.messages] == ['user', 'assistant'] * 2
+
+
+def test_an_answer_that_nobody_waits_for_is_kept_as_far_as_it_came(decoder, tokenizer):
+  talk = _chat(decoder, tokenizer)
+  answer = talk.ask('the owl')
+  pieces = [next(answer), next(answer)]
+  answer.close()
+  assert talk.messages[-1]['content'].startswith(''.join(pieces))
+  assert [message['role'] for message in talk.messages] == ['user', 'assistant']
+
+
+def test_answers_cannot_steer_the_terminal(decoder, tokenizer, monkeypatch, capsys):
+  talk = _chat(decoder, tokenizer)
+  monkeypatch.setattr(talk, 'ask', lambda text: iter(['a\x1b[2J', '\x9b\r\n', '\u202eb\tc']))
+  talk.answer.seconds = 1
+  chat.print_answer(talk, 'x')
+  assert capsys.readouterr().out == 'a\ufffd[2J\ufffd\ufffd\n\ufffdb\tc\n'
 
 
 def test_options_that_mean_nothing_are_refused(pair):

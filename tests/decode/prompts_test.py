@@ -1,11 +1,17 @@
 """Prompt files in, padded ids out."""
 
+import bz2
 import gzip
 import json
+import os
 
+import hostile
+import jax.numpy as jnp
 import pytest
 import tiny_hub
+from tokenizers import normalizers
 
+from decode.experiment import workload
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompt_sets import PROMPT_SETS, SPEC_BENCH_TASKS
 from decode.experiment.prompts import (
@@ -19,6 +25,7 @@ from decode.experiment.prompts import (
 )
 from spectr_jax import Tokenizer
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
+from spectr_jax.models import table
 
 
 @pytest.fixture(scope='module')
@@ -50,6 +57,10 @@ def test_jsonl_carries_ids(prompt_file):
     ('{"prompt": "x", "id": [1]}', 'line 2: "id" is'),
     ('{"question": ["x"]}', r'line 2: "question" is \["x"\]'),
     ('[' * 100000, 'line 2: not JSON'),
+    ('{"prompt": "x", "id": "\\udcff"}', 'line 2: "id" is not valid Unicode: byte 0xff is not UTF-8'),
+    ('{"prompt": "x", "id": ' + '9' * 5000 + '}', 'line 2: not JSON'),
+    ('{"prompt": ' + '[' * 900 + ']' * 900 + '}', r'line 2: "prompt" is \[\[\['),
+    ('{"prompt": {"\\ud800\x7f": "\x1b"}}'.replace('\x1b', '\\u001b'), r'line 2: "prompt" is {"\\ud800'),
     ('{"messages": []}', r'line 2: "messages" is \[\]; expected a list of messages'),
     ('{"messages": "x"}', 'line 2: "messages" is "x"'),
     ('{"messages": [{"role": "user"}]}', 'line 2: "messages" is .*among them "role" and "content"'),
@@ -294,3 +305,117 @@ def test_a_prompt_that_the_template_refuses_is_named(conversations, tokenizer):
   strict = _hub_tokenizer(chat_template="{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}")
   with pytest.raises(ValueError, match='line 1: the chat template refuses the conversation: one turn'):
     encode_prompts(prompts, strict, **room)
+
+
+# Hostile files.
+
+
+@pytest.mark.parametrize('name', ['a.jsonl', 'spec_bench:a.jsonl', 'a.txt.gz'])
+@pytest.mark.parametrize('kind', ['pipe', 'folder', 'device', 'link to a device'])
+def test_only_regular_files_are_read(tmp_path, kind, name):
+  path = tmp_path / name.split(':')[-1]
+  if kind == 'pipe':
+    os.mkfifo(path)
+  elif kind == 'folder':
+    path.mkdir()
+  elif kind == 'device':
+    path = '/dev/zero'
+  else:
+    path.symlink_to('/dev/zero')
+  text = f'spec_bench:{path}' if ':' in name else str(path)
+  with pytest.raises(ValueError, match=f'cannot read prompts from {path}: .*is not a regular file'):
+    read_prompts(text)
+
+
+def test_unknown_file_systems_are_named():
+  for path in ('foo://x.jsonl', 'gsm8k:foo://x.jsonl'):
+    with pytest.raises(ValueError, match='foo://x.jsonl: unknown file system foo://'):
+      read_prompts(path)
+
+
+@pytest.mark.parametrize('module', [gzip, bz2])
+@pytest.mark.parametrize('unit', [b'\0', b'a\n', b'{"prompt": "a"}\n', b'['])
+def test_what_unpacks_to_too_much_is_refused(tmp_path, unit, module):
+  path = tmp_path / f'a.jsonl.{"gz" if module is gzip else "bz2"}'
+  path.write_bytes(module.compress(unit * (2**20 // len(unit))) * 10_000)  # ten gigabytes
+  with hostile.time_limit(), pytest.raises(ValueError, match='more than 67,108,864 bytes of text'):
+    read_prompts(path)
+
+
+@pytest.mark.parametrize(
+  ('name', 'content', 'message'),
+  [
+    ('a.txt', b'a\n' * (2**19 + 1), 'has 524,289 prompts, more than 524,288; split it'),
+    ('a.json', b'[' + b','.join([b'"a"'] * (2**19 + 1)) + b']', 'has 524,289 prompts, more than 524,288'),
+    ('a.json', b'[{"prompt": "a", "x": [' + b'[],' * 2**22 + b'0]}]', 'more than 4,194,304 commas and brackets'),
+    ('a.jsonl', b'{"prompt": "a", "x": [' + b'{},' * 2**22 + b'0]}', 'more than 4,194,304 commas and brackets'),
+    ('a.json', b'[{"prompt": "x"}' + b'[' * 10**6, 'a.json: not JSON'),
+  ],
+)
+def test_the_number_of_prompts_is_bounded(tmp_path, name, content, message):
+  path = tmp_path / name
+  path.write_bytes(content)
+  with hostile.time_limit(), pytest.raises(ValueError, match=message):
+    read_prompts(path)
+
+
+def test_controls_are_text(tmp_path):
+  """Models have tokens for them, and nothing here gives them a meaning."""
+  path = tmp_path / 'a.txt'
+  path.write_bytes('a\0b\x1b[2J\r\n\u202e\x85\u2028c\n'.encode())
+  assert [prompt.text for prompt in read_prompts(path)] == ['a\0b\x1b[2J', '\u202e\x85\u2028c']
+
+
+@pytest.mark.parametrize('name', ['spec_bench', 'humaneval', 'gsm8k', 'alpaca'])
+@pytest.mark.parametrize('value', [None, True, 10**30, 0.5, [], {}, [None], [[]], {'': 1}, '', ' ', '\ud800', [' ']])
+def test_fields_of_published_sets_have_their_types(tmp_path, name, value):
+  entry = json.loads(_ENTRIES[name].split('\n')[0]) if name != 'alpaca' else _ALPACA
+  path = tmp_path / 'set'
+  tally = hostile.Tally(f'{path}, line 2: ')
+  for field in entry:
+    path.write_text(json.dumps(entry) + '\n' + json.dumps(entry | {field: value}))
+    tally.read(lambda: [prompt.text.encode() for prompt in read_prompts(f'{name}:{path}')])
+  assert tally.refusals or (name == 'alpaca' and value in ('', ' '))  # there are instructions without a word
+
+
+@pytest.mark.parametrize('field', ['prompt', 'system', 'stop'])
+def test_what_is_no_text_is_blamed_on_its_option(field):
+  values = {'prompt': 'x', 'chat': True, field: ('a', '\udcff') if field == 'stop' else '\udcff'}
+  with pytest.raises(ValueError, match=rf"^{field} ('.udcff' )?is not valid Unicode: byte 0xff is not UTF-8$"):
+    DecodeOptions(**values)
+
+
+def test_a_token_that_the_target_does_not_have_is_named_with_its_line(tmp_path):
+  """All prompts are looked at before the first is decoded."""
+  path = tmp_path / 'prompts.txt'
+  path.write_text('the owl\n' * 20 + 'an <pad> owl\n')
+  prompts, tokenizer = read_prompts(path), _hub_tokenizer()
+  room = {'max_new_tokens': 4, 'max_length': 200}
+  assert len(encode_prompts(prompts, tokenizer, **room)[0]) == 21
+  assert len(encode_prompts(prompts, tokenizer, **room, vocab_size=301)[0]) == 21
+  with pytest.raises(
+    ValueError, match="txt, line 21: the prompt has the token '<pad>' of id 300, and the target has ids"
+  ):
+    encode_prompts(prompts, tokenizer, **room, vocab_size=300)
+
+
+def test_the_number_of_ids_is_that_of_the_target(tmp_path, monkeypatch):
+  path = tmp_path / 'prompts.txt'
+  path.write_text('the owl\nan <pad> owl\n')
+  target = table.table_model(jnp.zeros((300, 300)))
+  monkeypatch.setattr(workload, 'load_models', lambda *_: (target, None, _hub_tokenizer(), {}))
+  options = DecodeOptions(prompts=str(path), method=('autoregressive',), max_new_tokens=4)
+  with pytest.raises(ValueError, match="prompts.txt, line 2: the prompt has the token '<pad>'"):
+    workload.Workload.load(options)
+
+
+def test_prompts_without_tokens_are_named():
+  nothing = _hub_tokenizer(chat_template='')
+  room = {'max_new_tokens': 4, 'max_length': 200}
+  with pytest.raises(ValueError, match='--prompt: the chat template writes nothing'):
+    encode_prompts(as_conversations([Prompt('owl')]), nothing, **room)
+  backend = tiny_hub.backend()
+  backend.normalizer = normalizers.Replace('owl', '')
+  empty = HubTokenizer.from_parts(backend, bos_id=None, eos_ids=[41], add_bos=False)
+  with pytest.raises(ValueError, match='--prompt: the prompt has no tokens'):
+    encode_prompts([Prompt('owl')], empty, **room)

@@ -145,8 +145,17 @@ def test_bytes_of_a_character_stay_together(tokenizer):
   assert '€' in [text for text, _ in pieces]
 
 
-def test_text_cannot_steer_the_terminal():
-  assert report._printable('a\x1b[31m\x9b\nb') == 'a\ufffd[31m\ufffd\nb'
+def test_stray_bytes_lose_no_character(tokenizer):
+  ids = [*tokenizer.encode('字')[:2], *tokenizer.encode('a€b'), *tokenizer.encode('字')[:1]]
+  pieces = report.split_by_origin(np.array(ids), np.arange(len(ids)) % 3, tokenizer)
+  assert ''.join(text for text, _ in pieces) == tokenizer.decode(ids) == '\ufffda€b\ufffd'
+  assert report.split_by_origin(np.array([], int), np.array([], int), tokenizer) == []
+
+
+def test_text_cannot_steer_the_terminal(run):
+  prompts = [dataclasses.replace(run.prompts[0], text='a\x1b[31m\x9b\u202e\nb'), *run.prompts[1:]]
+  shown = report.make_sample(dataclasses.replace(run, prompts=prompts), is_colored=False)
+  assert 'a\ufffd[31m\ufffd\ufffd\nb' in shown.plain
 
 
 def test_what_is_not_lossless_is_said_and_why(run):

@@ -154,6 +154,10 @@ def test_bad_requests_are_named(tables):
     bad = dataclasses.replace(good[0], name='bad', tokens=tokens)
     with pytest.raises(ValueError, match=f'prompt bad has {len(tokens)} tokens, allowed are 1 to {_LONGEST}'):
       list(_together(tables, [good[1], bad], **options))
+  for tokens in ([0, 6], [-1], [2**32], np.array([2**32 + 1]), [0.5], [[0]]):
+    bad = dataclasses.replace(good[0], name='bad', tokens=tokens)
+    with pytest.raises(ValueError, match='prompt bad (has ids from .*, the vocabulary is 0 to 5|must be integers)'):
+      list(_together(tables, [good[1], bad], **options))
   for name in ('batch_size', 'longest_prompt', 'rounds_at_a_time'):
     with pytest.raises(ValueError, match='must be at least 1'):
       list(_together(tables, good, **options | {name: 0}))

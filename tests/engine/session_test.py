@@ -170,3 +170,6 @@ def test_prompts_that_do_not_fit_are_refused(target):
     next(session.stream(jax.random.key(0), []))
   with pytest.raises(ValueError, match='has 33 tokens, allowed are 1 to 32'):
     next(session.stream(jax.random.key(0), [1] * 33))
+  for prompt in ([9999], [-1], [2**32 + 1], np.array([2**32 + 1])):  # int32 would take the last ones for 1
+    with pytest.raises(ValueError, match='the prompt has ids from .*, the vocabulary is 0 to'):
+      next(session.stream(jax.random.key(0), prompt))

@@ -64,7 +64,9 @@ def test_reasons():
   assert finish_reason(np.array([0, 3]), (1, 3), stop) == 'eos'
 
 
-@pytest.mark.parametrize('texts', [[], [''], ['a', ''], 'ab', [3], ['\ufffd'], ['a\ufffd']])
+@pytest.mark.parametrize(
+  'texts', [[], [''], ['a', ''], 'ab', [3], ['\ufffd'], ['a\ufffd'], ['a', '\udcff'], ['\ud800b']]
+)
 def test_texts_that_are_refused(texts):
   with pytest.raises(ValueError, match='stop'):
     StopStrings(_TOKENIZER, texts)

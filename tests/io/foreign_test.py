@@ -1,11 +1,15 @@
 """Bounded reads and checked JSON of files that somebody else wrote."""
 
+import bz2
+import gzip
 import json
 import os
 
+import hostile
 import pytest
 
 from spectr_jax.io import foreign
+from spectr_jax.unicode import check_unicode
 
 
 def test_reads_what_is_there(tmp_path):
@@ -89,3 +93,32 @@ def test_faults_are_one_short_line(tmp_path, text, message):
 def test_kinds(kind, right, wrong):
   assert all(map(kind.is_valid, right))
   assert not any(map(kind.is_valid, wrong))
+
+
+@pytest.mark.parametrize('module', [gzip, bz2])
+def test_archives_are_unpacked_as_far_as_they_are_read(tmp_path, module):
+  path = tmp_path / ('a.gz' if module is gzip else 'a.bz2')
+  path.write_bytes(module.compress(bytes(2**20)) * 10_000)
+  with hostile.time_limit(), foreign.open_unpacked(path) as file:
+    assert file.read(100) == bytes(100)
+  for content in (module.compress(b'text')[:-9], b'text', module.compress(b'text') + b'more', b'', b'\x1f\x8b\x08'):
+    path.write_bytes(content)
+    try:
+      with foreign.open_unpacked(path) as file:
+        assert file.read() in (b'', b'text')
+    except ValueError as error:
+      assert str(error).startswith(f'cannot read {path}: ')  # noqa: PT017 - some are read up to what is damaged
+
+
+def test_remote_files_that_cannot_be_read_are_one_line():
+  with pytest.raises(ValueError, match='^foo://a/b: unknown file system foo://$'):
+    foreign.open_file('foo://a/b')
+  with pytest.raises(ValueError, match='cannot read gs://a/b: .*gcsfs'):
+    foreign.open_file('gs://a/b')
+
+
+def test_lone_surrogates_are_named():
+  check_unicode('字\U0001f989\0', 'it')
+  for text, what in (('a\udcff', 'byte 0xff is not UTF-8'), ('\ud800\ud800', r'U\+D800 is no character')):
+    with pytest.raises(ValueError, match=f'^it is not valid Unicode: {what}$'):
+      check_unicode(text, 'it')

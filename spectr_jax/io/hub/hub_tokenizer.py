@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -13,6 +13,7 @@ from etils import epath
 
 from spectr_jax.io.hub.chat_template import ChatTemplate, mark_special, render_marked
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.unicode import check_unicode
 
 
 class HubTokenizer(TokenizerBase):
@@ -44,8 +45,6 @@ class HubTokenizer(TokenizerBase):
     self.chat_template = chat_template
     added = backend.get_added_tokens_decoder()
     self._special = {index: token.content for index, token in added.items() if token.special}
-    # A text to decode after. Some decoders drop a space in front of all text, and a continuation begins with it.
-    self._before = backend.encode('a', add_special_tokens=False).ids
 
   @classmethod
   def from_parts(
@@ -127,23 +126,21 @@ class HubTokenizer(TokenizerBase):
       messages: The messages, each with the texts `role` and `content`.
 
     Raises:
-      ValueError: The model has no chat template, its template refuses the conversation, or a special token in a message
-        cannot be told from the template's.
+      ValueError: The model has no chat template, its template refuses the conversation or writes nothing, a message is
+        not valid Unicode, or a special token in a message cannot be told from the template's.
     """
     if self.chat_template is None:
       return super().encode_chat(messages)
+    for text in (text for message in messages for text in message.values()):
+      check_unicode(text, 'a message')
     marked = render_marked(self.chat_template, messages, self._marks)
     if marked is None:
-      return self.encode(self.chat_template.render(messages))
-    return self._marked_backend.encode(marked, add_special_tokens=False).ids
-
-  def decode(self, ids: Iterable[int]) -> str:
-    """Decodes ids as they continue a text, with the space that they may begin with; drops special tokens.
-
-    Incomplete byte sequences are decoded to U+FFFD.
-    """
-    decode = super().decode
-    return decode([*self._before, *ids])[len(decode(self._before)) :]
+      ids = self.encode(self.chat_template.render(messages))
+    else:
+      ids = self._marked_backend.encode(marked, add_special_tokens=False).ids
+    if not ids:
+      raise ValueError('the chat template writes nothing for this conversation')
+    return ids
 
   def save(self, folder: epath.PathLike) -> None:
     """Writes the files that `load_hub_tokenizer` reads: `tokenizer.json`, `tokenizer_config.json` and

@@ -295,3 +295,20 @@ def test_special_tokens_of_changed_texts_cannot_be_told_apart():
   assert tokenizer.encode_chat([{'role': 'user', 'content': 'a b'}])[0] == 1
   with pytest.raises(ValueError, match="looks for '<unk>' in texts that it has changed"):
     tokenizer.encode_chat([{'role': 'user', 'content': 'a</s>'}])
+
+
+def test_what_is_no_text_is_refused():
+  tokenizer = _chat()
+  for content in ('\ud800', 'a\udcff', '<s>\udcff'):
+    for encode in (
+      tokenizer.encode, tokenizer.encode_prompt, lambda text: tokenizer.encode_batch(['a', text]),
+      lambda text: tokenizer.encode_chat([{'role': 'user', 'content': text}]),
+    ):  # fmt: skip
+      with pytest.raises(ValueError, match='is not valid Unicode'):
+        encode(content)
+
+
+def test_a_template_that_writes_nothing_is_refused():
+  for template in ('', '{% if false %}x{% endif %}'):
+    with pytest.raises(ValueError, match='the chat template writes nothing for this conversation'):
+      _chat(template=template).encode_chat([{'role': 'user', 'content': 'owl'}])

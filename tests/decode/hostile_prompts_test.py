@@ -1,0 +1,102 @@
+"""Mutations of prompt files of every format: prompts, or one line that names the file."""
+
+import gzip
+import json
+
+import hostile
+import prompts_test
+import pytest
+
+from common.json_file import read_json
+from decode.auto.acceptance import read_acceptance
+from decode.auto.calibration import Calibration
+from decode.experiment.prompts import encode_prompts, read_prompts
+from spectr_jax import Tokenizer
+
+_MESSAGES = {'messages': [{'role': 'system', 'content': 'be brief'}, {'role': 'user', 'content': 'the owl'}], 'id': 'c'}
+_LINES = [{'prompt': 'the owl', 'id': 3}, {'question': 'x'}, {'instruction': 'y', 'input': 'z'}, {'turns': ['a', 'b']}]
+_VALUES = {
+  'a.jsonl': [*_LINES, _MESSAGES],
+  'a.json': [*_LINES, _MESSAGES],
+  'spec_bench:a.jsonl': prompts_test._SPEC_BENCH,
+  'humaneval:a.jsonl': [prompts_test._HUMANEVAL] * 2,
+  'gsm8k:a.jsonl': [prompts_test._GSM8K] * 2,
+  'alpaca:a.json': [prompts_test._ALPACA] * 2,
+}
+_BYTES = {
+  'a.txt': 'the owl\nan old 字 owl\r\n\u202e x\n'.encode(),
+  'a.tsv': b'x y\t3\nz\t4\n',
+  'mgsm:a.tsv': prompts_test._ENTRIES['mgsm'].encode(),
+  'a.jsonl.gz': gzip.compress(prompts_test._ENTRIES['gsm8k'].encode() * 3),
+}
+
+
+def _mutated(name, rng):
+  """The content of a file, which is right in everything but what was changed."""
+  if name.endswith('.gz') and rng.random() < 0.5:
+    return gzip.compress(hostile.mutated_bytes(gzip.decompress(_BYTES[name]), rng), 1)
+  if name in _BYTES:
+    return hostile.mutated_bytes(_BYTES[name], rng)
+  entries = hostile.mutated_json(_VALUES[name], rng)
+  if name.endswith('.json') or not isinstance(entries, list):
+    content = json.dumps(entries).encode()
+  else:
+    content = '\n'.join(map(json.dumps, entries)).encode()
+  return hostile.mutated_bytes(content, rng) if rng.random() < 0.3 else content
+
+
+@pytest.mark.slow
+def test_mutated_prompts(tmp_path):
+  tokenizer = Tokenizer.train(
+    ['an old oak tree and an old owl in the old oak tree, while a quick fox runs by'] * 3, 275
+  )
+  for name in (*_VALUES, *_BYTES):
+    kind, _, ending = name.rpartition(':')
+    path = tmp_path / f'{len(list(tmp_path.iterdir()))}-{ending}'
+    tally = hostile.Tally(path)
+    text = f'{kind}:{path}' if kind else str(path)
+
+    def read(text=text):
+      prompts = read_prompts(text)
+      if texts := [prompt for prompt in prompts if not prompt.messages]:
+        encode_prompts(texts, tokenizer, max_new_tokens=4, max_length=10**6, vocab_size=275)
+      json.dumps([[prompt.text, prompt.id, prompt.turns] for prompt in prompts], ensure_ascii=False).encode()
+
+    for rng in hostile.rngs(400):
+      content = _mutated(name, rng)
+      path.write_bytes(content)
+      tally.read(read, content[:2000])
+    tally.check(400)
+
+
+_CALIBRATION = {
+  'format': 2,
+  'conditions': {'device': 'cpu', 'batch_size': 1},
+  'draft_seconds': {'none': 0.0, 'chains 1x2': 0.001},
+  'target_seconds': {'0': 0.01, '2': 0.011},
+  'observations': {
+    'block K=1 L=2': {
+      'num_batches': 6, 'num_tokens': 100, 'row_calls': [20, 30], 'kept': [30, 20], 'prefill_seconds': 0.1,
+      'round_seconds': 0.02,
+    }
+  },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('value', 'read'),
+  [
+    (_CALIBRATION, Calibration.read),
+    ({'acceptance': {'race': [[0.5, 0.2], [None, None]]}, 'results': []}, read_acceptance),
+    ({'a': [1, 2.5, 'x', None]}, lambda path: read_json(path, 'results', 'write some')),
+  ],
+)
+def test_mutated_results(tmp_path, value, read):
+  path = tmp_path / 'results.json'
+  tally = hostile.Tally(path)
+  for rng in hostile.rngs():
+    content = hostile.mutated_json_text(value, rng)
+    path.write_bytes(content)
+    tally.read(lambda: read(path), content[:2000])
+  tally.check()
