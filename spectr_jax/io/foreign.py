@@ -9,6 +9,7 @@ describes the fields that it uses once, as a mapping of names to `Kind`s, and ma
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -90,18 +91,28 @@ def read_text(path: epath.PathLike, limit: int = SMALL) -> str:
     raise ValueError(f'{path} is damaged: byte {error.start} is not UTF-8') from error
 
 
-def parse_json(text: str, where: str) -> Any:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  found = dict(pairs)
+  if len(found) < len(pairs):
+    names = collections.Counter(name for name, _ in pairs)
+    raise ValueError(f'{shown(names.most_common(1)[0][0])} is there twice')
+  return found
+
+
+def parse_json(text: str, where: str, *, is_read_again: bool = False) -> Any:
   """The value of a JSON text.
 
   Args:
     text: The text.
     where: Where it stands, for messages.
+    is_read_again: Whether another reader gets the text after its check. Objects must not have a name twice then, since
+      readers differ in which one counts.
 
   Raises:
-    ValueError: It is not JSON, or is nested too deeply.
+    ValueError: It is not JSON, or is nested too deeply; or an object has a name twice.
   """
   try:
-    return json.loads(text)
+    return json.loads(text, object_pairs_hook=_unique if is_read_again else None)
   except RecursionError as error:
     raise ValueError(f'{where} is damaged: it is nested too deeply') from error
   except ValueError as error:  # of the syntax, and of numbers with thousands of digits
@@ -199,6 +210,13 @@ def shown(value: Any) -> str:
   short.maxstring = short.maxother = short.maxlong = 40
   text = short.repr(value)
   return text if len(text) <= 80 else f'{text[:77]}...'
+
+
+def one_line(text: object, most: int = 300) -> str:
+  """A text of somebody else as messages show it: in one line, printable, and cut after `most` characters."""
+  line = ' '.join(str(text)[: 4 * most].split())
+  line = ''.join(c if c.isprintable() else '\ufffd' for c in line)
+  return line if len(line) <= most else f'{line[: most - 3]}...'
 
 
 def check_object(content: Any, fields: Mapping[str, Kind], where: str) -> dict[str, Any]:
