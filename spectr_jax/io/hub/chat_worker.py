@@ -2,15 +2,16 @@
 
 `chat_template` starts this file as a script. It imports Jinja and the standard library alone, so it starts quickly.
 
-It talks in lines of JSON. The first line that it reads is `{"source": ..., "special_tokens": ..., "limits": ...}`. Every
-further line is a list of messages, to which it answers with one line: `{"text": ...}`, or `{"damaged": ...}` for a
-template that cannot be compiled, or `{"refused": ...}` for a conversation that cannot be rendered.
+It talks in lines of JSON. The first line that it reads is `{"source": ..., "special_tokens": ..., "limits": ...}`.
+Every further line is a list of messages, to which it answers with one line: `{"text": ...}`, or `{"damaged": ...}` for
+a template that cannot be compiled, or `{"refused": ...}` for a conversation that cannot be rendered.
 
 A template is compiled here as well, since Jinja computes constant expressions when it compiles.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import gc
@@ -34,10 +35,8 @@ def _limit_resources(memory):
       continue
     _, hard = resource.getrlimit(kind)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    try:
+    with contextlib.suppress(OSError, ValueError):  # some systems name limits that they do not have
       resource.setrlimit(kind, (most, most))
-    except (OSError, ValueError):  # some systems name limits that they do not have
-      pass
 
 
 def _end_after(seconds):
