@@ -330,7 +330,7 @@ def test_no_tokenizer_there(tmp_path):
   with pytest.raises(ValueError, match='no tokenizer at'):
     Tokenizer.load(tmp_path / 'tokenizer.json')
   (tmp_path / 'tokenizer.json').write_text('{"version": "1.0"')
-  with pytest.raises(ValueError, match='not a readable tokenizer file'):
+  with pytest.raises(ValueError, match='tokenizer.json is damaged'):
     Tokenizer.load(tmp_path / 'tokenizer.json')
 
 
