@@ -166,18 +166,19 @@ class _Vocabulary:
     longest = max(map(len, tokens), default=0)
     if longest > MOST_CHARACTERS:
       raise ValueError(f'{header.path}: a token of {longest:,} characters, the most are {MOST_CHARACTERS}')
-    num_empty = tokens.count('')
-    if len(set(tokens)) + max(0, num_empty - 1) < len(tokens):
-      twice = next(token for token, num in collections.Counter(tokens).most_common(2) if token)
-      raise ValueError(f'{header.path}: the token {shown(twice)} is there twice')
     # Fillers up to the size of the model's embedding are no tokens.
     size = len(tokens)
     while size and types[size - 1] == _UNUSED and _FILLER.fullmatch(tokens[size - 1]):
       size -= 1
     return cls(tokens[:size], types[:size])
 
-  def ids(self) -> dict[str, int]:
-    return {token: i for i, token in enumerate(self.tokens)}
+  def ids(self, path: str) -> dict[str, int]:
+    ids = {token: i for i, token in enumerate(self.tokens)}
+    # Tokens without a text stand for nothing, so there may be several.
+    if len(ids) < len(self.tokens) - max(0, self.tokens.count('') - 1):
+      twice = next(token for token, _ in collections.Counter(self.tokens).most_common() if token)
+      raise ValueError(f'{path}: the token {shown(twice)} is there twice')
+    return ids
 
   def added(self, *types: int) -> list[tokenizers.AddedToken]:
     """The tokens of some types, which are found in a text before it is normalised and split."""
@@ -193,7 +194,7 @@ def _byte_level(header: GgufHeader, vocab: _Vocabulary) -> tokenizers.Tokenizer:
   words = _words(header)
   pairs = (merge.partition(' ') for merge in header.required('tokenizer.ggml.merges'))
   merges = [(left, right) for left, _, right in pairs]
-  backend = tokenizers.Tokenizer(models.BPE(vocab.ids(), merges, ignore_merges=words.takes_whole_words))
+  backend = tokenizers.Tokenizer(models.BPE(vocab.ids(header.path), merges, ignore_merges=words.takes_whole_words))
   if words.is_nfc:
     backend.normalizer = normalizers.NFC()
   splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated') for pattern in words.patterns]
@@ -214,7 +215,11 @@ def _sentence_piece(header: GgufHeader, vocab: _Vocabulary) -> tokenizers.Tokeni
   if any(map(math.isnan, scores)):
     raise ValueError(f'{header.path}: a score is not a number')
   model = models.BPE(
-    vocab.ids(), _merges(header.path, vocab, scores), unk_token=vocab.tokens[unknown], fuse_unk=True, byte_fallback=True
+    vocab.ids(header.path),
+    _merges(header.path, vocab, scores),
+    unk_token=vocab.tokens[unknown],
+    fuse_unk=True,
+    byte_fallback=True,
   )
   backend = tokenizers.Tokenizer(model)
   has_prefix = header.metadata.get('tokenizer.ggml.add_space_prefix', True)
