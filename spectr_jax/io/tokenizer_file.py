@@ -11,7 +11,7 @@ import binascii
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -76,7 +76,7 @@ def _is_vocab(x: Any) -> bool:
 _MODEL = {
   'type': one_of('BPE', 'WordPiece', 'WordLevel', 'Unigram'),
   'vocab': Kind(f'at most {MOST_TOKENS} tokens with an id of its own each, up to {MOST_ID}, or with scores', _is_vocab),
-  'merges': Kind(f'a list of at most {MOST_MERGES}', lambda x: type(x) is list and len(x) <= MOST_MERGES),
+  'merges': list_of(ANYTHING, MOST_MERGES),
   'unk_token': TOKEN,
   'unk_id': whole(0, MOST_TOKENS),
   'dropout': one_of(0, 0.0),  # others give a text other ids each time
@@ -202,9 +202,7 @@ def _check(content: Any, where: str) -> dict[str, int]:
   ):
     growth = math.prod(map(_growth, found))
     if growth > _MOST_GROWTH:
-      raise ValueError(
-        f'{where} may make {name} {shown(growth)} times as long, at most {_MOST_GROWTH} times is allowed'
-      )
+      raise ValueError(f'{where} may make {name} more than {_MOST_GROWTH} times as long')
     if sum('Regex' in (step.get('pattern') or {}) for step in found) > _MOST_PATTERNS:
       raise ValueError(f'{where} applies more than {_MOST_PATTERNS} regular expressions to {name}')
   return _check_added(spec.get('added_tokens') or [], f'{where}: added_tokens')
@@ -234,18 +232,30 @@ def _check_model(model: dict[str, Any], where: str) -> None:
   longest = max(map(len, tokens))
   if longest > most:
     raise ValueError(f'{where}: vocab has a token of {longest:,} characters, the most are {most}')
-  if prefix := model.get('continuing_subword_prefix'):
-    _check_merges(model.get('merges') or [], prefix, where)
+  if isinstance(vocab, dict):
+    pairs = [merge.split(' ') if isinstance(merge, str) else merge for merge in model.get('merges') or []]
+    for pair in pairs:
+      if type(pair) is not list or len(pair) != 2 or set(map(type, pair)) != {str}:
+        raise ValueError(f'{where}: merges must have pairs of texts, got {shown(pair)}')
+    check_merges(pairs, vocab, where, prefix=model.get('continuing_subword_prefix') or '')
 
 
-def _check_merges(merges: list[Any], prefix: str, where: str) -> None:
-  """Checks that what is merged to something on its left begins as it should; the package cuts that off unseen."""
-  for merge in merges:
-    right = (
-      merge.partition(' ')[2] if isinstance(merge, str) else merge[-1] if isinstance(merge, list) and merge else ''
-    )
-    if not isinstance(right, str) or not right.startswith(prefix):
-      raise ValueError(f'{where}: merges has {shown(merge)}, whose second part does not begin with {prefix!r}')
+def check_merges(pairs: Sequence[Sequence[str]], tokens: Mapping[str, int], where: str, *, prefix: str = '') -> None:
+  """Checks that all pairs join to a token; the package crashes on some that do not.
+
+  Args:
+    pairs: Two texts each.
+    tokens: The vocabulary.
+    where: Where they stand, for messages.
+    prefix: How the second text begins, which is left out where they join.
+
+  Raises:
+    ValueError: A pair does not.
+  """
+  start = len(prefix)
+  for left, right in pairs:
+    if left + right[start:] not in tokens or not right.startswith(prefix):
+      raise ValueError(f'{where}: {shown(left)} and {shown(right)} are merged, but join to no token')
 
 
 def _steps(content: Any, section: str, where: str) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from spectr_jax.io.backend import Backend, guarded
 from spectr_jax.io.foreign import FLAG, TEXT, Kind, check_object, shown, whole
 from spectr_jax.io.hub.gguf_header import GgufHeader
-from spectr_jax.io.tokenizer_file import MOST_CHARACTERS, MOST_ID, MOST_MERGES, MOST_TOKENS
+from spectr_jax.io.tokenizer_file import MOST_CHARACTERS, MOST_ID, MOST_MERGES, MOST_TOKENS, check_merges
 
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
@@ -194,7 +194,9 @@ def _byte_level(header: GgufHeader, vocab: _Vocabulary) -> tokenizers.Tokenizer:
   words = _words(header)
   pairs = (merge.partition(' ') for merge in header.required('tokenizer.ggml.merges'))
   merges = [(left, right) for left, _, right in pairs]
-  backend = tokenizers.Tokenizer(models.BPE(vocab.ids(header.path), merges, ignore_merges=words.takes_whole_words))
+  ids = vocab.ids(header.path)
+  check_merges(merges, ids, header.path)
+  backend = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=words.takes_whole_words))
   if words.is_nfc:
     backend.normalizer = normalizers.NFC()
   splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated') for pattern in words.patterns]
