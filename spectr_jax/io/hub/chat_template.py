@@ -48,9 +48,7 @@ class _Worker:
     except OSError as error:
       raise ValueError(f'cannot start a process for the chat template: {one_line(error)}') from error
     self._stop = weakref.finalize(self, _stop, self._process)
-    limits = {'memory': _MEMORY, 'output': _MOST_OUTPUT, 'seconds': _SECONDS}
-    start = {'source': source, 'special_tokens': dict(special_tokens), 'limits': limits}
-    self._first = _line(start)
+    self._first = _start_line(source, special_tokens)
 
   def is_alive(self) -> bool:
     return self._stop.alive and self._process.poll() is None
@@ -134,6 +132,11 @@ def _library_folders() -> list[str]:
       raise ValueError(f'chat templates need the package {name}')
     folders.append(os.path.dirname(os.path.abspath(spec.submodule_search_locations[0])))
   return list(dict.fromkeys(folders))
+
+
+def _start_line(source: str, special_tokens: Mapping[str, str]) -> bytes:
+  limits = {'memory': _MEMORY, 'output': _MOST_OUTPUT, 'seconds': _SECONDS}
+  return _line({'source': source, 'special_tokens': dict(special_tokens), 'limits': limits})
 
 
 def _line(value: Any) -> bytes:

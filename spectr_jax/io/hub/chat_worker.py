@@ -2,9 +2,10 @@
 
 `chat_template` starts this file as a script. It imports Jinja and the standard library alone, so it starts quickly.
 
-It talks in lines of JSON. The first line that it reads is `{"source": ..., "special_tokens": ..., "limits": ...}`.
-Every further line is a list of messages, to which it answers with one line: `{"text": ...}`, or `{"damaged": ...}` for
-a template that cannot be compiled, or `{"refused": ...}` for a conversation that cannot be rendered.
+It talks in lines of JSON. The first line that it reads is `{"source": ..., "special_tokens": ..., "limits": ...}`;
+another such line gives it another template. Every other line is a list of messages, to which it answers with one line:
+`{"text": ...}`, or `{"damaged": ...}` for a template that cannot be compiled, or `{"refused": ...}` for a conversation
+that cannot be rendered.
 
 A template is compiled here as well, since Jinja computes constant expressions when it compiles.
 """
@@ -105,7 +106,7 @@ class _Renderer:
   @functools.cached_property
   def _template(self):
     template = _environment().from_string(self._source)
-    # What is there for good need not be looked through after every conversation.
+    # What stays need not be looked through after every conversation.
     gc.collect()
     gc.freeze()
     return template
@@ -143,22 +144,24 @@ def _main():
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
   requests, answers = sys.stdin.buffer, sys.stdout.buffer
-  start = json.loads(requests.readline())
-  limits = start['limits']
-  _limit_resources(limits['memory'])
-  renderer = _Renderer(start['source'], start['special_tokens'], limits['output'])
   # Ends when the other end is closed, which happens at the latest when the parent ends.
   while line := requests.readline():
+    request = json.loads(line)
+    if isinstance(request, dict):
+      limits = request['limits']
+      _limit_resources(limits['memory'])
+      renderer = _Renderer(request['source'], request['special_tokens'], limits['output'])
+      continue
     _end_after(limits['seconds'] + 1)
     try:
-      answer = json.dumps(renderer.answer(json.loads(line)))
+      answer = json.dumps(renderer.answer(request))
     except MemoryError:
       answer = json.dumps({'refused': 'it needs too much memory'})
     answers.write(f'{answer}\n'.encode())
     answers.flush()
     _end_after(0)
     # Nothing of the conversation stays; what templates leave behind has references in circles.
-    del line, answer
+    del line, request, answer
     gc.collect()
 
 
