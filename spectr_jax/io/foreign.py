@@ -10,6 +10,7 @@ describes the fields that it uses once, as a mapping of names to `Kind`s, and ma
 from __future__ import annotations
 
 import bz2
+import collections
 import contextlib
 import dataclasses
 import gzip
@@ -136,18 +137,28 @@ def read_text(path: epath.PathLike, limit: int = SMALL) -> str:
     raise ValueError(f'{path} is damaged: byte {error.start} is not UTF-8') from error
 
 
-def parse_json(text: str, where: str) -> Any:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  found = dict(pairs)
+  if len(found) < len(pairs):
+    names = collections.Counter(name for name, _ in pairs)
+    raise ValueError(f'{shown(names.most_common(1)[0][0])} is there twice')
+  return found
+
+
+def parse_json(text: str, where: str, *, is_read_again: bool = False) -> Any:
   """The value of a JSON text.
 
   Args:
     text: The text.
     where: Where it stands, for messages.
+    is_read_again: Whether another reader gets the text after its check. Objects must not have a name twice then, since
+      readers differ in which one counts.
 
   Raises:
-    ValueError: It is not JSON, or is nested too deeply.
+    ValueError: It is not JSON, or is nested too deeply; or an object has a name twice.
   """
   try:
-    return json.loads(text)
+    return json.loads(text, object_pairs_hook=_unique if is_read_again else None)
   except RecursionError as error:
     raise ValueError(f'{where} is damaged: it is nested too deeply') from error
   except ValueError as error:  # of the syntax, and of numbers with thousands of digits
@@ -247,16 +258,21 @@ def shown(value: Any) -> str:
   return text if len(text) <= 80 else f'{text[:77]}...'
 
 
-def name_shown(name: str) -> str:
-  """A name that a file gives, as messages show it: without quotes if it is short and printable."""
-  return name if len(name) <= 80 and name.isprintable() else shown(name)
+def one_line(text: object, most: int = 300) -> str:
+  """A text of somebody else as messages show it: in one line, printable, and cut after `most` characters."""
+  line = ' '.join(str(text)[: 4 * most].split())
+  line = ''.join(c if c.isprintable() else '\N{REPLACEMENT CHARACTER}' for c in line)
+  return line if len(line) <= most else f'{line[: most - 3]}...'
 
 
 def first_line(error: BaseException) -> str:
-  """The first line of what an error says, printable and at most some 300 characters long."""
-  lines = str(error).strip().splitlines() or [type(error).__name__]
-  text = ''.join(x if x.isprintable() else '\N{REPLACEMENT CHARACTER}' for x in lines[0])
-  return text if len(text) <= 300 else f'{text[:297]}...'
+  """The first line of what an error says, as messages show it."""
+  return one_line((str(error).strip().splitlines() or [type(error).__name__])[0])
+
+
+def name_shown(name: str) -> str:
+  """A name that a file gives, as messages show it: without quotes if it is short and printable."""
+  return name if len(name) <= 80 and name.isprintable() else shown(name)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,9 @@ import tokenizers
 from etils import epath
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from spectr_jax.io.backend import Backend, guarded
 from spectr_jax.io.token_bytes import TextDecoder, TokenBytes
+from spectr_jax.io.tokenizer_file import MOST_TOKENS, read_backend
 from spectr_jax.unicode import check_unicode
 
 _SPECIAL_TOKENS = ('<pad>', '<bos>', '<eos>')
@@ -41,9 +43,9 @@ class TokenizerBase(abc.ABC):
   eos_ids: tuple[int, ...]
   add_bos: bool
 
-  def __init__(self, backend: tokenizers.Tokenizer):
-    self._backend = backend
-    self._bytes = TokenBytes(backend)
+  def __init__(self, backend: tokenizers.Tokenizer | Backend):
+    self._backend = Backend(backend)
+    self._bytes = TokenBytes(self._backend)
 
   @property
   @abc.abstractmethod
@@ -169,16 +171,17 @@ class Tokenizer(TokenizerBase):
   eos_ids: tuple[int, ...] = (2,)
   add_bos: bool = True
 
-  def __init__(self, backend: tokenizers.Tokenizer):
+  def __init__(self, backend: tokenizers.Tokenizer | Backend):
+    super().__init__(backend)
+    backend = self._backend
     missing = [token for token in _SPECIAL_TOKENS + _BYTE_TOKENS if backend.token_to_id(token) is None]
     if missing or [backend.token_to_id(token) for token in _SPECIAL_TOKENS] != [0, 1, 2]:
       raise ValueError(
-        f'not a tokenizer of this project: needs {", ".join(_SPECIAL_TOKENS)} as ids 0, 1, 2 and the byte tokens'
-        f' <0x00> to <0xFF>; {len(missing)} are missing'
+        f'{backend.name} is not a tokenizer of this project: needs {", ".join(_SPECIAL_TOKENS)} as ids 0, 1, 2 and the'
+        f' byte tokens <0x00> to <0xFF>; {len(missing)} are missing'
       )
     # Documents cannot spell special tokens: their names in a text are encoded as text.
-    backend.encode_special_tokens = True
-    super().__init__(backend)
+    backend.tokenizer.encode_special_tokens = True
 
   @classmethod
   def train(cls, documents: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -192,11 +195,13 @@ class Tokenizer(TokenizerBase):
       A tokenizer of exactly `vocab_size` ids.
 
     Raises:
-      ValueError: `vocab_size` is too small, or the documents yield fewer tokens.
+      ValueError: `vocab_size` is too small or too large, or the documents yield fewer tokens.
     """
     smallest = len(_SPECIAL_TOKENS) + len(_BYTE_TOKENS)
     if vocab_size <= smallest:
       raise ValueError(f'vocab_size must be above {smallest} (special and byte tokens), got {vocab_size}')
+    if vocab_size > MOST_TOKENS:
+      raise ValueError(f'vocab_size must be at most {MOST_TOKENS}, got {vocab_size}')
     backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(_WORDS), behavior='isolated')
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -207,7 +212,7 @@ class Tokenizer(TokenizerBase):
       show_progress=False,
       max_token_length=24,
     )
-    backend.train_from_iterator(documents, trainer)
+    guarded('the documents', backend.train_from_iterator, documents, trainer)
     spec = json.loads(backend.to_str())
     # Byte tokens must not be special: the decoder drops special tokens from the text.
     spec['added_tokens'] = [token for token in spec['added_tokens'] if token['content'] in _SPECIAL_TOKENS]
@@ -229,11 +234,7 @@ class Tokenizer(TokenizerBase):
     path = epath.Path(path)
     if not path.exists():
       raise ValueError(f'no tokenizer at {path}: expected a file written by train.tokenizer')
-    try:
-      backend = tokenizers.Tokenizer.from_str(path.read_text())
-    except Exception as error:  # the backend raises bare Exception
-      raise ValueError(f'{path} is not a readable tokenizer file: {error}') from error
-    return cls(backend)
+    return cls(read_backend(path))
 
   def save(self, path: epath.PathLike) -> None:
     """Writes the tokenizer as one JSON file."""

@@ -2,63 +2,164 @@
 
 from __future__ import annotations
 
-import datetime
-import functools
+import importlib.util
 import json
+import os
+import pathlib
 import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from spectr_jax.io.foreign import TEXT, one_line, shown
 
 # Begins and ends a mark, which stands for a special token. Unicode assigns no characters to these code points.
 _BEGIN, _END = '\ufdd0', '\ufdd1'
 
-
-class _Generation(jinja2.ext.Extension):
-  """`{% generation %}` around what the assistant says: a notice for training, which renders its content."""
-
-  tags = {'generation'}
-
-  def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-    line = next(parser.stream).lineno
-    body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
-    return jinja2.nodes.Scope(body).set_lineno(line)
+_MOST_SOURCE = 2**20  # characters
+_MOST_OUTPUT = 2**22  # bytes of UTF-8
+_MOST_ANSWER = 6 * _MOST_OUTPUT + 2**16  # bytes: JSON writes `\u0000` for a character of one byte
+_MEMORY = 2**29  # bytes of address space
+_SECONDS = 10.0  # of wall-clock time for a conversation
+_WORKER = pathlib.Path(__file__).with_name('chat_worker.py')
+# What Python itself may need, and the time zone.
+_ENVIRONMENT = 'LD_LIBRARY_PATH', 'DYLD_LIBRARY_PATH', 'SYSTEMROOT', 'TZ', 'TZDIR'
 
 
-def _refuse(message: str) -> None:
-  raise jinja2.TemplateError(message)
+class _Worker:
+  """The process that renders a template; `chat_worker` says what it reads and writes."""
+
+  def __init__(self, source: str, special_tokens: Mapping[str, str]):
+    try:
+      self._process = subprocess.Popen(
+        [sys.executable, '-I', '-S', str(_WORKER), *_library_folders()],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        start_new_session=True,  # an interrupt from the keyboard is not meant for it
+      )
+    except OSError as error:
+      raise ValueError(f'cannot start a process for the chat template: {one_line(error)}') from error
+    self._stop = weakref.finalize(self, _stop, self._process)
+    self._first = _start_line(source, special_tokens)
+
+  def is_alive(self) -> bool:
+    return self._stop.alive and self._process.poll() is None
+
+  def stop(self) -> None:
+    """Ends the process; does nothing if it has ended."""
+    self._stop()
+
+  def forget(self) -> None:
+    """Closes this end, in a copy of the process that the worker belongs to."""
+    self._stop.detach()
+    self._process.returncode = 0  # it is not for us to wait for it
+    _close(self._process)
+
+  def ask(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """The worker's answer to a list of messages; ends the process if there is none.
+
+    Raises:
+      ValueError: There is no answer; the message says why.
+    """
+    begin = time.monotonic()
+    is_late = threading.Event()
+
+    def end():
+      is_late.set()
+      self._process.kill()
+
+    # Only the end of the process interrupts reads and writes on every platform.
+    timer = threading.Timer(_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    try:
+      answer = self._exchange(self._first + _line([dict(message) for message in messages]))
+      self._first = b''
+    except (OSError, EOFError, ValueError) as error:
+      self.stop()
+      if is_late.is_set() or time.monotonic() - begin >= _SECONDS:
+        raise ValueError(f'it takes longer than {_SECONDS:g} seconds') from error
+      raise ValueError(f'its process ended without an answer ({self._ending()})') from error
+    except BaseException:  # the answer to this conversation must not be read as that to the next
+      self.stop()
+      raise
+    finally:
+      timer.cancel()
+      timer.join()
+    if is_late.is_set():
+      self.stop()
+    return answer
+
+  def _ending(self) -> str:
+    code = self._process.returncode
+    if code is None or code >= 0:
+      return f'exit code {code}'
+    return signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'
+
+  def _exchange(self, request: bytes) -> dict[str, Any]:
+    write, read = self._process.stdin, self._process.stdout
+    assert write is not None
+    assert read is not None
+    rest = memoryview(request)
+    while rest:
+      rest = rest[write.write(rest) :]
+    parts, size = [], 0
+    while not parts or not parts[-1].endswith(b'\n'):
+      parts.append(read.read(2**16))
+      size += len(parts[-1])
+      if not parts[-1] or size > _MOST_ANSWER:
+        raise EOFError
+    answer = json.loads(b''.join(parts))
+    if type(answer) is not dict:
+      raise EOFError
+    return answer
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
-  # Jinja's own filter writes for HTML.
-  return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _library_folders() -> list[str]:
+  """The folders of what the worker imports. Without them it would need to look through this process's settings."""
+  folders = []
+  for name in ('jinja2', 'markupsafe'):
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+      raise ValueError(f'chat templates need the package {name}')
+    folders.append(os.path.dirname(os.path.abspath(spec.submodule_search_locations[0])))
+  return list(dict.fromkeys(folders))
 
 
-def _format_now(form: str) -> str:
-  return datetime.datetime.now().strftime(form)
+def _start_line(source: str, special_tokens: Mapping[str, str]) -> bytes:
+  limits = {'memory': _MEMORY, 'output': _MOST_OUTPUT, 'seconds': _SECONDS}
+  return _line({'source': source, 'special_tokens': dict(special_tokens), 'limits': limits})
 
 
-def _environment() -> jinja2.Environment:
-  """The environment that templates of the hub are written for. Templates are programs of others, hence the sandbox."""
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-  )
-  environment.filters['tojson'] = _to_json
-  environment.globals |= {'raise_exception': _refuse, 'strftime_now': _format_now}
-  return environment
+def _line(value: Any) -> bytes:
+  return json.dumps(value).encode() + b'\n'
 
 
-def _one_line(error: Exception) -> str:
-  return ' '.join(str(error).split()) or type(error).__name__
+def _close(process: subprocess.Popen) -> None:
+  for file in (process.stdin, process.stdout):
+    if file is not None:
+      file.close()
+
+
+def _stop(process: subprocess.Popen) -> None:
+  process.kill()
+  process.wait()
+  _close(process)
 
 
 class ChatTemplate:
   """A chat template.
+
+  It runs in a process of its own, which stays for further conversations. Its time, memory and output are bounded
+  whatever it does, and the process ends with this object.
 
   A template may read the clock (`strftime_now`), as that of Llama 3.1 does. Its prompts then change from day to day.
 
@@ -75,13 +176,11 @@ class ChatTemplate:
       special_tokens: Special tokens by the names that templates have for them, such as `bos_token`.
     """
     self.source, self.special_tokens = source, dict(special_tokens)
+    self._lock, self._worker = threading.Lock(), None
+    _TEMPLATES.add(self)
 
-  @functools.cached_property
-  def _template(self) -> jinja2.Template:
-    try:
-      return _environment().from_string(self.source)
-    except jinja2.TemplateSyntaxError as error:
-      raise ValueError(f'the chat template is damaged, line {error.lineno}: {_one_line(error)}') from error
+  def __reduce__(self):
+    return type(self), (self.source, self.special_tokens)
 
   def render(self, messages: Sequence[Mapping[str, str]]) -> str:
     """The conversation as text, up to where the model answers.
@@ -90,19 +189,57 @@ class ChatTemplate:
       messages: The messages, each with the texts `role` and `content`.
 
     Raises:
-      ValueError: The template is damaged or refuses the conversation; the message says why.
+      ValueError: The template is damaged, refuses the conversation or exceeds its bounds, or a message has something
+        that is no text; the message says why.
     """
-    template = self._template
+    _check_messages(messages)
+    if not self.source.strip():
+      raise ValueError('the chat template is empty')
+    if len(self.source) > _MOST_SOURCE:
+      raise ValueError(f'the chat template has {len(self.source):,} characters, the most are {_MOST_SOURCE:,}')
+    with self._lock:
+      answer = self._ask(messages)
+    text = answer.get('text')
+    if isinstance(text, str):
+      return text
+    if 'damaged' in answer:
+      line = answer.get('line')
+      where = f', line {line}' if isinstance(line, int) else ''
+      raise ValueError(f'the chat template is damaged{where}: {one_line(answer["damaged"])}')
+    raise ValueError(f'the chat template refuses the conversation: {one_line(answer.get("refused"))}')
+
+  def _ask(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    if self._worker is None or not self._worker.is_alive():
+      self._worker = _Worker(self.source, self.special_tokens)
     try:
-      return template.render(
-        messages=[dict(message) for message in messages],
-        add_generation_prompt=True,
-        tools=None,
-        documents=None,
-        **self.special_tokens,
-      )
-    except Exception as error:  # a template is a program, which may fail in any way
-      raise ValueError(f'the chat template refuses the conversation: {_one_line(error)}') from error
+      return self._worker.ask(messages)
+    except ValueError as error:
+      raise ValueError(f'the chat template fails: {error}') from error
+
+  def _after_fork(self) -> None:
+    """Leaves the worker to the process that it belongs to."""
+    worker, self._lock, self._worker = self._worker, threading.Lock(), None
+    if worker is not None:
+      worker.forget()
+
+
+_TEMPLATES: weakref.WeakSet[ChatTemplate] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+  for template in list(_TEMPLATES):
+    template._after_fork()
+
+
+if hasattr(os, 'register_at_fork'):
+  os.register_at_fork(after_in_child=_after_fork)
+
+
+def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+  for place, message in enumerate(messages):
+    for name, value in message.items():
+      if not TEXT.is_valid(name) or not TEXT.is_valid(value):
+        raise ValueError(f'message {place + 1} must hold texts, got {shown(name)}: {shown(value)}')
 
 
 def mark_special(special_tokens: Iterable[str]) -> dict[str, str]:
@@ -142,8 +279,9 @@ def render_marked(
     The text, or None if no message spells a special token, so that all of them are the template's.
 
   Raises:
-    ValueError: The template refuses the conversation, or does something with a special token in a message.
+    ValueError: As for `ChatTemplate.render`; or the template does something with a special token in a message.
   """
+  _check_messages(messages)
   spelled = {token: mark for token, mark in marks.items() if any(token in v for m in messages for v in m.values())}
   if not spelled:
     return None

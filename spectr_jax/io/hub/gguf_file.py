@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from spectr_jax.io.hub import gguf_config, gguf_header, gguf_tensors
 
 if TYPE_CHECKING:
-  import tokenizers
+  from spectr_jax.io.backend import Backend
 
 
 class GgufFile:
@@ -31,11 +31,12 @@ class GgufFile:
 
     Raises:
       ValueError: The file is missing, damaged or not a GGUF file, or its architecture, its RoPE scaling, the type of a
-        tensor or its tokenizer is unknown.
+        tensor or its tokenizer is unknown, or the metadata has a value of a wrong type.
     """
     from spectr_jax.io.hub import gguf_tokenizer
 
     header = gguf_header.read_header(path)
+    gguf_tokenizer.check_metadata(header)
     self._header = header
     self.config: dict[str, Any] = gguf_config.hub_config(header)
     self.tensors = gguf_tensors.GgufTensors(header, self.config, gguf_config.architecture_of(header))
@@ -47,7 +48,7 @@ class GgufFile:
     self.add_bos: bool = self.bos_id is not None and gguf_tokenizer.adds_bos(header)
     self.special_ids: tuple[int, ...] = gguf_tokenizer.special_ids(header)
 
-  def tokenizer(self) -> tokenizers.Tokenizer:
+  def tokenizer(self) -> Backend:
     """Builds the tokenizer. It adds no beginning of a document by itself.
 
     Raises:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
 from etils import epath
 
+from spectr_jax.io.backend import Backend, guarded
+from spectr_jax.io.foreign import FLAG, TEXT, either, list_of, map_of, object_of, read_object, read_text, shown, whole
 from spectr_jax.io.hub.chat_template import ChatTemplate, mark_special, render_marked
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.io.tokenizer_file import MOST_ID, TOKEN, TOKEN_ID, read_backend
 from spectr_jax.unicode import check_unicode
 
 
@@ -32,7 +36,7 @@ class HubTokenizer(TokenizerBase):
 
   def __init__(
     self,
-    backend: tokenizers.Tokenizer,
+    backend: tokenizers.Tokenizer | Backend,
     *,
     pad_id: int,
     bos_id: int | None,
@@ -41,6 +45,7 @@ class HubTokenizer(TokenizerBase):
     chat_template: ChatTemplate | None,
   ):
     super().__init__(backend)
+    backend = self._backend
     self.pad_id, self.bos_id, self.eos_ids, self.add_bos = pad_id, bos_id, eos_ids, add_bos
     self.chat_template = chat_template
     added = backend.get_added_tokens_decoder()
@@ -49,7 +54,7 @@ class HubTokenizer(TokenizerBase):
   @classmethod
   def from_parts(
     cls,
-    backend: tokenizers.Tokenizer,
+    backend: tokenizers.Tokenizer | Backend,
     *,
     bos_id: int | None,
     eos_ids: Sequence[int],
@@ -73,10 +78,12 @@ class HubTokenizer(TokenizerBase):
     Raises:
       ValueError: The ids are not those of a vocabulary.
     """
-    named = [] if bos_id is None else [bos_id]
-    for index in (*named, *eos_ids):
-      if not isinstance(index, int) or index < 0:
-        raise ValueError(f'ids of special tokens must be whole numbers of at least 0, got {index!r}')
+    backend = Backend(backend)
+    for index in (bos_id, pad_id, *eos_ids):
+      if index is not None and not TOKEN_ID.is_valid(index):
+        raise ValueError(
+          f'ids of special tokens must be whole numbers of at least 0 and at most {MOST_ID}, got {shown(index)}'
+        )
     if add_bos and (bos_id is None or backend.id_to_token(bos_id) is None):
       raise ValueError(f'prompts are to begin with a bos token, and the tokenizer has none of id {bos_id}')
     backend.no_truncation()
@@ -102,7 +109,7 @@ class HubTokenizer(TokenizerBase):
   @functools.cached_property
   def vocab_size(self) -> int:
     """The largest id plus one. Ids may be missing, and models may have logits for more."""
-    return max(self._ids.values()) + 1
+    return _num_ids(self._backend)
 
   @functools.cached_property
   def fingerprint(self) -> str:
@@ -166,7 +173,7 @@ class HubTokenizer(TokenizerBase):
     return mark_special(self._special.values())
 
   @functools.cached_property
-  def _marked_backend(self) -> tokenizers.Tokenizer:
+  def _marked_backend(self) -> Backend:
     """The same vocabulary and rules, except that special tokens are spelled as their marks."""
     spec, marks = json.loads(self._backend.to_str()), self._marks
     for token in spec['added_tokens']:
@@ -186,52 +193,85 @@ class HubTokenizer(TokenizerBase):
     if model.get('unk_token') is not None:
       model['unk_token'] = marks.get(model['unk_token'], model['unk_token'])
     spec['post_processor'] = None  # adds special tokens by their names
-    return tokenizers.Tokenizer.from_str(json.dumps(spec))
+    name = self._backend.name
+    return Backend(guarded(name, tokenizers.Tokenizer.from_str, json.dumps(spec)), name)
+
+
+def _num_ids(backend: Backend) -> int:
+  """The largest id plus one."""
+  return max(backend.get_vocab().values()) + 1
 
 
 _NAMED = ('bos_token', 'eos_token', 'unk_token', 'pad_token', 'sep_token', 'cls_token', 'mask_token')
+_MOST_STOPS = 1024
+# A token by its name, with more about it or without.
+_TOKEN = either(TOKEN, object_of({'content': TOKEN}))
+_FLAGS = 'single_word', 'lstrip', 'rstrip', 'normalized', 'special'
+_NAMES = dict.fromkeys(_NAMED, _TOKEN)
+_IDS = {'bos_token_id': TOKEN_ID, 'eos_token_id': either(TOKEN_ID, list_of(TOKEN_ID, _MOST_STOPS))}
+_FILES = {
+  'tokenizer_config': {
+    **_NAMES,
+    'add_bos_token': FLAG,
+    'added_tokens_decoder': map_of(object_of({'content': TOKEN, **dict.fromkeys(_FLAGS, FLAG)})),
+    # One template, or several with names.
+    'chat_template': either(TEXT, list_of(object_of({'name': TEXT, 'template': TEXT}), 64)),
+  },
+  'special_tokens_map': _NAMES,
+  'config': {**_IDS, 'vocab_size': whole(1)},
+  'generation_config': _IDS,
+}
 
 
-def _read_json(path: epath.Path) -> dict[str, Any]:
-  """The object of a JSON file, empty if there is no such file."""
-  if not path.exists():
-    return {}
-  try:
-    content = json.loads(path.read_text())
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f'{path} is not JSON: {error}') from error
-  if not isinstance(content, dict):
-    raise ValueError(f'{path} must be a JSON object')
+def _read(folder: epath.Path, name: str) -> dict[str, Any]:
+  """The checked object of a JSON file, empty if there is no such file."""
+  path = folder / f'{name}.json'
+  return read_object(path, _FILES[name]) if path.exists() else {}
+
+
+def _content(token: str | dict[str, Any], path: epath.Path, name: str) -> str:
+  """The name of a token that may be an object."""
+  content = token if isinstance(token, str) else token.get('content')
+  if content is None:
+    raise ValueError(f'{path}: {name} has no content')
   return content
 
 
-def _read_backend(path: epath.Path, added: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def _read_backend(folder: epath.Path, added: Mapping[str, Any]) -> Backend:
   """Reads tokenizer.json, and adds the tokens by id that only tokenizer_config.json has."""
+  path, config = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
   if not path.exists():
     raise ValueError(f'no tokenizer at {path}: expected the file that the tokenizers library writes')
-  try:
-    backend = tokenizers.Tokenizer.from_str(path.read_text())
-  except Exception as error:  # the backend raises bare Exception
-    raise ValueError(f'{path} is not a readable tokenizer file: {error}') from error
-  flags = 'single_word', 'lstrip', 'rstrip', 'normalized', 'special'
+  backend = read_backend(path)
+  wrong = [index for index in added if not re.fullmatch('[0-9]{1,9}', index)]
+  if wrong:
+    raise ValueError(f'{config}: added_tokens_decoder must have tokens by id, got the id {shown(wrong[0])}')
   for index, token in sorted(added.items(), key=lambda entry: int(entry[0])):
-    if backend.token_to_id(token['content']) is not None:
+    content = _content(token, config, f'added_tokens_decoder: {index}')
+    if backend.token_to_id(content) is not None:
       continue
-    backend.add_tokens([tokenizers.AddedToken(token['content'], **{f: token[f] for f in flags if f in token})])
-    if backend.token_to_id(token['content']) != int(index):
-      raise ValueError(f'{path} has no room for {token["content"]!r}, which tokenizer_config.json gives id {index}')
+    flags = {name: token[name] for name in _FLAGS if token.get(name) is not None}
+    backend.add_tokens([tokenizers.AddedToken(content, **flags)])
+    if backend.token_to_id(content) != int(index):
+      raise ValueError(f'{path} has no room for {content!r}, which tokenizer_config.json gives id {index}')
   return backend
 
 
 def _chosen_template(found: str | list[dict[str, str]] | None) -> str | None:
   """The template of a config, which has one or several with names: that of the name `default`."""
   if isinstance(found, list):
-    return {entry['name']: entry['template'] for entry in found}.get('default')
+    return {entry.get('name'): entry.get('template') for entry in found}.get('default')
   return found
 
 
-def _as_ids(value: int | list[int] | None) -> list[int]:
-  return [] if value is None else [value] if isinstance(value, int) else list(value)
+def _ids_of(path: epath.Path, content: Mapping[str, Any], name: str, num_ids: int) -> list[int]:
+  """The ids that a field of a file has, one or several."""
+  value = content.get(name)
+  ids = [] if value is None else [value] if isinstance(value, int) else value
+  for index in ids:
+    if index >= num_ids:
+      raise ValueError(f'{path}: {name} {index} is none of the {num_ids} ids that the model has')
+  return ids
 
 
 def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
@@ -249,25 +289,29 @@ def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
     ValueError: A file is missing or damaged; the message names it.
   """
   folder = epath.Path(folder)
-  config, special, model, generation = (
-    _read_json(folder / f'{name}.json')
-    for name in ('tokenizer_config', 'special_tokens_map', 'config', 'generation_config')
-  )
-  try:
-    backend = _read_backend(folder / 'tokenizer.json', config.get('added_tokens_decoder') or {})
-    template = folder / 'chat_template.jinja'
-    source = template.read_text() if template.exists() else _chosen_template(config.get('chat_template'))
-    found = {name: values[name] for name in _NAMED for values in (special, config) if name in values}
-    named = {k: v['content'] if isinstance(v, dict) else v for k, v in found.items() if v is not None}
-    ids = {name: backend.token_to_id(token) for name, token in named.items()}
-  except (KeyError, TypeError, AttributeError) as error:
-    raise ValueError(f'{folder}/tokenizer_config.json is damaged: {error!r}') from error
+  read = {name: _read(folder, name) for name in _FILES}
+  config, model, generation = (read[name] for name in ('tokenizer_config', 'config', 'generation_config'))
+  backend = _read_backend(folder, config.get('added_tokens_decoder') or {})
+  template = folder / 'chat_template.jinja'
+  source = read_text(template) if template.exists() else _chosen_template(config.get('chat_template'))
+  found = {
+    name: (read[file][name], folder / f'{file}.json')
+    for name in _NAMED
+    for file in ('special_tokens_map', 'tokenizer_config')
+    if name in read[file]
+  }
+  named = {name: _content(token, path, name) for name, (token, path) in found.items() if token is not None}
+  ids = {name: backend.token_to_id(token) for name, token in named.items()}
   for name in ('bos_token', 'eos_token'):
     if name in ids and ids[name] is None:
       raise ValueError(f'{folder}: the {name} {named[name]!r} is not a token of tokenizer.json')
-  bos_id = ids.get('bos_token') if 'bos_token' in found else model.get('bos_token_id')
-  stops = _as_ids(ids.get('eos_token'))
-  stops += _as_ids(generation.get('eos_token_id', model.get('eos_token_id')))
+  num_ids = max(_num_ids(backend), model.get('vocab_size') or 0)
+  bos_id = ids.get('bos_token')
+  if 'bos_token' not in found:
+    bos_id = next(iter(_ids_of(folder / 'config.json', model, 'bos_token_id', num_ids)), None)
+  stops = [ids['eos_token']] if 'eos_token' in ids else []
+  file = 'generation_config' if 'eos_token_id' in generation else 'config'
+  stops += _ids_of(folder / f'{file}.json', read[file], 'eos_token_id', num_ids)
   add_bos = config.get('add_bos_token')
   if add_bos is None:
     add_bos = bos_id is not None and backend.encode('a').ids[:1] == [bos_id]

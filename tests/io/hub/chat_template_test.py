@@ -1,10 +1,20 @@
 """Chat templates: the environment that templates of the hub are written for, and their errors in one line."""
 
+import concurrent.futures
+import copy
 import datetime
+import gc
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import time
 
 import pytest
 
-from spectr_jax.io.hub.chat_template import ChatTemplate
+from spectr_jax.io.hub import chat_template
+from spectr_jax.io.hub.chat_template import ChatTemplate, render_marked
 
 _MESSAGES = [{'role': 'system', 'content': 'be brief'}, {'role': 'user', 'content': 'is <3 & "ü" text?'}]
 
@@ -58,3 +68,183 @@ def test_messages_are_not_changed():
   messages = [dict(message) for message in _MESSAGES]
   _render("{% set m = messages[0] %}{{ m.get('role') }}", messages)
   assert messages == _MESSAGES
+
+
+# Bounds.
+
+
+@pytest.mark.parametrize(
+  ('source', 'message'),
+  [
+    ("{{ 'a' * 10**10 }}", 'it needs too much memory'),
+    ("{{ '%10000000000d' | format(1) }}", 'it needs too much memory'),
+    ("{{ '{:10000000000}'.format(1) }}", 'it needs too much memory'),
+    ('{{ [1] | tojson(indent=10**9) }}', 'it needs too much memory'),
+    ("{{ 'a' | center(10**9) }}", 'it needs too much memory'),
+    ("{{ ('a' * 10**6) | replace('a', 'b' * 10**6) }}", 'it needs too much memory'),
+    ("{% for i in range(99999) %}{{ 'a' * 100 }}{% endfor %}", 'it writes more than 4,194,304 bytes'),
+    ('{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}', 'it is nested too deeply'),
+    ('{% for a in [1] %}' * 21 + '{% endfor %}' * 21, 'damaged: too many statically nested blocks'),
+    ('{% if a %}' * 120 + '{% endif %}' * 120, 'damaged: too many levels of indentation'),
+    ('{{ ' + '(' * 10**5 + '1' + ')' * 10**5 + ' }}', 'damaged: it is nested too deeply'),
+    ('{{ 10**5000 }}', 'damaged: Exceeds the limit'),
+    ('a' * 10**7, 'has 10,000,000 characters'),
+    ("{{ '\\ud800' }}", 'it writes characters that are none'),
+    ("{{ raise_exception('\x1b[2J') }}", 'refuses the conversation: \ufffd\\[2J'),
+    ('', 'the chat template is empty'),
+    (' \n\t', 'the chat template is empty'),
+  ],
+)
+def test_what_a_template_takes_is_bounded(source, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    _render(source)
+  assert str(caught.value).isprintable()
+  assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+  'source',
+  [
+    '{{ 9 ** (9 ** 9) }}',  # Jinja computes it when it compiles
+    '{{ (messages | length + 7) ** (9 ** 9) }}',
+    '{% for i in range(99999) %}{% for i in range(99999) %}{% for i in range(99999) %}'
+    '{% endfor %}{% endfor %}{% endfor %}',
+    '{{ lipsum(n=10**7) }}',
+    "{{ ('a ' * 10**6) | wordwrap(1) }}",
+  ],
+)
+def test_what_takes_for_ever_is_ended(source, monkeypatch):
+  monkeypatch.setattr(chat_template, '_SECONDS', 1.0)
+  template = ChatTemplate(source, {})
+  for _ in range(2):  # a new process each time
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match='the chat template fails: it takes longer than 1 second'):
+      template.render(_MESSAGES)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(
+  ('message', 'shown'),
+  [
+    ({'role': 'user', 'content': ['a']}, r"message 1 must hold texts, got 'content': \['a'\]"),
+    ({'role': 'user', 'content': None}, "message 1 must hold texts, got 'content': None"),
+    ({'role': 'user', 'content': '\ud800'}, r"message 1 must hold texts, got 'content': '\\ud800'"),
+    ({3: 'user'}, "message 1 must hold texts, got 3: 'user'"),
+  ],
+)
+def test_messages_hold_texts(message, shown):
+  with pytest.raises(ValueError, match=shown):
+    _render('a', [message])
+  with pytest.raises(ValueError, match=shown):
+    render_marked(ChatTemplate('a', {}), [message], {'<s>': 'x'})
+
+
+# The process.
+
+
+def _process(template):
+  return template._worker._process
+
+
+def test_one_process_serves_many_conversations_and_ends_with_the_template():
+  template = ChatTemplate('{{ messages[0].content }}', {})
+  assert [template.render([{'role': 'user', 'content': str(i)}]) for i in range(20)] == list(map(str, range(20)))
+  process = _process(template)
+  assert process.poll() is None
+  del template
+  gc.collect()
+  assert process.returncode is not None
+
+
+def test_a_process_that_is_gone_is_started_anew():
+  template = ChatTemplate('{{ messages | length }}', {})
+  assert template.render(_MESSAGES) == '2'
+  first = _process(template)
+  first.kill()
+  first.wait()
+  assert template.render(_MESSAGES) == '2'
+  assert _process(template) is not first
+
+
+def test_a_conversation_that_is_interrupted_leaves_no_answer_behind(monkeypatch):
+  template = ChatTemplate('{{ messages[0].content }}', {})
+  template.render([{'role': 'user', 'content': 'a'}])
+  exchange = template._worker._exchange
+
+  def interrupted(request):
+    exchange(request)
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(template._worker, '_exchange', interrupted)
+  with pytest.raises(KeyboardInterrupt):
+    template.render([{'role': 'user', 'content': 'secret'}])
+  assert template.render([{'role': 'user', 'content': 'b'}]) == 'b'
+
+
+def test_templates_are_copied_without_their_process():
+  template = ChatTemplate('{{ bos_token }}{{ messages | length }}', {'bos_token': '<s>'})
+  assert template.render(_MESSAGES) == '<s>2'
+  for other in (copy.deepcopy(template), pickle.loads(pickle.dumps(template))):
+    assert other._worker is None
+    assert other.render(_MESSAGES) == '<s>2'
+
+
+def test_threads_take_turns():
+  template = ChatTemplate('{{ messages[0].content }}', {})
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    texts = list(pool.map(lambda i: template.render([{'role': 'user', 'content': str(i)}]), range(100)))
+  assert texts == list(map(str, range(100)))
+
+
+_PARENT = """
+import os, sys
+from spectr_jax.io.hub.chat_template import ChatTemplate
+template = ChatTemplate('{{ messages[0].content }}', {})
+print(template.render([{'role': 'user', 'content': 'parent'}]), template._worker._process.pid, flush=True)
+if sys.argv[1] == 'fork':
+  child = os.fork()
+  print(template.render([{'role': 'user', 'content': 'child' if child == 0 else 'parent'}]), flush=True)
+  if child:
+    os.waitpid(child, 0)
+    print(template.render([{'role': 'user', 'content': 'parent'}]), flush=True)
+elif sys.argv[1] == 'kill':
+  os.kill(os.getpid(), 9)
+"""
+
+
+def _is_running(pid):
+  try:
+    with open(f'/proc/{pid}/stat') as file:
+      return file.read().rpartition(')')[2].split()[0] != 'Z'
+  except FileNotFoundError:
+    return False
+
+
+@pytest.mark.skipif(not os.path.isdir('/proc/self'), reason='looks at processes in /proc')
+@pytest.mark.parametrize('end', ['exit', 'kill', 'fork'])
+def test_no_process_is_left(end):
+  root = pathlib.Path(__file__).parents[3]
+  command = [sys.executable, '-W', 'error', '-c', _PARENT, end]
+  ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
+  assert ran.stderr == ''
+  (text, pid), *rest = map(str.split, ran.stdout.splitlines())
+  assert text == 'parent'
+  assert sorted(rest) == ([['child'], ['parent'], ['parent']] if end == 'fork' else [])
+  deadline = time.monotonic() + 20
+  while _is_running(pid):
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+
+
+def test_the_process_knows_little(monkeypatch):
+  """It gets no setting of this process except those that Python needs, and sees the same time zone."""
+  monkeypatch.setenv('SECRET', 'x')
+  monkeypatch.setenv('TZ', 'UTC+7')
+  template = ChatTemplate("{{ strftime_now('%H') }}", {})
+  hours = [datetime.datetime.now(datetime.UTC).hour]
+  found = template.render(_MESSAGES)
+  hours.append(datetime.datetime.now(datetime.UTC).hour)
+  assert int(found) in [(hour - 7) % 24 for hour in hours]
+  environment = pathlib.Path(f'/proc/{_process(template).pid}/environ')
+  if environment.exists():
+    assert b'SECRET' not in environment.read_bytes()

@@ -645,8 +645,14 @@ def test_truncated_files_are_refused(tmp_path):
     ({'metadata': {'tokenizer.ggml.model': 't5'}}, "unknown tokenizer 't5'; known are 'gpt2' and 'llama'"),
     ({'metadata': {'tokenizer.ggml.pre': 'viking'}}, "unknown pre-tokenizer 'viking'; known are default, gpt-2,"),
     ({'metadata': {'tokenizer.ggml.merges': None}}, 'the metadata has no tokenizer.ggml.merges'),
-    ({'metadata': {'tokenizer.ggml.merges': ['a c']}}, 'the tokenizer is contradictory'),
-    ({'metadata': {'tokenizer.ggml.merges': ['ab']}}, 'the tokenizer is contradictory'),
+    (
+      {'metadata': {'tokenizer.ggml.merges': ['a c']}},
+      "'a' and 'c' are merged, but join to no token",
+    ),
+    (
+      {'metadata': {'tokenizer.ggml.merges': ['ab']}},
+      'the tokenizer fails: Error while initializing BPE: Token ``',
+    ),
     ({'metadata': {'tokenizer.ggml.token_type': [1, 1]}}, '3 tokens, but types of 2'),
     (
       {'metadata': {'tokenizer.ggml.model': 'llama', 'tokenizer.ggml.scores': [0.0, 0.0]}},

@@ -1,0 +1,348 @@
+"""Mutated tokenizers of every kind: each ends in a tokenizer that encodes and decodes, or in one line."""
+
+import functools
+import json
+import struct
+
+import hostile
+import pytest
+import tiny_hub
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from spectr_jax import Tokenizer
+from spectr_jax.io.hub.gguf_file import GgufFile
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
+from spectr_jax.io.patterns import check_pattern
+
+_TEXT = 'the owl <s> in 1234 naïve 日本 trees  \n' * 3
+
+
+def _small_byte_level():
+  found = tokenizers.Tokenizer(models.BPE({'a': 0, 'b': 1, 'Ġ': 2, 'ab': 3, 'Ġab': 4}, [('a', 'b'), ('Ġ', 'ab')]))
+  split = pre_tokenizers.Split(tokenizers.Regex(r" ?\p{L}+| ?\p{N}{1,3}|\s+(?!\S)|\s+|'(?i:s|t)?"), 'isolated')
+  found.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+  found.decoder = decoders.ByteLevel()
+  found.add_special_tokens(['<s>', '</s>'])
+  found.post_processor = processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 5)])
+  return found
+
+
+def _sentence_piece():
+  vocab = {token: i for i, token in enumerate(['<unk>', '<s>', '</s>', '<0x61>', '<0xC3>', '▁', 't', 'h', '▁t', '▁th'])}
+  merges = [('▁', 't'), ('▁t', 'h')]
+  found = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token='<unk>', fuse_unk=True, byte_fallback=True))
+  found.normalizer = normalizers.Sequence([normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')])
+  found.decoder = decoders.Sequence(
+    [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)]
+  )
+  found.add_special_tokens(['<unk>', '<s>', '</s>'])
+  return found
+
+
+def _unigram():
+  pieces = [('<unk>', 0.0), ('<s>', -1.0), ('▁', -2.0), *((c, -5.0) for c in 'thewol'), ('▁the', -3.0), ('owl', -2.5)]
+  found = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+  found.normalizer = normalizers.Sequence(
+    [normalizers.NFKC(), normalizers.Replace(tokenizers.Regex(' {2,}'), ' '), normalizers.Strip()]
+  )
+  found.pre_tokenizer = pre_tokenizers.Metaspace()
+  found.decoder = decoders.Metaspace()
+  found.add_special_tokens(['<s>'])
+  return found
+
+
+def _word_level():
+  found = tokenizers.Tokenizer(models.WordLevel({'[UNK]': 0, 'the': 1, 'owl': 2, '<s>': 3}, '[UNK]'))
+  found.normalizer = normalizers.BertNormalizer()
+  found.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Digits(True)])
+  found.decoder = decoders.CTC()
+  found.add_special_tokens(['<s>'])
+  return found
+
+
+def _word_piece():
+  vocab = {token: i for i, token in enumerate(['[UNK]', '[CLS]', '[SEP]', 'the', 'ow', '##l', '1', '##2', '##3'])}
+  found = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token='[UNK]'))
+  found.normalizer = normalizers.BertNormalizer()
+  found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+  found.post_processor = processors.BertProcessing(('[SEP]', 2), ('[CLS]', 1))
+  found.decoder = decoders.WordPiece()
+  found.enable_padding(length=8)
+  found.enable_truncation(6)
+  return found
+
+
+_KINDS = {
+  function.__name__: function
+  for function in (_small_byte_level, _sentence_piece, _unigram, _word_level, _word_piece, tiny_hub.spaced_backend)
+}
+
+
+def _use(tokenizer):
+  rows = tokenizer.encode_prompts([_TEXT, ''])
+  ids = [*rows[0], *tokenizer.encode('the<s>'), 0, 1, 10**6]
+  tokenizer.decode(ids)
+  for index in ids[:5]:
+    tokenizer.token_text(index)
+  assert len(tokenizer.fingerprint) == 16
+  assert tokenizer.vocab_size > 0
+
+
+_PATTERNS = (
+  {'String': ' '}, {'String': ''}, {'String': 'a'}, {'String': '字'}, {'String': 'the'}, {'Regex': r'\s+'},
+  {'Regex': '.'}, {'Regex': 'x*'}, {'Regex': ''}, {'Regex': r'\p{L}+| ?\p{N}'}, {'Regex': '(?=a)'}, {'Regex': '^'},
+  {'Regex': '[^a]|$'},
+)  # fmt: skip
+_CONTENTS = '', ' ', '▁', 'a', 'aa', '字', '\0', '\u0301', '🙂' * 3
+_CHARACTERS = ' ', '▁', 'a', '字', '\0', '🙂', '\u0301'
+
+
+def _step(rng, section):
+  """A step of a section whose fields are right one by one."""
+  flag = lambda: rng.random() < 0.5  # noqa: E731
+  replace = {'type': 'Replace', 'pattern': rng.choice(_PATTERNS), 'content': rng.choice(_CONTENTS)}
+  byte_level = {'type': 'ByteLevel', 'add_prefix_space': flag(), 'trim_offsets': flag(), 'use_regex': flag()}
+  metaspace = {
+    'type': 'Metaspace', 'replacement': rng.choice(_CHARACTERS), 'split': flag(),
+    'prepend_scheme': rng.choice(('always', 'never', 'first')),
+  }  # fmt: skip
+  behavior = rng.choice(('Removed', 'Isolated', 'MergedWithPrevious', 'MergedWithNext', 'Contiguous'))
+  bert = {name: flag() for name in ('clean_text', 'handle_chinese_chars', 'strip_accents', 'lowercase')}
+  index = rng.choice((0, 1, 5, 2**20))
+  pieces = [{'SpecialToken': {'id': '<s>', 'type_id': 0}}, {'Sequence': {'id': 'A', 'type_id': 0}}]
+  return rng.choice({
+    'normalizer': [
+      replace, {'type': 'BertNormalizer', **bert}, {'type': 'Strip', 'strip_left': flag(), 'strip_right': flag()},
+      {'type': 'Prepend', 'prepend': rng.choice(_CONTENTS)},
+      *({'type': name} for name in ('StripAccents', 'NFC', 'NFD', 'NFKC', 'NFKD', 'Lowercase', 'Nmt', 'ByteLevel')),
+    ],
+    'pre_tokenizer': [
+      byte_level, metaspace,
+      {'type': 'Split', 'pattern': rng.choice(_PATTERNS), 'behavior': behavior, 'invert': flag()},
+      {'type': 'Punctuation', 'behavior': behavior}, {'type': 'Digits', 'individual_digits': flag()},
+      {'type': 'CharDelimiterSplit', 'delimiter': rng.choice(_CHARACTERS)},
+      {'type': 'FixedLength', 'length': rng.choice((1, 2, 7, 10**9))},
+      *({'type': name} for name in ('BertPreTokenizer', 'Whitespace', 'WhitespaceSplit', 'UnicodeScripts')),
+    ],
+    'post_processor': [
+      byte_level, {'type': 'BertProcessing', 'sep': ['<s>', index], 'cls': ['a', index]},
+      {
+        'type': 'RobertaProcessing', 'sep': ['<s>', index], 'cls': ['a', 1], 'trim_offsets': flag(),
+        'add_prefix_space': flag(),
+      },
+      {
+        'type': 'TemplateProcessing', 'single': pieces[: rng.randrange(3)], 'pair': pieces[: rng.randrange(3)],
+        'special_tokens': {
+          '<s>': {'id': '<s>', 'ids': [index] * rng.randrange(3), 'tokens': ['<s>'] * rng.randrange(3)},
+        },
+      },
+    ],
+    'decoder': [
+      byte_level, metaspace, replace, {'type': 'Fuse'}, {'type': 'ByteFallback'},
+      {'type': 'Strip', 'content': rng.choice(_CHARACTERS), 'start': rng.randrange(3), 'stop': rng.randrange(3)},
+      {'type': 'WordPiece', 'prefix': rng.choice(_CONTENTS), 'cleanup': flag()},
+      {'type': 'BPEDecoder', 'suffix': rng.choice(_CONTENTS)},
+      {
+        'type': 'CTC', 'pad_token': rng.choice(_CONTENTS), 'word_delimiter_token': rng.choice(_CONTENTS),
+        'cleanup': flag(),
+      },
+    ],
+  }[section])  # fmt: skip
+
+
+_LISTS = {
+  'normalizer': 'normalizers', 'pre_tokenizer': 'pretokenizers', 'post_processor': 'processors', 'decoder': 'decoders',
+}  # fmt: skip
+
+
+def _with_other_rules(spec, rng):
+  """The file with one or several sections of other steps, which need not fit together."""
+  spec = dict(spec)
+  for section in rng.sample(sorted(_LISTS), rng.choice((1, 1, 2, 4))):
+    steps = [_step(rng, section) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
+    spec[section] = steps[0] if len(steps) == 1 else {'type': 'Sequence', _LISTS[section]: steps}
+  model = dict(spec['model'])
+  field, value = rng.choice((
+    ('fuse_unk', True), ('byte_fallback', True), ('ignore_merges', True), ('end_of_word_suffix', '字'),
+    ('unk_token', 'a'), ('max_input_chars_per_word', 3), ('unk_id', 1), ('continuing_subword_prefix', '#'),
+    ('', 0), ('', 0), ('', 0),
+  ))  # fmt: skip
+  if field:
+    spec['model'] = model | {field: value}
+  flags = 'single_word', 'lstrip', 'rstrip', 'normalized', 'special'
+  spec['added_tokens'] = [token | {rng.choice(flags): rng.random() < 0.5} for token in spec['added_tokens']]
+  return spec
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', _KINDS)
+def test_tokenizer_files_of_other_rules(kind, tmp_path):
+  spec, path = json.loads(_KINDS[kind]().to_str()), tmp_path / 'tokenizer.json'
+  tally = hostile.Tally(tmp_path)
+  for rng in hostile.rngs():
+    content = json.dumps(_with_other_rules(spec, rng))
+    path.write_text(content)
+    tally.read(lambda: _use(load_hub_tokenizer(tmp_path)), content[:3000])
+  tally.check()
+  assert tally.num_read > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', _KINDS)
+def test_mutated_tokenizer_files(kind, tmp_path):
+  spec, path = json.loads(_KINDS[kind]().to_str()), tmp_path / 'tokenizer.json'
+  tally = hostile.Tally(tmp_path)
+  for rng in hostile.rngs():
+    content = hostile.mutated_json_text(spec, rng)
+    path.write_bytes(content)
+    tally.read(lambda: _use(load_hub_tokenizer(tmp_path)), content[:3000])
+  tally.check()
+  assert tally.num_read > 100
+
+
+@pytest.mark.slow
+def test_mutated_files_beside_the_tokenizer(tmp_path):
+  files = {
+    'tokenizer_config': {
+      'bos_token': {'content': '<s>', 'lstrip': False}, 'eos_token': '<|im_end|>', 'pad_token': '<pad>',
+      'add_bos_token': True, 'chat_template': [{'name': 'default', 'template': '{{ messages }}'}],
+      'added_tokens_decoder': {'301': {'content': '<|new|>', 'special': True, 'lstrip': False}},
+    },
+    'special_tokens_map': {'eos_token': '<|stop|>', 'unk_token': None, 'sep_token': {'content': '<s>'}},
+    'generation_config': {'bos_token_id': 7, 'eos_token_id': [200, 41]},
+    'config': {'vocab_size': 302, 'bos_token_id': 7, 'eos_token_id': 41},
+  }  # fmt: skip
+  folder, tally = tiny_hub.write(tmp_path / 'model'), hostile.Tally(tmp_path)
+  for rng in hostile.rngs():
+    for file, content in files.items():
+      (folder / f'{file}.json').write_text(json.dumps(content))
+    name = rng.choice([*files, 'tokenizer_config'])
+    content = hostile.mutated_json_text(files[name], rng)
+    (folder / f'{name}.json').write_bytes(content)
+    tally.read(lambda: _use(load_hub_tokenizer(folder)), content[:3000])
+  tally.check()
+  assert tally.num_read > 100
+
+
+@pytest.mark.slow
+def test_mutated_tokenizers_of_this_project(tmp_path):
+  path = tmp_path / 'tokenizer.json'
+  Tokenizer.train(['an old oak tree and an old owl in the old oak tree'] * 3, 265).save(path)
+  spec, tally = json.loads(path.read_text()), hostile.Tally(path)
+  for rng in hostile.rngs():
+    content = hostile.mutated_json_text(spec, rng)
+    path.write_bytes(content)
+    tally.read(lambda: _use(Tokenizer.load(path)), content[:3000])
+  tally.check()
+  assert tally.num_read > 10
+
+
+_LLAMA = {
+  'general.architecture': 'llama',
+  'llama.block_count': 1, 'llama.embedding_length': 8, 'llama.feed_forward_length': 8, 'llama.context_length': 8,
+  'llama.attention.head_count': 1, 'llama.attention.layer_norm_rms_epsilon': 1e-5,
+}  # fmt: skip
+_BYTE_LEVEL = {
+  'model': 'gpt2', 'pre': 'llama-bpe', 'tokens': ['a', 'b', 'ab', 'Ġ', '<s>', '</s>'], 'token_type': [1, 1, 1, 1, 3, 3],
+  'merges': ['a b'], 'bos_token_id': 4, 'eos_token_id': 5, 'eot_token_id': 5, 'padding_token_id': 5,
+  'unknown_token_id': 0, 'add_bos_token': True,
+}  # fmt: skip
+_PIECES = {
+  'model': 'llama', 'pre': 'default',
+  'tokens': ['<unk>', '<s>', '</s>', '<0x0A>', '▁', 't', 'h', 'th', '▁th', '[PAD9]'],
+  'token_type': [2, 3, 3, 6, 1, 1, 1, 1, 1, 5], 'scores': [0.0, 0.0, 0.0, 0.0, -3.0, -4.0, -5.0, -1.0, -2.0, 0.0],
+  'bos_token_id': 1, 'eos_token_id': 2, 'unknown_token_id': 0, 'add_space_prefix': True,
+  'remove_extra_whitespaces': False,
+}  # fmt: skip
+
+
+def _string(text):
+  content = text.encode(errors='replace')
+  return struct.pack('<Q', len(content)) + content
+
+
+def _typed(value):
+  """The number of a value's type and its bytes, None for what the format cannot say."""
+  match value:
+    case bool():
+      return 7, struct.pack('<?', value)
+    case int() if 0 <= value < 2**64:
+      return 10, struct.pack('<Q', value)
+    case int() if -(2**63) <= value < 0:
+      return 11, struct.pack('<q', value)
+    case float():
+      return 12, struct.pack('<d', value)
+    case str():
+      return 8, _string(value)
+    case list():
+      items = [_typed(item) for item in value]
+      kinds = {item and item[0] for item in items}
+      if len(kinds) == 1 and kinds != {None}:
+        return 9, struct.pack('<IQ', items[0][0], len(items)) + b''.join(item for _, item in items)
+  return None
+
+
+def _gguf(path, fields):
+  """Writes a file of these fields of a tokenizer and one tensor."""
+  values = _LLAMA | {f'tokenizer.ggml.{name}': value for name, value in fields.items()}
+  entries = [(key, found) for key, value in values.items() if (found := _typed(value))]
+  content = b'GGUF' + struct.pack('<IQQ', 3, 1, len(entries))
+  content += b''.join(_string(key) + struct.pack('<I', kind) + value for key, (kind, value) in entries)
+  content += _string('token_embd.weight') + struct.pack('<IQQIQ', 2, 8, 16, 0, 0)
+  path.write_bytes(content + bytes(-len(content) % 32) + bytes(4 * 8 * 16))
+
+
+def _load_gguf(path):
+  file = GgufFile(path)
+  parts = {name: getattr(file, name) for name in ('bos_id', 'eos_ids', 'add_bos', 'chat_template', 'pad_id')}
+  return HubTokenizer.from_parts(file.tokenizer(), **parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fields', [_BYTE_LEVEL, _PIECES], ids=['gpt2', 'llama'])
+def test_mutated_tokenizers_of_gguf_files(fields, tmp_path):
+  path = tmp_path / 'model.gguf'
+  tally = hostile.Tally(path)
+  for rng in hostile.rngs():
+    mutated = hostile.mutated_json(fields, rng)
+    _gguf(path, mutated if isinstance(mutated, dict) else {})
+    tally.read(lambda: _use(_load_gguf(path)), mutated)
+  tally.check()
+  assert tally.num_read > 100
+
+
+_BITS = ('a', 'b', '.', '[ab]', '[^b]', r'\w', r'\s', r'\p{L}', '$', '(?=a)', '(?!b)')
+_REPEATS = ('', '', '', '*', '+', '?', '{2}', '{1,3}', '{2,}', '*?', '++', '{1,40}')
+
+
+def _expression(rng, depth=0):
+  parts = []
+  for _ in range(rng.choice((1, 1, 2, 3))):
+    bit = rng.choice(_BITS)
+    if depth < 4 and rng.random() < 0.4:
+      bit = rng.choice(('(', '(?:', '(?=', '(?>')) + _expression(rng, depth + 1) + ')'
+    parts.append(bit + rng.choice(_REPEATS))
+  return ''.join(parts) + (f'|{_expression(rng, depth + 1)}' if depth < 4 and rng.random() < 0.3 else '')
+
+
+@pytest.mark.slow
+def test_random_expressions_match_in_bounded_time():
+  texts = ('a' * 300 + 'c', 'ab' * 150 + 'c', 'aab' * 100 + ' c', 'a ' * 150)
+  tally = hostile.Tally('file')
+
+  def split(pattern):
+    check_pattern(pattern, 'file')
+    try:
+      splitter = pre_tokenizers.Split(tokenizers.Regex(pattern), 'isolated')
+    except Exception as error:
+      raise ValueError('file: not an expression') from error
+    with hostile.time_limit(10):
+      for text in texts:
+        splitter.pre_tokenize_str(text)
+
+  for rng in hostile.rngs():
+    pattern = _expression(rng)
+    tally.read(functools.partial(split, pattern), pattern)
+  tally.check()
+  assert tally.num_read > 100

@@ -1,0 +1,229 @@
+"""`tokenizer.json` files that are damaged or hostile: one line that names the file, and nothing that runs for ever."""
+
+import base64
+import json
+import os
+import re
+import struct
+
+import pytest
+import tokenizers
+
+from spectr_jax import Tokenizer
+from spectr_jax.io.backend import Backend, guarded
+from spectr_jax.io.tokenizer_file import read_backend
+
+_BPE = {'type': 'BPE', 'vocab': {'a': 0, 'b': 1, 'ab': 2}, 'merges': [['a', 'b']]}
+_WORD_PIECE = {
+  'type': 'WordPiece', 'unk_token': '[UNK]', 'max_input_chars_per_word': 100, 'continuing_subword_prefix': '',
+}  # fmt: skip
+_DEEP = {'type': 'Lowercase'}
+for _ in range(70):
+  _DEEP = {'type': 'Sequence', 'normalizers': [_DEEP]}
+
+
+def _spec(model=None, **sections):
+  names = 'truncation', 'padding', 'normalizer', 'pre_tokenizer', 'post_processor', 'decoder'
+  return {'version': '1.0', 'added_tokens': [], **dict.fromkeys(names), 'model': _BPE | (model or {})} | sections
+
+
+def _added(content, index):
+  flags = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized', 'special'), False)
+  return {'id': index, 'content': content, **flags}
+
+
+def _split(pattern):
+  return {'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}
+
+
+def _replace(pattern, content):
+  return {'type': 'Replace', 'pattern': pattern, 'content': content}
+
+
+def _charsmap(units, replacements, size=None):
+  content = struct.pack('<I', 4 * len(units) if size is None else size) + struct.pack(f'<{len(units)}I', *units)
+  return {'type': 'Precompiled', 'precompiled_charsmap': base64.b64encode(content + replacements).decode()}
+
+
+def _unigram(*pieces, **fields):
+  return _spec() | {'model': {'type': 'Unigram', 'unk_id': 0, 'vocab': [['<u>', 0.0], *pieces], **fields}}
+
+
+def _read(tmp_path, spec):
+  path = tmp_path / 'tokenizer.json'
+  path.write_text(spec if isinstance(spec, str) else json.dumps(spec))
+  return read_backend(path)
+
+
+def _refusal(tmp_path, function):
+  with pytest.raises(ValueError, match=re.escape(str(tmp_path / 'tokenizer.json'))) as caught:
+    function()
+  assert str(caught.value).isprintable()
+  assert len(str(caught.value)) < 1000
+  return str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ('spec', 'problem'),
+  [
+    # Texts.
+    ('[' * 10**6, 'nested too deeply'),
+    ('null', 'must hold an object'),
+    (b'\xff'.decode('latin-1') * 3, 'is damaged'),
+    ('{"model": {}, "model": {}}', "is damaged: 'model' is there twice"),
+    ('[' + '[],' * 7_000_000 + '[]]', 'more than 6,291,456 values'),
+    # Vocabularies.
+    (_spec({'vocab': {'a': -1}}), 'vocab must be'),
+    (_spec({'vocab': {'a': 2**31}}), 'vocab must be'),
+    (_spec({'vocab': {'a': 0, 'b': 0, 'ab': 0}}), 'vocab must be'),
+    (_spec({'vocab': {'a': True}}), 'vocab must be'),
+    (_spec({'vocab': []}), 'vocab must have a token'),
+    (_spec({'vocab': {}}), 'vocab must have a token'),
+    (_spec({'vocab': None}), 'vocab must have a token'),
+    (_spec({'vocab': {'a' * 300_000: 0}}), 'a token of 300,000 characters'),
+    (_spec({'type': 'Nope'}), "type must be 'BPE' or"),
+    (_spec({'dropout': 0.5}), 'dropout must be 0'),
+    (_spec({'merges': {'a': 'b'}}), 'merges must be a list'),
+    (_spec({'merges': [['a', 'c']]}), "'a' and 'c' are merged, but join to no token"),
+    (_spec({'merges': ['a b c']}), 'merges must have pairs of texts'),
+    (_spec({'merges': [['a']]}), 'merges must have pairs of texts'),
+    (_spec({'merges': [['ab', 'ab']]}), "'ab' and 'ab' are merged, but join to no token"),
+    (_spec({'continuing_subword_prefix': 'xxxx'}), "'a' and 'b' are merged, but join to no token"),
+    (
+      _spec({'vocab': {'a': 0, '字b': 1, 'ab': 2}, 'merges': [['a', '字b']], 'continuing_subword_prefix': 'x'}),
+      "'a' and '字b' are merged, but join to no token",
+    ),
+    (_unigram(['a' * 300_000, -1.0]), 'a token of 300,000 characters'),
+    (_unigram(['a', 1e308]), 'vocab must have a finite number'),
+    (_unigram(['a', -1.0], unk_id=7), 'UnkIdNotInVocabulary'),
+    (_unigram(['a']), 'vocab must be'),
+    (_spec({'type': 'WordPiece', 'unk_token': 'a', 'max_input_chars_per_word': 10**9}), 'max_input_chars_per_word'),
+    # Added tokens.
+    (_spec(added_tokens=[_added('<x>', 10**9)]), 'id must be a whole number'),
+    (_spec(added_tokens=[_added('<x>', 9)]), "the added token '<x>' is to have the id 9, but gets 3"),
+    (_spec(added_tokens=[_added('<x>', 0)]), "the added token '<x>' is to have the id 0, but gets 3"),
+    (_spec(added_tokens=[_added('<x>', 3), _added('<y>', 3)]), "the added token '<y>' is to have the id 3, but gets 4"),
+    (_spec(added_tokens=[_added('x' * 5000, 3)]), 'content must be a text of at most'),
+    (_spec(added_tokens=[{'id': 3}]), 'a token without an id or content'),
+    (_spec(added_tokens=[7]), 'must hold an object'),
+    # Rules.
+    (_spec(normalizer={'type': 'Nope'}), "normalizer has the unknown type 'Nope'"),
+    (_spec(normalizer=[]), 'normalizer must be an object'),
+    (_spec(normalizer=_DEEP), 'normalizer has more than 64 steps'),
+    (_spec(normalizer={'type': 'Prepend', 'prepend': 'a' * 10**6}), 'prepend must be a text of at most 64'),
+    (_spec(normalizer=_replace({'String': 'a'}, 'b' * 10**6)), 'content must be a text of at most 64'),
+    (_spec(normalizer=_replace({'Regex': '(a+)+$'}, 'b')), 'in too many ways'),
+    (
+      _spec(normalizer={'type': 'Sequence', 'normalizers': [_replace({'String': 'a'}, 'aa')] * 30}),
+      'more than 256 times as long',
+    ),
+    (_spec(normalizer=_charsmap([], b'', size=2**32 - 1)), 'an index of 4294967295 bytes of 4'),
+    (_spec(normalizer=_charsmap([0] * 256, b'a' * 10**5 + b'\0')), 'replaces a character by more than 64 bytes'),
+    (_spec(normalizer={'type': 'Precompiled', 'precompiled_charsmap': '&'}), 'is not base64'),
+    (_spec(pre_tokenizer=_split('(a|a)*c')), 'in too many ways'),
+    (_spec(pre_tokenizer=_split(r'\p{Nope}')), 'the tokenizer fails'),
+    (_spec(pre_tokenizer={'type': 'FixedLength', 'length': 0}), 'length must be a whole number from 1'),
+    (_spec(pre_tokenizer={'type': 'Metaspace', 'replacement': 'ab'}), 'replacement must be a character'),
+    (
+      _spec(pre_tokenizer={'type': 'Sequence', 'pretokenizers': [{'type': 'ByteLevel'}] * 60}),
+      'more than 256 times as long',
+    ),
+    (
+      _spec(pre_tokenizer={'type': 'Sequence', 'pretokenizers': [_split('a')] * 60}),
+      'more than 24 regular expressions',
+    ),
+    (_spec(decoder={'type': 'Strip', 'content': 'a', 'start': 2**63, 'stop': 0}), 'start must be a whole number'),
+    (
+      _spec(post_processor={
+        'type': 'TemplateProcessing', 'single': [{'SpecialToken': {'id': '<s>', 'type_id': 0}}], 'pair': [],
+        'special_tokens': {},
+      }),
+      "single has the token '<s>', which is not among special_tokens",
+    ),
+    (
+      _spec(post_processor={
+        'type': 'TemplateProcessing', 'single': [{'Sequence': {'id': 'A', 'type_id': 0}}] * 50, 'pair': [],
+        'special_tokens': {},
+      }),
+      'single has a text twice',
+    ),
+  ],
+)  # fmt: skip
+def test_damaged_files_are_refused(spec, problem, tmp_path):
+  assert problem in _refusal(tmp_path, lambda: _read(tmp_path, spec))
+
+
+@pytest.mark.parametrize(
+  ('spec', 'text', 'problem'),
+  [
+    (_spec({'type': 'WordLevel', 'unk_token': '[UNK]'}), 'x', 'Missing [UNK] token'),
+    (_spec(_WORD_PIECE), 'x', 'Missing [UNK] token'),
+    (_spec({'unk_token': '<u>'}), 'x', 'Unk token `<u>` not found'),
+    (_unigram(['a', -1.0], unk_id=None), 'x', '`unk_id` is missing'),
+    (_spec(normalizer=_charsmap([2**32 - 1] * 256, b'abc\0')), 'é', 'index out of bounds'),
+    (_spec(), 'a\ud800', 'the tokenizer fails'),
+  ],
+)
+def test_failures_at_use_are_one_line(spec, text, problem, tmp_path):
+  """Also those that are panics of the package, which no `except Exception` catches."""
+  backend = _read(tmp_path, spec)
+  assert problem in _refusal(tmp_path, lambda: backend.encode(text))
+  assert problem in _refusal(tmp_path, lambda: backend.encode_batch_fast([text]))
+
+
+def test_panics_when_decoding_are_one_line(tmp_path):
+  decoder = {'type': 'Strip', 'content': '字', 'start': 1, 'stop': 1}
+  backend = _read(tmp_path, _spec({'vocab': {'字': 0}, 'merges': []}, decoder=decoder))
+  assert 'the tokenizer fails' in _refusal(tmp_path, lambda: backend.decode([0]))
+  assert 'number too small' in _refusal(tmp_path, lambda: backend.decode([-1]))
+
+
+def test_other_errors_pass():
+  def interrupted():
+    raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    guarded('x', interrupted)
+  with pytest.raises(ZeroDivisionError):
+    guarded('x', lambda: 1 / 0)
+
+
+def test_what_cuts_and_fills_texts_is_left_out(tmp_path):
+  padding = {
+    'strategy': {'Fixed': 10**9}, 'direction': 'Right', 'pad_to_multiple_of': None, 'pad_id': 0, 'pad_type_id': 0,
+    'pad_token': 'a',
+  }  # fmt: skip
+  truncation = {'direction': 'Right', 'max_length': 1, 'strategy': 'LongestFirst', 'stride': 5}
+  assert _read(tmp_path, _spec(padding=padding, truncation=truncation)).encode('abab').ids == [2, 2]
+
+
+def test_files_without_a_type_of_model_are_read(tmp_path):
+  """As that of GPT-2."""
+  model = {'dropout': None, 'unk_token': '', 'continuing_subword_prefix': '', 'end_of_word_suffix': ''}
+  spec = _spec(model | {'fuse_unk': False, 'merges': ['a b']})
+  del spec['model']['type']
+  assert _read(tmp_path, spec).encode('ab').ids == [2]
+
+
+def test_pipes_and_large_files_are_refused(tmp_path):
+  path = tmp_path / 'tokenizer.json'
+  os.mkfifo(path)
+  for read in (read_backend, Tokenizer.load):
+    assert 'is not a regular file' in _refusal(tmp_path, lambda read=read: read(path))
+  path.unlink()
+  with path.open('wb') as file:
+    file.truncate(2**40)
+  assert 'larger than 67,108,864 bytes' in _refusal(tmp_path, lambda: Tokenizer.load(path))
+
+
+def test_a_wrapped_tokenizer_keeps_its_name():
+  backend = Backend(Backend(tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, '[UNK]')), 'first'), 'second')
+  with pytest.raises(ValueError, match='^first: the tokenizer fails: .*UNK'):
+    backend.encode('b')
+  with pytest.raises(AttributeError):
+    backend.encode_special_tokens = True
+
+
+def test_vocabularies_that_are_trained_are_bounded():
+  with pytest.raises(ValueError, match='vocab_size must be at most 1048576'):
+    Tokenizer.train(['a'], 10**9)
