@@ -305,7 +305,7 @@ def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
   for name in ('bos_token', 'eos_token'):
     if name in ids and ids[name] is None:
       raise ValueError(f'{folder}: the {name} {named[name]!r} is not a token of tokenizer.json')
-  num_ids = max(_num_ids(backend), model.get('vocab_size') or 0)
+  num_ids = max(_num_ids(backend), model.get('vocab_size') or MOST_ID + 1)
   bos_id = ids.get('bos_token')
   if 'bos_token' not in found:
     bos_id = next(iter(_ids_of(folder / 'config.json', model, 'bos_token_id', num_ids)), None)

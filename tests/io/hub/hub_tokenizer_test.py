@@ -321,6 +321,6 @@ def test_what_is_no_text_is_refused():
 
 
 def test_a_template_that_writes_nothing_is_refused():
-  for template in ('', '{% if false %}x{% endif %}'):
-    with pytest.raises(ValueError, match='the chat template writes nothing for this conversation'):
+  for template, message in (('', 'is empty'), ('{% if false %}x{% endif %}', 'writes nothing for this conversation')):
+    with pytest.raises(ValueError, match=f'the chat template {message}'):
       _chat(template=template).encode_chat([{'role': 'user', 'content': 'owl'}])
