@@ -9,13 +9,14 @@ describes the fields that it uses once, as a mapping of names to `Kind`s, and ma
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import reprlib
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from etils import epath
@@ -106,6 +107,21 @@ def parse_json(text: str, where: str) -> Any:
     raise ValueError(f'{where} is damaged: it is nested too deeply') from error
   except ValueError as error:  # of the syntax, and of numbers with thousands of digits
     raise ValueError(f'{where} is damaged: {error}') from error
+
+
+@contextlib.contextmanager
+def named(where: epath.PathLike) -> Iterator[None]:
+  """Puts the name of a file in front of the refusals of what is read from it, where they lack it.
+
+  Args:
+    where: The file or folder.
+  """
+  try:
+    yield
+  except ValueError as error:
+    if str(where) in str(error):
+      raise
+    raise ValueError(f'{where}: {error}') from error
 
 
 @dataclasses.dataclass(frozen=True)

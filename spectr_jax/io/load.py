@@ -12,6 +12,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from spectr_jax.io import model_files
+from spectr_jax.io.foreign import named
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.gguf_file import GgufFile
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
@@ -150,7 +151,7 @@ class _Gguf(ModelFiles):
 
   @property
   def context_length(self) -> int:
-    return read_spec(self.spec)[1].context_length
+    return read_spec(self.spec, self.file.path)[1].context_length
 
   def tokenizer(self) -> TokenizerBase:
     file = self.file
@@ -164,7 +165,9 @@ class _Gguf(ModelFiles):
     )
 
   def load(self, *, dtype, weights, mesh) -> Model:
-    return make_model(self.file.config, self.file.tensors, dtype=dtype, weights=weights, mesh=mesh)
+    file = self.file
+    with named(file.path):
+      return make_model(file.config, file.tensors, dtype=dtype, weights=weights, mesh=mesh, where=file.path)
 
 
 def open_model(path: epath.PathLike) -> ModelFiles:
