@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from spectr_jax.io.foreign import TEXT, check_object, map_of, named, object_of, one_of, read_object, shown, whole
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.model import Model
@@ -125,6 +125,26 @@ def save_model(
     (folder / 'model.json').write_text(json.dumps(spec, indent=2) + '\n')
 
 
+_DTYPES = one_of('float32', 'bfloat16', 'float16', 'float64')
+_FIELDS = {
+  'format': whole(),
+  'config': object_of({}),
+  'param_dtype': _DTYPES,
+  'tokenizer': TEXT,
+  'sha256': map_of(TEXT),
+}
+# Of the configuration; far above any model that there is.
+_SIZES = {
+  'vocab_size': whole(1, 2**22),
+  'embed_dim': whole(1, 2**20),
+  'num_layers': whole(1, 10_000),
+  'num_heads': whole(1, 2**14),
+  'mlp_dim': whole(1, 2**20),
+  'max_length': whole(1, 2**31 - 1),
+  'dtype': _DTYPES,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Spec:
   """Content of `model.json`."""
@@ -139,16 +159,27 @@ class _Spec:
 def _read_spec(path: epath.Path) -> _Spec:
   if not (path / 'model.json').exists():
     raise ValueError(f'no model at {path}: expected a directory with model.json, tokenizer.json and params/')
-  try:
-    content = json.loads((path / 'model.json').read_text())
-    config = transformer.TransformerConfig(**content['config'])
-    param_dtype = jnp.dtype(content['param_dtype'])
-    spec = _Spec(content['format'], config, param_dtype, content['tokenizer'], dict(content['sha256']))
-  except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-    raise ValueError(f'{path / "model.json"} is damaged or not a model description: {error!r}') from error
-  if spec.format not in range(1, _FORMAT + 1):
-    raise ValueError(f'{path} has format {spec.format}; this version reads formats 1 to {_FORMAT}')
-  return spec
+  where = path / 'model.json'
+  content = read_object(where, _FIELDS)
+  missing = [name for name in _FIELDS if content.get(name) is None]
+  if missing:
+    raise ValueError(f'{where} is damaged or not a model description: it has no {missing[0]}')
+  if content['format'] not in range(1, _FORMAT + 1):
+    raise ValueError(f'{path} has format {content["format"]}; this version reads formats 1 to {_FORMAT}')
+  sizes = check_object(content['config'], _SIZES, f'{where}: config')
+  missing = [name for name in _SIZES if sizes.get(name) is None and name != 'dtype']
+  if missing:
+    raise ValueError(f'{where} is damaged or not a model description: its config has no {missing[0]}')
+  wrong = sorted(sizes.keys() - _SIZES.keys())
+  if wrong:
+    raise ValueError(
+      f'{where} is damaged or not a model description: the fields of its config must be {", ".join(_SIZES)}, and not'
+      f' {shown(wrong[0])}'
+    )
+  with named(where):
+    config = transformer.TransformerConfig(**{name: value for name, value in sizes.items() if value is not None})
+  dtype = jnp.dtype(content['param_dtype'])
+  return _Spec(content['format'], config, dtype, content['tokenizer'], content['sha256'])
 
 
 def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
@@ -158,6 +189,36 @@ def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
     ValueError: The directory is missing or not a model.
   """
   return _read_spec(epath.Path(path)).config
+
+
+def _stored_shapes(path: epath.Path, checkpointer: ocp.StandardCheckpointer, spec: _Spec) -> dict[str, Any]:
+  """The shapes of the parameters as they are stored, of which the checkpoint has been found to have all and no others.
+
+  Raises:
+    ValueError: It has others.
+  """
+  stored = checkpointer.metadata((path / 'params').resolve()).item_metadata
+  found = {_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(dict(stored.tree))}
+  num_bytes = sum((path / name).stat().length for name in spec.hashes if name.startswith('params/'))
+  if spec.config.num_params * spec.param_dtype.itemsize > max(2**26, 100 * num_bytes):  # they are compressed
+    raise ValueError(
+      f'model.json has {spec.config.num_params:,} parameters, too many for the {num_bytes:,} bytes of params'
+    )
+  if spec.config.num_layers > len(found):
+    raise ValueError(f'model.json has {spec.config.num_layers} layers, but params {len(found)} arrays')
+  wanted = transformer.param_shapes(spec.config)
+  if spec.format < _FORMAT:
+    wanted = jax.tree_util.tree_map_with_path(
+      lambda keys, x: jax.ShapeDtypeStruct(x.shape[::-1], x.dtype) if _path(keys).endswith('kernel') else x, wanted
+    )
+  leaves = {_path(keys): leaf.shape for keys, leaf in jax.tree_util.tree_leaves_with_path(wanted)}
+  for name in sorted(leaves.keys() | found.keys()):
+    if leaves.get(name) != found.get(name):
+      raise ValueError(
+        f'params do not fit model.json: {shown(name)} must have shape {leaves.get(name, "absent")},'
+        f' got {found.get(name, "nothing")}'
+      )
+  return wanted
 
 
 def load_transformer(
@@ -189,13 +250,9 @@ def load_transformer(
   tokenizer = Tokenizer.load(path / 'tokenizer.json')
   if tokenizer.fingerprint != spec.tokenizer or tokenizer.vocab_size != config.vocab_size:
     raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({spec.tokenizer})')
-  like = jax.tree.map(
-    lambda x: np.empty(x.shape, spec.param_dtype),
-    jax.eval_shape(functools.partial(transformer.init_params, config=config), jax.random.key(0)),
-  )
-  if spec.format < _FORMAT:
-    like = _transposed_kernels(like)
-  with contextlib.closing(_checkpointer()) as checkpointer:
+  with named(path), contextlib.closing(_checkpointer()) as checkpointer:
+    like = _stored_shapes(path, checkpointer, spec)
+    like = jax.tree.map(lambda x: np.empty(x.shape, spec.param_dtype), like)
     params = checkpointer.restore((path / 'params').resolve(), like)
   if spec.format < _FORMAT:
     params = _from_older_format(params, config, spec.format)

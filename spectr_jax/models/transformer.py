@@ -7,7 +7,6 @@ stores them as the backend reads them fastest.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 

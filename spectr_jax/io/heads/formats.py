@@ -41,13 +41,17 @@ _EAGLE3_FIELDS = {
   'norm_output': FLAG,
 }
 # Of the `config.json` of a head. The number of blocks may be that of the target.
-_FIELDS = BLOCK_FIELDS | _EAGLE3_FIELDS | {
-  'num_hidden_layers': whole(0, 10_000),
-  'bias': FLAG,
-  'eagle_config': object_of({}),
-  'speculators_model_type': TEXT,
-  'transformer_layer_config': object_of({}),
-}
+_FIELDS = (
+  BLOCK_FIELDS
+  | _EAGLE3_FIELDS
+  | {
+    'num_hidden_layers': whole(0, 10_000),
+    'bias': FLAG,
+    'eagle_config': object_of({}),
+    'speculators_model_type': TEXT,
+    'transformer_layer_config': object_of({}),
+  }
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,7 +196,9 @@ def gemma3(spec: dict[str, Any]) -> CausalLMConfig:
     raise ValueError('rope_parameters and rope_scaling contradict each other')
   unknown = sorted(new.keys() - {'full_attention', 'sliding_attention'})
   if unknown:
-    raise ValueError(f'rope_parameters: {shown(unknown[0])} is not supported; known are full_attention, sliding_attention')
+    raise ValueError(
+      f'rope_parameters: {shown(unknown[0])} is not supported; known are full_attention, sliding_attention'
+    )
   base, local_base = spec.get('rope_theta', 1e6), spec.get('rope_local_base_freq', 10000.0)
   full, local = new.get('full_attention') or old, new.get('sliding_attention') or {}
   full = rope_parameters(spec, 'rope_parameters' if new else 'rope_scaling', full, rope_theta=base)

@@ -75,9 +75,7 @@ def _kind(parameters: Mapping[str, Any]) -> str:
   return kind
 
 
-def rope_parameters(
-  spec: Mapping[str, Any], name: str, found: Any, **defaults: float | None
-) -> dict[str, Any]:
+def rope_parameters(spec: Mapping[str, Any], name: str, found: Any, **defaults: float | None) -> dict[str, Any]:
   """The parameters of rotary positions, with what stands elsewhere in a `config.json`.
 
   Args:
