@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spectr_jax.io.foreign import TEXT, check_object, map_of, named, object_of, one_of, read_object, shown, whole
+from spectr_jax.io.foreign import TEXT, Kind, check_object, named, object_of, one_of, read_object, shown, whole
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.model import Model
@@ -125,13 +126,24 @@ def save_model(
     (folder / 'model.json').write_text(json.dumps(spec, indent=2) + '\n')
 
 
+def _is_hash(item: tuple[str, Any]) -> bool:
+  """Whether a path leads to a file below the folder, by a name that can be shown, and what it has is a SHA-256."""
+  path, value = item
+  return (
+    bool(re.fullmatch(r'[\w.-]+(/[\w.-]+)*', path, re.ASCII))
+    and not {'.', '..'} & set(path.split('/'))
+    and type(value) is str
+    and bool(re.fullmatch('[0-9a-f]{64}', value))
+  )
+
+
 _DTYPES = one_of('float32', 'bfloat16', 'float16', 'float64')
 _FIELDS = {
   'format': whole(),
   'config': object_of({}),
   'param_dtype': _DTYPES,
   'tokenizer': TEXT,
-  'sha256': map_of(TEXT),
+  'sha256': Kind('SHA-256 by relative path', lambda x: type(x) is dict and all(map(_is_hash, x.items()))),
 }
 # Of the configuration; far above any model that there is.
 _SIZES = {
@@ -213,11 +225,9 @@ def _stored_shapes(path: epath.Path, checkpointer: ocp.StandardCheckpointer, spe
     )
   leaves = {_path(keys): leaf.shape for keys, leaf in jax.tree_util.tree_leaves_with_path(wanted)}
   for name in sorted(leaves.keys() | found.keys()):
-    if leaves.get(name) != found.get(name):
-      raise ValueError(
-        f'params do not fit model.json: {shown(name)} must have shape {leaves.get(name, "absent")},'
-        f' got {found.get(name, "nothing")}'
-      )
+    expected, there = (f'shape {each[name]}' if name in each else 'nothing' for each in (leaves, found))
+    if expected != there:
+      raise ValueError(f'params do not fit model.json: {shown(name)}: expected {expected}, got {there}')
   return wanted
 
 
