@@ -259,7 +259,7 @@ def load_transformer(
       raise ValueError(f'{path / name} {problem}')
   tokenizer = Tokenizer.load(path / 'tokenizer.json')
   if tokenizer.fingerprint != spec.tokenizer or tokenizer.vocab_size != config.vocab_size:
-    raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({spec.tokenizer})')
+    raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({shown(spec.tokenizer)})')
   with named(path), contextlib.closing(_checkpointer()) as checkpointer:
     like = _stored_shapes(path, checkpointer, spec)
     like = jax.tree.map(lambda x: np.empty(x.shape, spec.param_dtype), like)
