@@ -174,7 +174,7 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
     ('eagle3', {'fc.weight': np.ones(3 * D, np.float32)}, {}, r'fc.weight has shape \(48,\), expected 2 axes'),
     ('eagle3', {'lm_head.weight': np.ones((), np.float32)}, {}, r'lm_head.weight has shape \(\), expected 2 axes'),
     ('speculators', {}, {'transformer_layer_config': 'x'}, 'transformer_layer_config must be an object'),
-    ('speculators', {}, {'transformer_layer_config': {'hidden_size': -1}}, 'transformer_layer_config: hidden_size must'),
+    ('speculators', {}, {'transformer_layer_config': {'hidden_size': -1}}, 'layer_config: hidden_size must'),
     ('speculators', {}, {'speculators_model_type': [1]}, 'speculators_model_type must be a text'),
     ('medusa', {'999999999.0.linear.weight': np.ones((D, D), np.float32)}, {}, 'names Medusa head 999999999, but has'),
     ('medusa', {}, {'torch_dtype': ['float32']}, 'torch_dtype must be a text'),
