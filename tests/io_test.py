@@ -241,7 +241,7 @@ def test_sizes_in_a_description_are_numbers_within_reason(copy, name):
     ({'num_layers': 10_000}, 'model.json has 10000 layers, but params 8 arrays'),
     ({'embed_dim': 2**20}, r'model.json has [\d,]+ parameters, too many for the [\d,]+ bytes of params'),
     (
-      {'mlp_dim': 2**20},
+      {'mlp_dim': 64},
       r"params do not fit model.json: 'layer_0/mlp_in/kernel': expected shape .*, got shape \(16, 32\)",
     ),
     ({'num_layers': 2}, r"'layer_1/attention_norm/gain': expected shape \(16,\), got nothing"),

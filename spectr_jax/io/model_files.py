@@ -13,9 +13,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath
 
-from spectr_jax.io.foreign import TEXT, Kind, check_object, named, object_of, one_of, read_object, shown, whole
+from spectr_jax.io.foreign import (
+  TEXT,
+  Kind,
+  check_object,
+  is_remote,
+  list_of,
+  named,
+  object_of,
+  one_of,
+  parse_json,
+  read_object,
+  shown,
+  whole,
+)
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.model import Model
@@ -203,19 +217,45 @@ def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
   return _read_spec(epath.Path(path)).config
 
 
-def _stored_shapes(path: epath.Path, checkpointer: ocp.StandardCheckpointer, spec: _Spec) -> dict[str, Any]:
+_ARRAY_FIELDS = {'shape': list_of(whole(), 2), 'chunks': list_of(whole(), 2)}
+
+
+def _stored_shapes(params: epath.Path) -> dict[str, tuple[int, ...]]:
+  """The shapes of a checkpoint's arrays by path, of which no more than the descriptions is read.
+
+  Orbax tells them as well, in a fifth of the time that loading takes.
+  """
+  base = str(params) if is_remote(params) else {'driver': 'file', 'path': f'{params}/'}
+  try:
+    store = ts.KvStore.open({'driver': 'ocdbt', 'base': base}).result()
+    names = [key for key in store.list().result() if key.endswith(b'/.zarray')]
+    texts = [each.result().value for each in [store.read(name) for name in names]]
+  except ValueError as error:  # whatever tensorstore finds
+    raise ValueError(f'{params} is damaged: {shown(str(error))}') from error
+  found = {}
+  for key, text in zip(names, texts):
+    name = key.removesuffix(b'/.zarray').decode(errors='replace')
+    where = f'{params}: array {shown(name)}'
+    array = check_object(parse_json(text.decode(errors='replace'), where), _ARRAY_FIELDS, where)
+    shape, chunks = array.get('shape') or [], array.get('chunks') or []
+    if len(shape) != len(chunks) or any(chunk > max(size, 1) for size, chunk in zip(shape, chunks)):
+      raise ValueError(f'{where} has shape {shape} in parts of {chunks}')
+    found[name.replace('.', '/')] = tuple(shape)
+  return found
+
+
+def _check_shapes(path: epath.Path, spec: _Spec) -> dict[str, Any]:
   """The shapes of the parameters as they are stored, of which the checkpoint has been found to have all and no others.
 
   Raises:
     ValueError: It has others.
   """
-  stored = checkpointer.metadata((path / 'params').resolve()).item_metadata
-  found = {_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(dict(stored.tree))}
   num_bytes = sum((path / name).stat().length for name in spec.hashes if name.startswith('params/'))
   if spec.config.num_params * spec.param_dtype.itemsize > max(2**26, 100 * num_bytes):  # they are compressed
     raise ValueError(
       f'model.json has {spec.config.num_params:,} parameters, too many for the {num_bytes:,} bytes of params'
     )
+  found = _stored_shapes((path / 'params').resolve())
   if spec.config.num_layers > len(found):
     raise ValueError(f'model.json has {spec.config.num_layers} layers, but params {len(found)} arrays')
   wanted = transformer.param_shapes(spec.config)
@@ -260,9 +300,10 @@ def load_transformer(
   tokenizer = Tokenizer.load(path / 'tokenizer.json')
   if tokenizer.fingerprint != spec.tokenizer or tokenizer.vocab_size != config.vocab_size:
     raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({shown(spec.tokenizer)})')
+  with named(path):
+    like = _check_shapes(path, spec)
+  like = jax.tree.map(lambda x: np.empty(x.shape, spec.param_dtype), like)
   with named(path), contextlib.closing(_checkpointer()) as checkpointer:
-    like = _stored_shapes(path, checkpointer, spec)
-    like = jax.tree.map(lambda x: np.empty(x.shape, spec.param_dtype), like)
     params = checkpointer.restore((path / 'params').resolve(), like)
   if spec.format < _FORMAT:
     params = _from_older_format(params, config, spec.format)
