@@ -303,8 +303,11 @@ def load_transformer(
   with named(path):
     like = _check_shapes(path, spec)
   like = jax.tree.map(lambda x: np.empty(x.shape, spec.param_dtype), like)
-  with named(path), contextlib.closing(_checkpointer()) as checkpointer:
-    params = checkpointer.restore((path / 'params').resolve(), like)
+  with contextlib.closing(_checkpointer()) as checkpointer:
+    try:
+      params = checkpointer.restore((path / 'params').resolve(), like)
+    except Exception as error:  # Orbax documents no type of its errors, and one may come of any damage to its files
+      raise ValueError(f'{path / "params"} is damaged: {type(error).__name__} {shown(str(error))}') from error
   if spec.format < _FORMAT:
     params = _from_older_format(params, config, spec.format)
   if weights is not None:

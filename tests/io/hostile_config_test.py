@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import hashlib
 import inspect
 import json
 
@@ -144,13 +145,17 @@ def test_metadata_of_gguf_files():
   tally.check()
 
 
-def test_descriptions_of_own_models(tmp_path):
+def _own_model(tmp_path):
   config = transformer.TransformerConfig(
     vocab_size=300, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32, max_length=32
   )
   model = transformer.transformer_model(transformer.init_params(jax.random.key(0), config), config)
-  folder = tmp_path / 'model'
-  save_model(folder, model, Tokenizer.train([TEXT], 300))
+  save_model(tmp_path / 'model', model, Tokenizer.train([TEXT], 300))
+  return tmp_path / 'model'
+
+
+def test_descriptions_of_own_models(tmp_path):
+  folder = _own_model(tmp_path)
   spec, tally = json.loads((folder / 'model.json').read_text()), hostile.Tally(tmp_path)
   for rng in hostile.rngs(2000):
     part = dict(spec) if rng.random() < 0.5 else {'config': spec['config']}
@@ -161,3 +166,20 @@ def test_descriptions_of_own_models(tmp_path):
     (folder / 'model.json').write_bytes(content)
     tally.read(lambda: load_model(folder), content)
   tally.check()
+
+
+def test_checkpoints_of_own_models(tmp_path):
+  """With checksums that are right: whoever changes a file can change them as well."""
+  folder, tally = _own_model(tmp_path), hostile.Tally(tmp_path)
+  files = sorted(path for path in (folder / 'params').rglob('*') if path.is_file())
+  spec = json.loads((folder / 'model.json').read_text())
+  for rng in hostile.rngs(500):
+    file = rng.choice(files)
+    whole = file.read_bytes()
+    content = hostile.mutated_bytes(whole, rng)
+    file.write_bytes(content)
+    hashes = {**spec['sha256'], str(file.relative_to(folder)): hashlib.sha256(content).hexdigest()}
+    (folder / 'model.json').write_text(json.dumps({**spec, 'sha256': hashes}))
+    tally.read(lambda: load_model(folder), (file, content))
+    file.write_bytes(whole)
+  tally.check(500)
