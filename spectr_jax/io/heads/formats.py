@@ -6,7 +6,6 @@ What differs between heads of a format follows from the tensors where it can, si
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.io.foreign import FLAG, TEXT, list_of, object_of, whole
+from spectr_jax.io.heads.names import DEEPSEEK_MTP, MTP, head_prefix
 from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, check_requests, checked, plain_name
 from spectr_jax.io.hub.families import LLAMA_MODULES
 from spectr_jax.io.hub.family_configs import layer_windows, llama_config
@@ -24,8 +24,6 @@ from spectr_jax.models import head
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 
-MEDUSA, MTP, DEEPSEEK_MTP = 'Medusa', 'MTP', 'MTP, DeepSeek'
-_MTP_NAME = r'model\.layers\.([0-9]{1,5})\.eh_proj\.weight'
 _BLOCK_MODULES = {
   ours: theirs
   for ours, theirs in LLAMA_MODULES.items()
@@ -360,28 +358,6 @@ def checked_spec(spec: Any, where: str) -> dict[str, Any]:
   return checked(spec, _FIELDS, where)
 
 
-def find_format(spec: Mapping[str, Any], names: set[str]) -> str | None:
-  """The format of a folder's head, `MEDUSA` or a key of `READERS`; None if it holds none.
-
-  Args:
-    spec: The content of `config.json`.
-    names: The names of the tensors.
-  """
-  if 'speculators_model_type' in spec:
-    return 'speculators'
-  if {'midlayer.self_attn.q_proj.weight', 'layers.0.hidden_norm.weight'} & names:
-    return 'EAGLE-3'
-  if {'fc.weight', 'layers.0.self_attn.q_proj.weight'} <= names:
-    return 'EAGLE'
-  if {'0.0.linear.weight', 'medusa_head.0.0.linear.weight'} & names:
-    return MEDUSA
-  if 'mtp.fc.weight' in names:
-    return MTP
-  if any(re.fullmatch(_MTP_NAME, name) for name in names):
-    return DEEPSEEK_MTP
-  return None
-
-
 def _name_of(path: str, modules: Mapping[str, str]) -> str:
   """The hub's name of a parameter."""
   if path == 'target_ids':
@@ -392,24 +368,6 @@ def _name_of(path: str, modules: Mapping[str, str]) -> str:
   kind, _, number = module.partition('/')
   stem = modules[module] if module in modules else f'{modules[kind]}.{number}'
   return f'{stem}.{"bias" if leaf == "bias" else "weight"}'
-
-
-def head_prefix(found: str, names: set[str]) -> str:
-  """The beginning of the names that belong to a head.
-
-  Args:
-    found: Its format.
-    names: The names of all tensors.
-
-  Raises:
-    ValueError: There are several heads.
-  """
-  if found == DEEPSEEK_MTP:
-    layers = [match[1] for name in sorted(names) if (match := re.fullmatch(_MTP_NAME, name))]
-    if len(layers) > 1:
-      raise ValueError(f'the checkpoint has {len(layers)} MTP layers; one is read')
-    return f'model.layers.{layers[0]}.'
-  return 'mtp.' if found == MTP else ''
 
 
 def is_transposed(path: str) -> bool:
@@ -428,13 +386,3 @@ def names_and_shapes(layout: Layout) -> dict[str, tuple[str, jax.ShapeDtypeStruc
   if not layout.config.has_unembedding:
     del paths['unembedding']
   return {path: (_name_of(path, layout.modules), leaf) for path, leaf in paths.items()}
-
-
-def is_beside(prefix: str, name: str) -> bool:
-  """Whether a tensor may stand beside a head's own: it follows from others, or belongs to the target.
-
-  Args:
-    prefix: The beginning of the names that belong to the head.
-    name: The tensor's name.
-  """
-  return not name.startswith(prefix) or name.endswith(('rotary_emb.inv_freq', 't2d')) or 'verifier_' in name

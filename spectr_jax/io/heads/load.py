@@ -17,17 +17,14 @@ from spectr_jax.draft import Drafter, head_drafter, medusa_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig
 from spectr_jax.io.foreign import named
 from spectr_jax.io.heads.formats import (
-  MEDUSA,
   READERS,
   Layout,
   checked_spec,
-  find_format,
-  head_prefix,
-  is_beside,
   is_transposed,
   names_and_shapes,
   target_sizes,
 )
+from spectr_jax.io.heads.names import MEDUSA, find_format, head_prefix, is_beside
 from spectr_jax.io.hub.load import read_json
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.io.hub.torch_file import TorchFile
