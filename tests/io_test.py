@@ -195,6 +195,16 @@ def test_description_that_is_not_text(copy):
     ({'sha256': None}, 'model.json'),
     ({'param_dtype': 'float7'}, 'model.json'),
     ({'tokenizer': '0' * 16}, 'not the tokenizer model.json names'),
+    ({'tokenizer': '\x1b[2J'}, r"not the tokenizer model.json names \('\\x1b\[2J'\)"),
+    ({'tokenizer': ['a']}, 'model.json: tokenizer must be a text'),
+    ({'format': 2.0}, 'model.json: format must be a whole number'),
+    ({'format': True}, 'model.json: format must be a whole number'),
+    ({'param_dtype': 'int8'}, "model.json: param_dtype must be 'float32' or 'bfloat16'"),
+    ({'param_dtype': ['float32']}, 'model.json: param_dtype must be'),
+    ({'sha256': [1]}, 'model.json: sha256 must be'),
+    ({'sha256': {'../../x': '0' * 64}}, 'model.json: sha256 must be'),
+    ({'sha256': {'params/a\nb': '0' * 64}}, 'model.json: sha256 must be'),
+    ({'config': [1]}, 'model.json: config must be an object'),
   ],
 )
 def test_wrong_description(copy, changes, message):
@@ -214,6 +224,42 @@ def test_description_of_another_model(copy):
   _edit_description(copy, config={**config, 'vocab_size': 401})
   with pytest.raises(ValueError, match='not the tokenizer'):
     load_model(copy)
+
+
+@pytest.mark.parametrize('name', ['vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'mlp_dim', 'max_length'])
+def test_sizes_in_a_description_are_numbers_within_reason(copy, name):
+  config = json.loads((copy / 'model.json').read_text())['config']
+  for value in (0, -1, 2.0, True, '16', None, [16], 10**18, float('nan')):
+    _edit_description(copy, config={**config, name: value})
+    with pytest.raises(ValueError, match=rf'model.json(: config: {name} must be| is damaged.* no {name})'):
+      load_model(copy)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'num_layers': 10_000}, 'model.json has 10000 layers, but params 8 arrays'),
+    ({'embed_dim': 2**20}, r'model.json has [\d,]+ parameters, too many for the [\d,]+ bytes of params'),
+    (
+      {'mlp_dim': 64},
+      r"params do not fit model.json: 'layer_0/mlp_in/kernel': expected shape .*, got shape \(16, 32\)",
+    ),
+    ({'num_layers': 2}, r"'layer_1/attention_norm/gain': expected shape \(16,\), got nothing"),
+    ({'head_dim': 8}, "its config must be .*, and not 'head_dim'"),
+  ],
+)
+def test_sizes_are_those_of_the_parameters(copy, changes, message):
+  """Nothing is made of them before."""
+  config = json.loads((copy / 'model.json').read_text())['config']
+  _edit_description(copy, config={**config, **changes})
+  with pytest.raises(ValueError, match=message):
+    load_model(copy)
+
+
+def test_the_shapes_of_parameters(model):
+  config = transformer.config_of(model)
+  found = jax.eval_shape(lambda key: transformer.init_params(key, config), jax.random.key(0))
+  assert transformer.param_shapes(config) == found
 
 
 def test_tokenizer_of_another_model(copy, tokenizer):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from spectr_jax.draft.drafter import DraftContext, Drafter, DraftRequest
 from spectr_jax.draft.drawing import ScoredNodes, draw_tree
 from spectr_jax.models import layers
+from spectr_jax.models.causal_lm_config import check_sizes
 from spectr_jax.models.products import matmul
 from spectr_jax.proposal import Proposal
 
@@ -32,6 +33,9 @@ class MedusaConfig:
     vocab_size: V.
     dtype: Type of parameters and activations.
     has_unembedding: Whether each head has an output head of its own; else all take the target's rows.
+
+  Raises:
+    ValueError: A size is not a positive integer, or the type is unknown.
   """
 
   num_heads: int
@@ -39,6 +43,11 @@ class MedusaConfig:
   vocab_size: int
   dtype: str = 'float32'
   has_unembedding: bool = True
+
+  def __post_init__(self):
+    check_sizes(self, 'num_heads', 'embed_dim', 'vocab_size')
+    if self.dtype not in ('float32', 'bfloat16', 'float64'):
+      raise ValueError(f'dtype must be float32, bfloat16 or float64, got {self.dtype!r}')
 
 
 def param_shapes(config: MedusaConfig) -> dict[str, Any]:

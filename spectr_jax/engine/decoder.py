@@ -85,6 +85,9 @@ class Decoder:
     _check_drafter(target, drafter, method, tree)
     checks.check_count('max_new_tokens', max_new_tokens)
     eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int | np.integer) else tuple(eos_id)
+    unknown = [i for i in eos_ids if not 0 <= i < target.vocab_size]
+    if unknown:
+      raise ValueError(f'eos_id must be a token, from 0 to {target.vocab_size - 1}, got {unknown[0]}')
     if drafter is not None:
       target = target.with_features(drafter.feature_layers)
     if sharding is not None:

@@ -152,7 +152,7 @@ class _Gguf(ModelFiles):
 
   @property
   def context_length(self) -> int:
-    return read_spec(self.spec)[1].context_length
+    return read_spec(self.spec, self.file.path)[1].context_length
 
   def tokenizer(self) -> TokenizerBase:
     file = self.file
@@ -166,8 +166,9 @@ class _Gguf(ModelFiles):
     )
 
   def load(self, *, dtype, weights, mesh) -> Model:
-    with foreign.named(self.path):
-      return make_model(self.file.config, self.file.tensors, dtype=dtype, weights=weights, mesh=mesh)
+    file = self.file
+    with foreign.named(file.path):
+      return make_model(file.config, file.tensors, dtype=dtype, weights=weights, mesh=mesh, where=file.path)
 
 
 def open_model(path: epath.PathLike) -> ModelFiles:

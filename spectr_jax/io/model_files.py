@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,22 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spectr_jax.io.foreign import LARGE, as_path, is_remote, name_shown, open_file
+from spectr_jax.io.foreign import (
+  LARGE,
+  TEXT,
+  Kind,
+  as_path,
+  check_object,
+  is_remote,
+  name_shown,
+  named,
+  object_of,
+  one_of,
+  open_file,
+  read_object,
+  shown,
+  whole,
+)
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.stored_params import StoredParams
 from spectr_jax.io.tokenizer import Tokenizer
@@ -161,6 +177,37 @@ def save_model(
     (folder / 'model.json').write_text(json.dumps(spec, indent=2) + '\n')
 
 
+def _is_hash(item: tuple[str, Any]) -> bool:
+  """Whether a path leads to a file below the folder, by a name that can be shown, and what it has is a SHA-256."""
+  path, value = item
+  return (
+    bool(re.fullmatch(r'[\w.-]+(/[\w.-]+)*', path, re.ASCII))
+    and not {'.', '..'} & set(path.split('/'))
+    and type(value) is str
+    and bool(re.fullmatch('[0-9a-f]{64}', value))
+  )
+
+
+_DTYPES = one_of('float32', 'bfloat16', 'float16', 'float64')
+_FIELDS = {
+  'format': whole(),
+  'config': object_of({}),
+  'param_dtype': _DTYPES,
+  'tokenizer': TEXT,
+  'sha256': Kind('SHA-256 by relative path', lambda x: type(x) is dict and all(map(_is_hash, x.items()))),
+}
+# Of the configuration; far above any model that there is.
+_SIZES = {
+  'vocab_size': whole(1, 2**22),
+  'embed_dim': whole(1, 2**20),
+  'num_layers': whole(1, 10_000),
+  'num_heads': whole(1, 2**14),
+  'mlp_dim': whole(1, 2**20),
+  'max_length': whole(1, 2**31 - 1),
+  'dtype': _DTYPES,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Spec:
   """Content of `model.json`."""
@@ -175,16 +222,27 @@ class _Spec:
 def _read_spec(path: epath.Path) -> _Spec:
   if not (path / 'model.json').exists():
     raise ValueError(f'no model at {path}: expected a directory with model.json, tokenizer.json and params/')
-  try:
-    content = json.loads((path / 'model.json').read_text())
-    config = transformer.TransformerConfig(**content['config'])
-    param_dtype = jnp.dtype(content['param_dtype'])
-    spec = _Spec(content['format'], config, param_dtype, content['tokenizer'], dict(content['sha256']))
-  except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-    raise ValueError(f'{path / "model.json"} is damaged or not a model description: {error!r}') from error
-  if spec.format not in range(1, _FORMAT + 1):
-    raise ValueError(f'{path} has format {spec.format}; this version reads formats 1 to {_FORMAT}')
-  return spec
+  where = path / 'model.json'
+  content = read_object(where, _FIELDS)
+  missing = [name for name in _FIELDS if content.get(name) is None]
+  if missing:
+    raise ValueError(f'{where} is damaged or not a model description: it has no {missing[0]}')
+  if content['format'] not in range(1, _FORMAT + 1):
+    raise ValueError(f'{path} has format {content["format"]}; this version reads formats 1 to {_FORMAT}')
+  sizes = check_object(content['config'], _SIZES, f'{where}: config')
+  missing = [name for name in _SIZES if sizes.get(name) is None and name != 'dtype']
+  if missing:
+    raise ValueError(f'{where} is damaged or not a model description: its config has no {missing[0]}')
+  wrong = sorted(sizes.keys() - _SIZES.keys())
+  if wrong:
+    raise ValueError(
+      f'{where} is damaged or not a model description: the fields of its config must be {", ".join(_SIZES)}, and not'
+      f' {shown(wrong[0])}'
+    )
+  with named(where):
+    config = transformer.TransformerConfig(**{name: value for name, value in sizes.items() if value is not None})
+  dtype = jnp.dtype(content['param_dtype'])
+  return _Spec(content['format'], config, dtype, content['tokenizer'], content['sha256'])
 
 
 def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
@@ -266,7 +324,7 @@ def load_transformer(
   _check_files(path, spec)
   tokenizer = Tokenizer.load(path / 'tokenizer.json')
   if tokenizer.fingerprint != spec.tokenizer or tokenizer.vocab_size != config.vocab_size:
-    raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({spec.tokenizer})')
+    raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({shown(spec.tokenizer)})')
   params = _read_params(path / 'params', spec)
   if spec.format < _FORMAT:
     params = _from_older_format(params, config, spec.format)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
 from typing import Any, Literal
 
 import jax
@@ -34,10 +35,38 @@ class Rope:
   Attributes:
     frequencies: The F radians per position; entries of a head from 2 F on are not rotated.
     magnitude: Factor of the entries that are rotated.
+
+  Raises:
+    ValueError: A number is not finite, or the magnitude is not above 0.
   """
 
   frequencies: tuple[float, ...]
   magnitude: float = 1.0
+
+  def __post_init__(self):
+    if not all(map(math.isfinite, self.frequencies)):
+      raise ValueError('rotary frequencies must be finite')
+    if not 0 < self.magnitude < math.inf:
+      raise ValueError(f'the magnitude of rotary positions must be finite and above 0, got {self.magnitude!r}')
+
+
+def check_sizes(config: Any, *names: str, most: int | None = None) -> None:
+  """Checks that fields are positive integers.
+
+  Args:
+    config: An object with these fields.
+    *names: The fields.
+    most: The largest allowed value, or None.
+
+  Raises:
+    ValueError: One is not.
+  """
+  for name in names:
+    value = getattr(config, name)
+    if type(value) is not int or value < 1:
+      raise ValueError(f'{name} must be a positive integer, got {value!r}')
+    if most is not None and value > most:
+      raise ValueError(f'{name} must be at most {most}, got {value}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +111,7 @@ class CausalLMConfig:
       them.
 
   Raises:
-    ValueError: Sizes do not fit each other, or a name is unknown.
+    ValueError: Sizes do not fit each other, a name is unknown, or a number is beyond its range.
   """
 
   vocab_size: int
@@ -119,10 +148,16 @@ class CausalLMConfig:
 
   def __post_init__(self):
     sizes = ('vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'mlp_dim')
-    for name in (*sizes, 'context_length', 'kv_copies'):
+    check_sizes(self, *sizes, 'kv_copies')
+    check_sizes(self, 'context_length', most=2**31 - 1)  # positions are int32
+    for name in ('query_scale', 'attention_soft_cap', 'logit_soft_cap', 'embedding_scale'):
       value = getattr(self, name)
-      if not isinstance(value, int) or value < 1:
-        raise ValueError(f'{name} must be a positive integer, got {value!r}')
+      if value is not None and not 0 < value < math.inf:
+        raise ValueError(f'{name} must be finite and above 0, got {value!r}')
+    if not 0 <= self.norm_epsilon < math.inf:
+      raise ValueError(f'norm_epsilon must be finite and at least 0, got {self.norm_epsilon!r}')
+    if any(window is not None and (type(window) is not int or window < 1) for window in self.windows):
+      raise ValueError(f'windows must be positive integers or None, got {reprlib.repr(self.windows)}')
     if self.num_heads % self.num_cached_heads:
       raise ValueError(
         f'num_heads {self.num_heads} must be a multiple of the {self.num_cached_heads} heads of keys and values'

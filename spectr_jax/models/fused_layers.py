@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.model import KVCache
+from spectr_jax.models import layers
 
 if TYPE_CHECKING:
   from spectr_jax.models.transformer import TransformerConfig
@@ -182,7 +183,7 @@ def _kernel(
 
   def norm(x, gain):
     mean = jnp.sum(jnp.square(x), axis=-1, keepdims=True) / x.shape[-1]
-    return x * jax.lax.rsqrt(mean + 1e-6) * gain
+    return x * layers.inverse_root(mean + 1e-6) * gain
 
   x = stream[...]
   normed = norm(x, gains[0, :1])

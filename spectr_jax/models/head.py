@@ -12,6 +12,7 @@ parameters they have and in three options of `HeadConfig`.
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from spectr_jax.model import KVCache
 from spectr_jax.models import causal_lm, layers
-from spectr_jax.models.causal_lm_config import CausalLMConfig
+from spectr_jax.models.causal_lm_config import CausalLMConfig, check_sizes
 from spectr_jax.models.products import matmul
 
 
@@ -49,7 +50,8 @@ class HeadConfig:
     is_reduced: Whether it guesses some of the target's tokens only, those of the parameter `target_ids`.
 
   Raises:
-    ValueError: The block has more than one layer, or options contradict each other.
+    ValueError: The block has more than one layer, a size or layer is no number that it can be, or options contradict
+      each other.
   """
 
   block: CausalLMConfig
@@ -74,6 +76,9 @@ class HeadConfig:
       raise ValueError(f'a head has one layer, got num_layers {self.block.num_layers}')
     if self.block.rope is None:
       raise ValueError('a head has rotary positions, got rope None')
+    check_sizes(self, 'target_dim', 'embedding_dim', *(['num_embedded'] if self.num_embedded is not None else []))
+    if not self.feature_layers or any(type(layer) is not int for layer in self.feature_layers):
+      raise ValueError(f'feature_layers must be integers, at least one, got {reprlib.repr(self.feature_layers)}')
     if not self.has_features_kernel and (len(self.feature_layers) != 1 or self.target_dim != self.block.embed_dim):
       raise ValueError(
         'without a product of the features a head reads one hidden state of its own width;'

@@ -41,6 +41,11 @@ def take_rows(embedding: jax.Array | Int8Kernel, rows: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(taken, jnp.bfloat16) if taken.dtype == jnp.uint16 else taken
 
 
+def inverse_root(variance: jax.Array) -> jax.Array:
+  """`rsqrt` for norms: NaN where the variance has overflowed, since 0 would make numbers out of range look sound."""
+  return jnp.where(variance < jnp.inf, jax.lax.rsqrt(variance), jnp.nan)
+
+
 def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Array:
   """Root-mean-square normalisation, computed in float32 or wider.
 
@@ -50,10 +55,10 @@ def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Arr
     epsilon: Added to the mean square.
 
   Returns:
-    The normalised array, of the shape and dtype of `x`.
+    The normalised array, of the shape and dtype of `x`; NaN where the sum of squares overflows.
   """
   wide = x.astype(accumulation_dtype(x.dtype))
-  scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+  scale = inverse_root(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
   return (wide * scale * gain).astype(x.dtype)
 
 
@@ -67,11 +72,11 @@ def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, *, epsilon: float
     epsilon: Added to the variance.
 
   Returns:
-    The normalised array, of the shape and dtype of `x`.
+    The normalised array, of the shape and dtype of `x`; NaN where the sum of squares overflows.
   """
   wide = x.astype(accumulation_dtype(x.dtype))
   centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-  scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
+  scale = inverse_root(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
   return (centred * scale * gain + bias).astype(x.dtype)
 
 

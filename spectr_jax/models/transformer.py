@@ -7,7 +7,6 @@ stores them as the backend reads them fastest.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import functions, layers
+from spectr_jax.models.causal_lm_config import check_sizes
 from spectr_jax.models.decoding_form import params_for_decoding
 from spectr_jax.models.functions import model_functions
 from spectr_jax.models.int8 import is_int8
@@ -50,10 +50,8 @@ class TransformerConfig:
   dtype: str = 'float32'
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if field.name != 'dtype' and (not isinstance(value, int) or value < 1):
-        raise ValueError(f'{field.name} must be a positive integer, got {value!r}')
+    check_sizes(self, 'vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'mlp_dim')
+    check_sizes(self, 'max_length', most=2**31 - 1)  # positions are int32
     if self.embed_dim % (2 * self.num_heads):
       raise ValueError(f'embed_dim {self.embed_dim} must be an even multiple of num_heads {self.num_heads}')
     if self.dtype not in ('float32', 'bfloat16', 'float64'):
@@ -250,10 +248,33 @@ def init_params(key: jax.Array, config: TransformerConfig) -> Any:
   return Transformer(config).init(key, tokens, tokens, jnp.ones((1, 1), bool))['params']
 
 
-@functools.lru_cache
-def param_shapes(config: TransformerConfig) -> Any:
-  """The shapes of `init_params`, a nested dict of `jax.ShapeDtypeStruct`."""
-  return jax.eval_shape(functools.partial(init_params, config=config), jax.random.key(0))
+def param_shapes(config: TransformerConfig) -> dict[str, Any]:
+  """The shapes of all parameters, a nested dict of float32 `jax.ShapeDtypeStruct`.
+
+  Args:
+    config: The sizes.
+  """
+
+  def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  def linear(num_in, num_out):
+    return {'kernel': array(num_in, num_out)}
+
+  width = config.embed_dim
+
+  def block():
+    return {
+      'attention_norm': {'gain': array(width)},
+      'qkv': linear(width, 3 * width),
+      'attention_out': linear(width, width),
+      'mlp_norm': {'gain': array(width)},
+      'mlp_in': linear(width, config.mlp_dim),
+      'mlp_out': linear(config.mlp_dim, width),
+    }
+
+  once = {'embedding': array(config.vocab_size, width), 'final_norm': {'gain': array(width)}}
+  return once | {f'layer_{layer}': block() for layer in range(config.num_layers)}
 
 
 def transformer_model(params: Any, config: TransformerConfig) -> Model:
@@ -267,10 +288,8 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
   Raises:
     ValueError: The parameters do not have the configured shapes.
   """
-  expected = param_shapes(config)
-  wanted, found = (jax.tree.map(lambda x: x.shape, tree, is_leaf=is_int8) for tree in (expected, params))
-  if wanted != found:
-    raise ValueError(f'parameters do not fit the configuration {config}: expected shapes {wanted}, got {found}')
+  found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params, is_leaf=is_int8)
+  layers.check_params(found, param_shapes(config))
 
   def convert(x):
     return x if is_int8(x) else jnp.asarray(x, config.dtype if x.ndim == 2 else jnp.float32)

@@ -263,6 +263,8 @@ def test_rows_that_are_done_may_see_anything(cycle):
     ({'rng_key': jnp.array([0, 1], jnp.uint32)}, 'typed key'),
     ({'rng_key': jax.random.key(0, impl='rbg')}, 'threefry2x32'),
     ({'rng_key': jax.random.split(jax.random.key(0), 3)}, r'\[4\], one per prompt'),
+    ({'eos_id': -1}, 'eos_id must be a token, from 0 to 5, got -1'),
+    ({'eos_id': (2, 10**6)}, 'eos_id must be a token, from 0 to 5, got 1000000'),
     ({'temperature': -1.0}, 'temperature must be finite and at least 0'),
     ({'top_p': 0.0}, 'top_p must be above 0'),
     ({'min_p': 2.0}, 'min_p must be from 0 to 1'),

@@ -6,14 +6,17 @@ What differs between heads of a format follows from the tensors where it can, si
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.io.hub.families import LLAMA_MODULES, layer_windows, llama_config
+from spectr_jax.io.foreign import FLAG, TEXT, list_of, object_of, whole
+from spectr_jax.io.heads.names import DEEPSEEK_MTP, MTP, head_prefix
+from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, check_requests, checked, plain_name
+from spectr_jax.io.hub.families import LLAMA_MODULES
+from spectr_jax.io.hub.family_configs import layer_windows, llama_config
 from spectr_jax.io.hub.load import for_platform
 from spectr_jax.io.hub.tensors import Tensors
 from spectr_jax.model import KVCache, Model
@@ -21,13 +24,32 @@ from spectr_jax.models import head
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 
-MEDUSA, MTP, DEEPSEEK_MTP = 'Medusa', 'MTP', 'MTP, DeepSeek'
-_MTP_NAME = r'model\.layers\.(\d+)\.eh_proj\.weight'
 _BLOCK_MODULES = {
   ours: theirs
   for ours, theirs in LLAMA_MODULES.items()
   if ours == 'mlp_norm' or ours.startswith(('attention/', 'mlp/'))
 }
+_LAYER_IDS = list_of(whole(0, 10_000), 1000)
+_EAGLE3_FIELDS = {
+  'eagle_aux_hidden_state_layer_ids': _LAYER_IDS,
+  'use_aux_hidden_state': FLAG,
+  'fc_norm': FLAG,
+  'norm_before_fc': FLAG,
+  'norm_before_residual': FLAG,
+  'norm_output': FLAG,
+}
+# Of the `config.json` of a head. The number of blocks may be that of the target.
+_FIELDS = (
+  BLOCK_FIELDS
+  | _EAGLE3_FIELDS
+  | {
+    'num_hidden_layers': whole(0, 10_000),
+    'bias': FLAG,
+    'eagle_config': object_of({}),
+    'speculators_model_type': TEXT,
+    'transformer_layer_config': object_of({}),
+  }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +118,20 @@ def _block(
 ) -> CausalLMConfig:
   """The configuration of a head's block; biases and norms of queries and keys are there where their tensors are."""
   names = tensors.names()
-  spec = {'max_position_embeddings': 2048, **spec, 'num_hidden_layers': 1, 'vocab_size': vocab_size}
+  check_requests(spec, has_experts=True)
+  kinds = spec.get('layer_types', [])
+  if len(kinds) != 1 and set(kinds) <= {'full_attention'}:  # those of the target
+    kinds = ['full_attention']
+  spec = {
+    'max_position_embeddings': 2048,
+    **spec,
+    'num_hidden_layers': 1,
+    'vocab_size': vocab_size,
+    'layer_types': kinds,
+  }
   config = llama_config(
     spec,
-    windows=layer_windows(spec, lambda layer: False),
+    windows=layer_windows(spec),
     has_qkv_bias=f'{prefix}self_attn.q_proj.bias' in names,
     has_out_bias=f'{prefix}self_attn.o_proj.bias' in names,
     has_mlp_bias=f'{prefix}mlp.up_proj.bias' in names,
@@ -110,18 +142,26 @@ def _block(
   return for_platform(config if dtype is None else dataclasses.replace(config, dtype=dtype), None)
 
 
-def _num_rows(tensors: Tensors, name: str) -> int | None:
-  """The outputs or ids of a matrix, or None if there is no such tensor."""
-  return tensors.shape(name)[0] if name in tensors.names() else None
+def _shape(tensors: Tensors, name: str, num_axes: int = 2) -> tuple[int, ...]:
+  """The shape of a tensor that must have so many axes."""
+  shape = tensors.shape(name)
+  if len(shape) != num_axes or 0 in shape:
+    raise ValueError(f'tensor {name} has shape {shape}, expected {num_axes} axes of at least 1')
+  return shape
+
+
+def _num_rows(tensors: Tensors, name: str, num_axes: int = 2) -> int | None:
+  """The outputs of a matrix or the number of ids, or None if there is no such tensor."""
+  return _shape(tensors, name, num_axes)[0] if name in tensors.names() else None
 
 
 def _embedding(tensors: Tensors, name: str, sizes: TargetSizes) -> tuple[int | None, int]:
   """Tokens of a head's own embedding, None if it reads the target's, and the width of embedded tokens."""
   if name in tensors.names():
-    shape = tensors.shape(name)
-    if len(shape) != 2 or shape[0] < sizes.vocab_size:
+    num_tokens, width = shape = _shape(tensors, name)
+    if num_tokens < sizes.vocab_size:
       raise ValueError(f'tensor {name} has shape {shape}, and the target has {sizes.vocab_size} tokens')
-    return shape
+    return num_tokens, width
   if sizes.embedding_dim is None:
     raise ValueError('this head reads embeddings of the target, but the target has no embed_fn')
   return None, sizes.embedding_dim
@@ -133,10 +173,10 @@ def _feature_layers(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSize
   Configurations number them in two ways: in an `eagle_config` they name blocks whose outputs are read, at the top those
   whose inputs are.
   """
-  num_inputs = tensors.shape('fc.weight')[-1]
+  num_inputs = _shape(tensors, 'fc.weight')[1]
   if num_inputs % sizes.width:
     raise ValueError(f'the head reads {num_inputs} numbers of the target, whose hidden states have {sizes.width}')
-  nested = (spec.get('eagle_config') or {}).get('eagle_aux_hidden_state_layer_ids')
+  nested = spec['eagle_config'].get('eagle_aux_hidden_state_layer_ids')
   named = spec.get('eagle_aux_hidden_state_layer_ids') or (nested and [layer + 1 for layer in nested])
   if not named and sizes.num_layers < 3:
     raise ValueError(f'config.json does not say which layers the head reads, and the target has {sizes.num_layers}')
@@ -183,9 +223,14 @@ def read_eagle3(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, d
   """
   names = tensors.names()
   block = 'midlayer.' if any(name.startswith('midlayer.') for name in names) else 'layers.0.'
-  options = {**spec, **(spec.get('eagle_config') or {})}
+  nested = checked(spec.get('eagle_config', {}), _EAGLE3_FIELDS, 'eagle_config')
+  spec, options = {**spec, 'eagle_config': nested}, {**spec, **nested}
+  if not options.get('use_aux_hidden_state', True):
+    raise ValueError(
+      "use_aux_hidden_state False is not supported: such a head reads the target's last hidden state, without a product"
+    )
   num_embedded, embedding_dim = _embedding(tensors, 'embed_tokens.weight', sizes)
-  vocab_size = _num_rows(tensors, 'lm_head.weight') or _num_rows(tensors, 'd2t') or sizes.vocab_size
+  vocab_size = _num_rows(tensors, 'lm_head.weight') or _num_rows(tensors, 'd2t', 1) or sizes.vocab_size
   if 'fc.weight' not in names:
     raise ValueError('the checkpoint lacks fc.weight')
   config = HeadConfig(
@@ -194,8 +239,8 @@ def read_eagle3(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, d
     embedding_dim,
     _feature_layers(spec, tensors, sizes),
     features_norm='each' if options.get('fc_norm') else 'joint' if options.get('norm_before_fc') else None,
-    is_residual_normed=bool(options.get('norm_before_residual', False)),
-    is_output_normed=bool(options.get('norm_output', False)),
+    is_residual_normed=options.get('norm_before_residual', False),
+    is_output_normed=options.get('norm_output', False),
     num_embedded=num_embedded,
     has_unembedding='lm_head.weight' in names,
     is_reduced='d2t' in names,
@@ -206,8 +251,9 @@ def read_eagle3(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, d
 def _speculators(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
   kind = spec['speculators_model_type']
   if kind != 'eagle3':
-    raise ValueError(f'speculators of type {kind} are not read; known is eagle3')
-  return read_eagle3({**spec, **spec['transformer_layer_config']}, tensors, sizes, dtype)
+    raise ValueError(f'speculators of type {plain_name(kind)} are not read; known is eagle3')
+  block = checked(spec['transformer_layer_config'], _FIELDS, 'transformer_layer_config')
+  return read_eagle3({**spec, **block}, tensors, sizes, dtype)
 
 
 def _eagle(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
@@ -222,7 +268,7 @@ def _eagle(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
     join='linear',
     has_features_kernel=False,
     has_input_norms=False,
-    has_join_bias=bool(spec.get('bias', True)),
+    has_join_bias=spec.get('bias', True),
     has_output_norm=False,
     num_embedded=num_embedded,
     has_unembedding=has_unembedding,
@@ -289,7 +335,7 @@ def _deepseek_mtp(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
   return _mtp(spec, tensors, sizes, dtype, prefix, prefix, others)
 
 
-# `(spec, tensors, sizes, dtype) -> Layout` by format.
+# `(spec, tensors, sizes, dtype) -> Layout` by format, of a configuration as `checked_spec` gives it.
 READERS: dict[str, Callable[..., Layout]] = {
   'EAGLE': _eagle,
   'EAGLE-3': read_eagle3,
@@ -299,26 +345,17 @@ READERS: dict[str, Callable[..., Layout]] = {
 }
 
 
-def find_format(spec: Mapping[str, Any], names: set[str]) -> str | None:
-  """The format of a folder's head, `MEDUSA` or a key of `READERS`; None if it holds none.
+def checked_spec(spec: Any, where: str) -> dict[str, Any]:
+  """The `config.json` of a head, with fields of the right kinds.
 
   Args:
-    spec: The content of `config.json`.
-    names: The names of the tensors.
+    spec: Its content.
+    where: Where it stands, for messages.
+
+  Raises:
+    ValueError: It is not an object, or a field is of another kind.
   """
-  if 'speculators_model_type' in spec:
-    return 'speculators'
-  if {'midlayer.self_attn.q_proj.weight', 'layers.0.hidden_norm.weight'} & names:
-    return 'EAGLE-3'
-  if {'fc.weight', 'layers.0.self_attn.q_proj.weight'} <= names:
-    return 'EAGLE'
-  if {'0.0.linear.weight', 'medusa_head.0.0.linear.weight'} & names:
-    return MEDUSA
-  if 'mtp.fc.weight' in names:
-    return MTP
-  if any(re.fullmatch(_MTP_NAME, name) for name in names):
-    return DEEPSEEK_MTP
-  return None
+  return checked(spec, _FIELDS, where)
 
 
 def _name_of(path: str, modules: Mapping[str, str]) -> str:
@@ -331,24 +368,6 @@ def _name_of(path: str, modules: Mapping[str, str]) -> str:
   kind, _, number = module.partition('/')
   stem = modules[module] if module in modules else f'{modules[kind]}.{number}'
   return f'{stem}.{"bias" if leaf == "bias" else "weight"}'
-
-
-def head_prefix(found: str, names: set[str]) -> str:
-  """The beginning of the names that belong to a head.
-
-  Args:
-    found: Its format.
-    names: The names of all tensors.
-
-  Raises:
-    ValueError: There are several heads.
-  """
-  if found == DEEPSEEK_MTP:
-    layers = [match[1] for name in sorted(names) if (match := re.fullmatch(_MTP_NAME, name))]
-    if len(layers) > 1:
-      raise ValueError(f'the checkpoint has {len(layers)} MTP layers; one is read')
-    return f'model.layers.{layers[0]}.'
-  return 'mtp.' if found == MTP else ''
 
 
 def is_transposed(path: str) -> bool:
@@ -367,13 +386,3 @@ def names_and_shapes(layout: Layout) -> dict[str, tuple[str, jax.ShapeDtypeStruc
   if not layout.config.has_unembedding:
     del paths['unembedding']
   return {path: (_name_of(path, layout.modules), leaf) for path, leaf in paths.items()}
-
-
-def is_beside(prefix: str, name: str) -> bool:
-  """Whether a tensor may stand beside a head's own: it follows from others, or belongs to the target.
-
-  Args:
-    prefix: The beginning of the names that belong to the head.
-    name: The tensor's name.
-  """
-  return not name.startswith(prefix) or name.endswith(('rotary_emb.inv_freq', 't2d')) or 'verifier_' in name

@@ -15,17 +15,16 @@ from etils import epath
 
 from spectr_jax.draft import Drafter, head_drafter, medusa_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig
+from spectr_jax.io.foreign import named
 from spectr_jax.io.heads.formats import (
-  MEDUSA,
   READERS,
   Layout,
-  find_format,
-  head_prefix,
-  is_beside,
+  checked_spec,
   is_transposed,
   names_and_shapes,
   target_sizes,
 )
+from spectr_jax.io.heads.names import MEDUSA, find_format, head_prefix, is_beside
 from spectr_jax.io.hub.load import read_json
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.io.hub.torch_file import TorchFile
@@ -34,7 +33,7 @@ from spectr_jax.model import Model
 
 _DOWNLOADED = ('*.json', '*.safetensors')
 _TORCH_FILES = ('pytorch_model.bin', 'medusa_lm_head.pt')
-_MEDUSA_NAME = r'(?:medusa_head\.)?(\d+)\.(\d+)\.(.+)'
+_MEDUSA_NAME = r'(?:medusa_head\.)?([0-9]{1,9})\.([0-9]{1,9})\.(.+)'
 _KNOWN = 'EAGLE-1, 2 and 3, the speculators format, Medusa-1 and MTP'
 
 
@@ -74,6 +73,25 @@ def _read_whole(tensors: Tensors, name: str) -> np.ndarray:
   return tensors.read(name, tuple(slice(0, size) for size in tensors.shape(name)))
 
 
+def _target_ids(tensors: Tensors, target: Model) -> np.ndarray:
+  """The target's tokens that a reduced head guesses, int64 `[Vd]`.
+
+  Files have them as distances from the head's own ids (`d2t`), and most as a mark for each token of the target (`t2d`)
+  as well.
+  """
+  found = _read_whole(tensors, 'd2t')
+  ids = found.astype(np.int64) + np.arange(len(found))
+  if not ((found >= -len(found)) & (found < target.vocab_size) & (ids >= 0) & (ids < target.vocab_size)).all():
+    raise ValueError(f"d2t names tokens that are not among the target's {target.vocab_size}")
+  if 't2d' in tensors.names():
+    if tensors.shape('t2d') != (target.vocab_size,):
+      raise ValueError(f't2d has shape {tensors.shape("t2d")}, and the target has {target.vocab_size} tokens')
+    differing = np.flatnonzero(_read_whole(tensors, 't2d') != np.isin(np.arange(target.vocab_size), ids))
+    if differing.size:
+      raise ValueError(f't2d and d2t contradict each other, first at token {differing[0]}')
+  return ids
+
+
 def _load_head(layout: Layout, tensors: Tensors, target: Model) -> Drafter:
   config, sources = layout.config, names_and_shapes(layout)
   wanted = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in sources.items()}
@@ -82,11 +100,10 @@ def _load_head(layout: Layout, tensors: Tensors, target: Model) -> Drafter:
   params: dict[str, Any] = {}
   ids = None
   for path, (name, leaf) in sources.items():
-    found = _read_whole(tensors, name)
     if path == 'target_ids':
-      ids = found = found + np.arange(len(found))  # stored as distances from the head's own ids
-      if not ((ids >= 0) & (ids < target.vocab_size)).all():
-        raise ValueError(f"d2t names tokens that are not among the target's {target.vocab_size}")
+      found = ids = _target_ids(tensors, target)
+    else:
+      found = _read_whole(tensors, name)
     inner: Any = params
     *modules, last = path.split('/')
     for module in modules:
@@ -101,6 +118,8 @@ def _load_medusa(spec: Mapping[str, Any], tensors: Tensors, target: Model, dtype
   parts = {name: match.groups() for name in tensors.names() if (match := re.fullmatch(_MEDUSA_NAME, name))}
   prefix = 'medusa_head.' if any(name.startswith('medusa_head.') for name in parts) else ''
   num_heads = 1 + max(int(number) for number, _, _ in parts.values())
+  if num_heads > len(parts):
+    raise ValueError(f'the checkpoint names Medusa head {num_heads - 1}, but has {len(parts)} tensors')
   if any(int(layer) > 0 and rest.startswith('linear') for _, layer, rest in parts.values()):
     raise ValueError('the Medusa heads have several residual layers; one is read')
   sizes = target_sizes(target)
@@ -127,13 +146,15 @@ class HeadFiles:
   """A published head on disk, of which little is read before it is asked for.
 
   Attributes:
+    path: The folder.
     format: `EAGLE`, `EAGLE-3`, `speculators`, `Medusa`, `MTP`, or `MTP, DeepSeek`.
     prefix: The beginning of the names that belong to it.
     is_part: Whether it stands among the tensors of its target.
-    spec: The content of `config.json`.
+    spec: The content of `config.json`, checked.
     tensors: Its tensors.
   """
 
+  path: str
   format: str
   prefix: str
   is_part: bool
@@ -155,13 +176,14 @@ class HeadFiles:
     Raises:
       ValueError: As for `load_drafter`.
     """
-    if self.format == MEDUSA:
-      return _load_medusa(self.spec, self.tensors, target, dtype)
-    try:
-      layout = READERS[self.format](self.spec, self.tensors, target_sizes(target), dtype)
-    except KeyError as error:
-      raise ValueError(f'the configuration of the head has no {error.args[0]}') from error
-    return _load_head(layout, self.tensors, target)
+    with named(self.path):
+      if self.format == MEDUSA:
+        return _load_medusa(self.spec, self.tensors, target, dtype)
+      try:
+        layout = READERS[self.format](self.spec, self.tensors, target_sizes(target), dtype)
+      except KeyError as error:
+        raise ValueError(f'the configuration of the head has no {error.args[0]}') from error
+      return _load_head(layout, self.tensors, target)
 
 
 def _open_tensors(path: epath.PathLike, folder: epath.Path) -> Tensors:
@@ -186,13 +208,15 @@ def open_head(path: epath.PathLike) -> HeadFiles | None:
   folder = hub_folder(path, files=_DOWNLOADED)
   if folder.suffix == '.gguf' or not (folder / 'config.json').exists() or (folder / 'model.json').exists():
     return None
-  spec, tensors = read_json(folder), _open_tensors(path, folder)
-  names = tensors.names()
-  found = find_format(spec, names)
-  if found is None:
-    return None
-  has_model = any(name.endswith('model.norm.weight') for name in names)
-  return HeadFiles(found, head_prefix(found, names), has_model, spec, tensors)
+  with named(folder):
+    spec, tensors = read_json(folder), _open_tensors(path, folder)
+    names = tensors.names()
+    found = find_format(spec, names)
+    if found is None:
+      return None
+    has_model = any(name.endswith('model.norm.weight') for name in names)
+    spec = checked_spec(spec, f'{folder}/config.json')
+    return HeadFiles(str(folder), found, head_prefix(found, names), has_model, spec, tensors)
 
 
 def load_drafter(path: epath.PathLike, target: Model, *, dtype: str | None = None) -> Drafter:

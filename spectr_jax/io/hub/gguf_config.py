@@ -7,6 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from spectr_jax.io.foreign import FLAG, TEXT, Kind, check_object, either, list_of, real, shown, whole
+from spectr_jax.io.hub.config_fields import (
+  BASE,
+  EPSILON,
+  FACTOR,
+  HEAD_DIM,
+  HEADS,
+  LAYERS,
+  LENGTH,
+  SOFT_CAP,
+  TOKEN,
+  WIDTH,
+)
 from spectr_jax.io.hub.gguf_header import GgufHeader
 
 # Architectures of llama.cpp, their names on the hub and their `model_type` there.
@@ -30,12 +43,71 @@ _ROPE_FREQS = 'rope_freqs.weight'
 _PLAIN_TYPES = {0: 'float32', 1: 'float16', 30: 'bfloat16'}
 
 
+_MOST = 2**64 - 1
+_POSITIVE = Kind('a positive number', either(whole(1, _MOST), list_of(whole(1, _MOST), 10_000)).is_valid)
+# Kinds of the values that are read, by their names after the architecture's. Sizes may be listed for every layer.
+_SIZES = {
+  'block_count': LAYERS,
+  'context_length': LENGTH,
+  'embedding_length': WIDTH,
+  'feed_forward_length': WIDTH,
+  'attention.head_count': HEADS,
+  'attention.head_count_kv': HEADS,
+  'attention.key_length': HEAD_DIM,
+  'attention.value_length': HEAD_DIM,
+  'rope.dimension_count': HEAD_DIM,
+}
+_OTHERS = {
+  'attention.layer_norm_epsilon': EPSILON,
+  'attention.layer_norm_rms_epsilon': EPSILON,
+  'attention.sliding_window': LENGTH,
+  'attention.sliding_window_pattern': either(LAYERS, list_of(FLAG, 10_000)),
+  'attn_logit_softcapping': SOFT_CAP,
+  'final_logit_softcapping': SOFT_CAP,
+  'expert_count': whole(),
+  'use_parallel_residual': FLAG,
+  'rope.freq_base': BASE,
+  'rope.freq_base_swa': BASE,
+  'rope.scaling.type': TEXT,
+  'rope.scaling.factor': real(0, 1e6),
+  'rope.scale_linear': real(0, 1e6),
+  'rope.scaling.original_context_length': LENGTH,
+  'rope.scaling.yarn_attn_factor': real(above=0, most=1e3),
+  'rope.scaling.yarn_beta_fast': FACTOR,
+  'rope.scaling.yarn_beta_slow': FACTOR,
+}
+# Values that change what is computed, and those among them that change nothing.
+_OFF = {
+  'attention.causal': (True,),
+  'attention.scale': (0,),
+  'attention.output_scale': (0, 1),
+  'attention.clamp_kqv': (0,),
+  'attention.max_alibi_bias': (0,),
+  'attention.shared_kv_layers': (0,),
+  'attention.temperature_scale': (0,),
+  'embedding_scale': (0, 1),
+  'residual_scale': (0, 1),
+  'logit_scale': (0, 1),
+  'rope.scaling.alpha': (0,),
+  'rope.scaling.attn_factor': (1,),
+  'rope.scaling.yarn_log_multiplier': (0,),
+}
+_TOKENS = tuple(f'tokenizer.ggml.{name}_token_id' for name in ('bos', 'eos', 'eot', 'eom', 'padding', 'unknown'))
+
+
 class _Metadata:
-  """The part of the metadata that belongs to the architecture."""
+  """The part of the metadata that belongs to the architecture, its values checked."""
 
   def __init__(self, header: GgufHeader):
     self.header = header
     self.architecture = architecture_of(header)
+    own = _OTHERS | dict.fromkeys(_SIZES, _POSITIVE)
+    kinds = {f'{self.architecture}.{key}': kind for key, kind in own.items()}
+    check_object(header.metadata, kinds | dict.fromkeys(_TOKENS, TOKEN), header.path)
+    for key, harmless in _OFF.items():
+      value = self.get(key)
+      if value is not None and value not in harmless:
+        raise ValueError(f'{header.path}: {self.architecture}.{key} {shown(value)} is not supported')
 
   def get(self, key: str, default: Any = None) -> Any:
     return self.header.metadata.get(f'{self.architecture}.{key}', default)
@@ -44,14 +116,14 @@ class _Metadata:
     return self.header.required(f'{self.architecture}.{key}')
 
   def size(self, key: str, default: int | None = None) -> int:
-    """A number of things. It may be listed for every layer but must be the same in all."""
+    """A number of things, within bounds. It may be listed for every layer but must be the same in all."""
     value = self.required(key) if default is None else self.get(key, default)
     values = set(value) if isinstance(value, list) else {value}
     if len(values) != 1:
       raise ValueError(f'{self.header.path}: {self.architecture}.{key} differs between layers')
     size = values.pop()
-    if not isinstance(size, int) or size < 1:
-      raise ValueError(f'{self.header.path}: {self.architecture}.{key} must be a positive number, got {size!r}')
+    if not _SIZES[key].is_valid(size):
+      raise ValueError(f'{self.header.path}: {self.architecture}.{key} must be {_SIZES[key].words}, got {size}')
     return size
 
 
@@ -62,8 +134,10 @@ def architecture_of(header: GgufHeader) -> str:
     ValueError: It is not one that is known here.
   """
   architecture = header.required('general.architecture')
-  if architecture not in _ARCHITECTURES:
-    raise ValueError(f'{header.path}: unknown architecture {architecture!r}; known are {", ".join(_ARCHITECTURES)}')
+  if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
+    raise ValueError(
+      f'{header.path}: unknown architecture {shown(architecture)}; known are {", ".join(_ARCHITECTURES)}'
+    )
   return architecture
 
 
@@ -103,6 +177,11 @@ def _common(header: GgufHeader) -> dict[str, Any]:
   embedding = header.tensors.get('token_embd.weight')
   if embedding is None:
     raise ValueError(f'{header.path}: no tensor token_embd.weight')
+  if len(embedding.shape) != 2:
+    raise ValueError(f'{header.path}: tensor token_embd.weight has {len(embedding.shape)} axes, expected 2')
+  for key in _TOKENS:
+    if header.metadata.get(key, 0) >= embedding.shape[0]:
+      raise ValueError(f'{header.path}: {key} {header.metadata[key]} is beyond the {embedding.shape[0]} tokens')
   config = {'vocab_size': embedding.shape[0], 'tie_word_embeddings': 'output.weight' not in header.tensors}
   if embedding.type_id in _PLAIN_TYPES:
     config['torch_dtype'] = _PLAIN_TYPES[embedding.type_id]
@@ -119,11 +198,11 @@ def _rms_decoder(metadata: _Metadata) -> dict[str, Any]:
   """The fields of Llama, Qwen and Gemma."""
   width = metadata.size('embedding_length')
   num_heads = metadata.size('attention.head_count')
-  rotary_dim = metadata.get('rope.dimension_count')
-  head_dim = metadata.size('attention.key_length', rotary_dim or width // num_heads)
-  if metadata.get('attention.value_length', head_dim) != head_dim:
+  head_dim = metadata.size('attention.key_length', metadata.size('rope.dimension_count', max(width // num_heads, 1)))
+  if metadata.size('attention.value_length', head_dim) != head_dim:
     raise ValueError(f'{metadata.header.path}: keys and values of different widths')
-  if rotary_dim not in (None, head_dim):
+  rotary_dim = metadata.size('rope.dimension_count', head_dim)
+  if rotary_dim != head_dim:
     raise ValueError(f'{metadata.header.path}: RoPE of {rotary_dim} of {head_dim} dimensions of a head')
   base = metadata.get('rope.freq_base', 1e6 if metadata.architecture == 'gemma3' else 1e4)
   return {
@@ -173,7 +252,7 @@ def _layer_types(metadata: _Metadata, num_layers: int, window: int | None) -> li
 
 def _gpt_neox(metadata: _Metadata) -> dict[str, Any]:
   width, num_heads = metadata.size('embedding_length'), metadata.size('attention.head_count')
-  head_dim = width // num_heads
+  head_dim = max(width // num_heads, 1)
   return {
     'hidden_size': width,
     'intermediate_size': metadata.size('feed_forward_length'),
@@ -181,7 +260,7 @@ def _gpt_neox(metadata: _Metadata) -> dict[str, Any]:
     'num_attention_heads': num_heads,
     'max_position_embeddings': metadata.size('context_length'),
     'layer_norm_eps': metadata.required('attention.layer_norm_epsilon'),
-    'rotary_pct': metadata.get('rope.dimension_count', head_dim) / head_dim,
+    'rotary_pct': metadata.size('rope.dimension_count', head_dim) / head_dim,
     'rotary_emb_base': metadata.get('rope.freq_base', 1e4),
     'rope_scaling': _rope_scaling(metadata, metadata.get('rope.freq_base', 1e4), head_dim),
     'use_parallel_residual': metadata.get('use_parallel_residual', True),
@@ -212,7 +291,7 @@ def _rope_scaling(metadata: _Metadata, base: float, head_dim: int) -> dict[str, 
   factor = metadata.get('rope.scaling.factor') or metadata.get('rope.scale_linear') or 1.0
   kind = metadata.get('rope.scaling.type', 'linear')
   if kind not in ('none', 'linear', 'yarn'):
-    raise ValueError(f'{metadata.header.path}: unknown RoPE scaling {kind!r}; known are none, linear, yarn')
+    raise ValueError(f'{metadata.header.path}: unknown RoPE scaling {shown(kind)}; known are none, linear, yarn')
   if kind == 'none' or factor == 1:
     return None
   scaling = {'rope_type': kind, 'factor': factor}

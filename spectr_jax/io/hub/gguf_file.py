@@ -15,6 +15,7 @@ class GgufFile:
   """A model in a GGUF file, with the names, shapes and layout that it has on the hub.
 
   Attributes:
+    path: The file.
     config: What `config.json` says on the hub, as far as the file says it.
     tensors: The parameters; nothing is read before it is asked for.
     chat_template: The Jinja template of a conversation, or None.
@@ -38,6 +39,7 @@ class GgufFile:
     header = gguf_header.read_header(path)
     gguf_tokenizer.check_metadata(header)
     self._header = header
+    self.path = header.path
     self.config: dict[str, Any] = gguf_config.hub_config(header)
     self.tensors = gguf_tensors.GgufTensors(header, self.config, gguf_config.architecture_of(header))
     self.chat_template: str | None = header.metadata.get('tokenizer.chat_template')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -13,8 +12,9 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from spectr_jax.io.foreign import named, read_object
 from spectr_jax.io.hub.families import Family, read_spec
-from spectr_jax.io.hub.sources import Source, output_ranges, source_of
+from spectr_jax.io.hub.sources import Source, output_ranges, source_of, telling_names
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm
@@ -107,6 +107,7 @@ def make_model(
   dtype: str | None = None,
   weights: str | None = None,
   mesh: Mesh | None = None,
+  where: str = 'config.json',
 ) -> Model:
   """A model of a checkpoint's configuration and tensors.
 
@@ -121,15 +122,19 @@ def make_model(
       float32 where that is float16.
     weights: As for `load_model`.
     mesh: The devices whose axis `model` the parameters are sharded over; None for the default device.
+    where: Where the configuration stands, for messages.
 
   Raises:
     ValueError: The configuration or the type of weights is unknown, or a tensor or the mesh does not fit.
   """
-  family, config = read_spec(spec)
+  family, config = read_spec(spec, where)
   config = _with_types(config, dtype, weights)
   config = for_platform(config if mesh is None else config.for_mesh(mesh), mesh)
   wide = dataclasses.replace(config, dtype=accumulation_dtype(config.dtype).name)
-  shapes, names = param_shapes(config), tensors.names()
+  names = tensors.names()
+  if config.num_layers > len(names):
+    raise ValueError(f'the configuration has {config.num_layers} layers, but the checkpoint {len(names)} tensors')
+  shapes, names = param_shapes(config), telling_names(family, names)
 
   def path_of(keys):
     return jax.tree_util.keystr(keys, simple=True, separator='/')
@@ -167,24 +172,18 @@ def _with_types(config: CausalLMConfig, dtype: str | None, weights: str | None) 
 
 
 def read_json(folder: epath.PathLike) -> dict[str, Any]:
-  """The content of a folder's `config.json`.
+  """The content of a folder's `config.json`, whose fields `read_spec` checks.
 
   Args:
     folder: The folder.
 
   Raises:
-    ValueError: The file is missing or damaged.
+    ValueError: The file is missing, damaged, or holds no object.
   """
   path = epath.Path(folder) / 'config.json'
   if not path.exists():
     raise ValueError(f'no model at {folder}: expected a folder with config.json')
-  try:
-    content = json.loads(path.read_text())
-  except (json.JSONDecodeError, UnicodeDecodeError) as error:
-    raise ValueError(f'{path} is damaged: {error}') from error
-  if not isinstance(content, dict):
-    raise ValueError(f'{path} must hold an object')
-  return content
+  return read_object(path, {})
 
 
 def read_hub_config(folder: epath.PathLike, *, dtype: str | None = None, weights: str | None = None) -> CausalLMConfig:
@@ -200,7 +199,7 @@ def read_hub_config(folder: epath.PathLike, *, dtype: str | None = None, weights
   Raises:
     ValueError: The file is missing, damaged or of an unknown architecture, or the type of weights is unknown.
   """
-  _, config = read_spec(read_json(folder))
+  _, config = read_spec(read_json(folder), f'{folder}/config.json')
   return _with_types(config, dtype, weights)
 
 
@@ -218,4 +217,6 @@ def load_hub_model(
   Raises:
     ValueError: As for `make_model`; or a file is missing or damaged.
   """
-  return make_model(read_json(folder), SafetensorsFolder(folder), dtype=dtype, weights=weights, mesh=mesh)
+  with named(folder):
+    spec, where = read_json(folder), f'{folder}/config.json'
+    return make_model(spec, SafetensorsFolder(folder), dtype=dtype, weights=weights, mesh=mesh, where=where)

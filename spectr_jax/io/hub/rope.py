@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from spectr_jax.io.foreign import check_object, shown
+from spectr_jax.io.hub.config_fields import ROPE_FIELDS
 from spectr_jax.models.causal_lm_config import Rope
 
 
@@ -18,15 +20,25 @@ def _linear(frequencies, parameters):
 def _llama3(frequencies, parameters):
   """Divides low frequencies by the factor, keeps high ones, and goes over smoothly in between."""
   low, high = parameters['low_freq_factor'], parameters['high_freq_factor']
+  if high <= low:
+    raise ValueError(f'high_freq_factor {high} must be above low_freq_factor {low}')
   rotations = parameters['original_max_position_embeddings'] * frequencies / (2 * math.pi)
   share_kept = np.clip((rotations - low) / (high - low), 0, 1)
   return frequencies * (share_kept + (1 - share_kept) / parameters['factor']), 1.0
 
 
+def _yarn_factor(parameters: Mapping[str, Any]) -> float:
+  """By how much YaRN stretches the context; files without a factor have the lengths before and after."""
+  before, after = parameters['original_max_position_embeddings'], parameters['max_position_embeddings']
+  return parameters['factor'] if 'factor' in parameters or before == after else after / before
+
+
 def _yarn(frequencies, parameters):
   """As `_llama3`, with a ramp over the frequencies' numbers, and with sharper attention (Peng et al. 2023)."""
   num, length = len(frequencies), parameters['original_max_position_embeddings']
-  factor = parameters.get('factor') or parameters['max_position_embeddings'] / length
+  factor = _yarn_factor(parameters)
+  if parameters.get('attn_factor') not in (None, 1):
+    raise ValueError(f'attn_factor {shown(parameters["attn_factor"])} is not supported')
 
   def number_of(num_rotations):
     """The number of the frequency that makes so many rotations over the original context."""
@@ -56,6 +68,47 @@ _SCALINGS = {
 }
 
 
+def _kind(parameters: Mapping[str, Any]) -> str:
+  kind = parameters.get('rope_type') or parameters.get('type') or 'default'
+  if kind not in _SCALINGS:
+    raise ValueError(f'RoPE scaling {shown(kind)} is unknown; known are {", ".join(_SCALINGS)}')
+  return kind
+
+
+def rope_parameters(spec: Mapping[str, Any], name: str, found: Any, **defaults: float | None) -> dict[str, Any]:
+  """The parameters of rotary positions, with what stands elsewhere in a `config.json`.
+
+  Args:
+    spec: The content of `config.json`.
+    name: The field that says something about the scaling.
+    found: Its value, or an empty object.
+    **defaults: Parameters that apply where it does not name them.
+
+  Raises:
+    ValueError: A parameter is of the wrong kind, or each kind of layers has its own.
+  """
+  found = {key: value for key, value in check_object(found, ROPE_FIELDS, name).items() if value is not None}
+  nested = [key for key, value in found.items() if isinstance(value, dict)]
+  if nested:
+    raise ValueError(f'{name}: RoPE of its own for {shown(nested[0])} is not supported')
+  length = 'original_max_position_embeddings'
+  sizes = {'max_position_embeddings': spec['max_position_embeddings'], length: spec['max_position_embeddings']}
+  outside = {length: spec[length]} if length in spec else {}  # beside the other sizes it counts more than within
+  return sizes | {key: value for key, value in defaults.items() if value is not None} | found | outside
+
+
+def context_length(parameters: Mapping[str, Any]) -> int:
+  """The longest context: `max_position_embeddings`, or what YaRN stretches the original one to if that is more.
+
+  Args:
+    parameters: As for `read_rope`.
+  """
+  length = parameters['max_position_embeddings']
+  if _kind(parameters) != 'yarn':
+    return length
+  return min(max(length, int(_yarn_factor(parameters) * parameters['original_max_position_embeddings'])), 2**31 - 1)
+
+
 def read_rope(parameters: Mapping[str, Any], head_dim: int) -> Rope:
   """Rotary positions with their scaling.
 
@@ -68,10 +121,10 @@ def read_rope(parameters: Mapping[str, Any], head_dim: int) -> Rope:
     ValueError: The scaling is of an unknown type.
     KeyError: A number of the scaling is missing.
   """
-  kind = parameters.get('rope_type') or parameters.get('type') or 'default'
-  if kind not in _SCALINGS:
-    raise ValueError(f'RoPE scaling {kind!r} is unknown; known are {", ".join(_SCALINGS)}')
-  width = int(head_dim * (parameters.get('partial_rotary_factor') or 1.0))
+  kind = _kind(parameters)
+  width = int(head_dim * parameters.get('partial_rotary_factor', 1.0))
+  if width < 1:
+    raise ValueError(f'RoPE turns none of the {head_dim} entries of a head')
   frequencies = parameters['rope_theta'] ** (-np.arange(0, width, 2) / width)
   frequencies, magnitude = _SCALINGS[kind](frequencies, parameters)
   return Rope(tuple(frequencies.tolist()), float(magnitude))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from spectr_jax.io.hub.families import Family
 from spectr_jax.models.causal_lm_config import CausalLMConfig
@@ -28,6 +28,17 @@ class Source:
   part: int | None
 
 
+def telling_names(family: Family, names: Collection[str]) -> set[str]:
+  """Those names, at most a few, that say how a checkpoint names its tensors.
+
+  Args:
+    family: The family of the checkpoint.
+    names: The names of all its tensors.
+  """
+  heads = {f'{name}.weight' for name in family.head_names} & set(names)
+  return heads | ({family.prefix} if any(name.startswith(family.prefix) for name in names) else set())
+
+
 def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalLMConfig, names: set[str]) -> Source:
   """The source of a parameter.
 
@@ -36,7 +47,7 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
     shape: Its shape.
     family: The family of the checkpoint.
     config: The sizes.
-    names: The names of the checkpoint's tensors, which may lack the family's prefix and have one of its output heads.
+    names: What `telling_names` gives: the names may lack the family's prefix and have one of its output heads.
   """
   if path == 'unembedding':
     found = [name for name in family.head_names if f'{name}.weight' in names]

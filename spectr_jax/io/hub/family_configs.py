@@ -1,0 +1,264 @@
+"""What a `config.json` says about the decoder, family by family.
+
+Fields that a file does not name have the values that the configurations of Transformers give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spectr_jax.io.foreign import shown
+from spectr_jax.io.hub.rope import context_length, read_rope, rope_parameters
+from spectr_jax.models.causal_lm_config import CausalLMConfig
+
+_ACTIVATIONS = {
+  'silu': 'silu',
+  'swish': 'silu',
+  'gelu': 'gelu',
+  'gelu_new': 'gelu_tanh',
+  'gelu_fast': 'gelu_tanh',
+  'gelu_pytorch_tanh': 'gelu_tanh',
+  'relu': 'relu',
+}
+_DTYPES = ('float32', 'bfloat16')
+_LAYER_TYPES = {'full_attention': False, 'sliding_attention': True}  # whether there is a window
+
+
+def _activation(name: str) -> str:
+  if name not in _ACTIVATIONS:
+    raise ValueError(f'activation {shown(name)} is unknown; known are {", ".join(_ACTIVATIONS)}')
+  return _ACTIVATIONS[name]
+
+
+def _dtype(spec: Mapping[str, Any]) -> str:
+  """The checkpoint's type if it is computed in, else float32, which holds numbers of float16 exactly."""
+  name = (spec.get('dtype') or spec.get('torch_dtype') or '').removeprefix('torch.')
+  return name if name in _DTYPES else 'float32'
+
+
+def _rope_parameters(spec: Mapping[str, Any], **defaults: float | None) -> dict[str, Any]:
+  """The parameters of rotary positions, which older files spread over several entries."""
+  new, old = spec.get('rope_parameters'), spec.get('rope_scaling')
+  if new and old and new != old:
+    raise ValueError('rope_parameters and rope_scaling contradict each other')
+  name, found = ('rope_scaling', old) if old else ('rope_parameters', new or {})
+  usual = {'rope_theta': spec.get('rope_theta', 10000.0), 'partial_rotary_factor': spec.get('partial_rotary_factor')}
+  return rope_parameters(spec, name, found, **(usual | defaults))
+
+
+def _head_dim(width: int, num_heads: int) -> int:
+  if width % num_heads:
+    raise ValueError(f'a width of {width} does not divide into {num_heads} heads')
+  return width // num_heads
+
+
+def layer_windows(
+  spec: Mapping[str, Any], is_sliding: Callable[[int], bool] | None = None, size: int | None = None
+) -> tuple[int | None, ...]:
+  """The window of every layer, by `layer_types` or, in older files, by a rule of the family.
+
+  Args:
+    spec: The content of `config.json`.
+    is_sliding: The rule: whether a layer has a window. None for a family that has windows only by `layer_types`.
+    size: The family's window, for files that do not name one.
+
+  Raises:
+    ValueError: There is no window of that kind, or it is not clear which layers have one.
+  """
+  num_layers, kinds, size = spec['num_hidden_layers'], spec.get('layer_types'), spec.get('sliding_window', size)
+  if kinds is None:
+    if is_sliding is None:
+      is_asked = size is not None and spec.get('use_sliding_window', True)
+      if is_asked and size < spec['max_position_embeddings']:
+        raise ValueError(f'sliding_window {size} is not supported in this family without layer_types')
+      return ()
+    sliding = [is_sliding(i) for i in range(num_layers)] if size is not None else []
+    return tuple(size if found else None for found in sliding) if any(sliding) else ()
+  unknown = [kind for kind in kinds if kind not in _LAYER_TYPES]
+  if unknown:
+    raise ValueError(f'layer_types: {shown(unknown[0])} is not supported; known are {", ".join(_LAYER_TYPES)}')
+  if len(kinds) != num_layers:
+    raise ValueError(f'layer_types names {len(kinds)} layers, but there are {num_layers}')
+  if not any(_LAYER_TYPES[kind] for kind in kinds):
+    return ()
+  if size is None:
+    raise ValueError('layer_types names sliding_attention, but there is no sliding_window')
+  return tuple(size if _LAYER_TYPES[kind] else None for kind in kinds)
+
+
+def llama_config(spec: Mapping[str, Any], **differences: Any) -> CausalLMConfig:
+  """The configuration of a decoder whose blocks are of Llama's kind.
+
+  Args:
+    spec: The content of `config.json`, as `config_fields.checked` gives it.
+    **differences: Fields of a family's own.
+
+  Raises:
+    ValueError: The activation, the RoPE scaling or a size is not possible.
+    KeyError: A size is missing.
+  """
+  width, num_heads = spec['hidden_size'], spec['num_attention_heads']
+  head_dim = spec['head_dim'] if 'head_dim' in spec else _head_dim(width, num_heads)
+  fields = {
+    'vocab_size': spec['vocab_size'],
+    'embed_dim': width,
+    'num_layers': spec['num_hidden_layers'],
+    'num_heads': num_heads,
+    'num_kv_heads': spec.get('num_key_value_heads') or num_heads,
+    'head_dim': head_dim,
+    'mlp_dim': spec['intermediate_size'],
+    'dtype': _dtype(spec),
+    'norm_epsilon': spec.get('rms_norm_eps', 1e-6),
+    'has_qkv_bias': spec.get('attention_bias', False),
+    'has_out_bias': spec.get('attention_bias', False),
+    'has_mlp_bias': spec.get('mlp_bias', False),
+    'is_tied': spec.get('tie_word_embeddings', False),
+  }
+  if 'rope' not in differences:
+    parameters = _rope_parameters(spec)
+    fields |= {'rope': read_rope(parameters, head_dim), 'context_length': context_length(parameters)}
+  if 'activation' not in differences:
+    fields['activation'] = _activation(spec.get('hidden_act', 'silu'))
+  return CausalLMConfig(**(fields | differences))
+
+
+# Families. All take the content of `config.json` as `config_fields.checked` gives it.
+
+
+def llama(spec: dict[str, Any]) -> CausalLMConfig:
+  return llama_config(spec, windows=layer_windows(spec))
+
+
+def mistral(spec: dict[str, Any]) -> CausalLMConfig:
+  spec = {'num_key_value_heads': 8, **spec}
+  return llama_config(spec, windows=layer_windows(spec, lambda layer: True, 4096))
+
+
+def _qwen_windows(spec):
+  has_windows = spec.get('use_sliding_window', False)
+  size = spec.get('sliding_window', 4096) if has_windows else None
+  return layer_windows({**spec, 'sliding_window': size}, lambda layer: layer >= spec.get('max_window_layers', 28))
+
+
+def qwen2(spec: dict[str, Any]) -> CausalLMConfig:
+  spec = {'num_key_value_heads': 32, **spec}
+  return llama_config(spec, has_qkv_bias=True, has_out_bias=False, windows=_qwen_windows(spec))
+
+
+def qwen3(spec: dict[str, Any]) -> CausalLMConfig:
+  spec = {'num_key_value_heads': 32, 'head_dim': 128, **spec}
+  return llama_config(spec, has_qk_norm=True, windows=_qwen_windows(spec))
+
+
+def _gemma_config(spec, **differences):
+  fields = {
+    'gain_offset': 1.0,
+    'embedding_scale': spec['hidden_size'] ** 0.5,
+    'is_tied': spec.get('tie_word_embeddings', True),
+  }
+  return llama_config(spec, **(fields | differences))
+
+
+def gemma(spec: dict[str, Any]) -> CausalLMConfig:
+  # The first files of Gemma say `gelu` and mean its approximation by tanh.
+  names = {
+    'gelu_pytorch_tanh' if spec[name] == 'gelu' else spec[name]
+    for name in ('hidden_act', 'hidden_activation')
+    if name in spec
+  }
+  if len(names) > 1:
+    raise ValueError('hidden_act and hidden_activation contradict each other')
+  activation = _activation(*(names or ('gelu_pytorch_tanh',)))
+  spec = {'num_key_value_heads': 16, 'head_dim': 256, **spec}
+  return _gemma_config(spec, activation=activation, windows=layer_windows(spec))
+
+
+def gemma2(spec: dict[str, Any], **differences: Any) -> CausalLMConfig:
+  spec = {'num_key_value_heads': 4, 'head_dim': 256, **spec}
+  fields = {
+    'activation': _activation(spec.get('hidden_activation', 'gelu_pytorch_tanh')),
+    'has_post_norms': True,
+    'query_scale': spec.get('query_pre_attn_scalar', 256) ** -0.5,
+    'attention_soft_cap': spec.get('attn_logit_softcapping', 50.0),
+    'logit_soft_cap': spec.get('final_logit_softcapping', 30.0),
+  }
+  if 'windows' not in differences:
+    fields['windows'] = layer_windows(spec, lambda layer: layer % 2 == 0, 4096)
+  return _gemma_config(spec, **(fields | differences))
+
+
+def gemma3(spec: dict[str, Any]) -> CausalLMConfig:
+  spec = {'attn_logit_softcapping': None, 'final_logit_softcapping': None, 'head_dim': 256, **spec}
+  pattern = spec.get('sliding_window_pattern') or spec.get('_sliding_window_pattern') or 6
+  new, old = spec.get('rope_parameters') or {}, spec.get('rope_scaling') or {}
+  if new and old:
+    raise ValueError('rope_parameters and rope_scaling contradict each other')
+  unknown = sorted(new.keys() - {'full_attention', 'sliding_attention'})
+  if unknown:
+    raise ValueError(
+      f'rope_parameters: {shown(unknown[0])} is not supported; known are full_attention, sliding_attention'
+    )
+  base, local_base = spec.get('rope_theta', 1e6), spec.get('rope_local_base_freq', 10000.0)
+  full, local = new.get('full_attention') or old, new.get('sliding_attention') or {}
+  full = rope_parameters(spec, 'rope_parameters' if new else 'rope_scaling', full, rope_theta=base)
+  local = rope_parameters(spec, 'rope_parameters', local, rope_theta=local_base)
+  return gemma2(
+    spec,
+    windows=layer_windows(spec, lambda layer: (layer + 1) % pattern != 0, 4096),
+    rope=read_rope(full, spec['head_dim']),
+    window_rope=read_rope(local, spec['head_dim']),
+    context_length=context_length(full),
+    has_qk_norm=True,
+  )
+
+
+def gpt_neox(spec: dict[str, Any]) -> CausalLMConfig:
+  head_dim = _head_dim(spec['hidden_size'], spec['num_attention_heads'])
+  if spec.get('head_dim', head_dim) != head_dim:
+    raise ValueError(f'head_dim {spec["head_dim"]} is not supported in this family, whose heads share the width')
+  parameters = _rope_parameters(
+    spec,
+    rope_theta=spec.get('rotary_emb_base', 10000.0),
+    partial_rotary_factor=spec.get('rotary_pct', 0.25),
+  )
+  has_bias = spec.get('attention_bias', True)
+  return llama_config(
+    {**spec, 'num_key_value_heads': None},
+    rope=read_rope(parameters, head_dim),
+    context_length=context_length(parameters),
+    windows=layer_windows(spec),
+    norm='layer',
+    norm_epsilon=spec.get('layer_norm_eps', 1e-5),
+    is_parallel=spec.get('use_parallel_residual', True),
+    has_qkv_bias=has_bias,
+    has_out_bias=has_bias,
+    has_mlp_bias=True,
+    is_gated=False,
+    activation=_activation(spec.get('hidden_act', 'gelu')),
+  )
+
+
+def gpt2(spec: dict[str, Any]) -> CausalLMConfig:
+  width, length = spec['n_embd'], spec['n_positions'] if 'n_positions' in spec else spec['n_ctx']
+  sizes = {'num_hidden_layers': spec['n_layer'], 'max_position_embeddings': length}
+  return CausalLMConfig(
+    vocab_size=spec['vocab_size'],
+    embed_dim=width,
+    num_layers=spec['n_layer'],
+    num_heads=spec['n_head'],
+    num_kv_heads=spec['n_head'],
+    head_dim=_head_dim(width, spec['n_head']),
+    mlp_dim=spec.get('n_inner', 4 * width),
+    context_length=length,
+    windows=layer_windows(spec | sizes),
+    dtype=_dtype(spec),
+    norm='layer',
+    norm_epsilon=spec.get('layer_norm_epsilon', 1e-5),
+    has_qkv_bias=True,
+    has_out_bias=True,
+    has_mlp_bias=True,
+    is_gated=False,
+    activation=_activation(spec.get('activation_function', 'gelu_new')),
+    is_tied=spec.get('tie_word_embeddings', True),
+  )

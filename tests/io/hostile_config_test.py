@@ -1,0 +1,185 @@
+"""Mutated configurations of models and heads: each loads or is refused in one line, within bounds."""
+
+import argparse
+import dataclasses
+import hashlib
+import inspect
+import json
+
+import gguf
+import hostile
+import jax
+import numpy as np
+import published_heads
+import pytest
+from hub_specs import SPECS
+from safetensors.numpy import save_file
+from tiny_hub import tensors_of
+
+from spectr_jax import Tokenizer, load_drafter, save_model
+from spectr_jax.io.foreign import named
+from spectr_jax.io.heads.formats import target_sizes
+from spectr_jax.io.heads.load import output_head_rows
+from spectr_jax.io.hub.gguf_config import architecture_of, hub_config
+from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
+from spectr_jax.io.hub.gguf_tensors import GgufTensors
+from spectr_jax.io.hub.load import load_hub_model, make_model
+from spectr_jax.io.load import load_model
+from spectr_jax.models import transformer
+
+TEXT = inspect.getsource(argparse)
+pytestmark = pytest.mark.slow
+
+# Fields as files have them beside those of `SPECS`, with values that change nothing.
+_MORE = {
+  'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4},
+  'layer_types': ['full_attention'] * 2,
+  'eos_token_id': [1, 2],
+  'bos_token_id': 0,
+  'hidden_act': 'silu',
+  'tie_word_embeddings': False,
+  'attention_bias': False,
+  'num_experts': 0,
+  'use_bidirectional_attention': False,
+}
+_YARN = {'rope_type': 'yarn', 'factor': 2.0, 'original_max_position_embeddings': 32, 'beta_fast': 32, 'mscale': 1.0}
+_LLAMA3 = {
+  'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1, 'high_freq_factor': 4,
+  'original_max_position_embeddings': 32,
+}  # fmt: skip
+_CASES = SPECS | {
+  'llama, more fields': SPECS['llama'] | _MORE,
+  'yarn': SPECS['llama'] | {'rope_scaling': _YARN},
+  'llama3': SPECS['llama'] | {'rope_scaling': _LLAMA3},
+}
+
+
+def test_configurations_of_the_hub(tmp_path):
+  tally = hostile.Tally(tmp_path)
+  for name, spec in _CASES.items():
+    folder = tmp_path / name.replace(' ', '_')
+    folder.mkdir()
+    save_file(tensors_of(spec), folder / 'model.safetensors')
+    for rng in hostile.rngs(170, name):
+      content = hostile.mutated_json_text(spec, rng)
+      (folder / 'config.json').write_bytes(content)
+      tally.read(lambda folder=folder: load_hub_model(folder), (name, content))
+  tally.check()
+
+
+def test_configurations_of_heads(tmp_path, monkeypatch):
+  tally, target = hostile.Tally(tmp_path), published_heads.tiny_target()
+  # What is asked of the target takes most of the time and depends on no head.
+  sizes, rows = target_sizes(target), output_head_rows(target, None, 'float32')
+  monkeypatch.setattr('spectr_jax.io.heads.load.target_sizes', lambda target: sizes)
+  monkeypatch.setattr('spectr_jax.io.heads.load.output_head_rows', lambda target, ids, dtype: rows)
+  folders = {name: tmp_path / name.replace(' ', '_') for name in published_heads.HEADS_BY_NAME}
+  nested = {'eagle_config': {'eagle_aux_hidden_state_layer_ids': [1, 2, 3], 'use_aux_hidden_state': True}}
+  for name, folder in folders.items():
+    published_heads.write_head(folder, name)
+    spec = published_heads.HEADS_BY_NAME[name][0] | (nested if name == 'eagle3' else {})
+    for rng in hostile.rngs(290, name):
+      content = hostile.mutated_json_text(spec, rng)
+      (folder / 'config.json').write_bytes(content)
+      tally.read(lambda folder=folder: load_drafter(folder, target), (name, content))
+  tally.check()
+
+
+def _header(name, architecture, metadata):
+  """A GGUF file's header with tensors of the shapes of a model of `SPECS`."""
+  names = {kind_name: kind for kind, kind_name in gguf.MODEL_ARCH_NAMES.items()}
+  stored_name = gguf.get_tensor_name_map(names[architecture], 2).get_name
+  tensors, offset = {}, 0
+  for key, array in tensors_of(SPECS[name]).items():
+    stem, _, leaf = key.rpartition('.')
+    shape = array.T.shape if architecture == 'gpt2' and '.h.' in key else array.shape
+    tensors[f'{stored_name(stem)}.{leaf}'] = StoredTensor(shape, 0, offset)
+    offset += array.nbytes
+  own = {f'{architecture}.{key}': value for key, value in metadata.items()}
+  data = np.random.default_rng(0).normal(size=offset // 4).astype(np.float32).view(np.uint8)
+  return GgufHeader('there.gguf', {'general.architecture': architecture, **own}, tensors, data)
+
+
+_SIZES = {
+  'block_count': 2, 'context_length': 32, 'embedding_length': 16, 'feed_forward_length': 24, 'attention.head_count': 4,
+}  # fmt: skip
+_RMS = {'attention.head_count_kv': 2, 'attention.layer_norm_rms_epsilon': 1e-6, 'attention.key_length': 6}
+_IDS = {'tokenizer.ggml.eos_token_id': 1}
+_GGUF = {
+  'llama': ('llama', {'attention.head_count_kv': [2, 2], 'attention.layer_norm_rms_epsilon': 1e-6,
+    'rope.dimension_count': 4, 'rope.freq_base': 5e5, 'rope.scaling.type': 'yarn', 'rope.scaling.factor': 2.0,
+    'rope.scaling.original_context_length': 32, 'vocab_size': 32, 'attention.sliding_window': 8}),
+  'qwen3': ('qwen3', _RMS),
+  'gemma2': ('gemma2', _RMS | {'attention.sliding_window': 4, 'attn_logit_softcapping': 3.0}),
+  'gemma3': ('gemma3', _RMS | {'attention.sliding_window': 4, 'attention.sliding_window_pattern': [True, False]}),
+  'gpt_neox': ('gptneox', {'attention.layer_norm_epsilon': 1e-5, 'rope.dimension_count': 2}),
+  'gpt2': ('gpt2', {'attention.layer_norm_epsilon': 1e-5}),
+}  # fmt: skip
+
+
+def _as_gguf(value):
+  """A JSON value as far as GGUF can hold it."""
+  if isinstance(value, list):
+    return [each for each in map(_as_gguf, value) if each is not None]
+  return value if isinstance(value, bool | int | float | str) else None
+
+
+def test_metadata_of_gguf_files():
+  tally = hostile.Tally('there.gguf')
+
+  def read(header):
+    with named(header.path):
+      config = hub_config(header)
+      return make_model(config, GgufTensors(header, config, architecture_of(header)), where=header.path)
+
+  for name, (architecture, metadata) in _GGUF.items():
+    sizes = _SIZES | ({'feed_forward_length': 64} if name == 'gpt2' else {})
+    header = _header(name, architecture, sizes | metadata)
+    read(header)
+    for rng in hostile.rngs(340, name):
+      mutated = hostile.mutated_json(header.metadata | _IDS, rng)
+      values = {key: _as_gguf(value) for key, value in mutated.items()} if isinstance(mutated, dict) else {}
+      values = {key: value for key, value in values.items() if value is not None}
+      other = dataclasses.replace(header, metadata=values)
+      tally.read(lambda other=other: read(other), (name, values))
+  tally.check()
+
+
+def _own_model(tmp_path):
+  config = transformer.TransformerConfig(
+    vocab_size=300, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32, max_length=32
+  )
+  model = transformer.transformer_model(transformer.init_params(jax.random.key(0), config), config)
+  save_model(tmp_path / 'model', model, Tokenizer.train([TEXT], 300))
+  return tmp_path / 'model'
+
+
+def test_descriptions_of_own_models(tmp_path):
+  folder = _own_model(tmp_path)
+  spec, tally = json.loads((folder / 'model.json').read_text()), hostile.Tally(tmp_path)
+  for rng in hostile.rngs(2000):
+    part = dict(spec) if rng.random() < 0.5 else {'config': spec['config']}
+    mutated = hostile.mutated_json(part, rng)
+    mutated = {**spec, **mutated} if len(part) == 1 and isinstance(mutated, dict) else mutated
+    content = json.dumps(mutated).encode()
+    content = hostile.mutated_bytes(content, rng) if rng.random() < 0.2 else content
+    (folder / 'model.json').write_bytes(content)
+    tally.read(lambda: load_model(folder), content)
+  tally.check()
+
+
+def test_checkpoints_of_own_models(tmp_path):
+  """With checksums that are right: whoever changes a file can change them as well."""
+  folder, tally = _own_model(tmp_path), hostile.Tally(tmp_path)
+  files = sorted(path for path in (folder / 'params').rglob('*') if path.is_file())
+  spec = json.loads((folder / 'model.json').read_text())
+  for rng in hostile.rngs(500):
+    file = rng.choice(files)
+    whole = file.read_bytes()
+    content = hostile.mutated_bytes(whole, rng)
+    file.write_bytes(content)
+    hashes = {**spec['sha256'], str(file.relative_to(folder)): hashlib.sha256(content).hexdigest()}
+    (folder / 'model.json').write_text(json.dumps({**spec, 'sha256': hashes}))
+    tally.read(lambda: load_model(folder), (file, content))
+    file.write_bytes(whole)
+  tally.check(500)
