@@ -27,7 +27,8 @@ class ModelOutput:
   """The result of a forward call.
 
   Attributes:
-    logits: float32 `[B, N, V]`, the next-token logits after each token of the call. Padded vocabulary columns are -inf.
+    logits: `[B, N, V]`, the next-token logits after each token of the call, best in float32: narrower ones are widened
+      before anything is computed. Padded vocabulary columns are -inf.
     cache: The cache with the call's tokens pending.
     features: `[B, N, F, D]`, hidden states of the F layers that `Model.with_features` asked for, or None.
   """

@@ -117,12 +117,14 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   Only the order of top-p and its neighbours matters: top-k and min-p keep the same tokens in either order.
 
   Args:
-    logits: `[B, N, V]`, float32 or wider; -inf for tokens that must not occur.
+    logits: `[B, N, V]`; -inf for tokens that must not occur.
     sampling: Parameters of the B rows.
 
   Returns:
-    Probabilities `[B, N, V]` in the logits' dtype; NaN throughout where the largest logit is not finite.
+    Probabilities `[B, N, V]` in the logits' dtype, or in float32 if that is narrower, since sums and draws of fewer
+    bits are biased; NaN throughout where the largest logit is not finite.
   """
+  logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
   temperature = sampling.temperature[:, None]
   is_greedy = temperature == 0
   scale = jnp.where(is_greedy, 1, jnp.maximum(temperature, 1e-30)).astype(logits.dtype)  # 1/scale must be finite

@@ -203,6 +203,7 @@ def _put(rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
 def _log_probs(output: ModelOutput, path: jax.Array, tokens: jax.Array) -> jax.Array:
   """The target's log probability `[B, L + 1]` of each of a round's tokens, after the nodes `path` of equal shape."""
   logits = jax.vmap(lambda row, nodes: row[nodes])(output.logits, path)
+  logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
   own = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
   return (own - jax.nn.logsumexp(logits, axis=-1)).astype(jnp.float32)
 

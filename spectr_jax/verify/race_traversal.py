@@ -23,6 +23,9 @@ from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, stop_at,
 
 # The number of races that an accelerator solves together; chains rarely have more contexts with several candidates.
 RACES_AT_ONCE = 8
+# Shares are compared in steps of 1 over this. Finer steps keep no more tokens; the bounds between two steps, such as
+# 1.5/256, are no shares k/n of fewer than 512 candidates, so rounding never decides between two of these.
+_ORDER_STEPS = 256
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +76,7 @@ class RaceTraversal(RecordedVerifier):
   Nodes that spell the same are one *context*, whose n candidates are the children of all of them. At a context c with
   distributions p and q, a race gives each token x the share s(x), the probability that it would pick x, and pt is the
   distribution of the picked token. Every context has a credit P, 1 at the root. Below c, for the distinct candidates in
-  ascending order of s,
+  ascending order of s, rounded to 1/256,
 
       m(x) = s(x) min(1, P(c) q(x) / pt(x)),
       P(cx) = m(x) / (1 - sum of m over the candidates before x).
@@ -88,7 +91,12 @@ class RaceTraversal(RecordedVerifier):
   It is lossless because a visit of c with credit P keeps a context from c on with probability P, and then emits tokens
   that follow q. The proof is by induction. Candidate x is reached with probability 1 - sum of earlier m, so the mass
   through x is m(x), which averages to min(pt, P q) over the candidates. Nothing below c is kept with probability
-  1 - sum of min(pt, P q) = S + 1 - P, so c itself adds S times the residual. The sum of both is P q.
+  1 - sum of min(pt, P q) = S + 1 - P, so c itself adds S times the residual. The sum of both is P q. The order enters
+  nowhere: it may be any function of the candidates of c and of the distributions up to there. It must not depend on the
+  uniforms or on deeper tokens, since then P would depend on what it decides about.
+
+  Where p and q are equal, all candidates have equal shares up to rounding. In steps of 1/256 rounding decides no order,
+  so a row's order does not depend on its batch.
 
   Given candidates stand beside the drawn ones as in `Race`: pt is then the distribution of what that race picks, given
   candidates included, and the proof is the same. Where all candidates are given, pt is q on them, divided by its mass.
@@ -122,8 +130,8 @@ class RaceTraversal(RecordedVerifier):
     return contexts_of(tree, proposal)
 
   def _order(self, shares, is_sibling):
-    """bool `[L, W, W]`: whether k comes before j: the smaller share first, of equal shares the lower slot."""
-    place = jnp.arange(shares.shape[-1])
+    """bool `[L, W, W]`: whether k comes before j: the smaller rounded share first, of equal ones the lower slot."""
+    place, shares = jnp.arange(shares.shape[-1]), jnp.round(_ORDER_STEPS * shares)
     mine, other = shares[..., :, None], shares[..., None, :]
     return is_sibling & ((other < mine) | ((other == mine) & (place < place[:, None])))
 

@@ -194,7 +194,10 @@ class Verifier(abc.ABC):
 
 
 class RecordedVerifier(Verifier):
-  """A verifier that decides and records in one method, `decide`, which `verify` and `explain` both call."""
+  """A verifier that decides and records in one method, `decide`, which `verify` and `explain` both call.
+
+  Both raise `ValueError` for distributions narrower than float32, whose draws and sums would be biased.
+  """
 
   @abc.abstractmethod
   def decide(
@@ -211,12 +214,22 @@ class RecordedVerifier(Verifier):
     """
 
   def verify(self, keys: jax.Array, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any) -> Verdict:
+    _check_wide(proposal, target_probs)
     return self.decide(keys, tree, proposal, target_probs, state, is_explained=False)[0]
 
   def explain(
     self, keys: jax.Array, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any
   ) -> tuple[Verdict, Record | None]:
+    _check_wide(proposal, target_probs)
     return self.decide(keys, tree, proposal, target_probs, state, is_explained=True)
+
+
+def _check_wide(proposal: Proposal, target_probs: jax.Array) -> None:
+  for name, probs in (('proposal.probs', proposal.probs), ('target_probs', target_probs)):
+    if not jnp.issubdtype(probs.dtype, jnp.floating) or probs.dtype.itemsize < 4:
+      raise ValueError(
+        f'{name} must be float32 or wider, since draws and sums of fewer bits are biased; got {probs.dtype}'
+      )
 
 
 def stop_at(

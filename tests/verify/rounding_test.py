@@ -1,0 +1,248 @@
+"""What rounding can change: which tokens come out, and hardly their distribution, also where draft and target agree."""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from coarse import coarse
+from guesses import ALL, CHAIN, CHAINS, SMALL, UNEQUAL, as_float32, laws_of, make_guesses, random_law, stack
+
+from spectr_jax import Proposal, TokenTree, generate
+from spectr_jax.models import table
+from spectr_jax.testing import ContextTables, chi_square, enumeration_error, random_tables, sample_counts
+from tests.slow import slow
+
+# Every method whose decisions have a law: those of an exponential race are compared token for token.
+_METHODS = {name: method for name, method in ALL.items() if method.is_lossless and not method.is_seed_exact}
+_WAYS = ('equal', '1e-7', '1e-6', '1e-5', '1e-4', '1e-3', 'bfloat16', 'bfloat16_logits')
+
+
+def _nearly(rng, law, way):
+  """A distribution that differs from `law` by rounding, or by little more."""
+  if way == 'bfloat16':
+    near = law.astype(ml_dtypes.bfloat16).astype(np.float64)
+  elif way == 'bfloat16_logits':
+    with np.errstate(divide='ignore'):
+      near = np.exp(np.log(law).astype(ml_dtypes.bfloat16).astype(np.float64))
+  else:
+    near = law * (1 + (0 if way == 'equal' else float(way)) * rng.standard_normal(law.shape))
+  return near / near.sum(axis=-1, keepdims=True)
+
+
+def _tables(seed, vocab_size, max_length, way):
+  """Tables whose draft is nearly the target; with zeros and distributions of a single token."""
+  target = random_tables(seed, vocab_size, max_length, zero_share=0.3).target_probs
+  return ContextTables(_nearly(np.random.default_rng(seed), target, way), target, max_length)
+
+
+def _fits(method, tree):
+  try:
+    return method.tree_for(tree) == tree
+  except ValueError:
+    return False
+
+
+def _trees():
+  """A tree for every method: of several drafts where it takes them."""
+  for name, method in _METHODS.items():
+    tree = next(tree for tree in (TokenTree.chains(2, 2), CHAIN, TokenTree()) if _fits(method, tree))
+    yield name, tree
+
+
+_BY_DEFAULT = 'block', 'race_traversal'
+_CASES = [
+  pytest.param(*case, id=case[0], marks=() if case[0] in _BY_DEFAULT else pytest.mark.slow) for case in _trees()
+]
+
+
+@pytest.mark.parametrize(('name', 'tree'), _CASES)
+@pytest.mark.parametrize('way', ['1e-7', slow('1e-4'), slow('bfloat16')])
+def test_nearly_equal_distributions_exactly(name, tree, way):
+  tables = _tables(1, 3, 3 + tree.max_depth, way)
+  # 1 - P is as small as 1e-7 and S with it, so a quotient of both has 1e-16 / 1e-7 of rounding at most.
+  assert enumeration_error(coarse(_METHODS[name]), tree, tables, 3) <= 1e-10
+
+
+def _round_distance(method, tree, tables):
+  """The total variation between a round's output, followed by ordinary sampling, and the target's joint distribution.
+
+  Decisions are computed in float32. All else is: the drafts with their probabilities, the average over them and the
+  target's distribution, in float64.
+  """
+  vocab_size, length = tables.vocab_size, tree.max_depth + 1
+  laws32 = tables.draft_probs.astype(np.float32), tables.target_probs.astype(np.float32)
+  draft, target = (law / law.sum(axis=1, keepdims=True) for law in (x.astype(np.float64) for x in laws32))
+  lowest = -1 if method.proposal_rule.may_run_out else 0
+  rows, chances, texts = [], [], []
+
+  @functools.cache
+  def chance(context, tokens):
+    with jax.enable_x64(True):
+      return float(method.proposal_rule.probability(jnp.asarray(draft[context]), jnp.asarray(tokens, jnp.int32)))
+
+  for tokens in itertools.product(range(lowest, vocab_size), repeat=tree.num_nodes):
+    text = [0]  # down to each node, as a number in base V
+    for node, token in enumerate(tokens, 1):
+      text.append(vocab_size * text[tree.parent_of[node]] + max(token, 0))
+    contexts = (vocab_size**tree.depths - 1) // (vocab_size - 1) + np.array(text)
+    children = [
+      range(tree.first_child[n] - 1, tree.first_child[n] - 1 + tree.num_children[n]) for n in tree.parent_nodes
+    ]
+    own = math.prod(
+      chance(int(contexts[node]), tuple(tokens[child] for child in group))
+      for node, group in zip(tree.parent_nodes, children)
+    )
+    if own:
+      rows.append((Proposal(np.array(tokens, np.int32), laws32[0][contexts[tree.parent_nodes]]), laws32[1][contexts]))
+      chances.append(own)
+      texts.append(text)
+  laws = np.asarray(laws_of(*stack(rows), verifier=method.verifier, tree=tree), np.float64)
+  emitted = [np.zeros((vocab_size**depth, vocab_size)) for depth in range(length)]
+  for own, text, law in zip(chances, texts, laws):
+    for node, depth in enumerate(tree.depths):
+      emitted[depth][text[node]] += own * law[node]
+  found = np.zeros(vocab_size**length)
+  for depth, weights in enumerate(emitted):  # what follows a round is sampled from the target
+    weights = weights.reshape(-1)
+    for more in range(depth + 1, length):
+      first = (vocab_size**more - 1) // (vocab_size - 1)
+      weights = (weights[:, None] * target[first : first + len(weights)]).reshape(-1)
+    found += weights
+  exact = ContextTables(draft, target, tables.max_length).joint_target_law(length)
+  return np.abs(found - exact.reshape(-1)).sum() / 2
+
+
+@pytest.mark.parametrize(('name', 'tree'), _CASES)
+def test_float32_moves_little_of_the_distribution(name, tree):
+  """Where P is 1 and S is 0 up to rounding, rounding decides h; but such a place is reached as rarely."""
+  for seed, way in enumerate(_WAYS):
+    assert _round_distance(_METHODS[name], tree, _tables(seed, 3, tree.max_depth, way)) <= 2e-6, way
+
+
+def test_a_distance_that_matters_is_noticed():
+  method = dataclasses.replace(_METHODS['speculative'], max_drafts=None)  # for a single draft only
+  assert _round_distance(method, TokenTree.chains(2, 2), _tables(0, 3, 2, '1e-3')) > 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['speculative', 'block', 'greedy_block', 'traversal', 'race_traversal'])
+def test_float32_moves_little_over_a_large_vocabulary(name):
+  """Given the guesses, over all of V outcomes after every node."""
+  tree, verifier = TokenTree.chains(1, 4), _METHODS[name].verifier
+  for seed, way in enumerate(_WAYS):
+    rng = np.random.default_rng(seed)
+    weights = np.exp(3 * rng.standard_normal((5, 32_000)))
+    target = weights / weights.sum(axis=1, keepdims=True)
+    draft = _nearly(rng, target[:4], way)
+    tokens = np.array([rng.choice(len(law), p=law) for law in draft], np.int32)
+    row32 = as_float32((Proposal(tokens, draft), target))
+    found = np.asarray(laws_of(*stack([row32]), verifier=verifier, tree=tree), np.float64)
+    with jax.enable_x64(True):
+      row64 = jax.tree.map(lambda x: np.asarray(x, np.float64) if x.dtype == np.float32 else np.asarray(x), row32)
+      exact = np.asarray(laws_of(*stack([row64]), verifier=verifier, tree=tree))
+    assert exact.dtype == np.float64
+    assert np.abs(found - exact).sum() / 2 <= 1e-5, way
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('optimized')
+@pytest.mark.parametrize('way', ['1e-7', 'bfloat16'])
+@pytest.mark.parametrize(
+  ('name', 'tree'), [('speculative', CHAIN), ('block', CHAIN), ('traversal', SMALL), ('race_traversal', SMALL)]
+)
+def test_draws_from_nearly_equal_distributions(name, tree, way):
+  target = np.random.default_rng(3).dirichlet(np.ones(3), 3)
+  target[1, 2] = 0
+  target /= target.sum(1, keepdims=True)
+  draft = _nearly(np.random.default_rng(4), target, way)
+  with np.errstate(divide='ignore'):
+    models = [table.table_model(jnp.asarray(np.log(probs), jnp.float32)) for probs in (target, draft)]
+  law = target[0]
+  for _ in range(tree.max_depth):
+    law = law[..., None] * target
+  counts = sample_counts(
+    jax.random.key(6), *models, [0], method=coarse(_METHODS[name]), tree=tree, num_tokens=tree.max_depth + 1,
+    num_samples=1_000_000, batch_size=4096,
+  )  # fmt: skip
+  result = chi_square(counts, law)
+  assert result.num_samples >= 1_000_000
+  assert result.p_value > 1e-3, result
+
+
+@functools.partial(jax.jit, static_argnames=('verifier', 'tree'))
+def _nodes(keys, proposal, target_probs, *, verifier, tree):
+  verdict = jax.vmap(lambda keys: verifier.verify(keys, tree, proposal, target_probs, ()))(keys)
+  return verdict.path, verdict.num_accepted, verdict.next_token
+
+
+@pytest.mark.parametrize('num_drafts', [4, slow(3), slow(7)])
+def test_rounding_does_not_decide_which_branch_comes_first(num_drafts):
+  """Shares of equal distributions are equal up to rounding, on both sides of a class's bound at q/p = 1."""
+  tree, verifier = TokenTree.chains(num_drafts, 2), _METHODS['race_traversal'].verifier
+  rng = np.random.default_rng(0)
+  tokens = np.r_[rng.permutation(20)[:num_drafts], rng.integers(20, size=num_drafts)]
+  proposal, _ = make_guesses(0, tree, 20, tokens)
+  laws = {(): proposal.probs[0], **{(int(x),): law for x, law in zip(tokens, proposal.probs[1:])}}
+  ends = [random_law(rng, 20) for _ in range(num_drafts)]
+  target = np.array([laws[()], *(laws[int(x),] for x in tokens[:num_drafts]), *ends])
+  keys = jax.random.split(jax.random.key(0), (500, tree.max_depth + 1))
+  found = []
+  for _ in range(3):
+    noisy = as_float32(target * (1 + 1e-6 * rng.standard_normal(target.shape)))
+    found.append(_nodes(keys, as_float32(proposal), noisy, verifier=verifier, tree=tree))
+  (path, num_accepted, _), *others = jax.device_get(found)
+  assert (num_accepted == 2).all()
+  assert len(np.unique(path[:, 0])) == num_drafts  # each branch is the one that is kept for some keys
+  for other in others:
+    assert (other[0] == path).all(axis=1).mean() >= 0.998
+
+
+_MODEL = table.table_model(jnp.asarray(np.random.default_rng(5).normal(size=(9, 9)), jnp.float32))
+
+
+def _apply_rounded(*arguments):
+  output = _MODEL.apply_fn(*arguments)
+  return dataclasses.replace(output, logits=output.logits.astype(jnp.bfloat16))
+
+
+def _apply_widened(*arguments):
+  output = _apply_rounded(*arguments)
+  return dataclasses.replace(output, logits=output.logits.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+  'name', ['block', slow('spectr'), slow('race_traversal'), slow('ersd'), slow('autoregressive')]
+)
+def test_logits_in_bfloat16_are_widened(name):
+  """The distribution of such a model is the softmax of its rounded logits, computed and drawn from in float32."""
+  tree = {'block': CHAIN, 'autoregressive': TokenTree()}.get(name, CHAINS)
+  found = []
+  for apply_fn in (_apply_rounded, _apply_widened):
+    model = dataclasses.replace(_MODEL, apply_fn=apply_fn)
+    draft = None if name == 'autoregressive' else model
+    prompts = np.zeros((64, 1), np.int32)
+    options = {'method': coarse(ALL[name]), 'tree': tree, 'max_new_tokens': 12, 'logprobs': True}
+    found.append(generate(jax.random.key(0), model, draft, prompts, np.ones(64, np.int32), top_p=0.9, **options))
+  np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+  np.testing.assert_array_equal(found[0].logprobs, found[1].logprobs)
+  assert found[0].logprobs.dtype == jnp.float32
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'int32'])
+@pytest.mark.parametrize('name', ['speculative', 'spectr', 'gsd', 'ersd', 'block', 'traversal', 'race_traversal'])
+def test_narrow_distributions_are_refused(name, dtype):
+  verifier, tree = ALL[name].verifier, CHAIN if name in ('speculative', 'block') else UNEQUAL
+  proposal, target_probs = as_float32(make_guesses(0, tree, 5))
+  keys, state = jax.random.split(jax.random.key(0), tree.max_depth + 1), verifier.init_state(tree)
+  narrow = dataclasses.replace(proposal, probs=proposal.probs.astype(dtype))
+  for decide in (verifier.verify, verifier.explain):
+    with pytest.raises(ValueError, match=f'^proposal.probs must be float32 or wider, .*; got {dtype}$'):
+      decide(keys, tree, narrow, target_probs, state)
+    with pytest.raises(ValueError, match=f'^target_probs must be float32 or wider, .*; got {dtype}$'):
+      decide(keys, tree, proposal, target_probs.astype(dtype), state)
