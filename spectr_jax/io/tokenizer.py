@@ -16,6 +16,8 @@ import tokenizers
 from etils import epath
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from spectr_jax.io.new_files import write_file
+
 _SPECIAL_TOKENS = ('<pad>', '<bos>', '<eos>')
 _SPECIAL_TEXTS = {0: '⟨pad⟩', 1: '⟨begin⟩', 2: '⟨end⟩'}
 _BYTE_TOKENS = tuple(f'<0x{byte:02X}>' for byte in range(256))
@@ -217,8 +219,8 @@ class Tokenizer(TokenizerBase):
     return cls(backend)
 
   def save(self, path: epath.PathLike) -> None:
-    """Writes the tokenizer as one JSON file."""
-    epath.Path(path).write_text(self._backend.to_str(pretty=True))
+    """Writes the tokenizer as one JSON file, wholly or not at all."""
+    write_file(path, self._backend.to_str(pretty=True).encode())
 
   @functools.cached_property
   def fingerprint(self) -> str:
