@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -11,9 +11,11 @@ import numpy as np
 from etils import epath
 
 from spectr_jax.draft import Drafter
+from spectr_jax.io.foreign import LARGE, object_of, read_object
 from spectr_jax.io.heads.load import load_drafter
 from spectr_jax.io.heads.save import save_drafter
 from spectr_jax.io.load import ModelFiles
+from spectr_jax.io.new_files import check_new_folder
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm_config import CausalLMConfig
@@ -115,6 +117,17 @@ class DraftKind(Protocol):
     """
     ...
 
+  def check_folder(self, path: epath.Path) -> bool:
+    """Whether a folder holds a draft that `save` has written.
+
+    Args:
+      path: The folder; it need not exist.
+
+    Raises:
+      ValueError: `save` could not write there, or would replace what it has not written.
+    """
+    ...
+
   def save(self, path: epath.PathLike, drafter: Drafter, tokenizer: TokenizerBase, info: Mapping[str, Any]) -> None:
     """Writes the draft in the published format of its kind, in place of one that is there.
 
@@ -127,10 +140,28 @@ class DraftKind(Protocol):
     ...
 
 
+def check_written(path: epath.Path, names: Collection[str]) -> bool:
+  """`DraftKind.check_folder` of a draft that has a `config.json`, with the steps of its training.
+
+  Args:
+    path: The folder.
+    names: The names of the files that are written.
+  """
+  config, is_ours = path / 'config.json', False
+  if config.exists():
+    is_ours = 'steps' in (read_object(config, {'info': object_of({})}, LARGE).get('info') or {})
+  check_new_folder(path, names, owned=lambda folder: names if is_ours else ())
+  return is_ours
+
+
 class Head:
   """What is the same for all kinds of heads."""
 
   folder: ClassVar[str] = 'head'
+
+  def check_folder(self, path: epath.Path) -> bool:
+    """As for `DraftKind`."""
+    return check_written(path, ('config.json', 'model.safetensors', 'medusa_lm_head.safetensors'))
 
   def save(self, path: epath.PathLike, drafter: Drafter, tokenizer: TokenizerBase, info: Mapping[str, Any]) -> None:
     """As for `DraftKind`."""

@@ -14,13 +14,14 @@ from etils import epath
 from spectr_jax.draft import Drafter, model_drafter
 from spectr_jax.io.hub.families import read_spec, spec_of_layers
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from spectr_jax.io.hub.save import save_hub_model
+from spectr_jax.io.hub.save import FILES, save_hub_model
 from spectr_jax.io.load import ModelFiles, open_model
 from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm, hidden_states
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from train.config_rules import Rule, at_least
+from train.draft_kind import check_written
 from train.head_step import HeadBatch, Step
 
 _EMBEDDINGS = ('embedding', 'position_embedding', 'unembedding')
@@ -118,6 +119,10 @@ class ModelKind:
     """As for `DraftKind`."""
     del target_ids, vocab_size
     return model_drafter(causal_lm({**frozen.get('embeddings', {}), **params}, self.config))
+
+  def check_folder(self, path: epath.Path) -> bool:
+    """As for `DraftKind`."""
+    return check_written(path, FILES)
 
   def save(self, path: epath.PathLike, drafter: Drafter, tokenizer: TokenizerBase, info: Mapping[str, Any]) -> None:
     """As for `DraftKind`."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,8 +21,9 @@ from orbax.checkpoint import multihost
 
 from common.command_line import parse_sizes
 from spectr_jax.draft import Drafter
+from spectr_jax.io.checksums import content_hash
 from spectr_jax.io.heads.load import output_head_rows
-from spectr_jax.io.load import open_model
+from spectr_jax.io.load import ModelFiles, open_model
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm
@@ -29,14 +32,16 @@ from train.config_rules import Rule, at_least, check_fields, finite_at_least_0
 from train.draft_kind import DraftKind
 from train.draft_model import ModelKind
 from train.eagle3_head import Eagle3Kind
-from train.head_data import Shard, Sizes, checked_features_shape, generate_shard
+from train.head_data import Shard, Sizes, check_shard, generate_shard, shard_checksums
 from train.head_step import HeadBatch, head_loss
 from train.medusa_head import MedusaKind
 from train.run import Run
+from train.run_record import HEAD_FIELDS
 from train.step import make_optimizer
 from train.text_sources import Files
 
 _WIDTH = 64  # texts of a batch are padded to a multiple of this
+_DATA = 'the content of WORKDIR/data'
 _TIMEOUT_MS = 24 * 3600 * 1000  # for the text of all processes
 _KINDS: dict[str, type[DraftKind]] = {'eagle3': Eagle3Kind, 'medusa': MedusaKind, 'model': ModelKind}
 _RULES: tuple[Rule, ...] = (
@@ -65,6 +70,19 @@ def check_config(config) -> type[DraftKind]:
   return kind
 
 
+def _user_files(config) -> Files:
+  return Files(tuple(filter(None, config.user_files.split(','))))
+
+
+def _target_hash(files: ModelFiles, target: Model, tokenizer: TokenizerBase) -> str:
+  """A hash of all that a target's text depends on."""
+  asked = []
+  with contextlib.suppress(ValueError):  # it may have no chat template, if the text is there
+    asked = tokenizer.encode_chat([{'role': 'user', 'content': 'red'}])
+  about = json.dumps([dict(files.spec), tokenizer.fingerprint, list(tokenizer.eos_ids), asked], sort_keys=True)
+  return content_hash([target.params, np.frombuffer(about.encode(), np.uint8)])
+
+
 class _Data:
   """Shards of conversations under `WORKDIR/data`, of which the first is held out."""
 
@@ -75,8 +93,8 @@ class _Data:
   def path(self, number: int) -> epath.Path:
     return self.directory / f'shard_{number:05d}.npz'
 
-  def _check(self, path: epath.Path) -> None:
-    num_rows, _, num_found, _ = checked_features_shape(path)
+  def _check(self, path: epath.Path, vocab_size: int) -> None:
+    num_rows, _, num_found, _ = check_shard(path, vocab_size)
     num_layers = len(self.layers)
     # The last layer is the last one of every shard.
     is_enough = num_found == num_layers or (self.layers == (-1,) and num_found)
@@ -85,6 +103,15 @@ class _Data:
         f'{path} holds {num_rows} conversations with {num_found} hidden states a token; this run needs'
         f' {self.config.rows_per_shard} with {num_layers}'
       )
+
+  @property
+  def is_begun(self) -> bool:
+    """Whether there is a shard."""
+    return any(self.path(number).exists() for number in range(self.config.num_shards))
+
+  def identity(self) -> str:
+    """A hash of what all shards hold."""
+    return content_hash([np.array(shard_checksums(self.path(n)), np.uint32) for n in range(self.config.num_shards)])
 
   def generate(self, target: Model, tokenizer: TokenizerBase) -> None:
     """Writes the shards that are missing; several processes share them.
@@ -95,7 +122,7 @@ class _Data:
     config = self.config
     for path in map(self.path, range(config.num_shards)):
       if path.exists():
-        self._check(path)
+        self._check(path, target.vocab_size)
     sizes = Sizes(
       config.rows_per_shard,
       config.max_user_tokens,
@@ -104,7 +131,10 @@ class _Data:
       tuple(config.temperatures),
     )
     texts_of = self._user_texts()
-    self.directory.mkdir(parents=True, exist_ok=True)
+    try:
+      self.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+      raise ValueError(f'cannot write {self.directory}: {error.strerror or error}') from error
     for number in range(jax.process_index(), config.num_shards, jax.process_count()):
       if self.path(number).exists():
         continue
@@ -120,7 +150,7 @@ class _Data:
     config = self.config
     if not config.user_files:
       return lambda number: None
-    texts, size = list(Files(tuple(filter(None, config.user_files.split(',')))).documents()), config.rows_per_shard
+    texts, size = list(_user_files(config).documents()), config.rows_per_shard
     if len(texts) < 2 * size:
       raise ValueError(
         f'config.user_files has {len(texts)} messages, and two shards take {2 * size}; a blank line ends a message'
@@ -221,12 +251,26 @@ class HeadTraining(Run):
         params, self.target_ids = self.draft.load_params(config.init_from, target)
       except ValueError as error:
         raise ValueError(f'config.init_from: {error}') from error
-    unembedding = output_head_rows(target, None, config.dtype)
     self.target_name, self.vocab_size = epath.Path(target_path).name, target.vocab_size
     self.data = _Data(config, workdir / 'data', self.draft.feature_layers)
+    content = {
+      'the content of --target': _target_hash(files, target, self.tokenizer),
+      'the content of config.user_files': [*_user_files(config).describe().values()] if config.user_files else [],
+      'the content of config.init_from': '' if params is None else content_hash((params, self.target_ids)),
+      _DATA: None,
+    }
+    with self.opened(HEAD_FIELDS, 'train.head', content):
+      self._prepare(target, params, allow_fallback=allow_fallback)
+
+  def _prepare(self, target: Model, params: dict[str, Any] | None, *, allow_fallback: bool) -> None:
+    config = self.config
+    unembedding = output_head_rows(target, None, config.dtype)
+    if not (self.record.is_there or self.is_unrecorded):
+      self.record.write()  # the text depends on it, and takes long
     self.data.generate(target.for_decoding(), self.tokenizer)
     # Some processes write for longer than others, for longer than a collective waits.
     multihost.get_barrier_sync_fn()(key='the text is written', timeout_ms=_TIMEOUT_MS)
+    self.record.know(_DATA, self.data.identity())
     if self.target_ids is None and self.draft.num_ids is not None:
       self.target_ids = self.data.target_ids(target.vocab_size, self.draft.num_ids)
     rows = unembedding if self.target_ids is None else unembedding[:, self.target_ids]
@@ -249,6 +293,15 @@ class HeadTraining(Run):
     if is_primary():
       count = sum(x.size for x in jax.tree.leaves(self.state['params']))
       print(f'{count:,} trained parameters on {self.mesh.size} devices; at step {self.step}', flush=True)
+
+  @property
+  def has_data(self) -> bool:
+    """As for `Run`."""
+    return self.data.is_begun
+
+  def check_result(self) -> bool:
+    """As for `Run`."""
+    return self.draft.check_folder(self.workdir / self.draft.folder)
 
   def _init_state(self, target: Model, rows: jax.Array, params: dict[str, Any] | None) -> dict[str, Any]:
     if params is None:

@@ -11,18 +11,26 @@ import os
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import jax
 import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
+from spectr_jax.io.foreign import is_remote, object_of, one_of, open_file, read_object, whole
 from spectr_jax.io.tokenizer import Tokenizer
 from train.text_sources import TextSource
 
 _DOCUMENTS_PER_CHUNK = 512
 _TOKENS_PER_CHECK = 1 << 24
 _PARTS = 'train', 'held_out'
+# What is written of each part.
+_PART = {
+  'dtype': one_of('uint16', 'uint32'), 'num_tokens': whole(0, 2**48), 'num_bytes': whole(0, 2**56),
+  'crc32': whole(0, 2**32 - 1),
+}  # fmt: skip
+_INDEX = dict.fromkeys(_PARTS, object_of(_PART))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,66 +108,79 @@ def _write(directory: epath.Path, part: str, pieces: Iterator[tuple[np.ndarray, 
   return {'dtype': dtype, 'num_tokens': num_tokens, 'num_bytes': num_bytes, 'crc32': checksum}
 
 
-def _read(directory: epath.Path, part: str, written: dict) -> PackedText:
+def _read(directory: epath.Path, part: str, written: dict, vocab_size: int) -> PackedText:
   """The packed text of a part, mapped into memory if it is a local file.
 
   Raises:
     ValueError: The file differs from what was written.
   """
   path, dtype = directory / f'{part}.bin', np.dtype(written['dtype'])
-  if path.stat().length != written['num_tokens'] * dtype.itemsize:
-    raise ValueError(f'{path.name} has {path.stat().length} bytes')
-  if '://' in str(path) or not written['num_tokens']:
-    tokens = np.frombuffer(path.read_bytes(), dtype)
-  else:
-    tokens = np.memmap(os.fspath(path), dtype, mode='r')
-  checksum = 0
+  with open_file(path) as file:
+    size = path.stat().length if is_remote(path) else os.fstat(file.fileno()).st_size
+    if size != written['num_tokens'] * dtype.itemsize:
+      raise ValueError(f'{path.name} has {size} bytes')
+    if is_remote(path) or not size:
+      tokens = np.frombuffer(file.read(), dtype)
+    else:
+      tokens = np.memmap(cast(Any, file), dtype, mode='r')
+  checksum, largest = 0, 0
   for start in range(0, len(tokens), _TOKENS_PER_CHECK):
-    checksum = zlib.crc32(tokens[start : start + _TOKENS_PER_CHECK], checksum)
+    chunk = tokens[start : start + _TOKENS_PER_CHECK]
+    checksum, largest = zlib.crc32(chunk, checksum), max(largest, int(chunk.max()))
   if checksum != written['crc32']:
     raise ValueError(f'{path.name} has another checksum')
+  if largest >= vocab_size:
+    raise ValueError(f'{path.name} has token {largest}, and there are {vocab_size}')
   return PackedText(tokens, written['num_bytes'])
 
 
-def load_packed(source: TextSource, tokenizer: Tokenizer, cache_dir: epath.Path):
+def load_packed(
+  source: TextSource, tokenizer: Tokenizer, cache_dir: epath.Path, origin: dict[str, str]
+) -> tuple[PackedText, PackedText]:
   """Training and held-out text of a source, encoded once and kept under `cache_dir`, never whole in memory.
 
   Args:
     source: The source.
     tokenizer: The tokenizer.
     cache_dir: Directory for the encoded text.
-
-  Returns:
-    Training text, held-out text, and the source's description.
+    origin: The source's description. Encoded text is found by it and by the tokenizer.
 
   Raises:
-    ValueError: The encoded text in `cache_dir` is damaged.
+    ValueError: The encoded text in `cache_dir` is damaged, or none can be written there.
   """
-  origin = source.describe()
   identity = json.dumps([origin, tokenizer.fingerprint])
   path = cache_dir / f'packed_{hashlib.sha256(identity.encode()).hexdigest()[:16]}'
   if not path.exists():
-    # Several processes may encode the same text. Each writes its own copy, and the first to finish renames it to
-    # `path`.
-    unfinished = cache_dir / f'{path.name}.unfinished-{uuid.uuid4().hex[:8]}'
-    unfinished.mkdir(parents=True)
     try:
-      written = {part: _write(unfinished, part, _encode(tokenizer, source.documents(part))) for part in _PARTS}
-      (unfinished / 'index.json').write_text(json.dumps(written))
-      try:
-        unfinished.rename(path)
-      except OSError:
-        if not path.exists():
-          raise
-    finally:
-      if unfinished.exists():
-        unfinished.rmtree()
+      _encode_to(path, source, tokenizer)
+    except OSError as error:
+      raise ValueError(f'cannot write {path}: {error.strerror or error}') from error
   try:
-    index = json.loads((path / 'index.json').read_text())
-    train, held_out = (_read(path, part, index[part]) for part in _PARTS)
-  except (OSError, KeyError, TypeError, ValueError) as error:
+    index = read_object(path / 'index.json', _INDEX)
+    missing = [f'{part}/{name}' for part in _PARTS for name in _PART if (index.get(part) or {}).get(name) is None]
+    if missing:
+      raise ValueError(f'index.json has no {missing[0]}')
+    train, held_out = (_read(path, part, index[part], tokenizer.vocab_size) for part in _PARTS)
+  except (OSError, ValueError) as error:
     raise ValueError(f'{path} is damaged ({error}): delete it, and the text is encoded again') from error
-  return train, held_out, origin
+  return train, held_out
+
+
+def _encode_to(path: epath.Path, source: TextSource, tokenizer: Tokenizer) -> None:
+  """Encodes a source. Several processes may encode the same text: the first to finish renames its copy to `path`."""
+  unfinished = path.parent / f'{path.name}.unfinished-{uuid.uuid4().hex[:8]}'
+  unfinished.mkdir(parents=True)
+  try:
+    written = {part: _write(unfinished, part, _encode(tokenizer, source.documents(part))) for part in _PARTS}
+    (unfinished / 'index.json').write_text(json.dumps(written))
+    try:
+      unfinished.rename(path)
+    except OSError:
+      if not path.exists():
+        raise
+  finally:
+    if unfinished.exists():
+      unfinished.rmtree()
 
 
 @functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch

@@ -6,20 +6,24 @@ import abc
 import contextlib
 import dataclasses
 import math
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from spectr_jax.io.foreign import is_remote
+from spectr_jax.io.new_files import NewFile, only_writer
 from spectr_jax.sharding import is_primary
-from train.checkpoint import Checkpoints
+from train import sealed
+from train.checkpoint import Checkpoints, is_finite
 from train.metrics import MetricWriter
+from train.run_record import Rule, RunRecord, note
 
 # Shows the metrics of a step, and the held-out ones where the step was evaluated.
 Show: TypeAlias = Callable[[dict[str, float], dict[str, float] | None], None]
@@ -36,18 +40,6 @@ class Outcome:
 
   step: int
   held_out: dict[str, float] | None
-
-
-@jax.jit
-def _is_finite(tree) -> jax.Array:
-  """Returns whether every number of a tree is finite."""
-  return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
-
-
-def _check_losses(first_step: int, losses: list[float]) -> None:
-  for step, loss in enumerate(losses, start=first_step):
-    if not math.isfinite(loss):
-      raise ValueError(f'loss is {loss} at step {step}: stopped; the last checkpoint is from before')
 
 
 @contextlib.contextmanager
@@ -82,10 +74,71 @@ class Run(abc.ABC):
     workdir: The run's directory.
     state: Arrays by name, all that a checkpoint has; `step` is one of them.
     step: Number of steps done, known without waiting for the devices.
+    record: The settings of the run.
+    is_unrecorded: Whether a run has begun in the directory of which there is no record.
   """
 
   def __init__(self, config, workdir: epath.Path):
     self.config, self.workdir = config, workdir
+    self._lock = contextlib.ExitStack()
+
+  @contextlib.contextmanager
+  def opened(self, table: Mapping[str, Rule], trains: str, content: Mapping[str, Any]) -> Iterator[None]:
+    """Takes the WORKDIR for this run, until `run` has ended or what follows here fails.
+
+    Args:
+      table: The fields of the experiment, as for `RunRecord`.
+      trains: The command that trains.
+      content: As for `RunRecord`.
+
+    Raises:
+      ValueError: Another run writes to the WORKDIR, it was begun with other settings, or something stands in it that
+        the run would have to replace and must not.
+    """
+    self._make_workdir()
+    checkpoints = self.workdir / 'checkpoints'
+    try:
+      if is_primary():
+        self._lock.enter_context(only_writer(checkpoints))
+        if checkpoints.is_dir():
+          NewFile(checkpoints / 'checkpoint').discard()  # it can be written: said now and not after hours
+      is_started = bool(sealed.steps_in(checkpoints)) or self.has_data
+      has_result = self.check_result()
+      self.record = RunRecord(self.workdir, self.config, table, trains, content)
+      self.is_unrecorded = checkpoints.exists() and not self.record.is_there
+      was_begun = self.record.is_there or self.is_unrecorded
+      MetricWriter.check(self.workdir, is_ours=was_begun)
+      if has_result and not was_begun:
+        raise ValueError(f'{self.workdir} has a result, and no training wrote it there: take another --workdir')
+      if not (is_started or has_result):
+        self.record.forget()
+      self.record.check()
+      yield
+    except BaseException:
+      self._lock.close()
+      raise
+
+  def _make_workdir(self) -> None:
+    try:
+      self.workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+      raise ValueError(f'cannot write to {self.workdir}: {error.strerror or error}') from error
+    aside = self.workdir / 'damaged_checkpoints'
+    if not is_remote(aside) and os.path.lexists(aside) and (os.path.islink(aside) or not os.path.isdir(aside)):
+      raise ValueError(f'{aside} is not a folder: move it to another place')
+
+  @property
+  def has_data(self) -> bool:
+    """Whether WORKDIR has data that a run has written with its own settings; by itself it has none."""
+    return False
+
+  @abc.abstractmethod
+  def check_result(self) -> bool:
+    """Whether WORKDIR has the result of a run already.
+
+    Raises:
+      ValueError: What is trained could not be written.
+    """
 
   def begin(
     self, make_state: Callable[[], Any], sharding: Any, *, init: Callable[[], Any] | None = None, allow_fallback: bool
@@ -99,18 +152,28 @@ class Run(abc.ABC):
       allow_fallback: Whether to continue from an older checkpoint if the newest is damaged.
 
     Raises:
-      ValueError: The newest checkpoint is damaged or of another configuration.
+      ValueError: The newest checkpoint is damaged or of another configuration, or a file cannot be written.
     """
-    self.workdir.mkdir(parents=True, exist_ok=True)
     self.checkpoints = Checkpoints(self.workdir, self.config.keep_checkpoints)
-    shapes = jax.eval_shape(make_state)
-    like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, sharding)
-    state = self.checkpoints.restore(like, allow_fallback=allow_fallback)
+    try:
+      shapes = jax.eval_shape(make_state)
+      like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, sharding)
+      state = self.checkpoints.restore(like, allow_fallback=allow_fallback)
+      step = 0 if state is None else int(state['step'])
+      self.record.check()
+      note(self.record.write(step))
+      self._writer = MetricWriter(self.workdir, step) if is_primary() else None
+    except BaseException:
+      self.checkpoints.close()
+      raise
+    if self.is_unrecorded and step:
+      note(f'{self.workdir} was begun without a record of its settings: they cannot be compared with those of this run')
+    if self.checkpoints.unchecked:
+      note(f'checkpoint {self.checkpoints.unchecked} has no checksums: it is read without a check')
     if state is None:
       state = (init or jax.jit(make_state, out_shardings=sharding))()
     self.state: dict[str, Any] = state
-    self.step = int(state['step'])
-    self._writer = MetricWriter(self.workdir, self.step) if is_primary() else None
+    self.step = step
 
   @property
   def is_over(self) -> bool:
@@ -151,6 +214,17 @@ class Run(abc.ABC):
 
     yield show
 
+  def _check_losses(self, first_step: int, losses: list[float]) -> None:
+    for step, loss in enumerate(losses, start=first_step):
+      if not math.isfinite(loss):
+        raise ValueError(f'loss is {loss} at step {step}: stopped; {self._what_is_saved()}')
+
+  def _what_is_saved(self) -> str:
+    last, unchecked = self.checkpoints.last_step, self.checkpoints.unchecked
+    saved = 'nothing was saved' if last is None else f'the last checkpoint, of step {last}, is from before'
+    doubt = f'; this run continued from {unchecked}, which was not checked and may be damaged' if unchecked else ''
+    return saved + doubt
+
   def _log(self, metrics: dict[str, float]) -> None:
     if self._writer:
       self._writer.write(self.step, metrics)
@@ -161,8 +235,18 @@ class Run(abc.ABC):
     Raises:
       ValueError: The loss or the parameters are not finite, or a file could not be written.
     """
+    with self._lock:
+      final = self._train()
+      if final:
+        self._log({f'final_{name}': value for name, value in final.items()})
+      if self._writer:
+        self._writer.close()
+    return Outcome(self.step, final)
+
+  def _train(self) -> dict[str, float] | None:
+    """Trains, and returns the final held-out metrics, or None if the run was stopped before its end."""
     config = self.config
-    losses, since, stop_now, found, final = [], time.perf_counter(), False, None, None
+    losses, since, stop_now, found = [], time.perf_counter(), False, None
     with (
       _termination(config.log_every) as is_told_to_stop,
       self.showing() as show,
@@ -179,12 +263,10 @@ class Run(abc.ABC):
         if not (save_now or eval_now or self.step % config.log_every == 0):
           continue
         losses = [float(loss) for loss in losses]
-        _check_losses(self.step - len(losses) + 1, losses)
+        self._check_losses(self.step - len(losses) + 1, losses)
         # The loss belongs to the parameters before the step. It can be finite although the step's result is not.
-        if (save_now or eval_now) and not _is_finite(self.state):
-          raise ValueError(
-            f'parameters are not finite after step {self.step}: stopped; the last checkpoint is from before'
-          )
+        if (save_now or eval_now) and not is_finite(self.state):
+          raise ValueError(f'parameters are not finite after step {self.step}: stopped; {self._what_is_saved()}')
         metrics = {'train_loss': float(np.mean(losses))} | self.rates((time.perf_counter() - since) / len(losses))
         if eval_now:
           found = self.evaluate()
@@ -195,10 +277,4 @@ class Run(abc.ABC):
           self.checkpoints.save(self.state)
         losses, since = [], time.perf_counter()
       # SIGTERM does not interrupt this, since the run ends here anyway.
-      if self.is_over:
-        final = self.finish(found)
-    if final:
-      self._log({f'final_{name}': value for name, value in final.items()})
-    if self._writer:
-      self._writer.close()
-    return Outcome(self.step, final)
+      return self.finish(found) if self.is_over else None

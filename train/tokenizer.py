@@ -4,6 +4,7 @@ from absl import flags
 from etils import epath
 from ml_collections import config_flags
 
+from spectr_jax.io.new_files import NewFile, only_writer
 from spectr_jax.io.tokenizer import Tokenizer
 from train import config_flag
 from train.text_sources import make_source
@@ -12,16 +13,23 @@ _CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment; its sourc
 _OUTPUT = flags.DEFINE_string('output', None, 'File to write; config.tokenizer if not given.')
 
 
+def _check_absent(output: epath.Path) -> None:
+  if output.exists():
+    raise ValueError(f'{output} exists and is not overwritten')
+
+
 def main(argv):
   del argv
   config = _CONFIG.value
   output = epath.Path(_OUTPUT.value or config.tokenizer)
-  if output.exists():
-    raise ValueError(f'{output} exists and is not overwritten')
+  _check_absent(output)
   source = make_source(config)
-  tokenizer = Tokenizer.train(source.documents('train'), config.vocab_size)
   output.parent.mkdir(parents=True, exist_ok=True)
-  tokenizer.save(output)
+  with only_writer(output):
+    NewFile(output).discard()  # it can be written: said before the training, which takes long
+    tokenizer = Tokenizer.train(source.documents('train'), config.vocab_size)
+    _check_absent(output)
+    tokenizer.save(output)
   print(f'{output}: {tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint}, from {source.name}')
 
 

@@ -15,17 +15,22 @@ from jax.sharding import Mesh
 from rich import console, progress
 
 from common.command_line import parse_sizes
-from spectr_jax.io.model_files import load_transformer, save_model
+from spectr_jax.io.checksums import content_hash
+from spectr_jax.io.model_files import files_of_model, load_transformer, save_model
+from spectr_jax.io.new_files import check_new_folder
 from spectr_jax.io.tokenizer import Tokenizer
+from spectr_jax.model import Model
 from spectr_jax.models.transformer import TransformerConfig, config_of, transformer_model
 from spectr_jax.sharding import DATA, is_primary, make_mesh, put, shardings
 from train import plan
+from train.checkpoint import reason_of
 from train.config_rules import at_least, check_fields, finite_at_least_0
 from train.held_out import evaluate
 from train.input_pipeline import batch_at, load_packed
 from train.run import Outcome, Run, Show
+from train.run_record import MODEL_FIELDS
 from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step
-from train.text_sources import make_source
+from train.text_sources import TextSource, make_source
 
 _RULES = (
   *at_least(1, 'seq_len', 'num_microbatches', 'eval_batches'),
@@ -103,13 +108,12 @@ def check_teacher(config, teacher_config: TransformerConfig) -> None:
     )
 
 
-def load_teacher(config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher | None:
-  """The teacher that `config.distill_from` names, sharded over the mesh; None if the field is empty.
+def read_teacher(config, tokenizer: Tokenizer) -> Model | None:
+  """The teacher that `config.distill_from` names; None if the field is empty.
 
   Args:
     config: The experiment, as `configs/base.py` describes.
     tokenizer: The learner's tokenizer.
-    mesh: The mesh.
 
   Raises:
     ValueError: There is no such model, or it has another tokenizer or a shorter context.
@@ -120,6 +124,17 @@ def load_teacher(config, tokenizer: Tokenizer, mesh: Mesh) -> Teacher | None:
   if other.fingerprint != tokenizer.fingerprint:
     raise ValueError(f'{config.distill_from} has another tokenizer than {config.tokenizer}')
   check_teacher(config, config_of(model))
+  return model
+
+
+def make_teacher(config, model: Model, mesh: Mesh) -> Teacher:
+  """A teacher, sharded over the mesh.
+
+  Args:
+    config: The experiment, as `configs/base.py` describes.
+    model: The teacher.
+    mesh: The mesh.
+  """
   return Teacher(put(model.params, shardings(mesh, model.params)), config_of(model), config.distill_weight)
 
 
@@ -135,15 +150,27 @@ class _Training(Run):
         f'{config.tokenizer} has {self.tokenizer.vocab_size} tokens but config.vocab_size is {config.vocab_size}'
       )
     self.mesh = make_config_mesh(config)
+    source = make_source(config)
+    teacher = read_teacher(config, self.tokenizer)
+    origin = source.describe()
+    content = {
+      'the content of the text': list(origin.values()),
+      'the content of config.tokenizer': self.tokenizer.fingerprint,
+      'the content of config.distill_from': content_hash(teacher.params) if teacher else '',
+    }
+    with self.opened(MODEL_FIELDS, 'train.main', content):
+      self._prepare(source, origin, teacher, allow_fallback=allow_fallback)
+
+  def _prepare(self, source: TextSource, origin: dict[str, str], teacher: Model | None, *, allow_fallback: bool):
+    config, self.origin = self.config, origin
     optimizer = make_optimizer(config)
     make_state = functools.partial(init_state, config.seed, optimizer, self.model_config)
     self.sharding = shardings(self.mesh, jax.eval_shape(make_state))
-    source = make_source(config)
-    cache_dir = epath.Path(config.cache_dir or workdir / 'data')
-    self.text, self.held_out, self.origin = load_packed(source, self.tokenizer, cache_dir)
+    cache_dir = epath.Path(config.cache_dir or self.workdir / 'data')
+    self.text, self.held_out = load_packed(source, self.tokenizer, cache_dir, origin)
     for part, packed in (('training', self.text), ('held-out', self.held_out)):
       packed.check(config.seq_len, part)
-    self.teacher = load_teacher(config, self.tokenizer, self.mesh)
+    self.teacher = None if teacher is None else make_teacher(config, teacher, self.mesh)
     self.train_step = make_train_step(
       optimizer, self.model_config, self.tokenizer.bos_id, self.mesh, remat=config.remat, dropout=config.dropout,
       seed=config.seed,
@@ -157,6 +184,12 @@ class _Training(Run):
         f'{self.model_config.num_params:,} parameters on {self.mesh.size} devices ({shape});'
         f' {len(self.text.tokens):,} training tokens from {source.name}; at step {self.step}'
       )
+
+  def check_result(self) -> bool:
+    """As for `Run`."""
+    path = self.workdir / 'model'
+    check_new_folder(path, ('model.json', 'tokenizer.json', 'params'), owned=files_of_model)
+    return (path / 'model.json').exists()
 
   @property
   def is_over(self) -> bool:
@@ -212,7 +245,13 @@ class _Training(Run):
     if is_primary():
       model = transformer_model(params, self.model_config)
       info = {'text': self.origin, 'steps': step, 'held_out': found}
-      save_model(self.workdir / 'model', model, self.tokenizer, info=info, overwrite=True)
+      path = self.workdir / 'model'
+      try:
+        save_model(path, model, self.tokenizer, info=info, overwrite=True)
+      except Exception as error:  # storage may raise any type
+        raise ValueError(
+          f'cannot write {path} ({reason_of(error)}); what was there and the checkpoints are kept'
+        ) from error
     multihost_utils.sync_global_devices('the model is written')
 
   def keep_if_best(self, found: dict[str, float]) -> None:

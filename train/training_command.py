@@ -16,7 +16,11 @@ from train.step import out_of_memory
 
 CONFIG = config_flags.DEFINE_config_file('config', None, 'Experiment, a file of configs/.', lock_config=True)
 WORKDIR = flags.DEFINE_string('workdir', None, 'Data, checkpoints, metrics and the trained network go here.')
-ALLOW_FALLBACK = flags.DEFINE_bool('allow_fallback', False, 'Continue from an older checkpoint if need be.')
+ALLOW_FALLBACK = flags.DEFINE_bool(
+  'allow_fallback',
+  False,
+  'If the newest checkpoint is damaged, move it to WORKDIR/damaged_checkpoints and continue from the one before it.',
+)
 
 
 def run(train: Callable[[], Outcome | None], *required: str) -> None:

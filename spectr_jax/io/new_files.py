@@ -270,6 +270,36 @@ def new_folder(
       unfinished.rmtree()
 
 
+def check_new_folder(
+  path: epath.PathLike, names: Collection[str], *, owned: Callable[[epath.Path], Collection[str]] = lambda folder: ()
+) -> None:
+  """Refuses at once what `new_folder` with `overwrite` would refuse once all is computed.
+
+  Args:
+    path: The folder.
+    names: The names of the files and folders that will stand in it.
+    owned: As for `new_folder`.
+
+  Raises:
+    ValueError: Something else stands at the path or under one of the names, or the folder cannot be created.
+  """
+  path = resolved(path)
+  is_there = path.exists() or (not is_remote(path) and os.path.lexists(path))
+  if is_there and (not path.is_dir() or (not is_remote(path) and os.path.ismount(path))):
+    raise ValueError(f'{path} exists and is not a folder that can be replaced')
+  trial = _beside(path, 'unfinished')
+  try:
+    trial.mkdir(parents=True)
+    trial.rmdir()
+  except OSError as error:
+    raise ValueError(f'cannot write {path}: {error.strerror or error}') from error
+  if is_there:
+    foreign = sorted(set(_files(path)) - set(owned(path)))
+    taken = [name for name in foreign if name.split('/')[0] in names]
+    if taken:
+      raise ValueError(f'{path / taken[0]} is not replaced: it is no file of what is overwritten')
+
+
 def _keep_foreign(old: epath.Path, new: epath.Path, owned: Callable[[epath.Path], Collection[str]]) -> None:
   """Lets the files of `old` that are not its own stand in `new` as well."""
   foreign = sorted(set(_files(old)) - set(owned(old)))

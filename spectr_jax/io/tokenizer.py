@@ -17,6 +17,7 @@ from etils import epath
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from spectr_jax.io.backend import Backend, guarded
+from spectr_jax.io.new_files import write_file
 from spectr_jax.io.token_bytes import TextDecoder, TokenBytes
 from spectr_jax.io.tokenizer_file import MOST_TOKENS, read_backend
 from spectr_jax.unicode import check_unicode
@@ -237,8 +238,8 @@ class Tokenizer(TokenizerBase):
     return cls(read_backend(path))
 
   def save(self, path: epath.PathLike) -> None:
-    """Writes the tokenizer as one JSON file."""
-    epath.Path(path).write_text(self._backend.to_str(pretty=True))
+    """Writes the tokenizer as one JSON file, wholly or not at all."""
+    write_file(path, self._backend.to_str(pretty=True).encode())
 
   @functools.cached_property
   def fingerprint(self) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from configs import base
 from spectr_jax.io.tokenizer import Tokenizer
+from train.train import train
 
 VOCAB_SIZE = 300
 
@@ -58,3 +59,11 @@ def make_config(corpus, tokenizer_path):
 @pytest.fixture
 def config(make_config):
   return make_config()
+
+
+@pytest.fixture(scope='session')
+def finished(tmp_path_factory, make_config):
+  """A run of 12 steps, with checkpoints of steps 9 and 12."""
+  workdir = tmp_path_factory.mktemp('finished') / 'run'
+  train(make_config(), workdir)
+  return workdir

@@ -11,7 +11,7 @@ from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import TransformerConfig, config_of, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
 from train import step
-from train.train import load_teacher, train
+from train.train import make_teacher, read_teacher, train
 
 _init_params = jax.jit(init_params, static_argnames='config')
 NETWORK = dict(embed_dim=16, num_layers=2, num_heads=2, mlp_dim=32)
@@ -94,7 +94,7 @@ def test_a_teacher_computes_in_the_type_of_the_configuration(tmp_path, make_conf
   mesh = make_mesh({}, jax.devices()[:1])
   for dtype, expected in (('', 'float32'), ('bfloat16', 'bfloat16')):
     config.distill_dtype = dtype
-    teacher = load_teacher(config, tokenizer, mesh)
+    teacher = make_teacher(config, read_teacher(config, tokenizer), mesh)
     assert teacher.config.dtype == expected
     assert teacher.params['embedding'].dtype == expected
   config.distill_dtype = 'float16'

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 
 import commands
 import hub_specs
@@ -89,13 +90,13 @@ def test_a_shard_holds_conversations_and_their_hidden_states(target, shard, tmp_
   whole = (tmp_path / 'shard.npz').read_bytes()
   for name, content in (('cut', whole[:-100]), ('empty', b''), ('other', b'no archive' * 100)):
     (tmp_path / name).write_bytes(content)
-    for read in (head_data.Shard.load, head_data.checked_features_shape):
+    for read in (head_data.Shard.load, functools.partial(head_data.check_shard, vocab_size=310)):
       with pytest.raises(ValueError, match=f'{name} is damaged: '):
         read(tmp_path / name)
   middle = len(whole) // 2  # within the hidden states, which are nearly all of it
   (tmp_path / 'changed').write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
   with pytest.raises(ValueError, match='changed is damaged: features.npy has another checksum'):
-    head_data.checked_features_shape(tmp_path / 'changed')
+    head_data.check_shard(tmp_path / 'changed', 310)
 
 
 def test_training_sees_what_drafting_sees(target):
@@ -489,15 +490,16 @@ def test_messages_of_the_user_may_be_given(target, target_folder, tmp_path):
 
 def test_text_of_another_experiment(target_folder, shard, tmp_path):
   """Medusa heads learn from text that was written for a head of EAGLE-3's kind, but not the other way round."""
-  (tmp_path / 'data').mkdir()
   last = dataclasses.replace(shard, features=shard.features[:, :, -1:])
   config = _config('medusa')
   config.update(num_shards=2, rows_per_shard=6)
 
   def start(config, shard):
+    workdir = tmp_path / str(len(list(tmp_path.iterdir())))
+    (workdir / 'data').mkdir(parents=True)
     for number in range(2):
-      shard.save(tmp_path / 'data' / f'shard_{number:05d}.npz')
-    return HeadTraining(config, target_folder, epath.Path(tmp_path), allow_fallback=False)
+      shard.save(workdir / 'data' / f'shard_{number:05d}.npz')
+    return HeadTraining(config, target_folder, epath.Path(workdir), allow_fallback=False)
 
   losses = [start(config, each).evaluate()['loss'] for each in (shard, last)]
   assert losses[0] == losses[1]
@@ -507,6 +509,59 @@ def test_text_of_another_experiment(target_folder, shard, tmp_path):
   config.update(num_shards=2, rows_per_shard=6)
   with pytest.raises(ValueError, match='holds 6 conversations with 1 hidden states a token; this run needs 6 with 4'):
     start(config, last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('trained', ['medusa'], indirect=True)
+def test_a_run_is_continued_with_what_it_was_begun_with(trained, target_folder, tmp_path):
+  whole, _, finished = trained
+  run, config = tmp_path / 'run', _config('medusa')
+  shutil.copytree(finished, run)
+  shutil.rmtree(run / 'checkpoints' / '12')
+  shutil.rmtree(run / 'head')
+  other = tmp_path / 'other'
+  shutil.copytree(target_folder, other)
+  weights = safetensors.numpy.load_file(other / 'model.safetensors')
+  safetensors.numpy.save_file({name: 0.9 * x for name, x in weights.items()}, other / 'model.safetensors')
+  (tmp_path / 'texts.txt').write_text('\n\n'.join(f'owl {i}' for i in range(40)))
+
+  def refuse(message, target=target_folder, **changes):
+    config = _config('medusa')
+    config.update(changes)
+    with pytest.raises(ValueError, match=message) as info:
+      HeadTraining(config, target, epath.Path(run), allow_fallback=False)
+    assert '\n' not in str(info.value)
+
+  for name, value in {
+    'seed': 1, 'num_shards': 4, 'rows_per_shard': 9, 'max_user_tokens': 7, 'max_new_tokens': 11, 'tv_weight': 0.5,
+    'user_temperature': 0.5, 'data_dtype': 'bfloat16', 'dtype': 'bfloat16', 'batch_size': 8, 'num_unrolled': 1,
+    'has_unembedding': False, 'decay': 0.5, 'learning_rate': 1e-2, 'adam_b2': 0.5,
+  }.items():  # fmt: skip
+    refuse(f'config.{name} is {value!r} and was {config[name]!r}', **{name: value})
+  refuse(r'config.temperatures is \[0.5\] and was \[1.0, 1.0, 0.6, 0.0\]', temperatures=(0.5,))
+  refuse("the content of --target is '[0-9a-f]+' and was '[0-9a-f]+'", target=other)
+  refuse(r"the content of config.user_files is \['.*'\] and was \[\]", user_files=str(tmp_path / 'texts.txt'))
+  refuse("the content of config.init_from is '[0-9a-f]+' and was ''", init_from=str(finished / 'head'))
+  # A shard that is whole, and another one.
+  shard = run / 'data' / 'shard_00001.npz'
+  before = shard.read_bytes()
+  found = head_data.Shard.load(shard)
+  dataclasses.replace(found, starts=found.starts + 1).save(shard)
+  refuse("the content of WORKDIR/data is '[0-9a-f]+' and was '[0-9a-f]+'")
+  shard.write_bytes(before)
+  # Where the files lie and what is logged is free.
+  moved = tmp_path / 'moved'
+  shutil.copytree(target_folder, moved)
+  config.update(log_every=3, eval_every=5, checkpoint_every=5, keep_checkpoints=1)
+  training = HeadTraining(config, moved, epath.Path(run), allow_fallback=False)
+  assert training.step == 8
+  training.run()
+  jax.tree.map(np.testing.assert_array_equal, training.state, whole.state)
+  (run / 'head' / 'config.json').write_text('{"mine": 1}')
+  refuse('head/config.json is not replaced: it is no file of what is overwritten')
+  shutil.rmtree(run / 'head')
+  (run / 'head').write_text('mine')
+  refuse('head exists and is not a folder that can be replaced')
 
 
 def test_a_target_without_enough_layers():

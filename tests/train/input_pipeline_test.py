@@ -1,11 +1,15 @@
 import collections
 import itertools
+import json
+import os
+import zlib
 
 import jax
 import numpy as np
 import pytest
 from etils import epath
 
+from tests.hostile import Tally, mutated_json_text, rngs
 from train.input_pipeline import PackedText, batch_at, batch_rows, encode_documents, load_packed
 from train.text_sources import Files, SplitByContent, is_held_out
 
@@ -35,40 +39,114 @@ def test_rows_overlap_by_one_token():
   np.testing.assert_array_equal(text.rows(np.array([0, 3]), 5), [range(6), range(15, 21)])
 
 
+def load(source, tokenizer, cache):
+  return load_packed(source, tokenizer, cache, source.describe())
+
+
 def _source(*paths, percent=10.0):
   return SplitByContent(Files(tuple(map(str, paths))), percent)
 
 
 def test_loading_splits_by_content_and_reads_its_cache(tmp_path, corpus, documents, tokenizer):
   cache = epath.Path(tmp_path)
-  train, held_out, origin = load_packed(_source(corpus), tokenizer, cache)
+  source = _source(corpus)
+  train, held_out = load(source, tokenizer, cache)
   wanted = [encode_documents(tokenizer, (d for d in documents if is_held_out(d, 10) == is_out)) for is_out in (0, 1)]
   for part, want in zip((train, held_out), wanted):
     np.testing.assert_array_equal(part.tokens, want.tokens)
     assert part.num_bytes == want.num_bytes
   assert isinstance(train.tokens, np.memmap)
-  assert list(origin) == ['files/corpus.txt', 'held_out']
+  assert list(source.describe()) == ['files/corpus.txt', 'held_out']
   (path,) = cache.iterdir()
   before = path.stat().mtime
-  again, _, _ = load_packed(_source(corpus), tokenizer, cache)
+  again, _ = load(_source(corpus), tokenizer, cache)
   np.testing.assert_array_equal(again.tokens, train.tokens)
   assert path.stat().mtime == before
-  load_packed(_source(corpus, percent=20.0), tokenizer, cache)
+  load(_source(corpus, percent=20.0), tokenizer, cache)
   assert len(list(cache.iterdir())) == 2
 
 
 def test_a_damaged_cache_is_named(tmp_path, corpus, tokenizer):
   cache = epath.Path(tmp_path)
-  load_packed(_source(corpus), tokenizer, cache)
+  load(_source(corpus), tokenizer, cache)
   (path,) = cache.iterdir()
   for name in ('train.bin', 'held_out.bin', 'index.json'):
     content = (path / name).read_bytes()
     for damaged in (content[: len(content) // 2], b'', content[:20] + bytes(20) + content[40:]):
       (path / name).write_bytes(damaged)
       with pytest.raises(ValueError, match=f'{path.name} is damaged'):
-        load_packed(_source(corpus), tokenizer, cache)
+        load(_source(corpus), tokenizer, cache)
     (path / name).write_bytes(content)
-  load_packed(_source(corpus), tokenizer, cache)
+  load(_source(corpus), tokenizer, cache)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'dtype': 'O'}, "dtype. 'uint16' or 'uint32'"),
+    ({'dtype': 'float64'}, "dtype. 'uint16' or 'uint32'"),
+    ({'num_tokens': 10**12}, 'train.bin has [0-9]+ bytes'),
+    ({'num_tokens': -1}, 'num_tokens" a whole number'),
+    ({'crc32': None}, 'index.json has no train/crc32'),
+    ({'num_bytes': 'many'}, 'num_bytes" a whole number'),
+  ],
+)
+def test_a_hostile_index(tmp_path, corpus, tokenizer, changes, message):
+  cache = epath.Path(tmp_path)
+  load(_source(corpus), tokenizer, cache)
+  (path,) = cache.iterdir()
+  index = json.loads((path / 'index.json').read_text())
+  index['train'] |= changes
+  (path / 'index.json').write_text(json.dumps(index))
+  with pytest.raises(ValueError, match=f'is damaged .*{message}.*: delete it') as info:
+    load(_source(corpus), tokenizer, cache)
+  assert '\n' not in str(info.value)
+
+
+def test_encoded_text_with_tokens_that_do_not_exist(tmp_path, corpus, tokenizer):
+  """Whoever changes the text can change its checksum as well."""
+  cache = epath.Path(tmp_path)
+  load(_source(corpus), tokenizer, cache)
+  (path,) = cache.iterdir()
+  tokens = np.fromfile(path / 'train.bin', np.uint16)
+  tokens[7] = tokenizer.vocab_size
+  tokens.tofile(path / 'train.bin')
+  index = json.loads((path / 'index.json').read_text())
+  index['train']['crc32'] = zlib.crc32(tokens)
+  (path / 'index.json').write_text(json.dumps(index))
+  with pytest.raises(ValueError, match='train.bin has token 300, and there are 300'):
+    load(_source(corpus), tokenizer, cache)
+
+
+@pytest.mark.parametrize('name', ['train.bin', 'index.json'])
+def test_encoded_text_that_is_no_file(tmp_path, corpus, tokenizer, name):
+  cache = epath.Path(tmp_path)
+  load(_source(corpus), tokenizer, cache)
+  (path,) = cache.iterdir()
+  (path / name).unlink()
+  os.mkfifo(path / name)
+  with pytest.raises(ValueError, match=f'is damaged .*{name} is not a regular file'):
+    load(_source(corpus), tokenizer, cache)
+
+
+def test_a_text_that_cannot_be_kept(tmp_path, corpus, tokenizer):
+  (tmp_path / 'cache').write_text('mine')
+  with pytest.raises(ValueError, match='cannot write .*cache/packed_.*: (Not a directory|File exists)'):
+    load(_source(corpus), tokenizer, epath.Path(tmp_path / 'cache'))
+
+
+@pytest.mark.slow
+def test_hostile_encoded_text(tmp_path, corpus, tokenizer):
+  cache = epath.Path(tmp_path)
+  load(_source(corpus), tokenizer, cache)
+  (path,) = cache.iterdir()
+  index, tally = json.loads((path / 'index.json').read_text()), Tally(path)
+  source = _source(corpus)
+  origin = source.describe()
+  for rng in rngs():
+    (path / 'index.json').write_bytes(mutated_json_text(index, rng))
+    tally.read(lambda: load_packed(source, tokenizer, cache, origin))
+  tally.check()
 
 
 def test_an_interrupted_encoding_leaves_nothing(tmp_path, corpus, tokenizer):
@@ -79,7 +157,7 @@ def test_an_interrupted_encoding_leaves_nothing(tmp_path, corpus, tokenizer):
 
   cache = epath.Path(tmp_path / 'cache')
   with pytest.raises(KeyboardInterrupt):
-    load_packed(Interrupted(Files((str(corpus),)), 10.0), tokenizer, cache)
+    load(Interrupted(Files((str(corpus),)), 10.0), tokenizer, cache)
   assert not list(cache.iterdir())
 
 
@@ -87,7 +165,7 @@ def test_the_order_of_files_is_part_of_the_cache(tmp_path, tokenizer):
   for name in 'ab':
     (tmp_path / f'{name}.txt').write_text('\n\n'.join(f'{name} {i}' for i in range(50)))
   paths, cache = [tmp_path / f'{name}.txt' for name in 'ab'], epath.Path(tmp_path / 'cache')
-  first, second = (load_packed(_source(*order, percent=1.0), tokenizer, cache)[0] for order in (paths, paths[::-1]))
+  first, second = (load(_source(*order, percent=1.0), tokenizer, cache)[0] for order in (paths, paths[::-1]))
   assert len(first.tokens) == len(second.tokens)
   assert (first.tokens != second.tokens).any()
 

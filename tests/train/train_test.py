@@ -262,7 +262,7 @@ def test_a_checkpoint_of_an_earlier_layout_is_refused(tmp_path, monkeypatch, con
     patch.setattr(train_module, 'init_state', earlier)
     patch.setattr(step_module, 'init_state', earlier)
     train_module.train(config, tmp_path)
-  with pytest.raises(ValueError, match='/12 is damaged or of another configuration'):
+  with pytest.raises(ValueError, match='/12 has all of its files, but is of another configuration or version'):
     train_module.train(config, tmp_path)
 
 
@@ -292,8 +292,9 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, capfd, config, straigh
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')  # reads still under way
 def test_a_checkpoint_of_another_network_is_refused(tmp_path, config, straight):
   shutil.copytree(straight[0], tmp_path, dirs_exist_ok=True)
+  (tmp_path / 'run.json').unlink()  # of a version that wrote none
   config.model.mlp_dim = 64
-  with pytest.raises(ValueError, match='of another configuration'):
+  with pytest.raises(ValueError, match='has all of its files, but is of another configuration'):
     train_module.train(config, tmp_path)
 
 

@@ -23,7 +23,7 @@ from spectr_jax.models.causal_lm import config_of
 from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
 from spectr_jax.models.int8 import check_savable
 
-_FILES = ('config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json')
+FILES = ('config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json')
 
 
 def _tensors(params: Mapping[str, Any], family: Family, config: CausalLMConfig, dtype: np.dtype):
@@ -77,7 +77,7 @@ def save_hub_model(
   layers.check_params(model.params, param_shapes(config))
   spec = {name: value for name, value in spec.items() if name not in ('torch_dtype', 'transformers_version')}
   spec |= {'dtype': param_dtype, 'bos_token_id': tokenizer.bos_id, 'eos_token_id': list(tokenizer.eos_ids)}
-  with new_folder(path, overwrite=overwrite, owned=lambda folder: _FILES) as folder:
+  with new_folder(path, overwrite=overwrite, owned=lambda folder: FILES) as folder:
     tensors = _tensors(model.params, family, config, jnp.dtype(param_dtype))
     # `save_file` would let no one else read the file.
     (folder / 'model.safetensors').write_bytes(save(tensors, metadata={'format': 'pt'}))

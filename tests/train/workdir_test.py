@@ -1,0 +1,373 @@
+"""What a WORKDIR knows of the run that made it, and files in it that are not the run's."""
+
+import json
+import os
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+from configs import base
+from configs import head as head_experiment
+from spectr_jax import load_model
+from spectr_jax.io.new_files import only_writer
+from spectr_jax.io.tokenizer import Tokenizer
+from tests.hostile import NUM_MUTATIONS, Tally, mutated_json, rngs
+from train import run_record
+from train.metrics import MetricWriter
+from train.run_record import HEAD_FIELDS, MODEL_FIELDS, RunRecord
+from train.train import train
+
+
+@pytest.fixture
+def run(tmp_path, finished):
+  """A copy of the finished run."""
+  shutil.copytree(finished, tmp_path / 'run', symlinks=True)
+  return tmp_path / 'run'
+
+
+@pytest.fixture
+def half(run):
+  """A copy of the run as it was at step 9."""
+  shutil.rmtree(run / 'checkpoints' / '12')
+  shutil.rmtree(run / 'model')
+  return run
+
+
+def content_of(folder):
+  return {str(path): path.read_bytes() for path in sorted(folder.rglob('*')) if path.is_file()}
+
+
+def notes_of(capfd):
+  """What a run has said beside its size, its progress and its metrics."""
+  out, err = capfd.readouterr()
+  assert not err
+  return [line for line in out.splitlines() if not re.match(r'\S+ parameters on|step \d+: |training |\s*$', line)]
+
+
+def refuse(config, workdir, message, **options):
+  """Training is refused in one line that matches, and nothing is changed."""
+  before = content_of(workdir)
+  with pytest.raises(ValueError, match=message) as info:
+    train(config, workdir, **options)
+  assert '\n' not in str(info.value)
+  assert len(str(info.value)) < 1500
+  assert content_of(workdir) == before
+
+
+def fields_of(config, prefix=''):
+  for name, value in config.items():
+    if hasattr(value, 'items'):
+      yield from fields_of(value, f'{prefix}{name}.')
+    else:
+      yield prefix + name
+
+
+def test_every_field_is_decided():
+  """A new field must get a place in the tables: does it determine the result?"""
+  assert set(fields_of(base.get_config())) == set(MODEL_FIELDS)
+  kinds = map(head_experiment.get_config, ('eagle3', 'medusa', 'model'))
+  assert {name for config in kinds for name in fields_of(config)} == set(HEAD_FIELDS)
+
+
+_DETERMINES = {
+  'seed': 1, 'batch_size': 8, 'learning_rate': 2e-2, 'warmup_steps': 3, 'weight_decay': 0.0, 'adam_b2': 0.9,
+  'max_grad_norm': 2.0, 'dropout': 0.1, 'seq_len': 12, 'held_out_percent': 20.0, 'patience': 2, 'distill_weight': 0.5,
+  'distill_dtype': 'bfloat16', 'model.mlp_dim': 64, 'model.num_layers': 2, 'model.num_heads': 1, 'model.embed_dim': 8,
+  'model.dtype': 'bfloat16',
+}  # fmt: skip
+
+
+def change(config, name, value):
+  place = config.model if name.startswith('model.') else config
+  place[name.removeprefix('model.')] = value
+
+
+def test_what_determines_the_result_is_refused_by_name(half, make_config):
+  assert set(_DETERMINES) | {'vocab_size'} == {
+    name for name, rule in MODEL_FIELDS.items() if rule is run_record.determines
+  } | {'held_out_percent'}
+  for name, value in _DETERMINES.items():
+    config = make_config()
+    was = config.model[name.removeprefix('model.')] if '.' in name else config[name]
+    change(config, name, value)
+    by_name = f'config.{name} is {value!r} and was {was!r}'
+    if name == 'held_out_percent':
+      by_name = 'the content of the text is .*20% of documents.* and was .*10% of documents'
+    refuse(config, half, f'run was begun with other settings: {by_name}')
+
+
+def test_all_differences_are_named(run, config):
+  config.update(seed=1, learning_rate=3.0)
+  refuse(config, run, r'config.seed is 1 and was 0; .*config.learning_rate is 3.0 and was 0.01')
+
+
+def test_other_content_is_refused_and_other_paths_are_not(half, tmp_path, make_config, documents):
+  config = make_config()
+  corpus = tmp_path / 'moved.txt'
+  shutil.copy(config.files, corpus)
+  shutil.copy(config.tokenizer, tmp_path / 'moved.json')
+  config.update(files=str(corpus), tokenizer=str(tmp_path / 'moved.json'), cache_dir=str(tmp_path / 'cache'))
+  assert train(config, half).step == 12
+  corpus.write_text(corpus.read_text() + '\n\none more document\n')
+  refuse(config, half, 'the content of the text is .* and was ')
+  config = make_config()
+  Tokenizer.train(documents[:200], config.vocab_size).save(tmp_path / 'moved.json')
+  config.tokenizer = str(tmp_path / 'moved.json')
+  refuse(config, half, "the content of config.tokenizer is '[0-9a-f]{16}' and was '[0-9a-f]{16}'")
+
+
+def test_another_teacher_in_the_same_place_is_refused(tmp_path, finished, make_config):
+  config = make_config()
+  teacher = tmp_path / 'teacher'
+  shutil.copytree(finished / 'model', teacher)
+  config.update(distill_from=str(teacher), num_steps=4)
+  train(config, tmp_path / 'run')
+  moved = tmp_path / 'moved'
+  teacher.rename(moved)
+  config.distill_from = str(moved)
+  assert train(config, tmp_path / 'run').step == 4
+  other = make_config()
+  other.update(seed=1, num_steps=3)
+  train(other, tmp_path / 'other')
+  config.distill_from = str(tmp_path / 'other' / 'model')
+  refuse(config, tmp_path / 'run', "the content of config.distill_from is '[0-9a-f]+' and was '[0-9a-f]+'")
+  config.distill_from = ''
+  refuse(config, tmp_path / 'run', "the content of config.distill_from is '' and was '[0-9a-f]+'")
+
+
+def test_what_may_change_changes_nothing(half, finished, config, capfd):
+  changes = dict(log_every=5, checkpoint_every=2, keep_checkpoints=5, eval_every=4, eval_batches=1, remat=True)
+  config.update(changes, mesh='data:1')
+  train(config, half)
+  params, wanted = (load_model(path / 'model')[0].params for path in (half, finished))
+  jax.tree.map(np.testing.assert_array_equal, params, wanted)
+  config.num_microbatches = 2  # another order of sums
+  train(config, half)
+  assert not notes_of(capfd)
+
+
+@pytest.mark.slow
+def test_what_only_matters_with_dropout_or_patience(tmp_path, make_config):
+  for name, value, changes in (
+    ('dropout', 0.1, {'num_microbatches': 2}),
+    ('patience', 2, {'eval_every': 3}),
+    ('patience', 2, {'eval_batches': 3}),
+  ):
+    config = make_config()
+    config.update(num_steps=3, **{name: value})
+    workdir = tmp_path / next(iter(changes))
+    train(config, workdir)
+    config.update(changes)
+    refuse(config, workdir, f'config.{next(iter(changes))} is {next(iter(changes.values()))} and was')
+
+
+def test_another_number_of_steps_is_recorded_and_said(half, config, capfd):
+  config.num_steps = 15
+  train(config, half)
+  line = 'config.num_steps was 12 up to step 9 and is 15 from here on, and so is the schedule of the learning rate'
+  assert notes_of(capfd) == [line]
+  assert json.loads((half / 'run.json').read_text())['num_steps'] == [[0, 12], [9, 15]]
+  config.num_steps = 12
+  refuse(config, half, 'run is at step 15, beyond config.num_steps 12')
+  config.num_steps = 15
+  train(config, half)
+  assert not notes_of(capfd)
+
+
+def test_nothing_is_left_of_a_run_that_has_saved_nothing(half, config):
+  shutil.rmtree(half / 'checkpoints')
+  config.seed = 1
+  assert train(config, half).step == 12
+  assert json.loads((half / 'run.json').read_text())['settings']['config.seed'] == 1
+  # A model is something that is left.
+  shutil.rmtree(half / 'checkpoints')
+  config.seed = 0
+  refuse(config, half, 'config.seed is 0 and was 1')
+
+
+def test_a_run_of_a_version_without_records_continues(half, config, capfd):
+  (half / 'run.json').unlink()
+  train(config, half)
+  (line,) = notes_of(capfd)
+  assert 'was begun without a record of its settings' in line
+  config.seed = 1
+  refuse(config, half, 'config.seed is 1 and was 0')
+
+
+def test_a_checkpoint_without_checksums_is_said_to_be_unchecked(half, config, capfd):
+  (half / 'checkpoints' / '9' / 'checksums.json').unlink()
+  train(config, half)
+  (line,) = notes_of(capfd)
+  assert re.search('checkpoint .*/9 has no checksums: it is read without a check', line)
+
+
+def test_a_head_is_not_trained_where_a_model_was(half, config):
+  record = RunRecord(epath.Path(half), config, HEAD_FIELDS, 'train.head', {})
+  with pytest.raises(ValueError, match="was begun by 'train.main', not by train.head: take another one"):
+    record.check()
+
+
+@pytest.mark.parametrize(
+  ('content', 'message'),
+  [
+    ('{"mine": 1}', 'run.json is not the record of a training run'),
+    ('[1]', 'run.json must hold an object'),
+    ('', 'run.json is damaged'),
+    ('[' * 10**5, 'run.json is damaged: it is nested too deeply'),
+    (None, 'run.json is not a regular file'),
+  ],
+)
+def test_a_record_that_is_none(half, config, content, message):
+  (half / 'run.json').unlink()
+  if content is None:
+    os.mkfifo(half / 'run.json')
+  else:
+    (half / 'run.json').write_text(content)
+  refuse(config, half, message + '.*: move it away to train here')
+
+
+@pytest.mark.slow
+def test_hostile_records(half, config):
+  path, content = half / 'run.json', json.loads((half / 'run.json').read_text())
+  settings = {name: value for name, value in content['settings'].items() if not name.startswith('config.')}
+  tally, notes = Tally(half), set()
+
+  def read():
+    record = RunRecord(epath.Path(half), config, MODEL_FIELDS, 'train.main', settings)
+    record.check()
+    notes.add(record.write(9)[:60])
+
+  for rng in rngs():
+    path.write_bytes(json.dumps(mutated_json(content, rng)).encode())
+    tally.read(read)
+  tally.check(NUM_MUTATIONS)
+  assert tally.num_read < NUM_MUTATIONS / 3
+  path.write_text(json.dumps(content))
+  read()
+
+
+def file_in_its_place(path):
+  path.write_text('mine')
+
+
+def link_to_a_file(path):
+  (path.parent / 'elsewhere').write_text('mine')
+  path.symlink_to(path.parent / 'elsewhere')
+
+
+def link_to_itself(path):
+  path.symlink_to(path)
+
+
+def folder_with_a_file_of_that_name(path):
+  path.mkdir()
+  (path / 'tokenizer.json').write_text('mine')
+
+
+@pytest.mark.parametrize(
+  ('put', 'message'),
+  [
+    (file_in_its_place, 'exists and is not a folder that can be replaced'),
+    (link_to_a_file, 'elsewhere exists and is not a folder that can be replaced'),
+    (link_to_itself, 'model exists and is not a folder that can be replaced'),
+    (folder_with_a_file_of_that_name, 'model/tokenizer.json is not replaced: it is no file of what is overwritten'),
+  ],
+)
+def test_a_model_that_could_not_be_written_is_said_at_once(half, config, put, message):
+  put(half / 'model')
+  refuse(config, half, message)
+
+
+def test_links_to_folders_are_followed_and_files_of_users_stay(half, tmp_path, config):
+  (tmp_path / 'elsewhere').mkdir()
+  (tmp_path / 'elsewhere' / 'notes.txt').write_text('mine')
+  (half / 'model').symlink_to(tmp_path / 'elsewhere')
+  train(config, half)
+  assert (half / 'model').is_symlink()
+  assert (tmp_path / 'elsewhere' / 'notes.txt').read_text() == 'mine'
+  load_model(half / 'model')
+  (half / 'model').unlink()
+  (half / 'model').symlink_to(tmp_path / 'nothing')
+  train(config, half)
+  load_model(tmp_path / 'nothing')
+
+
+def test_a_model_that_no_run_wrote_there_stays(tmp_path, finished, config):
+  shutil.copytree(finished / 'model', tmp_path / 'model')
+  refuse(config, tmp_path, 'has a result, and no training wrote it there: take another --workdir')
+
+
+def test_two_trainings_in_one_directory(half, config):
+  with only_writer(half / 'checkpoints'):
+    refuse(config, half, 'checkpoints is being written by another process')
+  train(config, half)
+  assert not [path for path in half.iterdir() if path.name.endswith('.lock')]
+
+
+def test_a_refused_run_gives_the_directory_free(half, make_config):
+  config = make_config()
+  config.seq_len = 12
+  for _ in range(2):
+    refuse(config, half, 'config.seq_len is 12')
+  (half / 'checkpoints' / '9' / 'default' / 'manifest.ocdbt').write_bytes(b'')
+  for _ in range(2):
+    refuse(make_config(), half, 'is damaged')
+
+
+@pytest.mark.parametrize('name', ['metrics.jsonl', 'damaged_checkpoints', 'checkpoints', 'data'])
+@pytest.mark.parametrize('kind', ['file', 'pipe', 'link to itself', 'folder'])
+def test_other_things_with_the_names_of_files_of_a_run(tmp_path, config, name, kind):
+  path = tmp_path / name
+  if kind == 'folder':
+    if name != 'metrics.jsonl':
+      return  # as it should be
+    path.mkdir()
+  elif kind == 'file':
+    path.write_text('mine')
+  elif kind == 'pipe':
+    os.mkfifo(path)
+  else:
+    path.symlink_to(path)
+  refuse(config, tmp_path, f'{name}')
+  assert sorted(os.listdir(tmp_path)) == sorted([name])
+
+
+@pytest.mark.parametrize(
+  'content',
+  ['hello', 'hello\n', '{"step": 3}\nhello\n', '{"step": -1}\n', '{"step": "3"}\n', '{"step": 3', '{"step": 1}\n\n[]'],
+)
+def test_a_log_that_is_none_is_not_cut(half, config, content):
+  log = (half / 'metrics.jsonl').read_text()
+  if content != '{"step": 3':  # the line that a killed process leaves
+    (half / 'metrics.jsonl').write_text(content)
+    refuse(config, half, r'line \d of .*metrics.jsonl is not of a training log: move the file to another place')
+  (half / 'metrics.jsonl').write_text(log + '{"step": 13, "train_l')
+  train(config, half)
+  assert all(json.loads(line) for line in (half / 'metrics.jsonl').read_text().splitlines())
+
+
+def test_a_log_of_others_is_not_continued(tmp_path, config):
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 3, "loss": 1}\n')
+  refuse(config, tmp_path, 'metrics.jsonl is there before the first training in .*: move it to another place')
+
+
+def test_a_log_behind_a_link_is_kept_there(half, tmp_path, config):
+  (half / 'metrics.jsonl').rename(tmp_path / 'log')
+  (half / 'metrics.jsonl').symlink_to(tmp_path / 'log')
+  train(config, half)
+  assert (half / 'metrics.jsonl').is_symlink()
+  assert 'final_loss' in (tmp_path / 'log').read_text()
+
+
+def test_events_of_two_runs_within_a_second_are_two_files(tmp_path):
+  for step in range(3):
+    writer = MetricWriter(epath.Path(tmp_path), step)
+    writer.write(step + 1, {'loss': 1.0})
+    writer.close()
+  events = [path for path in tmp_path.iterdir() if 'tfevents' in path.name]
+  assert len(events) == 3
+  assert min(path.stat().st_size for path in events) > 60
