@@ -157,7 +157,7 @@ def test_a_token_that_the_target_does_not_have_is_named(tokenizer):
   )
   _fails(_chat(decoder, padded), 'x', "the token '<pad>' of id 300, and the target has ids from 0 to 299")
   nothing = HubTokenizer.from_parts(tiny_hub.backend(), bos_id=None, eos_ids=(41,), add_bos=False, chat_template='')
-  _fails(_chat(decoder, nothing), 'x', 'the chat template writes nothing')
+  _fails(_chat(decoder, nothing), 'x', 'the chat template is empty')
 
 
 def test_a_conversation_survives_what_is_typed(decoder, tokenizer, monkeypatch, capsys):

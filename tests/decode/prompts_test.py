@@ -412,7 +412,7 @@ def test_the_number_of_ids_is_that_of_the_target(tmp_path, monkeypatch):
 def test_prompts_without_tokens_are_named():
   nothing = _hub_tokenizer(chat_template='')
   room = {'max_new_tokens': 4, 'max_length': 200}
-  with pytest.raises(ValueError, match='--prompt: the chat template writes nothing'):
+  with pytest.raises(ValueError, match='--prompt: the chat template is empty'):
     encode_prompts(as_conversations([Prompt('owl')]), nothing, **room)
   backend = tiny_hub.backend()
   backend.normalizer = normalizers.Replace('owl', '')

@@ -648,8 +648,11 @@ def test_truncated_files_are_refused(tmp_path):
     ({'metadata': {'llama.attention.scale': 0.5}}, 'llama.attention.scale 0.5 is not supported'),
     ({'metadata': {'llama.expert_count': 'eight'}}, 'llama.expert_count must be a whole number'),
     ({'metadata': {'llama.rope.scaling.type': 3}}, 'llama.rope.scaling.type must be a text'),
-    ({'metadata': {'tokenizer.ggml.eos_token_id': 10**6}}, 'eos_token_id 1000000 is beyond the 40 tokens'),
-    ({'metadata': {'tokenizer.ggml.eot_token_id': 40}}, 'eot_token_id 40 is beyond the 40 tokens'),
+    (
+      {'metadata': {'tokenizer.ggml.eos_token_id': 10**6}},
+      'eos_token_id must be a whole number from 0 to 2, got 1000000',
+    ),
+    ({'metadata': {'tokenizer.ggml.eot_token_id': 40}}, 'eot_token_id must be a whole number from 0 to 2, got 40'),
     ({'metadata': {'tokenizer.ggml.eos_token_id': 2**32 - 1}}, 'eos_token_id must be a whole number from 0'),
     ({'metadata': {'tokenizer.ggml.eos_token_id': 'x'}}, 'eos_token_id must be a whole number from 0'),
     ({'metadata': {'general.alignment': 0}}, 'general.alignment must be a positive number, got 0'),
