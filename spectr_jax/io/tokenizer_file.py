@@ -252,6 +252,8 @@ def check_merges(pairs: Sequence[Sequence[str]], tokens: Mapping[str, int], wher
   Raises:
     ValueError: A pair does not.
   """
+  if not prefix and all(map(tokens.__contains__, map(''.join, pairs))):
+    return
   start = len(prefix)
   for left, right in pairs:
     if left + right[start:] not in tokens or not right.startswith(prefix):
@@ -274,7 +276,7 @@ def _steps(content: Any, section: str, where: str) -> Iterator[dict[str, Any]]:
       waiting += reversed(
         check_object(step, {name: list_of(ANYTHING, _MOST_STEPS)}, f'{where}: {section}').get(name) or []
       )
-    elif kind not in _STEPS[section]:
+    elif kind is None or kind not in _STEPS[section]:
       known = ', '.join(['Sequence', *_STEPS[section]])
       raise ValueError(f'{where}: {section} has the unknown type {shown(kind)}; known are {known}')
     else:
