@@ -302,9 +302,9 @@ def _check_template(step: dict[str, Any], where: str) -> None:
     missing = {piece['SpecialToken'].get('id') for piece in pieces if piece.get('SpecialToken')} - set(known)
     if missing:
       raise ValueError(f'{where}: {name} has the token {shown(missing.pop())}, which is not among special_tokens')
-    sequences = [piece['Sequence'].get('id') for piece in pieces if piece.get('Sequence')]
-    if len(set(sequences)) < len(sequences):
-      raise ValueError(f'{where}: {name} has a text twice')
+    texts = [piece['Sequence'].get('id') for piece in pieces if piece.get('Sequence')]
+    if len(set(texts)) < len(texts) or (name == 'single' and texts != ['A']):
+      raise ValueError(f'{where}: {name} must have every text once')
 
 
 def _check_charsmap(text: str, where: str) -> None:

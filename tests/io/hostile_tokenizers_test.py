@@ -131,7 +131,7 @@ def _step(rng, section):
         'add_prefix_space': flag(),
       },
       {
-        'type': 'TemplateProcessing', 'single': pieces[: rng.randrange(3)], 'pair': pieces[: rng.randrange(3)],
+        'type': 'TemplateProcessing', 'single': pieces[rng.randrange(3) :], 'pair': pieces[: rng.randrange(3)],
         'special_tokens': {
           '<s>': {'id': '<s>', 'ids': [index] * rng.randrange(3), 'tokens': ['<s>'] * rng.randrange(3)},
         },
