@@ -18,6 +18,9 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
+from spectr_jax.io.backend import Backend, guarded
+from spectr_jax.io.foreign import named
+
 # Takes more ids, and whether they are the last; gives the text that is new.
 TextDecoder = Callable[[Iterable[int], bool], str]
 _BYTE_TOKEN = re.compile('<0x[0-9A-Fa-f]{2}>')
@@ -122,7 +125,7 @@ class TokenBytes(dict[int, bytes]):
   Special tokens, and ids without a token, have no bytes.
   """
 
-  def __init__(self, backend: tokenizers.Tokenizer):
+  def __init__(self, backend: tokenizers.Tokenizer | Backend):
     """Reads how the tokenizer spells bytes.
 
     Args:
@@ -132,9 +135,10 @@ class TokenBytes(dict[int, bytes]):
       ValueError: Its decoder makes a text of several tokens that is not those of each; the message names the step.
     """
     super().__init__()
-    found = backend.decoder
-    self._rules = _Rules(None if found is None else json.loads(found.__getstate__()))
-    self._backend = backend
+    self._backend = Backend(backend)
+    found = self._backend.decoder
+    with named(self._backend.name):
+      self._rules = _Rules(None if found is None else json.loads(found.__getstate__()))
 
   @functools.cached_property
   def _added(self) -> dict[int, tokenizers.AddedToken]:
@@ -158,7 +162,7 @@ class TokenBytes(dict[int, bytes]):
     # Tokens that stand beside the vocabulary are looked for in texts, not in bytes.
     is_text = index in self._added and self._backend.model.id_to_token(index) is None
     for function in rules.of_token:
-      token = function(token)
+      token = guarded(self._backend.name, function, token)
     if rules.spelling == 'ByteFallback' and _BYTE_TOKEN.fullmatch(token):
       return bytes([int(token[3:5], 16)])
     if rules.spelling == 'ByteLevel' and not is_text:

@@ -19,7 +19,6 @@ from etils import epath
 
 from spectr_jax.io.backend import Backend, guarded
 from spectr_jax.io.foreign import (
-  ANYTHING,
   FLAG,
   TEXT,
   Kind,
@@ -55,6 +54,10 @@ def _text_of(most: int) -> Kind:
   return Kind(f'a text of at most {most} characters', lambda x: TEXT.is_valid(x) and len(x) <= most)
 
 
+def _long_list(most: int) -> Kind:
+  return Kind(f'a list of at most {most:,}', lambda x: type(x) is list and len(x) <= most)
+
+
 TOKEN = _text_of(MOST_CHARACTERS)
 TOKEN_ID = whole(0, MOST_ID)
 _SHORT_TEXT = Kind(
@@ -76,7 +79,7 @@ def _is_vocab(x: Any) -> bool:
 _MODEL = {
   'type': one_of('BPE', 'WordPiece', 'WordLevel', 'Unigram'),
   'vocab': Kind(f'at most {MOST_TOKENS} tokens with an id of its own each, up to {MOST_ID}, or with scores', _is_vocab),
-  'merges': list_of(ANYTHING, MOST_MERGES),
+  'merges': _long_list(MOST_MERGES),
   'unk_token': TOKEN,
   'unk_id': whole(0, MOST_TOKENS),
   'dropout': one_of(0, 0.0),  # others give a text other ids each time
@@ -98,7 +101,7 @@ _ADDED = {
 }
 _FILE = {
   'version': one_of('1.0'),
-  'added_tokens': list_of(ANYTHING, _MOST_ADDED),
+  'added_tokens': _long_list(_MOST_ADDED),
   'normalizer': object_of({}),
   'pre_tokenizer': object_of({}),
   'post_processor': object_of({}),
@@ -252,6 +255,8 @@ def check_merges(pairs: Sequence[Sequence[str]], tokens: Mapping[str, int], wher
   Raises:
     ValueError: A pair does not.
   """
+  if not prefix and all(map(tokens.__contains__, map(''.join, pairs))):
+    return
   start = len(prefix)
   for left, right in pairs:
     if left + right[start:] not in tokens or not right.startswith(prefix):
@@ -271,10 +276,8 @@ def _steps(content: Any, section: str, where: str) -> Iterator[dict[str, Any]]:
     kind = check_object(step, {'type': TEXT}, f'{where}: {section}').get('type')
     if kind == 'Sequence':
       name = _SEQUENCES[section]
-      waiting += reversed(
-        check_object(step, {name: list_of(ANYTHING, _MOST_STEPS)}, f'{where}: {section}').get(name) or []
-      )
-    elif kind not in _STEPS[section]:
+      waiting += reversed(check_object(step, {name: _long_list(_MOST_STEPS)}, f'{where}: {section}').get(name) or [])
+    elif kind is None or kind not in _STEPS[section]:
       known = ', '.join(['Sequence', *_STEPS[section]])
       raise ValueError(f'{where}: {section} has the unknown type {shown(kind)}; known are {known}')
     else:
@@ -300,9 +303,9 @@ def _check_template(step: dict[str, Any], where: str) -> None:
     missing = {piece['SpecialToken'].get('id') for piece in pieces if piece.get('SpecialToken')} - set(known)
     if missing:
       raise ValueError(f'{where}: {name} has the token {shown(missing.pop())}, which is not among special_tokens')
-    sequences = [piece['Sequence'].get('id') for piece in pieces if piece.get('Sequence')]
-    if len(set(sequences)) < len(sequences):
-      raise ValueError(f'{where}: {name} has a text twice')
+    texts = [piece['Sequence'].get('id') for piece in pieces if piece.get('Sequence')]
+    if len(set(texts)) < len(texts) or (name == 'single' and texts != ['A']):
+      raise ValueError(f'{where}: {name} must have every text once')
 
 
 def _check_charsmap(text: str, where: str) -> None:

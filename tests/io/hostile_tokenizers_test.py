@@ -56,7 +56,6 @@ def _word_level():
   found = tokenizers.Tokenizer(models.WordLevel({'[UNK]': 0, 'the': 1, 'owl': 2, '<s>': 3}, '[UNK]'))
   found.normalizer = normalizers.BertNormalizer()
   found.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Digits(True)])
-  found.decoder = decoders.CTC()
   found.add_special_tokens(['<s>'])
   return found
 
@@ -132,7 +131,7 @@ def _step(rng, section):
         'add_prefix_space': flag(),
       },
       {
-        'type': 'TemplateProcessing', 'single': pieces[: rng.randrange(3)], 'pair': pieces[: rng.randrange(3)],
+        'type': 'TemplateProcessing', 'single': pieces[rng.randrange(3) :], 'pair': pieces[: rng.randrange(3)],
         'special_tokens': {
           '<s>': {'id': '<s>', 'ids': [index] * rng.randrange(3), 'tokens': ['<s>'] * rng.randrange(3)},
         },
@@ -185,7 +184,7 @@ def test_tokenizer_files_of_other_rules(kind, tmp_path):
     path.write_text(content)
     tally.read(lambda: _use(load_hub_tokenizer(tmp_path)), content[:3000])
   tally.check()
-  assert tally.num_read > 1000
+  assert tally.num_read > 500
 
 
 @pytest.mark.slow

@@ -110,7 +110,9 @@ def test_the_end_of_a_word_is_a_space_wherever_the_text_is_cut():
   ],
 )
 def test_decoders_of_several_tokens_are_refused_by_name(decoder, name):
-  with pytest.raises(ValueError, match=f"^the tokenizer's decoder {name} .*so that tokens have no text of their own"):
+  with pytest.raises(
+    ValueError, match=f"^the vocabulary: the tokenizer's decoder {name} .*so that tokens have no text"
+  ):
     HubTokenizer.from_parts(_backend(decoder), bos_id=None, eos_ids=(0,), add_bos=False)
 
 

@@ -145,7 +145,11 @@ def _refusal(tmp_path, function):
         'type': 'TemplateProcessing', 'single': [{'Sequence': {'id': 'A', 'type_id': 0}}] * 50, 'pair': [],
         'special_tokens': {},
       }),
-      'single has a text twice',
+      'single must have every text once',
+    ),
+    (
+      _spec(post_processor={'type': 'TemplateProcessing', 'single': [], 'pair': [], 'special_tokens': {}}),
+      'single must have every text once',
     ),
   ],
 )  # fmt: skip
