@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from spectr_jax.methods import Method
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw
-from spectr_jax.verify import Verdict, Verifier
+from spectr_jax.verifiers import Verdict, Verifier
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from spectr_jax import Method, register
 from spectr_jax.couplings import Pick, SelectionExplanation
 from spectr_jax.couplings.coupling import ratio
 from spectr_jax.proposal import Independent
-from spectr_jax.verify import Block
+from spectr_jax.verifiers import Block
 
 
 @dataclasses.dataclass(frozen=True)

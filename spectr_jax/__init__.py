@@ -32,8 +32,8 @@ from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.tree import TokenTree
 from spectr_jax.tree_search import optimal_factors
-from spectr_jax.verification import Verification, verify
-from spectr_jax.verify import Verdict, Verifier
+from spectr_jax.verifiers import Verdict, Verifier
+from spectr_jax.verify import Verification, verify
 
 if TYPE_CHECKING:
   from spectr_jax import testing, theory

@@ -9,7 +9,7 @@ import numpy as np
 from spectr_jax.couplings import KSeq, Maximal, MaximalAfter, OverAccept, Race, Recursive, SingleDraft
 from spectr_jax.proposal import FirstArrivals, Independent, ProposalRule, WithoutReplacement
 from spectr_jax.tree import TokenTree
-from spectr_jax.verify import Block, GreedyBlock, RaceTraversal, SeedExact, Traversal, Verifier, Walk
+from spectr_jax.verifiers import Block, GreedyBlock, RaceTraversal, SeedExact, Traversal, Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)

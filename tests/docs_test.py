@@ -19,7 +19,7 @@ import pytest
 from documented import ROOT, Command
 
 import spectr_jax
-from spectr_jax import METHODS, TokenTree, couplings, draft, generate, table, testing, theory, transformer, verify
+from spectr_jax import METHODS, TokenTree, couplings, draft, generate, table, testing, theory, transformer
 from spectr_jax.testing import chi_square, prove
 
 _DOCS = ROOT / 'docs'
@@ -97,7 +97,7 @@ def test_pages_are_in_the_navigation(page):
 def test_everything_public_is_in_the_reference():
   listed = set(re.findall(r'^::: (\S+)$', _read('api.md'), re.MULTILINE))
   names = set()
-  for package in (spectr_jax, couplings, draft, testing, theory, verify):
+  for package in (spectr_jax, couplings, draft, testing, theory, verifiers):
     for name in package.__all__:
       thing = getattr(package, name)
       if inspect.ismodule(thing) or not hasattr(thing, '__qualname__'):
@@ -125,7 +125,7 @@ def test_named_files_exist(page):
 
 @pytest.mark.parametrize('page', documented.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_named_objects_exist(page):
-  """Dotted names of the library in code, `spectr_jax.verify.Walk`, and the arguments of their calls."""
+  """Dotted names of the library in code, `spectr_jax.verifiers.Walk`, and the arguments of their calls."""
   text = page.read_text(encoding='utf-8')
   for name, argument in re.findall(r'(?<![\w/])spectr_jax((?:\.[A-Za-z]\w*)+)(?:\((\w+)\(\)\))?', text):
     pkgutil.resolve_name(f'spectr_jax{name}')  # a module comes before a function of its package with the same name

@@ -24,7 +24,7 @@ from spectr_jax.testing import (
   random_tables,
   sample_counts,
 )
-from spectr_jax.verify import Walk
+from spectr_jax.verifiers import Walk
 
 # (tree, vocabulary, tokens compared): several rounds each, since a round emits at most L + 1 tokens.
 _SMALL = [

@@ -19,7 +19,7 @@ from spectr_jax.couplings import (
 from spectr_jax.methods import Method
 from spectr_jax.proposal import FirstArrivals, Independent, WithoutReplacement
 from spectr_jax.testing import CONTROLS
-from spectr_jax.verify import Block, GreedyBlock, SeedExact, Traversal, Verifier, Walk
+from spectr_jax.verifiers import Block, GreedyBlock, SeedExact, Traversal, Verifier, Walk
 
 CHAIN, CHAINS, PREFIX, UNEQUAL = (
   TokenTree.chains(1, 3),

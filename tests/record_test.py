@@ -12,7 +12,7 @@ from spectr_jax import METHODS, Proposal, TokenTree, generate
 from spectr_jax.couplings import Race
 from spectr_jax.engine.trace import make_judge, trace_decode
 from spectr_jax.models import table
-from spectr_jax.verify import Verifier, Walk
+from spectr_jax.verifiers import Verifier, Walk
 from tests.slow import slow
 
 V, ROWS = 6, 256

@@ -29,7 +29,7 @@ from spectr_jax.testing import (
   sample_counts,
   tiny_transformers,
 )
-from spectr_jax.verify import Verdict, Walk
+from spectr_jax.verifiers import Verdict, Walk
 
 
 def test_chi_square_is_pearsons():

@@ -12,7 +12,7 @@ import numpy as np
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, TokenTree
 from spectr_jax.engine.trace import Judge, Judgement, Trace, TracedRound
 from spectr_jax.io.tokenizer import TokenizerBase
-from spectr_jax.verify import Decisions, Record
+from spectr_jax.verifiers import Decisions, Record
 
 NUM_SHOWN = 6  # likeliest tokens of a distribution
 

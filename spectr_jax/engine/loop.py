@@ -30,8 +30,8 @@ from spectr_jax.ops.platforms import by_platform
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree
-from spectr_jax.verification import decide_rows, emitted
-from spectr_jax.verify import Record, Verdict
+from spectr_jax.verifiers import Record, Verdict
+from spectr_jax.verify import decide_rows, emitted
 
 # Scopes in compiled programs: of the loop, and of the parts of a round.
 ROUNDS = 'rounds'

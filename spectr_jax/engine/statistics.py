@@ -11,8 +11,8 @@ from spectr_jax.proposal import Proposal
 from spectr_jax.row_tree import RowTree
 from spectr_jax.theory import given_optimum, optimal_acceptance
 from spectr_jax.tree import TokenTree
-from spectr_jax.verify import Verdict
-from spectr_jax.verify.position import has_drawn_children
+from spectr_jax.verifiers import Verdict
+from spectr_jax.verifiers.position import has_drawn_children
 
 
 @jax.tree_util.register_dataclass

@@ -21,7 +21,7 @@ from spectr_jax.model import Model
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SAMPLING_NAMES
 from spectr_jax.tree import TokenTree
-from spectr_jax.verify import Record, Verdict
+from spectr_jax.verifiers import Record, Verdict
 
 
 @dataclasses.dataclass(frozen=True)

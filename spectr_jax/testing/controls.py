@@ -13,7 +13,7 @@ import numpy as np
 from spectr_jax.couplings import Coupling, KSeq, Maximal, MaximalAfter, Outcome, Race, SingleDraft
 from spectr_jax.methods import Method
 from spectr_jax.proposal import Independent
-from spectr_jax.verify import Block, GreedyBlock, RaceTraversal, Verifier, Walk
+from spectr_jax.verifiers import Block, GreedyBlock, RaceTraversal, Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from decode.experiment.options import DecodeOptions
 from spectr_jax import METHODS, Method
 from spectr_jax.couplings import Explanation, Maximal
 from spectr_jax.proposal import Independent
-from spectr_jax.verify import Verifier, Walk
+from spectr_jax.verifiers import Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,7 @@ _BROKEN = """
   from spectr_jax import Method, register
   from spectr_jax.couplings import Maximal, SingleDraft
   from spectr_jax.proposal import Independent
-  from spectr_jax.verify import Block, Walk
+  from spectr_jax.verifiers import Block, Walk
 
 
   class WrongResidual(Maximal):
@@ -137,7 +137,7 @@ _RAISES = """
   from spectr_jax import Method, register
   from spectr_jax.couplings import Maximal
   from spectr_jax.proposal import Independent
-  from spectr_jax.verify import Walk
+  from spectr_jax.verifiers import Walk
 
 
   class Raises(Walk):

@@ -11,8 +11,8 @@ from spectr_jax.couplings.coupling import ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent, Proposal, ProposalRule, WithoutReplacement
 from spectr_jax.sampling import positive_part
-from spectr_jax.verify.record import Decisions, Record, run_steps
-from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
+from spectr_jax.verifiers.record import Decisions, Record, run_steps
+from spectr_jax.verifiers.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
 
 
 @jax.tree_util.register_dataclass

@@ -17,9 +17,9 @@ from spectr_jax.ops.on_demand import map_needed
 from spectr_jax.ops.platforms import by_platform
 from spectr_jax.proposal import Independent, Proposal, ProposalRule
 from spectr_jax.sampling import draw
-from spectr_jax.verify.position import Position, next_position
-from spectr_jax.verify.record import Decisions, Record, run_steps
-from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
+from spectr_jax.verifiers.position import Position, next_position
+from spectr_jax.verifiers.record import Decisions, Record, run_steps
+from spectr_jax.verifiers.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
 
 _GIVEN = Given()
 # Positions whose thresholds an accelerator finds together; chains rarely have more with several candidates.

@@ -16,7 +16,7 @@ from spectr_jax.couplings import MaximalAfter, Race
 from spectr_jax.proposal import Independent
 from spectr_jax.testing import enumeration, enumeration_error, random_tables
 from spectr_jax.theory import given_optimum
-from spectr_jax.verify import Block, RaceTraversal, Walk
+from spectr_jax.verifiers import Block, RaceTraversal, Walk
 from tests.slow import slow_but
 
 _FINE = Race(num_classes=80, octave_bits=3, num_rounds=60)

@@ -17,9 +17,9 @@ from spectr_jax.ops.token_sums import sums_of_rows
 from spectr_jax.ops.tree_steps import first_kept, race_credits
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
-from spectr_jax.verify.contexts import Contexts, contexts_of, slots_of
-from spectr_jax.verify.record import Decisions, Record
-from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
+from spectr_jax.verifiers.contexts import Contexts, contexts_of, slots_of
+from spectr_jax.verifiers.record import Decisions, Record
+from spectr_jax.verifiers.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
 
 # The number of races that an accelerator solves together; chains rarely have more contexts with several candidates.
 RACES_AT_ONCE = 8

@@ -11,8 +11,8 @@ import numpy as np
 
 from spectr_jax.proposal import Proposal
 from spectr_jax.tree import TokenTree
-from spectr_jax.verify.position import has_drawn_children
-from spectr_jax.verify.verifier import Tree
+from spectr_jax.verifiers.position import has_drawn_children
+from spectr_jax.verifiers.verifier import Tree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 from guesses import CHAIN, CHAINS, DISTINCT, DUPLICATES, RAN_OUT, RAN_OUT_BELOW, UNEQUAL, make_guesses
 
 from spectr_jax.couplings.kseq import KSeq
-from spectr_jax.verify.walk import Walk
+from spectr_jax.verifiers.walk import Walk
 from tests.slow import slow
 
 

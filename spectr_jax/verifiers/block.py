@@ -12,9 +12,9 @@ from spectr_jax.couplings.explanation import Explanation, SelectionExplanation
 from spectr_jax.couplings.selection import Pick, Selection
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
-from spectr_jax.verify.position import Position, next_position
-from spectr_jax.verify.record import Decisions, Record, run_steps
-from spectr_jax.verify.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
+from spectr_jax.verifiers.position import Position, next_position
+from spectr_jax.verifiers.record import Decisions, Record, run_steps
+from spectr_jax.verifiers.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
 
 
 @jax.tree_util.register_dataclass

@@ -23,7 +23,7 @@ from guesses import (
 
 from spectr_jax import Proposal, TokenTree
 from spectr_jax.testing import chi_square
-from spectr_jax.verify.greedy_block import Modifications
+from spectr_jax.verifiers.greedy_block import Modifications
 from tests.slow import slow
 
 _ONE = np.eye(5)

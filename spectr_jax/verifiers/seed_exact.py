@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import FirstArrivals
 from spectr_jax.sampling import arrivals, first_arrival
-from spectr_jax.verify.position import Position, next_position
-from spectr_jax.verify.record import Decisions, Record, run_steps
-from spectr_jax.verify.verifier import RecordedVerifier, Verdict, with_arrays
+from spectr_jax.verifiers.position import Position, next_position
+from spectr_jax.verifiers.record import Decisions, Record, run_steps
+from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, with_arrays
 
 
 @dataclasses.dataclass(frozen=True)

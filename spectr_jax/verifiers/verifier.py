@@ -16,7 +16,7 @@ from spectr_jax.proposal import Proposal, ProposalRule
 from spectr_jax.row_tree import RowTree
 from spectr_jax.sampling import draw
 from spectr_jax.tree import TokenTree
-from spectr_jax.verify.record import Decisions, Record
+from spectr_jax.verifiers.record import Decisions, Record
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from guesses import ALL
 from spectr_jax import Proposal, SamplingParams, TokenTree
 from spectr_jax.couplings import Race
 from spectr_jax.sampling import logits_to_probs
-from spectr_jax.verify.race_traversal import RACES_AT_ONCE
+from spectr_jax.verifiers.race_traversal import RACES_AT_ONCE
 from tests.slow import slow_but
 
 
