@@ -19,7 +19,7 @@ import pytest
 from documented import ROOT, Command
 
 import spectr_jax
-from spectr_jax import METHODS, TokenTree, couplings, draft, generate, table, testing, theory, transformer
+from spectr_jax import METHODS, TokenTree, couplings, draft, generate, table, testing, theory, transformer, verifiers
 from spectr_jax.testing import chi_square, prove
 
 _DOCS = ROOT / 'docs'
