@@ -24,10 +24,11 @@ def _levanter(has_laws):
   return verify_proposals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('children', ['independent', 'given'])
 def test_levanter_is_exact(children):
   tree = TokenTree.chains(1, 2)
-  found = check_verifier(_levanter(children != 'given'), tree=tree, children=children, num_samples=20_000)
+  found = check_verifier(_levanter(children != 'given'), tree=tree, children=children, num_samples=10_000)
   assert found.is_passed, found
 
 
@@ -73,6 +74,7 @@ def test_a_tree_of_sglang_is_followed_as_far_as_the_target_goes():
   assert accepted.tolist() == [3, 2]
 
 
+@pytest.mark.slow
 def test_trees_of_sglang_are_exact():
   tree = TokenTree((0, 0, 1, 1, 2))
   first, sibling = sglang_jax.pointers_of(jnp.array([(-1, *tree.parents)]))
@@ -86,6 +88,6 @@ def test_trees_of_sglang_are_exact():
 
   found = check_verifier(
     lambda key, tokens, target_probs: verify_tree(key, tokens, target_probs),
-    tree=tree, children='given', is_ragged=False, num_samples=5_000,
+    tree=tree, children='given', is_ragged=False, num_samples=3_000,
   )  # fmt: skip
   assert found.is_passed, found
