@@ -246,3 +246,25 @@ def test_narrow_distributions_are_refused(name, dtype):
       decide(keys, tree, narrow, target_probs, state)
     with pytest.raises(ValueError, match=f'^target_probs must be float32 or wider, .*; got {dtype}$'):
       decide(keys, tree, proposal, target_probs.astype(dtype), state)
+
+
+_TINY = {  # p, q and the two candidates
+  'the product of what is left and p is 0': ([1, 1e-30, 1e-31, 0], [1 - 1e-7, 1e-7, 1e-31, 0], [0, 2]),
+  'only rounding is left of q': ([1, 1e-30, 0, 0], [1, 1.1e-30, 0, 0], [0, 1]),
+  'what is left of q is as small as p': ([1, 1e-36, 2e-37, 0], [1 - 1e-6, 1e-6, 1e-37, 0], [0, 2]),
+  'only a large c removes the mass of p': ([1, 1e-25, 0, 0], [0.25, 0.5, 0.25, 0], [0, 1]),
+  'p is the smallest float32': ([1, 1.2e-38, 0, 0], [0.25, 0.5, 0.25, 0], [0, 1]),
+}
+
+
+@pytest.mark.parametrize('case', list(_TINY))
+def test_the_smallest_probabilities(case):
+  """Peaked distributions, as of a low temperature, have second candidates of any probability that a float32 holds."""
+  p, q, tokens = _TINY[case]
+  rows = stack([(Proposal(np.array(tokens, np.int32), np.array([p])), np.array([q, q, q]))])
+  rows32 = as_float32(rows)
+  for name in ('specinfer', 'gsd', 'traversal', 'traversal_without_replacement'):
+    law = laws_of(*rows32, verifier=ALL[name].verifier, tree=TokenTree.chains(2, 1))
+    with jax.enable_x64(True):
+      exact = laws_of(*jax.tree.map(jnp.asarray, rows), verifier=ALL[name].verifier, tree=TokenTree.chains(2, 1))
+    np.testing.assert_allclose(law, exact, rtol=0, atol=1e-6, err_msg=name)
