@@ -55,10 +55,11 @@ def _trees():
     yield name, tree
 
 
-_BY_DEFAULT = 'block', 'race_traversal'
-_CASES = [
-  pytest.param(*case, id=case[0], marks=() if case[0] in _BY_DEFAULT else pytest.mark.slow) for case in _trees()
-]
+def _cases(*by_default):
+  return [pytest.param(*case, id=case[0], marks=() if case[0] in by_default else pytest.mark.slow) for case in _trees()]
+
+
+_CASES = _cases('block', 'race_traversal')
 
 
 @pytest.mark.parametrize(('name', 'tree'), _CASES)
@@ -123,6 +124,17 @@ def test_float32_moves_little_of_the_distribution(name, tree):
   """Where P is 1 and S is 0 up to rounding, rounding decides h; but such a place is reached as rarely."""
   for seed, way in enumerate(_WAYS):
     assert _round_distance(_METHODS[name], tree, _tables(seed, 3, tree.max_depth, way)) <= 2e-6, way
+
+
+@pytest.mark.parametrize(('name', 'tree'), _cases('traversal_without_replacement'))
+def test_float32_moves_little_of_peaked_distributions(name, tree):
+  """As at a low temperature: nearly all mass is on one token, and the others have any probability of a float32."""
+  for seed in range(16):
+    rng, tables = np.random.default_rng(seed), _tables(seed, 3, tree.max_depth, 'equal')
+    gaps = -np.sort(rng.uniform(0, 87, tables.draft_probs.shape)) * [0, 1, 1]
+    draft = rng.permuted(np.exp(gaps), axis=1)
+    draft /= draft.sum(axis=1, keepdims=True)
+    assert _round_distance(_METHODS[name], tree, dataclasses.replace(tables, draft_probs=draft)) <= 2e-6, seed
 
 
 def test_a_distance_that_matters_is_noticed():
