@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Outcome
+from spectr_jax.couplings.coupling import Outcome, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.ops.on_demand import where_needed
 from spectr_jax.proposal import Independent, WithoutReplacement
@@ -69,8 +69,8 @@ class Recursive:
       norm = 1 if left is None else jnp.sum(left)
       p = draft_probs[token]
       residual = jnp.maximum(target_probs[token] - c * p, 0)
-      # A token with p = 0 cannot have been drawn.
-      accept = jnp.where(p > 0, jnp.minimum(1, residual * norm / jnp.where(p > 0, z * p, 1)), 0)
+      # Two quotients, since z p can be 0 in floats where neither is. A token with p = 0 cannot have been drawn.
+      accept = jnp.minimum(1, ratio(residual, p) * (norm / z))
       next_c = c + z / norm
       next_z = jnp.sum(positive_part(target_probs - next_c * draft_probs))
       has_mass = next_z > 0

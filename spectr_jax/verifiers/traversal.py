@@ -112,8 +112,10 @@ class Traversal(RecordedVerifier):
     # Below the first new node the parents are new as well, with c = 0 and z = 1.
     first = parents[depth - 1]
     norm = 1 if self.with_replacement else jnp.sum(self._left_of_draft(tree, proposal, values, first))
-    target = jnp.maximum(target_probs[parents, tokens] - values.c[parents] * draft_probs, 0) / values.z[parents]
-    ratios = ratio(target, draft_probs) * jnp.where(parents == first, norm, 1)
+    left = jnp.maximum(target_probs[parents, tokens] - values.c[parents] * draft_probs, 0)
+    # Two quotients, since z p can be 0 in floats where neither is; and bounded, so that logarithms below inf add up.
+    ratios = ratio(left, draft_probs) * (jnp.where(parents == first, norm, 1) / values.z[parents])
+    ratios = jnp.minimum(ratios, jnp.finfo(ratios.dtype).max)
     log_ratios = jnp.log(jnp.where(tokens >= 0, ratios, 0))
     sums = values.log_value[first] + jnp.cumsum(jnp.where(is_new, log_ratios, 0))
     log_values = sums - jnp.maximum(jax.lax.cummax(jnp.where(is_new, sums, -jnp.inf)), 0)
@@ -130,9 +132,8 @@ class Traversal(RecordedVerifier):
     parent = jnp.asarray(tree.parent_of)[node]
     log_value, c, z = values.log_value[parent], values.c[parent], values.z[parent]
     norm = 1 if self.with_replacement else jnp.sum(self._left_of_draft(tree, proposal, values, parent))
-    # The cap keeps c p a number where p is 0. Mass that only a larger c would remove is at tokens with p below 1/cap.
-    cap = jnp.sqrt(jnp.finfo(target_probs.dtype).max)
-    next_c = jnp.minimum(c + z * jnp.exp(-log_value) / norm, cap)
+    # Finite, so that c p is 0 where p is. At the bound c p is above 1 for the smallest p that is not 0.
+    next_c = jnp.minimum(c + z * jnp.exp(-log_value) / norm, jnp.finfo(target_probs.dtype).max)
     next_z = jnp.sum(self._left_of_target(tree, proposal, target_probs, values, parent, next_c))
     has_mass = next_z > 0
     log_mass = jnp.where(has_mass, log_value + jnp.log(jnp.where(has_mass, next_z, 1)) - jnp.log(z), -jnp.inf)

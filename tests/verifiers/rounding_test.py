@@ -55,10 +55,11 @@ def _trees():
     yield name, tree
 
 
-_BY_DEFAULT = 'block', 'race_traversal'
-_CASES = [
-  pytest.param(*case, id=case[0], marks=() if case[0] in _BY_DEFAULT else pytest.mark.slow) for case in _trees()
-]
+def _cases(*by_default):
+  return [pytest.param(*case, id=case[0], marks=() if case[0] in by_default else pytest.mark.slow) for case in _trees()]
+
+
+_CASES = _cases('block', 'race_traversal')
 
 
 @pytest.mark.parametrize(('name', 'tree'), _CASES)
@@ -123,6 +124,17 @@ def test_float32_moves_little_of_the_distribution(name, tree):
   """Where P is 1 and S is 0 up to rounding, rounding decides h; but such a place is reached as rarely."""
   for seed, way in enumerate(_WAYS):
     assert _round_distance(_METHODS[name], tree, _tables(seed, 3, tree.max_depth, way)) <= 2e-6, way
+
+
+@pytest.mark.parametrize(('name', 'tree'), _cases('traversal_without_replacement'))
+def test_float32_moves_little_of_peaked_distributions(name, tree):
+  """As at a low temperature: nearly all mass is on one token, and the others have any probability of a float32."""
+  for seed in range(16):
+    rng, tables = np.random.default_rng(seed), _tables(seed, 3, tree.max_depth, 'equal')
+    gaps = -np.sort(rng.uniform(0, 87, tables.draft_probs.shape)) * [0, 1, 1]
+    draft = rng.permuted(np.exp(gaps), axis=1)
+    draft /= draft.sum(axis=1, keepdims=True)
+    assert _round_distance(_METHODS[name], tree, dataclasses.replace(tables, draft_probs=draft)) <= 2e-6, seed
 
 
 def test_a_distance_that_matters_is_noticed():
@@ -246,3 +258,25 @@ def test_narrow_distributions_are_refused(name, dtype):
       decide(keys, tree, narrow, target_probs, state)
     with pytest.raises(ValueError, match=f'^target_probs must be float32 or wider, .*; got {dtype}$'):
       decide(keys, tree, proposal, target_probs.astype(dtype), state)
+
+
+_TINY = {  # p, q and the two candidates
+  'the product of what is left and p is 0': ([1, 1e-30, 1e-31, 0], [1 - 1e-7, 1e-7, 1e-31, 0], [0, 2]),
+  'only rounding is left of q': ([1, 1e-30, 0, 0], [1, 1.1e-30, 0, 0], [0, 1]),
+  'what is left of q is as small as p': ([1, 1e-36, 2e-37, 0], [1 - 1e-6, 1e-6, 1e-37, 0], [0, 2]),
+  'only a large c removes the mass of p': ([1, 1e-25, 0, 0], [0.25, 0.5, 0.25, 0], [0, 1]),
+  'p is the smallest float32': ([1, 1.2e-38, 0, 0], [0.25, 0.5, 0.25, 0], [0, 1]),
+}
+
+
+@pytest.mark.parametrize('case', list(_TINY))
+def test_the_smallest_probabilities(case):
+  """Peaked distributions, as of a low temperature, have second candidates of any probability that a float32 holds."""
+  p, q, tokens = _TINY[case]
+  rows = stack([(Proposal(np.array(tokens, np.int32), np.array([p])), np.array([q, q, q]))])
+  rows32 = as_float32(rows)
+  for name in ('specinfer', 'gsd', 'traversal', 'traversal_without_replacement'):
+    law = laws_of(*rows32, verifier=ALL[name].verifier, tree=TokenTree.chains(2, 1))
+    with jax.enable_x64(True):
+      exact = laws_of(*jax.tree.map(jnp.asarray, rows), verifier=ALL[name].verifier, tree=TokenTree.chains(2, 1))
+    np.testing.assert_allclose(law, exact, rtol=0, atol=1e-6, err_msg=name)
