@@ -146,7 +146,8 @@ def _keys_of_depths(key: jax.Array, batch_size: int, tree: TokenTree, method: Me
   """Keys `[B, L + 1]`, of a key for all rows, keys of rows, or these themselves."""
   depths = tree.max_depth + 1
   shapes = (), (batch_size,), (batch_size, depths)
-  if not jnp.issubdtype(getattr(key, 'dtype', None), jax.dtypes.prng_key) or key.shape not in shapes:
+  is_typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+  if not is_typed or key.shape not in shapes:
     raise ValueError(
       f'key must be a typed key of jax.random.key, [{batch_size}] of them for the rows, or [{batch_size}, {depths}] for'
       f' their depths; got {_described(key)}'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -71,7 +72,7 @@ def as_integers(name: str, values: ArrayLike) -> jax.Array:
   return jnp.asarray(array)
 
 
-def as_ids(name: str, ids: ArrayLike, vocab_size: int) -> np.ndarray:
+def as_ids(name: str, ids: ArrayLike | Sequence[int], vocab_size: int) -> np.ndarray:
   """The ids of one text on the host, int32 `[T]`.
 
   Args:

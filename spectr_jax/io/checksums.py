@@ -86,5 +86,6 @@ def content_hash(tree: Any) -> str:
   for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
     array = np.asarray(leaf)
     digest.update(f'{jax.tree_util.keystr(keys)} {array.dtype.name} {array.shape}\0'.encode())
-    digest.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1) if array.size else b'')
+    if array.size:
+      digest.update(memoryview(np.ascontiguousarray(array).view(np.uint8).reshape(-1)))
   return digest.hexdigest()[:16]

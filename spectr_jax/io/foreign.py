@@ -21,7 +21,7 @@ import reprlib
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from etils import epath
 
@@ -75,7 +75,7 @@ def open_file(path: epath.PathLike) -> BinaryIO:
 
 def _open_remote(path: epath.Path) -> BinaryIO:
   try:
-    return path.open('rb')
+    return cast(BinaryIO, path.open('rb'))
   except FileNotFoundError as error:
     raise ValueError(f'there is no file {path}') from error
   except Exception as error:  # remote file systems raise their own types; some need packages

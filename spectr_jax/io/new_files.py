@@ -15,7 +15,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from etils import epath
 
@@ -157,7 +157,7 @@ class NewFile:
     path = self.path
     with _writing(path):
       if is_remote(path):
-        return self._unfinished.open('wb')
+        return cast(BinaryIO, self._unfinished.open('wb'))
       if not os.path.isdir(path.parent):
         raise ValueError(f'cannot write {path}: there is no directory {path.parent}')
       if os.path.lexists(path) and not os.path.isfile(path):

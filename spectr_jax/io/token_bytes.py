@@ -166,9 +166,9 @@ class TokenBytes(dict[int, bytes]):
     if rules.spelling == 'ByteFallback' and _BYTE_TOKEN.fullmatch(token):
       return bytes([int(token[3:5], 16)])
     if rules.spelling == 'ByteLevel' and not is_text:
-      found = [_byte_of_character().get(character) for character in token]
-      if None not in found:
-        return bytes(found)
+      alphabet = _byte_of_character()
+      if all(character in alphabet for character in token):
+        return bytes(alphabet[character] for character in token)
     return token.encode()
 
   def join(self, ids: Iterable[int]) -> bytes:

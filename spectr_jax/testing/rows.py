@@ -39,21 +39,20 @@ class Kind:
 
 def kinds_of_rows(seed: int, vocab_size: int, max_length: int) -> list[Kind]:
   """The kinds of rows of a batch."""
-  sizes = vocab_size, max_length
-  dense = random_tables(3 * seed, *sizes, zero_share=0, equal_share=0)
-  sparse = random_tables(3 * seed + 1, *sizes)
-  other = random_tables(3 * seed + 2, *sizes, zero_share=0, equal_share=0)
+  dense = random_tables(3 * seed, vocab_size, max_length, zero_share=0, equal_share=0)
+  sparse = random_tables(3 * seed + 1, vocab_size, max_length)
+  other = random_tables(3 * seed + 2, vocab_size, max_length, zero_share=0, equal_share=0)
   noise = 1 + 1e-3 * np.sin(np.arange(dense.draft_probs.size)).reshape(dense.draft_probs.shape)
   near = dense.draft_probs * noise
   halves = np.arange(vocab_size) < (vocab_size + 1) // 2
-  apart = [np.where(side, laws, 0) for side, laws in ((halves, other.draft_probs), (~halves, other.target_probs))]
-  apart = [laws / laws.sum(axis=1, keepdims=True) for laws in apart]
+  left, right = np.where(halves, other.draft_probs, 0), np.where(halves, 0, other.target_probs)
+  left, right = (laws / laws.sum(axis=1, keepdims=True) for laws in (left, right))
   return [
     Kind('zeros, some contexts with p = q', sparse),
     Kind('no zeros', dense),
     Kind('p = q', ContextTables(dense.draft_probs, dense.draft_probs, max_length)),
     Kind('p nearly q', ContextTables(dense.draft_probs, near / near.sum(axis=1, keepdims=True), max_length)),
-    Kind('disjoint supports', ContextTables(*apart, max_length)),
+    Kind('disjoint supports', ContextTables(left, right, max_length)),
     Kind('temperature 0', other, temperature=0.0),
     Kind('temperature 0.7, top-p 0.8', other, temperature=0.7, top_p=0.8),
     Kind('temperature 0.5, top-k 2', other, temperature=0.5, top_k=2),
@@ -129,7 +128,7 @@ class Caller:
 
   def _given(self, value):
     if self._arrays == 'torch' and isinstance(value, np.ndarray):
-      import torch
+      import torch  # pyright: ignore[reportMissingImports], which the callers bring
 
       return torch.from_numpy(np.ascontiguousarray(value))
     return value
