@@ -87,5 +87,5 @@ def content_hash(tree: Any) -> str:
     array = np.asarray(leaf)
     digest.update(f'{jax.tree_util.keystr(keys)} {array.dtype.name} {array.shape}\0'.encode())
     if array.size:
-      digest.update(memoryview(np.ascontiguousarray(array).view(np.uint8).reshape(-1)))
+      digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
   return digest.hexdigest()[:16]
