@@ -77,7 +77,7 @@ def test_sizes_that_are_not_there_are_refused(option, message):
   ('change', 'message'),
   [
     ({'architectures': ['BloomForCausalLM']}, 'architecture BloomForCausalLM is unknown; known are LlamaForCausalLM'),
-    ({'vocab_size': 'many'}, "vocab_size must be a positive integer, got 'many'"),
+    ({'vocab_size': 'many'}, "vocab_size must be a whole number from 1 to 4194304, got 'many'"),
   ],
 )
 def test_unknown_sizes_are_refused(tmp_path, change, message):

@@ -34,7 +34,8 @@ def test_levanter_is_exact(children):
 
 def test_levanter_cuts_at_limits_and_stop_tokens():
   logits = jnp.log(jax.nn.one_hot(jnp.array([[1, 2, 3]] * 4), 5))
-  found = levanter.verify_proposals(
+  verify = jax.jit(levanter.verify_proposals, static_argnames=('logprobs_mode', 'stop_token_ids'))
+  found = verify(
     logits, jnp.array([[1, 2]] * 4), jnp.array([2, 2, 2, 1]), jnp.array([0.0, 1.0, 0.5, 1.0]), jnp.array([9, 2, 9, 9]),
     jnp.array([False, False, True, False]), key=jax.random.key(0), stop_token_ids=(2,),
   )  # fmt: skip

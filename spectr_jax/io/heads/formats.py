@@ -29,7 +29,7 @@ _BLOCK_MODULES = {
   for ours, theirs in LLAMA_MODULES.items()
   if ours == 'mlp_norm' or ours.startswith(('attention/', 'mlp/'))
 }
-_LAYER_IDS = list_of(whole(0, 10_000), 1000)
+_LAYER_IDS = list_of(whole(-1, 10_000), 1000)  # -1 is the last layer
 _EAGLE3_FIELDS = {
   'eagle_aux_hidden_state_layer_ids': _LAYER_IDS,
   'use_aux_hidden_state': FLAG,
