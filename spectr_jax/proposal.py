@@ -34,7 +34,8 @@ class Proposal:
     tokens: int32 `[B, N]`, the tokens of nodes 1..N; -1 for a node that does not exist, because its distribution had
       fewer tokens than the parent has children, or because the row does not use the slot.
     probs: `[B, R, V]`, the distributions that the children of `tree.parent_nodes` were drawn from, exactly as used:
-      after temperature, top-k and top-p. Rows of nodes whose children are given, or that have none, are not read.
+      after temperature, top-k and top-p, in float32 or wider. Rows of nodes whose children are given, or that have
+      none, are not read.
     state: The drafter's state while the guesses are pending.
     parents: int32 `[B, N]`, the parent of each node, a node of the depth above, or -1 for a slot that the row does not
       use; None where all rows have the parents of the tree.
