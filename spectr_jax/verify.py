@@ -6,6 +6,7 @@ The verifiers are in `spectr_jax.verifiers`. They were in this module, and their
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from typing import Any
 
@@ -86,16 +87,21 @@ def verify(
     ValueError: A shape or dtype is wrong, or the method does not cover this tree or such guesses.
   """
   method = get_method(method)
-  verifier, batch_size = method.verifier, _check(method, tree, tokens, draft_probs, target_probs, parents, is_given)
-  dtype, vocab_size = target_probs.dtype, target_probs.shape[-1]
+  batch_size = _check(method, tree, tokens, draft_probs, target_probs, parents, is_given)
+  keys = _keys_of_depths(key, batch_size, tree, method)
+  return _verify_rows(keys, tokens, draft_probs, target_probs, parents, is_given, state, tree=tree, method=method)
+
+
+@functools.partial(jax.jit, static_argnames=('tree', 'method'))  # operation by operation it would take far longer
+def _verify_rows(keys, tokens, draft_probs, target_probs, parents, is_given, state, *, tree, method) -> Verification:
+  verifier, batch_size = method.verifier, tokens.shape[0]
   if draft_probs is None:
-    draft_probs = jnp.zeros((batch_size, len(tree.parent_nodes), vocab_size), dtype)
+    draft_probs = jnp.zeros((batch_size, len(tree.parent_nodes), target_probs.shape[-1]), target_probs.dtype)
     is_given = jnp.ones(tokens.shape, bool) if is_given is None else is_given
   if state is None:
     own = verifier.init_state(tree)
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x))), own)
-  keys = _keys_of_depths(key, batch_size, tree, method)
-  proposal = Proposal(jnp.asarray(tokens, jnp.int32), draft_probs, is_given=is_given, parents=parents)
+  proposal = Proposal(tokens.astype(jnp.int32), draft_probs, is_given=is_given, parents=parents)
   verdict, _ = decide_rows(verifier, keys, tree, proposal, target_probs, state)
   places, accepted = jnp.arange(tree.max_depth + 1), verdict.num_accepted[:, None]
   lengths, path = verdict.num_accepted + 1, jnp.where(places[:-1] < accepted, verdict.path, -1)

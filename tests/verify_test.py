@@ -121,17 +121,17 @@ def test_slots_that_a_row_does_not_use_are_as_if_they_were_not_there(method):
   with jax.enable_x64(True):
     verifier = METHODS[method].verifier
 
+    @functools.partial(jax.jit, static_argnums=0)
     def law(tree, tokens, draft, target):
-      proposal = spectr_jax.Proposal(jnp.asarray(tokens), jnp.asarray(draft))
-      return np.asarray(verifier.law(tree, proposal, jnp.asarray(target), verifier.init_state(tree)))
+      return verifier.law(tree, spectr_jax.Proposal(tokens, draft), target, verifier.init_state(tree))
 
     for row in range(3):
       nodes = np.arange(short.num_nodes + 1)
       laws = draft[row, long.law_index[short.parent_nodes]], target[row, nodes]
-      expected = law(short, tokens[row, : short.num_nodes], *laws)
+      expected = np.asarray(law(short, tokens[row, : short.num_nodes], *laws))
       # What stands at nodes that are not used has no influence.
       rest = np.where(np.isin(np.arange(len(draft[row])), long.law_index[short.parent_nodes])[:, None], draft[row], 7.0)
-      found = law(long, ragged[row], rest, target[row])
+      found = np.asarray(law(long, ragged[row], rest, target[row]))
       assert np.all(found[short.num_nodes + 1 :] == 0)
       # Nodes that spell the same are one; either of them may stand for both.
       same = np.r_[-1, tokens[row, : short.num_nodes]]
@@ -233,6 +233,7 @@ def test_only_the_form_of_the_platform_is_traced(monkeypatch):
 
   def program(platform):
     monkeypatch.setattr(jax, 'default_backend', lambda: platform)
+    jax.clear_caches()  # this cannot change while a program runs, so they do not tell its values apart
     return str(jax.make_jaxpr(lambda *x: spectr_jax.verify(x[0], _CHAINS, *x[1:]))(_keys(2), tokens, *laws))
 
   def engines(platform):
@@ -252,9 +253,8 @@ def test_the_engine_decides_by_the_same_steps():
   tree, method = _CHAINS, METHODS['race_traversal']
   tokens, *laws = _round(tree, 4)
   keys = jax.vmap(lambda key: jax.random.split(key, 4))(_keys(4))
-  verdict, record = decide_rows(
-    method.verifier, keys, tree, spectr_jax.Proposal(jnp.asarray(tokens), jnp.asarray(laws[0])), laws[1], ()
-  )
+  decide = jax.jit(functools.partial(decide_rows, method.verifier), static_argnums=1)
+  verdict, record = decide(keys, tree, spectr_jax.Proposal(jnp.asarray(tokens), jnp.asarray(laws[0])), laws[1], ())
   found = spectr_jax.verify(keys, tree, tokens, *laws)
   assert record is None
   np.testing.assert_array_equal(found.num_accepted, verdict.num_accepted)
