@@ -72,7 +72,7 @@ def test_arguments_survive(tables):
   assert_same(first, generate(tables, 'speculative', keys, prompts, lengths, **options))
 
 
-@pytest.mark.parametrize('method', slow_but(['greedy_block', 'race_block'], KINDS))
+@pytest.mark.parametrize('method', slow_but(['race_block'], KINDS))
 def test_sampling_parameters_are_per_row(target, draft, method):
   """Each row of a mixed batch is the row of a batch that has its parameters everywhere."""
   temperature, top_k = np.array([1.0, 0.0, 0.6, 1.3]), np.array([0, 0, 3, 5])

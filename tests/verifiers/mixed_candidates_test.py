@@ -61,7 +61,7 @@ def _all_candidates(vocab_size, num_drawn, given):
 
 
 def test_one_position_is_exact():
-  for p, q, given, num_drawn in _positions(0, 12, vocab_size=4):
+  for p, q, given, num_drawn in _positions(0, 6, vocab_size=4):
     drawn, candidates, is_valid, is_given = _all_candidates(4, num_drawn, given)
     weights = np.prod(p[drawn], axis=1)
     with jax.enable_x64(True):
