@@ -32,8 +32,9 @@ from spectr_jax.models.transformer import init_params, transformer_model
 from spectr_jax.ops.platforms import made_for
 from spectr_jax.sharding import shardings
 from train import config_flag, plan
+from train.run import make_config_mesh
 from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step, out_of_memory
-from train.train import check_config, check_teacher, make_config_mesh
+from train.train import check_config, check_teacher
 
 
 @dataclasses.dataclass(frozen=True)

@@ -293,19 +293,44 @@ def overlaps(params, rows, model_config: TransformerConfig, bos_id: int, *, mesh
   return jnp.minimum(own, other).sum(-1) * weights, weights
 
 
+def new_state(params: Any, optimizer: optax.GradientTransformation) -> dict[str, Any]:
+  """The state of a run before its first step: parameters, those of the optimizer, and the step.
+
+  Args:
+    params: The parameters.
+    optimizer: The optimizer.
+  """
+  return {'params': params, 'opt_state': optimizer.init(params), 'step': jnp.zeros((), jnp.int32)}
+
+
+def make_update(optimizer: optax.GradientTransformation, differentiate: Callable, **options) -> Callable:
+  """The jitted update `(state, batch, constants) -> (state, loss)` of whatever is trained. It donates the state.
+
+  Args:
+    optimizer: The optimizer.
+    differentiate: From state, batch and constants to the loss and its gradients by `state['params']`.
+    **options: Options of `jax.jit`.
+  """
+
+  @functools.partial(jax.jit, donate_argnums=0, **options)
+  def update(state, batch, constants):
+    loss, grads = differentiate(state, batch, constants)
+    updates, opt_state = optimizer.update(grads, state['opt_state'], state['params'])
+    params = optax.apply_updates(state['params'], updates)
+    return {**state, 'params': params, 'opt_state': opt_state, 'step': state['step'] + 1}, loss
+
+  return update
+
+
 def init_state(seed: int, optimizer: optax.GradientTransformation, model_config: TransformerConfig) -> dict[str, Any]:
-  """The initial state: parameters, optimizer state, the step, and the best held-out loss so far with its step.
+  """The initial state of a model: that of `new_state`, and the best held-out loss so far with its step.
 
   Args:
     seed: Seed of the parameters.
     optimizer: The optimizer.
     model_config: Sizes of the transformer.
   """
-  params = init_params(jax.random.key(seed), model_config)
-  return {
-    'params': params,
-    'opt_state': optimizer.init(params),
-    'step': jnp.zeros((), jnp.int32),
+  return new_state(init_params(jax.random.key(seed), model_config), optimizer) | {
     'best_loss': jnp.asarray(jnp.finfo(jnp.float32).max),  # not inf, which would be a sign of trouble
     'best_step': jnp.zeros((), jnp.int32),
     # Checkpoints without this entry have kernels `[out, in]`, some of the same shape. They are refused.
@@ -329,7 +354,7 @@ def make_train_step(
   seed: int = 0,
   unroll: bool = False,
 ) -> Callable:
-  """The jitted update `(state, rows, teacher or None) -> (state, loss)`. It donates the state.
+  """The update of a model, as of `make_update`: its batches are rows, its constants a teacher or None.
 
   Rows are `[A, B, T + 1]`. The gradients of A microbatches are added up, weighted by their numbers of targets. So, up
   to rounding, the update is that of one batch of A x B rows.
@@ -352,16 +377,8 @@ def make_train_step(
     options = {'remat': remat, 'mesh': mesh, 'dropout': dropout, 'dropout_key': dropout_key, 'unroll': unroll}
     return summed_losses(params, rows, model_config, bos_id, teacher=teacher, **options)
 
-  @functools.partial(
-    jax.jit,
-    donate_argnums=0,
-    in_shardings=(state_sharding, batch_sharding(mesh), None),
-    out_shardings=(state_sharding, replicated(mesh)),
-    compiler_options=_TPU_OPTIONS if mesh.devices.flat[0].platform == 'tpu' else None,
-  )
-  def train_step(state, rows, teacher):
+  def differentiate(state, rows, teacher):
     params = state['params']
-
     step_key = jax.random.fold_in(jax.random.key(seed), state['step'])
 
     def add_microbatch(carry, microbatch):
@@ -375,9 +392,12 @@ def make_train_step(
     (loss, weight, grads), _ = jax.lax.scan(
       add_microbatch, nothing, microbatches, unroll=rows.shape[0] if unroll else 1
     )
-    grads = jax.tree.map(lambda x: x / weight, grads)
-    updates, opt_state = optimizer.update(grads, state['opt_state'], params)
-    params = optax.apply_updates(params, updates)
-    return {**state, 'params': params, 'opt_state': opt_state, 'step': state['step'] + 1}, loss / weight
+    return loss / weight, jax.tree.map(lambda x: x / weight, grads)
 
-  return train_step
+  return make_update(
+    optimizer,
+    differentiate,
+    in_shardings=(state_sharding, batch_sharding(mesh), None),
+    out_shardings=(state_sharding, replicated(mesh)),
+    compiler_options=_TPU_OPTIONS if mesh.devices.flat[0].platform == 'tpu' else None,
+  )
