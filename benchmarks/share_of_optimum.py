@@ -22,7 +22,6 @@ import numpy as np
 from absl import flags
 
 import spectr_jax
-from benchmarks.verification import environment
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
@@ -30,7 +29,7 @@ from decode.experiment.inputs import inputs_of
 from decode.experiment.laws import laws_after
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import encode_prompts
-from decode.experiment.workload import row_keys
+from decode.experiment.workload import describe_machine, row_keys
 from spectr_jax import SamplingParams, theory
 from spectr_jax.couplings import Race
 
@@ -189,7 +188,7 @@ if __name__ == '__main__':
     with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as files:
       records = measure(options, **grid)
       flags_given = grid | {'num_prompts': options.num_prompts, 'max_new_tokens': options.max_new_tokens}
-      content = {'run': {'flags': flags_given, **environment()}, 'results': records}
+      content = {'run': {'flags': flags_given, **describe_machine()}, 'results': records}
       files.write_after(lambda: print(_table(records)), output=json.dumps(content, indent=2) + '\n')
 
   command_line.run(main)
