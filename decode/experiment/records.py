@@ -18,30 +18,21 @@ from spectr_jax.io.tokenizer import TokenizerBase
 
 
 def _result(summary: Summary, run: DecodeRun, seed: int) -> dict:
-  setting = summary.setting
-  return {
-    'method': setting.method.name,
-    'is_lossless': setting.method.is_lossless,
-    'num_drafts': setting.num_drafts,
-    'draft_length': setting.draft_length,
-    'tree': setting.tree_name,
-    'num_nodes': setting.tree.num_nodes,
-    'children': setting.method.proposal_rule.name,
-    'epsilon': run.options.epsilon,
-    'temperature': run.options.temperature,
+  return describe_setting(run.options, summary.setting) | {
+    'num_nodes': summary.setting.tree.num_nodes,
     'seed': seed,
     'num_prompts': len(run.prompts),
     'tokens': summary.num_tokens,
     'target_calls': summary.num_calls,
     'block_efficiency': summary.block_efficiency,
-    'block_efficiency_ci95': None if summary.interval is None else list(summary.interval),
+    'block_efficiency_ci95': summary.interval,
     'acceptance_by_position': summary.acceptance_by_position,
     'tokens_per_second': summary.tokens_per_second,
     'speedup': summary.speedup,
-    'speedup_ci95': None if summary.speedup_interval is None else list(summary.speedup_interval),
+    'speedup_ci95': summary.speedup_interval,
     'seconds_per_round': summary.seconds_per_round or None,
     'share_of_optimum': summary.share_of_optimum,
-    'share_of_optimum_ci95': None if summary.share_interval is None else list(summary.share_interval),
+    'share_of_optimum_ci95': summary.share_interval,
   }
 
 
@@ -147,7 +138,7 @@ def continuation_of(
     row,
     tokens=measurement.tokens[row, :length],
     origins=measurement.origins[row, :length],
-    num_target_calls=int(measurement.calls[row]),
+    num_target_calls=int(measurement.num_target_calls[row]),
     finish_reason=finish_reason(measurement.tokens[row, :length], tokenizer.eos_ids, stop),
     logprobs=None if measurement.logprobs is None else measurement.logprobs[row, :length],
   )
