@@ -8,6 +8,7 @@ from spectr_jax.io.model_files import load_transformer
 from spectr_jax.models.transformer import config_of
 from train.held_out import evaluate
 from train.input_pipeline import encode_documents
+from train.step import Learner
 from train.text_sources import Files
 
 
@@ -43,7 +44,7 @@ def evaluate_files(
   config = config_of(model)
   packed = encode_documents(tokenizer, text.documents())
   seq_len = seq_len or config.max_length
-  found = evaluate(model.params, packed, config, tokenizer.bos_id, seq_len=seq_len, batch_size=batch_size)
+  found = evaluate(model.params, packed, Learner(config, tokenizer.bos_id), seq_len=seq_len, batch_size=batch_size)
   return {**found, 'tokens': len(packed.tokens), 'bytes': packed.num_bytes}
 
 

@@ -7,30 +7,27 @@ import math
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.sharding import DATA
 from train.input_pipeline import PackedText
-from train.step import Teacher, overlaps, token_losses
+from train.step import Learner, Teacher, overlaps, token_losses
 
 
-@functools.partial(jax.jit, static_argnames=('measure', 'model_config', 'bos_id', 'mesh'))
-def _sums(params, rows, teacher, *, measure, model_config, bos_id, mesh):
-  values, weights = measure(params, rows, model_config, bos_id, mesh=mesh, teacher=teacher)
+@functools.partial(jax.jit, static_argnames=('measure', 'learner'))
+def _sums(params, rows, teacher, *, measure, learner):
+  values, weights = measure(params, rows, learner, teacher)
   return values.sum(), weights.sum()
 
 
 def evaluate(
   params,
   text: PackedText,
-  model_config: TransformerConfig,
-  bos_id: int,
+  learner: Learner,
   *,
   seq_len: int,
   batch_size: int,
   max_batches: int | None = None,
-  mesh: Mesh | None = None,
   teacher: Teacher | None = None,
 ) -> dict[str, float]:
   """The loss of a model on `text`, in rows of `seq_len` tokens.
@@ -40,12 +37,10 @@ def evaluate(
   Args:
     params: Parameters of the transformer, on the mesh if there is one.
     text: The text.
-    model_config: Sizes of the transformer.
-    bos_id: The token that begins a document.
+    learner: The transformer, with the mesh that batches are sharded over if there is one.
     seq_len: Tokens in a row.
     batch_size: Rows in a batch.
     max_batches: The largest number of batches; None for the whole text.
-    mesh: The mesh that batches are sharded over; None for one device.
     teacher: A model to compare with.
 
   Returns:
@@ -65,14 +60,15 @@ def evaluate(
     rows = text.rows(chosen[start : start + batch_size], seq_len)
     absent = batch_size - len(rows)
     # The last batch is padded with bos, since bos targets have weight 0.
-    rows = np.pad(rows, ((0, absent), (0, 0)), constant_values=bos_id)
-    if mesh is not None:
-      rows = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, PartitionSpec(DATA)), rows.__getitem__)
+    rows = np.pad(rows, ((0, absent), (0, 0)), constant_values=learner.bos_id)
+    if learner.mesh is not None:
+      place = NamedSharding(learner.mesh, PartitionSpec(DATA))
+      rows = jax.make_array_from_callback(rows.shape, place, rows.__getitem__)
     for name, (measure, other) in measures.items():
-      sums = _sums(params, rows, other, measure=measure, model_config=model_config, bos_id=bos_id, mesh=mesh)
+      sums = _sums(params, rows, other, measure=measure, learner=learner)
       totals[name] += [float(x) for x in sums]
   means = {name: float(total / count) for name, (total, count) in totals.items()}
-  bytes_per_token = text.num_bytes / np.count_nonzero(text.tokens != bos_id)
+  bytes_per_token = text.num_bytes / np.count_nonzero(text.tokens != learner.bos_id)
   return means | {
     'perplexity': math.exp(min(means['loss'], 50.0)),
     'bits_per_byte': means['loss'] / math.log(2) / bytes_per_token,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from train.held_out import evaluate
 from train.input_pipeline import batch_at, load_packed
 from train.run import Outcome, Run, Show, make_config_mesh
 from train.run_record import MODEL_FIELDS
-from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step
+from train.step import Learner, Teacher, batch_sharding, init_state, make_optimizer, make_train_step
 from train.text_sources import TextSource, make_source
 
 _RULES = (
@@ -153,10 +154,8 @@ class _Training(Run):
     for part, packed in (('training', self.text), ('held-out', self.held_out)):
       packed.check(config.seq_len, part)
     self.teacher = None if teacher is None else make_teacher(config, teacher, self.mesh)
-    self.train_step = make_train_step(
-      optimizer, self.model_config, self.tokenizer.bos_id, self.mesh, remat=config.remat, dropout=config.dropout,
-      seed=config.seed,
-    )  # fmt: skip
+    self.learner = Learner(self.model_config, self.tokenizer.bos_id, self.mesh, config.remat, config.dropout)
+    self.train_step = make_train_step(optimizer, self.learner, seed=config.seed)
     self.begin(make_state, self.sharding, allow_fallback=allow_fallback)
     # The host keeps its own copies, so that no step waits for the one before it.
     self.best_loss, self.best_step = float(self.state['best_loss']), int(self.state['best_step'])
@@ -200,9 +199,9 @@ class _Training(Run):
   def _evaluate(self, max_batches: int | None = None) -> dict[str, float]:
     config = self.config
     return evaluate(
-      self.state['params'], text=self.held_out, model_config=self.model_config, bos_id=self.tokenizer.bos_id,
+      self.state['params'], text=self.held_out, learner=dataclasses.replace(self.learner, remat=False),
       seq_len=config.seq_len, batch_size=config.batch_size // config.num_microbatches, max_batches=max_batches,
-      mesh=self.mesh, teacher=self.teacher,
+      teacher=self.teacher,
     )  # fmt: skip
 
   def evaluate(self) -> dict[str, float]:
