@@ -25,7 +25,7 @@ from spectr_jax.sharding import is_primary, put, shardings
 from train import plan
 from train.checkpoint import reason_of
 from train.config_rules import at_least, check_fields, finite_at_least_0
-from train.held_out import evaluate
+from train.evaluate import evaluate
 from train.input_pipeline import batch_at, load_packed
 from train.run import Outcome, Run, Show, make_config_mesh
 from train.run_record import MODEL_FIELDS

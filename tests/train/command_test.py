@@ -11,8 +11,7 @@ from spectr_jax import load_model
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import config_of
 from train import config_flag
-from train.evaluate import evaluate_files
-from train.held_out import evaluate
+from train.evaluate import evaluate, evaluate_files
 from train.input_pipeline import encode_documents
 from train.step import Learner
 from train.train import train

@@ -19,7 +19,7 @@ from tests.slow import slow
 from train import checkpoint as checkpoint_module
 from train import step as step_module
 from train import train as train_module
-from train.held_out import evaluate
+from train.evaluate import evaluate
 from train.input_pipeline import PackedText, encode_documents
 from train.step import Learner, init_state, make_optimizer, make_train_step, packed_logits, token_losses
 from train.train import check_config
