@@ -114,6 +114,14 @@ def begin(decoder: Decoder, rows: np.ndarray) -> DecodeState:
   return spectr_jax.init_decode(decoder, jax.random.key(0), rows, np.full(len(rows), rows.shape[1]))
 
 
+def seconds_per_round(decoder: Decoder, state: DecodeState, num_rounds: int | None) -> float:
+  """Seconds per round of one run of the loop from a state, which is donated; of at most so many rounds, or of all."""
+  state = jax.block_until_ready(state)
+  start = time.perf_counter()
+  state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, num_rounds))
+  return (time.perf_counter() - start) / int(state.result.num_target_calls.max())
+
+
 def round_seconds(decoder: Decoder, rows: np.ndarray, num_runs: int, num_rounds: int | None = None) -> list[float]:
   """Seconds per round of each run, without the prompts' prefill. One untimed run comes first.
 
@@ -124,14 +132,8 @@ def round_seconds(decoder: Decoder, rows: np.ndarray, num_runs: int, num_rounds:
     num_rounds: The most rounds of a run; None for all.
   """
 
-  def run():
-    state = jax.block_until_ready(begin(decoder, rows))
-    start = time.perf_counter()
-    state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, num_rounds))
-    return (time.perf_counter() - start) / int(state.result.num_target_calls.max())
-
-  run()
-  return [run() for _ in range(num_runs)]
+  runs = [seconds_per_round(decoder, begin(decoder, rows), num_rounds) for _ in range(num_runs + 1)]
+  return runs[1:]
 
 
 def in_own_process(function, *arguments):

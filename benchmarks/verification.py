@@ -232,21 +232,15 @@ class Program:
       jax.ShapeDtypeStruct((rows, len(tree.parent_nodes), sizes.vocab_size), jnp.float32),
     )
     probs = jax.ShapeDtypeStruct((rows, tree.num_nodes + 1, sizes.vocab_size), jnp.float32)
-    arguments = keys, proposal, probs, jax.eval_shape(lambda: initial_state(method, tree, rows))
+    arguments = keys, proposal, probs, jax.eval_shape(lambda: _initial_state(method, tree, rows))
     alone = jax.jit(verify).lower(*arguments).compile()
     sampling = SamplingParams.make(rows, **filters)
     both = jax.jit(verify_logits).lower(*arguments, sampling).compile()
     return cls(method, tree, rows, alone, both, alone.memory_analysis().temp_size_in_bytes)
 
 
-def initial_state(method: Method, tree: TokenTree, rows: int) -> Any:
-  """The verifier's state before the first round, for a batch.
-
-  Args:
-    method: The method.
-    tree: The tree.
-    rows: Rows of the batch.
-  """
+def _initial_state(method: Method, tree: TokenTree, rows: int) -> Any:
+  """The verifier's state before the first round, for a batch."""
   return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), method.verifier.init_state(tree))
 
 
@@ -289,7 +283,7 @@ def measure(
     for program, own, result in zip(programs, guesses, times):
       sampling = SamplingParams.make(program.rows, **filters)
       for case in laws:
-        state = initial_state(program.method, program.tree, program.rows)
+        state = _initial_state(program.method, program.tree, program.rows)
         alone, both, tokens = [], [], []
         for guessed in own[case]:
           proposal, target_probs, target_logits = jax.block_until_ready(look_up(laws[case], guessed, tree=program.tree))
