@@ -84,7 +84,7 @@ def has_epsilon(name: str) -> bool:
 
 
 def option(text: str, default: Any, *, is_repeated: bool = False) -> Any:
-  """A field of `DecodeOptions` that the command line has as a flag.
+  """A field that the command line has as a flag.
 
   Args:
     text: Help of the flag.
