@@ -11,7 +11,7 @@ import stat
 from collections.abc import Mapping
 from typing import Any
 
-from decode.experiment.provenance import Part, options_of
+from decode.experiment.records import Part, options_of
 from spectr_jax.io.foreign import (
   ANYTHING,
   NOTHING,
