@@ -24,7 +24,7 @@ COPIED, NUM_COPIES = 2**28, 16  # numbers of a copy, and copies in one program
 Call = Callable[[], int]  # runs a task and returns its number of steps
 
 
-def spread(seconds: Sequence[float], unit: float = 1e-3) -> dict[str, float]:
+def spread(seconds: Sequence[float] | np.ndarray, unit: float = 1e-3) -> dict[str, float]:
   """Median, lowest and highest of times, in milliseconds or another unit, given in seconds."""
   times = np.asarray(seconds) / unit
   return {'median': float(np.median(times)), 'low': float(times.min()), 'high': float(times.max())}

@@ -349,6 +349,7 @@ def make_train_step(
       operations.
   """
   mesh = learner.mesh
+  assert mesh is not None  # a single device has one too
   state_sharding = shardings(mesh, jax.eval_shape(lambda: init_state(0, optimizer, learner.config)))
 
   def sum_of_losses(params, rows, dropout_key, teacher):
