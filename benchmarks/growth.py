@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-import spectr_jax
+from benchmarks import timing
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import latency
@@ -107,7 +105,7 @@ def begin(point: Point, decoder: Decoder):
   """
   length = point.cache_length // 2
   prompts = np.random.default_rng(0).integers(0, point.vocab_size, (point.batch_size, length)).astype(np.int32)
-  return spectr_jax.init_decode(decoder, jax.random.key(0), prompts, np.full(point.batch_size, length))
+  return timing.begin(decoder, prompts)
 
 
 def memory(point: Point, method: str) -> dict[str, int]:
@@ -143,18 +141,11 @@ def measure(points: list[Point], method: str, num_runs: int) -> list[dict[str, f
     jax.clear_caches()  # the programs of all points' parts would not fit in one process
     print(point, flush=True)
 
-  def seconds_per_round(point):
-    decoder = make_decoder(point, method)
-    state = jax.block_until_ready(begin(point, decoder))
-    start = time.perf_counter()
-    result = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, NUM_ROUNDS)).result
-    seconds = time.perf_counter() - start
-    return seconds / int(jnp.max(result.num_target_calls))
-
   rounds = [[] for _ in points]
   for run in range(num_runs + 1):
     for point, times in zip(points, rounds):
-      seconds = seconds_per_round(point)
+      decoder = make_decoder(point, method)
+      seconds = timing.seconds_per_round(decoder, begin(point, decoder), NUM_ROUNDS)
       if run:  # the first compiles
         times.append(seconds)
   return [each | {'round': float(np.median(times))} for each, times in zip(found, rounds)]

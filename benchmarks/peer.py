@@ -98,6 +98,18 @@ def count_calls(model: LlamaForCausalLM) -> list[int]:
   return counter
 
 
+def counted(model: LlamaForCausalLM, sample: Callable[[], None]) -> Callable[[], int]:
+  """A function that samples, and returns how often it called the model."""
+  counter = count_calls(model)
+
+  def call():
+    before = counter[0]
+    sample()
+    return counter[0] - before
+
+  return call
+
+
 def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Callable[[], None]:
   """A function that samples `max_new_tokens` tokens for every prompt.
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import pathlib
 import resource
 import sys
@@ -28,7 +27,7 @@ import numpy as np
 from absl import flags
 
 import spectr_jax
-from benchmarks import speed
+from benchmarks import timing
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import latency
@@ -92,42 +91,10 @@ def measure_prompt(path: str, dtype: str, text: str, length: int) -> dict[str, f
   return {'seconds': seconds, 'bytes': unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
-def in_own_process(function, *arguments):
-  """The function's result, computed in a new process.
+def _make_peer(path: str, dtype: str):
+  from benchmarks import peer
 
-  Args:
-    function: A function of a module.
-    *arguments: Its arguments.
-  """
-  with multiprocessing.get_context('spawn').Pool(1) as pool:
-    return pool.apply(function, arguments)
-
-
-def step_calls(
-  path: str, dtype: str, text: str, batch_size: int, max_new_tokens: int, has_peer: bool
-) -> dict[str, speed.Call]:
-  """Calls that decode autoregressively, by name.
-
-  Args:
-    path: The `.gguf` file.
-    dtype: The type to compute in.
-    text: The text of the prompts.
-    batch_size: Rows.
-    max_new_tokens: New tokens of each row.
-    has_peer: Whether to include Hugging Face's transformers.
-  """
-  model, tokenizer = load(path, dtype)
-  rows = prompts(tokenizer, text, batch_size, speed.PROMPT_LENGTH)
-  calls = {'spectr_jax': speed.own_call((model, None), rows, 'autoregressive', None, max_new_tokens)}
-  if has_peer:
-    from benchmarks import peer
-
-    ways = {
-      'transformers': peer.sampler(peer.load_gguf(path, dtype), rows, max_new_tokens),
-      'transformers, static and compiled': peer.compiled_sampler(peer.load_gguf(path, dtype), rows, max_new_tokens),
-    }
-    calls |= {name: functools.partial(lambda way: way() or max_new_tokens, way) for name, way in ways.items()}
-  return calls
+  return peer.load_gguf(path, dtype)
 
 
 def measure_trees(path: str, dtype: str, num_runs: int) -> dict[int, dict[str, float]]:
@@ -153,7 +120,7 @@ def measure(
   parts: Sequence[str] = PARTS,
   dtypes: Sequence[str] = DTYPES,
   batch_sizes: Sequence[int] = (1, 8),
-  max_new_tokens: int = speed.NEW_TOKENS,
+  max_new_tokens: int = timing.NEW_TOKENS,
   prompt_length: int = 8192,
   num_runs: int = 5,
   has_peer: bool = True,
@@ -177,23 +144,24 @@ def measure(
   results = {}
   # First, because a new process counts as its own the peak of the one that starts it.
   for dtype in dtypes if 'prompt' in parts else ():
-    found = results[f'prompt {dtype}'] = in_own_process(measure_prompt, path, dtype, text, prompt_length)
+    found = results[f'prompt {dtype}'] = timing.in_own_process(measure_prompt, path, dtype, text, prompt_length)
     print(
       f'{dtype}, prompt of {prompt_length} tokens: prefill {found["seconds"]:.1f} s,'
       f' {prompt_length / found["seconds"]:.0f} tokens/s; at most {found["bytes"] / 2**30:.2f} GiB',
       flush=True,
     )
   if 'steps' in parts:
-    rate = results['read_bytes_per_second'] = speed.read_rate()
+    rate = results['read_bytes_per_second'] = timing.read_rate()
     print(f'read rate {rate / 1e9:.1f} GB/s')
     for dtype in dtypes:
-      num_bytes = config_of(load(path, dtype)[0]).num_params * jnp.dtype(dtype).itemsize
+      model, tokenizer = load(path, dtype)
+      num_bytes = config_of(model).num_params * jnp.dtype(dtype).itemsize
+      make_peer = functools.partial(_make_peer, path, dtype) if has_peer else None
       for batch_size in batch_sizes:
-        times = speed.time_steps(step_calls(path, dtype, text, batch_size, max_new_tokens, has_peer), num_runs)
+        rows = prompts(tokenizer, text, batch_size, timing.PROMPT_LENGTH)
+        calls = timing.step_calls(model, make_peer, rows, max_new_tokens)
+        times = timing.measure_steps(dtype, calls, num_runs, batch_size, num_bytes, rate)
         results[f'steps {dtype} batch {batch_size}'] = times
-        title = f'\n{dtype}, batch {batch_size}: autoregressive, per step'
-        lines = [*speed.describe_times(title, times, batch_size), speed.describe_floor(times, num_bytes, rate)]
-        print('\n'.join(lines), flush=True)
   for dtype in dtypes if 'trees' in parts else ():
     found = results[f'trees {dtype}'] = measure_trees(path, dtype, num_runs)
     one = found[TREE_SIZES[0]]['low']
@@ -209,7 +177,7 @@ if __name__ == '__main__':
   _PART = flags.DEFINE_multi_enum('part', list(PARTS), PARTS, 'Parts to run; may be repeated.')
   _DTYPE = flags.DEFINE_multi_enum('dtype', list(DTYPES), DTYPES, 'Types to compute in; may be repeated.')
   _BATCH_SIZE = flags.DEFINE_list('batch_size', ['1', '8'], 'Rows in autoregressive decoding.')
-  _MAX_NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', speed.NEW_TOKENS, 'New tokens of each row.', lower_bound=1)
+  _MAX_NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', timing.NEW_TOKENS, 'New tokens of each row.', lower_bound=1)
   _PROMPT_LENGTH = flags.DEFINE_integer('prompt_length', 8192, 'Tokens of the long prompt.', lower_bound=1)
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 5, 'Runs of each, in turns.', lower_bound=1)
   _PEER = flags.DEFINE_bool('peer', True, "Whether to run Hugging Face's transformers as well.")

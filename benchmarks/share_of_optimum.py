@@ -14,6 +14,7 @@ as a lookup that is right has it, or the draft's likeliest.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -21,17 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-import spectr_jax
-from benchmarks.verification import environment
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
 from decode.experiment.inputs import inputs_of
-from decode.experiment.laws import laws_after
+from decode.experiment.laws import target_texts, written_laws
 from decode.experiment.options import DecodeOptions
-from decode.experiment.prompts import encode_prompts
-from decode.experiment.workload import row_keys
-from spectr_jax import SamplingParams, theory
+from decode.experiment.workload import Workload, describe_machine
+from spectr_jax import theory
 from spectr_jax.couplings import Race
 
 RULES = {
@@ -66,7 +64,7 @@ RULES_BESIDE = {'optimum': _optimum_beside, 'race': _race_beside}
 
 
 def measure(
-  options: DecodeOptions, *, temperatures: list[float], num_drafts: list[int], given: str = 'none', batch_size: int = 8
+  options: DecodeOptions, *, temperatures: list[float], num_drafts: list[int], given: str = 'none'
 ) -> list[dict]:
   """One record per temperature, number of candidates and rule.
 
@@ -75,68 +73,41 @@ def measure(
     temperatures: Temperatures.
     num_drafts: Numbers n of drawn candidates.
     given: The given token beside them: 'text', the text's next one, or 'draft', the draft's likeliest; or 'none'.
-    batch_size: Prompts decoded together.
   """
   rules = RULES if given == 'none' else RULES_BESIDE
-  target, tokenizer = spectr_jax.load_model(options.target)
-  draft, _ = spectr_jax.load_model(options.draft)
-  prompts = options.read_prompts()[: options.num_prompts]
-  num_new = options.max_new_tokens
-  tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=num_new, max_length=target.context_length)
-  keys = row_keys(options.seed, prompts)
   acceptance = jax.jit(
     lambda p, q, n, *given: {name: rule(p, q, n, *given) for name, rule in rules.items()}, static_argnums=2
   )
-  records = []
+  loaded, records = Workload.load(options), []
   for temperature in temperatures:
-    found = {(n, name): [] for n in num_drafts for name in rules}
-    overlaps, is_there = [], []
-    for start in range(0, len(prompts), batch_size):
-      rows = slice(start, start + batch_size)
-      generation = spectr_jax.generate(
-        keys[rows],
-        target,
-        None,
-        tokens[rows],
-        lengths[rows],
-        method='autoregressive',
-        max_new_tokens=num_new,
-        temperature=temperature,
-        eos_id=tokenizer.eos_ids,
-      )
-      ends = np.asarray(generation.lengths)
-      written = jnp.maximum(generation.tokens, 0)
-      sampling = SamplingParams.make(len(written), temperature=temperature)
-      p, q = (
-        laws_after(model, tokens[rows], lengths[rows], written, sampling, num_new=num_new) for model in (draft, target)
-      )
-      is_there.append(np.arange(num_new) < ends[:, None])
-      overlaps.append(np.asarray(jnp.sum(jnp.minimum(p, q), axis=-1)))
+    workload = dataclasses.replace(loaded, options=dataclasses.replace(options, temperature=temperature))
+    tokens = target_texts(workload, options.seed)
+    there, overlaps = tokens >= 0, np.zeros(tokens.shape)
+    found = {(n, name): np.zeros(tokens.shape) for n in num_drafts for name in rules}
+    for rows, (p, q) in written_laws(workload, (workload.draft, workload.target), tokens):
+      overlaps[rows] = jnp.sum(jnp.minimum(p, q), axis=-1)
+      written = jnp.maximum(tokens[rows], 0)
       tokens_given = {'none': (), 'text': (written,), 'draft': (jnp.argmax(p, axis=-1),)}[given]
       for n in num_drafts:
         for name, values in acceptance(p, q, n, *tokens_given).items():
-          found[n, name].append(np.asarray(values, np.float64))
-    there = np.concatenate(is_there)
-    overlap = float(np.concatenate(overlaps)[there].mean())
-    for n in num_drafts:
-      optimum = np.concatenate(found[n, 'optimum'])
-      for name in rules:
-        values = np.concatenate(found[n, name])
-        sums = (values * there).sum(1), (optimum * there).sum(1)
-        records.append(
-          {
-            'temperature': temperature,
-            'num_drafts': n,
-            'rule': name,
-            'num_prompts': len(prompts),
-            'num_positions': int(there.sum()),
-            'overlap': overlap,
-            'acceptance': float(values[there].mean()),
-            'share': metrics.ratio(*sums),
-            'share_ci95': metrics.ratio_interval(*sums),
-            'worst_share': float((values / optimum)[there].min()),
-          }
-        )
+          found[n, name][rows] = values
+    for (n, name), values in found.items():
+      optimum = found[n, 'optimum']
+      sums = (values * there).sum(1), (optimum * there).sum(1)
+      records.append(
+        {
+          'temperature': temperature,
+          'num_drafts': n,
+          'rule': name,
+          'num_prompts': len(tokens),
+          'num_positions': int(there.sum()),
+          'overlap': float(overlaps[there].mean()),
+          'acceptance': float(values[there].mean()),
+          'share': metrics.ratio(*sums),
+          'share_ci95': metrics.ratio_interval(*sums),
+          'worst_share': float((values[there] / optimum[there]).min()),
+        }
+      )
   return records
 
 
@@ -178,6 +149,7 @@ if __name__ == '__main__':
       draft=_DRAFT.value,
       num_prompts=_NUM_PROMPTS.value,
       max_new_tokens=_MAX_NEW_TOKENS.value,
+      batch_size=8,
       seed=_SEED.value,
     )
     grid = {
@@ -189,7 +161,7 @@ if __name__ == '__main__':
     with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as files:
       records = measure(options, **grid)
       flags_given = grid | {'num_prompts': options.num_prompts, 'max_new_tokens': options.max_new_tokens}
-      content = {'run': {'flags': flags_given, **environment()}, 'results': records}
+      content = {'run': {'flags': flags_given, **describe_machine()}, 'results': records}
       files.write_after(lambda: print(_table(records)), output=json.dumps(content, indent=2) + '\n')
 
   command_line.run(main)

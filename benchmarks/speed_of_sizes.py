@@ -26,9 +26,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from benchmarks import real_models, speed
-from benchmarks.memory_rates import copy_rate
-from benchmarks.sizes_in_words import OWN, PEER, Result, describe, describe_ratios, describe_shares
+from benchmarks import timing
 from benchmarks.unverified import UNVERIFIED
 from common.output_files import OutputFiles
 from configs import head as head_experiment
@@ -49,6 +47,8 @@ METHODS = 'race_traversal', 'spectr'
 NUM_ROUNDS = 16  # of a timed run
 PROFILED = 'race_traversal'
 HEAD_TOKENS = 32000  # tokens that the head guesses, as EAGLE-3 has them
+OWN, PEER = 'spectr_jax with prefill, 1 row', 'transformers with prefill, 1 row'
+Result = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +93,6 @@ def parse_shapes(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Models:
-  """The target and what drafts for it, by name."""
-
-  target: Model
-  drafts: dict[str, Model | Drafter]
-
-
-@dataclasses.dataclass(frozen=True)
 class Rounds:
   """Rounds with K drafts of L tokens.
 
@@ -118,12 +110,6 @@ class Rounds:
 
   def __str__(self) -> str:
     return f'{self.num_drafts} x {self.draft_length}, {self.draft}, {self.batch_size} rows'
-
-  def begin(self, models: Models, method: str | Method) -> tuple[Decoder, np.ndarray]:
-    """Their decoder by a method, and prompts, int32 `[B, P]`."""
-    tree = TokenTree.chains(self.num_drafts, self.draft_length)
-    decoder = speed.make_decoder(models.target, models.drafts[self.draft], method, tree)
-    return decoder, speed.prompts(self.batch_size, models.target.vocab_size)
 
 
 def head_config(target: CausalLMConfig) -> HeadConfig:
@@ -149,96 +135,104 @@ def bytes_per_step(config: CausalLMConfig) -> int:
   return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-def make_models(sizes: Sizes) -> Models:
-  """The models with random weights, made on the device.
+class Bench:
+  """Everything that is measured on the device: the models, made when the first measurement needs them.
 
   Args:
     sizes: What is measured.
   """
-  target_key, draft_key, head_key = jax.random.split(jax.random.key(SEED), 3)
 
-  def model(key, folder):
-    config = read_hub_config(folder, dtype=sizes.dtype)
-    return config, causal_lm.causal_lm(causal_lm.init_params(key, config), config).for_decoding()
+  def __init__(self, sizes: Sizes):
+    self.sizes = sizes
 
-  config, target = model(target_key, sizes.target)
-  drafts: dict[str, Model | Drafter] = {'draft': model(draft_key, sizes.draft)[1].with_vocab_size(config.vocab_size)}
-  if sizes.has_head:
-    own = head_config(config)
-    drafts['head'] = head_drafter(head.init_params(head_key, own), own, config.vocab_size).for_decoding()
-  return Models(target, drafts)
+  @functools.cached_property
+  def _models(self) -> tuple[Model, dict[str, Model | Drafter]]:
+    """The target, and what drafts for it by name, with random weights made on the device."""
+    sizes = self.sizes
+    target_key, draft_key, head_key = jax.random.split(jax.random.key(SEED), 3)
 
+    def model(key, folder):
+      config = read_hub_config(folder, dtype=sizes.dtype)
+      return config, causal_lm.causal_lm(causal_lm.init_params(key, config), config).for_decoding()
 
-def spread(seconds: Sequence[float]) -> dict[str, float]:
-  """Milliseconds: median, lowest and highest."""
-  times = 1e3 * np.array(seconds)
-  return {'median': float(np.median(times)), 'low': float(times.min()), 'high': float(times.max())}
+    config, target = model(target_key, sizes.target)
+    drafts: dict[str, Model | Drafter] = {'draft': model(draft_key, sizes.draft)[1].with_vocab_size(config.vocab_size)}
+    if sizes.has_head:
+      own = head_config(config)
+      drafts['head'] = head_drafter(head.init_params(head_key, own), own, config.vocab_size).for_decoding()
+    return target, drafts
 
+  def _prompts(self, batch_size: int) -> np.ndarray:
+    return timing.prompts(batch_size, self._models[0].vocab_size)
 
-def measure_steps(models: Models, sizes: Sizes, batch_size: int) -> Result:
-  """Steps of autoregressive decoding, and their floor.
+  def _begin(self, rounds: Rounds, method: str | Method) -> tuple[Decoder, np.ndarray]:
+    """The decoder of rounds by a method, and prompts, int32 `[B, P]`."""
+    target, drafts = self._models
+    tree = TokenTree.chains(rounds.num_drafts, rounds.draft_length)
+    decoder = timing.make_decoder(target, drafts[rounds.draft], method, tree)
+    return decoder, self._prompts(rounds.batch_size)
 
-  Args:
-    models: The models.
-    sizes: What is measured.
-    batch_size: Rows.
-  """
-  decoder = speed.make_decoder(models.target, None, 'autoregressive', None)
-  rows = speed.prompts(batch_size, models.target.vocab_size)
-  step = spread(speed.round_seconds(decoder, rows, sizes.num_runs, NUM_ROUNDS))
-  rate = copy_rate()
-  floor = 1e3 * bytes_per_step(causal_lm.config_of(models.target)) / rate
-  return {
-    'step': step,
-    'copy_bytes_per_second': rate,
-    'floor': floor,
-    'floor_share': floor / step['median'],
-    'tokens_per_second': 1e3 * batch_size / step['median'],
-  }
+  def _times(self, decoder: Decoder, rows: np.ndarray) -> dict[str, float]:
+    return timing.spread(timing.round_seconds(decoder, rows, self.sizes.num_runs, NUM_ROUNDS))
 
+  def measure_steps(self, batch_size: int) -> Result:
+    """Steps of autoregressive decoding, and their floor."""
+    target, _ = self._models
+    step = self._times(timing.make_decoder(target, None, 'autoregressive', None), self._prompts(batch_size))
+    rate = timing.copy_rate()
+    floor = 1e3 * bytes_per_step(causal_lm.config_of(target)) / rate
+    return {
+      'step': step,
+      'copy_bytes_per_second': rate,
+      'floor': floor,
+      'floor_share': floor / step['median'],
+      'tokens_per_second': 1e3 * batch_size / step['median'],
+    }
 
-def measure_unverified(models: Models, sizes: Sizes, rounds: Rounds) -> Result:
-  """Rounds that keep no guess.
+  def measure_unverified(self, rounds: Rounds) -> Result:
+    """Rounds that keep no guess."""
+    return {'unverified': self._times(*self._begin(rounds, UNVERIFIED))}
 
-  Args:
-    models: The models.
-    sizes: What is measured.
-    rounds: Their rows, draft and shape.
-  """
-  decoder, rows = rounds.begin(models, UNVERIFIED)
-  return {'unverified': spread(speed.round_seconds(decoder, rows, sizes.num_runs, NUM_ROUNDS))}
+  def measure_rounds(self, rounds: Rounds, method: str) -> Result:
+    """Rounds by a method, and their parts, each of which is a separate program."""
+    decoder, rows = self._begin(rounds, method)
+    found: Result = {'round': self._times(decoder, rows)}
+    parts = latency.time_parts(decoder, timing.begin(decoder, rows), max(self.sizes.num_runs, 3))
+    found['parts'] = {name: 1e3 * seconds for name, seconds in parts.items()}
+    found['verification_share'] = found['parts']['verification'] / found['round']['median']
+    return found
 
+  def measure_profile(self, directory: epath.Path) -> Result:
+    """Records some rounds of the first kind of draft for one row, in a directory."""
+    num_drafts, draft_length = self.sizes.shapes[:2][-1]
+    decoder, rows = self._begin(Rounds(1, 'draft', num_drafts, draft_length), PROFILED)
+    timing.round_seconds(decoder, rows, 1, 1)
+    latency.profile(decoder, timing.begin(decoder, rows), directory, num_rounds=4)
+    return {'directory': directory.name, 'method': PROFILED, 'num_drafts': num_drafts, 'draft_length': draft_length}
 
-def measure_rounds(models: Models, sizes: Sizes, rounds: Rounds, method: str) -> Result:
-  """Rounds, and their parts, each of which is a separate program.
+  def measure_beside_peer(self) -> Result:
+    """The same as `measure_peer` of this library, prefill included."""
+    rows, (target, drafts) = self._prompts(1), self._models
+    tree = TokenTree.chains(1, self.sizes.shapes[0][1])  # the peer drafts a single chain
+    calls = {
+      'spectr_jax, step': timing.own_call((target, None), rows, 'autoregressive', None),
+      'spectr_jax, round': timing.own_call((target, drafts['draft']), rows, 'speculative', tree),
+    }
+    return {'times': timing.time_steps(calls, self.sizes.num_runs)}
 
-  Args:
-    models: The models.
-    sizes: What is measured.
-    rounds: Their rows, draft and shape.
-    method: Name of the method.
-  """
-  decoder, rows = rounds.begin(models, method)
-  found: Result = {'round': spread(speed.round_seconds(decoder, rows, sizes.num_runs, NUM_ROUNDS))}
-  parts = latency.time_parts(decoder, speed.begin(decoder, rows), max(sizes.num_runs, 3))
-  found['parts'] = {name: 1e3 * seconds for name, seconds in parts.items()}
-  found['verification_share'] = found['parts']['verification'] / found['round']['median']
-  return found
-
-
-def measure_profile(models: Models, sizes: Sizes, directory: epath.Path) -> Result:
-  """Records some rounds of the first kind of draft for one row.
-
-  Args:
-    models: The models.
-    sizes: What is measured.
-    directory: Where the profile goes.
-  """
-  shape = sizes.shapes[:2][-1]
-  decoder, rows = Rounds(1, 'draft', *shape).begin(models, PROFILED)
-  speed.round_seconds(decoder, rows, 1, 1)
-  latency.profile(decoder, speed.begin(decoder, rows), directory, num_rounds=4)
-  return {'directory': directory.name, 'method': PROFILED, 'num_drafts': shape[0], 'draft_length': shape[1]}
+  def measurements(self, directory: epath.Path) -> Iterator[tuple[str, Callable[[], Result]]]:
+    """Everything that is measured, by name; a profile goes to the directory."""
+    if self.sizes.peer_device is not None:
+      yield OWN, self.measure_beside_peer
+    for batch_size in self.sizes.batch_sizes:
+      yield f'steps, {batch_size} rows', functools.partial(self.measure_steps, batch_size)
+      for draft in ('draft', 'head')[: 1 + self.sizes.has_head]:
+        for num_drafts, draft_length in self.sizes.shapes:
+          rounds = Rounds(batch_size, draft, num_drafts, draft_length)
+          yield f'{UNVERIFIED.name} {rounds}', functools.partial(self.measure_unverified, rounds)
+          for method in METHODS:
+            yield f'{method} {rounds}', functools.partial(self.measure_rounds, rounds, method)
+    yield 'profile', functools.partial(self.measure_profile, directory)
 
 
 def measure_peer(sizes: Sizes, device: str) -> Result:
@@ -260,59 +254,52 @@ def measure_peer(sizes: Sizes, device: str) -> Result:
   if device == 'cuda' and not torch.cuda.is_available():
     return {'left_out': 'this torch finds no CUDA device'}
   target, draft = (peer.make_public(path, sizes.dtype, device) for path in (sizes.target, sizes.draft))
-  rows, draft_length = speed.prompts(1, target.config.vocab_size), sizes.shapes[0][1]
-  counter, num_new = peer.count_calls(target), speed.NEW_TOKENS
-
-  def counted(sample):
-    def call():
-      before = counter[0]
-      sample()
-      return counter[0] - before
-
-    return call
-
-  calls = {
-    'transformers, step': counted(peer.sampler(target, rows, num_new)),
-    'transformers, round': counted(peer.assisted_sampler(target, draft, rows, num_new, draft_length)),
-  }
+  rows, draft_length = timing.prompts(1, target.config.vocab_size), sizes.shapes[0][1]
+  step = peer.sampler(target, rows, timing.NEW_TOKENS)
+  of_round = peer.assisted_sampler(target, draft, rows, timing.NEW_TOKENS, draft_length)
+  calls = {'transformers, step': peer.counted(target, step), 'transformers, round': peer.counted(target, of_round)}
   versions = {'torch': torch.__version__, 'transformers': peer.VERSION}
-  return {'versions': versions, 'times': speed.time_steps(calls, sizes.num_runs)}
+  return {'versions': versions, 'times': timing.time_steps(calls, sizes.num_runs)}
 
 
-def measure_beside_peer(models: Models, sizes: Sizes) -> Result:
-  """The same as `measure_peer` of this library, prefill included.
+def describe(name: str, found: Result) -> str:
+  """A line about a result of a name."""
+  if 'step' in found:
+    said = f'{timing.in_words(found["step"])}, {found["tokens_per_second"]:.1f} tokens/s; floor {found["floor"]:.2f} ms'
+    return f'{name}: {said}, {found["floor_share"]:.0%} of the step'
+  if 'round' in found:
+    parts = ', '.join(f'{part} {value:.2f}' for part, value in found['parts'].items())
+    return (
+      f'{name}: {timing.in_words(found["round"])}; {parts}; verification {found["verification_share"]:.1%} of a round'
+    )
+  if 'unverified' in found:
+    return f'{name}: {timing.in_words(found["unverified"])}'
+  if 'times' in found:
+    return f'{name}: ' + '; '.join(f'{key} {timing.in_words(value)}' for key, value in found['times'].items())
+  return f'{name}: {found}'
 
-  Args:
-    models: The models.
-    sizes: What is measured.
-  """
-  rows, target = speed.prompts(1, models.target.vocab_size), models.target
-  tree = TokenTree.chains(1, sizes.shapes[0][1])  # the peer drafts a single chain
-  calls = {
-    'spectr_jax, step': speed.own_call((target, None), rows, 'autoregressive', None),
-    'spectr_jax, round': speed.own_call((target, models.drafts['draft']), rows, 'speculative', tree),
+
+def describe_shares(results: dict[str, Result]) -> list[str]:
+  """Lines about the share of verification in the rounds of each method, from all results by name."""
+  lines = []
+  for name, found in results.items():
+    method, _, shape = name.partition(' ')
+    beside = results.get(f'{UNVERIFIED.name} {shape}')
+    if 'round' in found and beside is not None:
+      own, without = found['round']['median'], beside['unverified']['median']
+      lines.append(f'{name}: verification {own - without:.2f} ms within the loop, {1 - without / own:.1%} of a round')
+  return lines
+
+
+def describe_ratios(results: dict[str, Result]) -> list[str]:
+  """Lines about how much faster this library is than transformers, if both are among all results by name."""
+  if OWN not in results or PEER not in results:
+    return []
+  own, peer = results[OWN]['times'], results[PEER]['times']
+  ratios = {
+    unit: peer[f'transformers, {unit}']['median'] / own[f'spectr_jax, {unit}']['median'] for unit in ('step', 'round')
   }
-  return {'times': speed.time_steps(calls, sizes.num_runs)}
-
-
-def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Callable[[Models], Result]]]:
-  """Everything that is measured on the device, by name.
-
-  Args:
-    sizes: What is measured.
-    directory: Where the profile goes.
-  """
-  if sizes.peer_device is not None:
-    yield OWN, lambda models: measure_beside_peer(models, sizes)
-  for batch_size in sizes.batch_sizes:
-    yield f'steps, {batch_size} rows', functools.partial(measure_steps, sizes=sizes, batch_size=batch_size)
-    for draft in ('draft', 'head')[: 1 + sizes.has_head]:
-      for num_drafts, draft_length in sizes.shapes:
-        rounds = Rounds(batch_size, draft, num_drafts, draft_length)
-        yield f'{UNVERIFIED.name} {rounds}', functools.partial(measure_unverified, sizes=sizes, rounds=rounds)
-        for method in METHODS:
-          yield f'{method} {rounds}', functools.partial(measure_rounds, sizes=sizes, rounds=rounds, method=method)
-  yield 'profile', lambda models: measure_profile(models, sizes, directory)
+  return [f'{unit}: {ratio:.2f} times as fast as transformers' for unit, ratio in ratios.items()]
 
 
 def describe_run(sizes: Sizes) -> dict[str, Any]:
@@ -323,7 +310,7 @@ def describe_run(sizes: Sizes) -> dict[str, Any]:
   """
   flags = {name: getattr(sizes, name) for name in ('target', 'draft', 'has_head', 'dtype', 'num_runs')}
   params = {name: read_hub_config(flags[name], dtype=sizes.dtype).num_params for name in ('target', 'draft')}
-  shared = {'flags': flags, 'seed': SEED, 'prompt_length': speed.PROMPT_LENGTH, 'num_params': params}
+  shared = {'flags': flags, 'seed': SEED, 'prompt_length': timing.PROMPT_LENGTH, 'num_params': params}
   return describe_machine() | shared
 
 
@@ -337,14 +324,14 @@ def run(sizes: Sizes, output: epath.PathLike) -> None:
   Raises:
     ValueError: The file holds results of other sizes or of another machine, or some measurements failed.
   """
-  path, failed, models = epath.Path(output), 0, None
+  path, failed, bench = epath.Path(output), 0, Bench(sizes)
   fields = {'run': object_of({}), 'results': map_of(object_of({}))}
   kept = read_object(path, fields, LARGE) if path.exists() else {}
   results: dict[str, Result] = kept.get('results') or {}
   peer = None
   if sizes.peer_device is not None and PEER not in results:
     # Before this process takes the device's memory.
-    peer = real_models.in_own_process(measure_peer, sizes, sizes.peer_device)
+    peer = timing.in_own_process(measure_peer, sizes, sizes.peer_device)
   described = describe_run(sizes)
   if kept and kept.get('run') != described:
     raise ValueError(f'{path} holds results of another machine or of other flags: {kept.get("run")}')
@@ -360,11 +347,10 @@ def run(sizes: Sizes, output: epath.PathLike) -> None:
     elif peer is not None:
       keep(PEER, peer)
       print(describe(PEER, peer), flush=True)
-    for name, measure in measurements(sizes, path.parent / f'{path.stem}_profile'):
+    for name, measure in bench.measurements(path.parent / f'{path.stem}_profile'):
       if name not in results:
-        models = models or make_models(sizes)
         try:
-          keep(name, measure(models))
+          keep(name, measure())
         except jax.errors.JaxRuntimeError as error:  # such as too little memory: the others are measured all the same
           failed += 1
           print(f'{name}: FAILED, {str(error).splitlines()[0]}', flush=True)

@@ -20,27 +20,47 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import platform
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from absl import flags
 
-import spectr_jax
+from benchmarks.timing import spread
 from common import command_line
 from common.output_files import OutputFiles
+from decode.experiment.workload import describe_machine
 from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, get_method
 from spectr_jax.methods import Method
 from spectr_jax.sampling import logits_to_probs
 
 NUM_CONTEXTS = 256
+SEED = 0  # of distributions and proposals
 FILTERS = {'off': {}, 'on': {'top_k': 50, 'top_p': 0.9}}
 CASES = ('random', 'all kept', 'none kept')
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """What is measured.
+
+  Attributes:
+    vocab_size: V.
+    num_drafts: K; methods that take fewer drafts have as many as they take.
+    draft_length: L.
+    rows: Numbers of rows that are verified together.
+    repeats: Number of timed repeats.
+    num_proposals: Proposals per repeat, over all rows.
+  """
+
+  vocab_size: int
+  num_drafts: int
+  draft_length: int
+  rows: tuple[int, ...]
+  repeats: int
+  num_proposals: int
 
 
 @jax.tree_util.register_dataclass
@@ -185,20 +205,17 @@ class Program:
   temporaries: int
 
   @classmethod
-  def compile(
-    cls, method: Method, *, num_drafts: int, draft_length: int, rows: int, vocab_size: int, filters: dict[str, Any]
-  ) -> Program:
-    """Compiles verification for K drafts of L tokens, or as many drafts as the method takes.
+  def compile(cls, method: Method, sizes: Sizes, rows: int, filters: dict[str, Any]) -> Program:
+    """Compiles verification for a number of rows.
 
     Args:
       method: The method.
-      num_drafts: K.
-      draft_length: L.
+      sizes: K, L and V.
       rows: Rows verified together.
-      vocab_size: V.
       filters: Sampling filters, as arguments of `SamplingParams.make`.
     """
-    tree = tree_for(method, num_drafts, draft_length)
+    num_drafts = sizes.num_drafts if method.max_drafts is None else min(sizes.num_drafts, method.max_drafts)
+    tree = TokenTree.chains(num_drafts, sizes.draft_length) if num_drafts else TokenTree()
 
     def verify(keys, proposal, target_probs, state):
       def one(keys, proposal, target_probs, state):
@@ -212,43 +229,24 @@ class Program:
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (rows, tree.max_depth + 1)))
     proposal = Proposal(
       jax.ShapeDtypeStruct((rows, tree.num_nodes), jnp.int32),
-      jax.ShapeDtypeStruct((rows, len(tree.parent_nodes), vocab_size), jnp.float32),
+      jax.ShapeDtypeStruct((rows, len(tree.parent_nodes), sizes.vocab_size), jnp.float32),
     )
-    probs = jax.ShapeDtypeStruct((rows, tree.num_nodes + 1, vocab_size), jnp.float32)
-    arguments = keys, proposal, probs, jax.eval_shape(lambda: initial_state(method, tree, rows))
+    probs = jax.ShapeDtypeStruct((rows, tree.num_nodes + 1, sizes.vocab_size), jnp.float32)
+    arguments = keys, proposal, probs, jax.eval_shape(lambda: _initial_state(method, tree, rows))
     alone = jax.jit(verify).lower(*arguments).compile()
     sampling = SamplingParams.make(rows, **filters)
     both = jax.jit(verify_logits).lower(*arguments, sampling).compile()
     return cls(method, tree, rows, alone, both, alone.memory_analysis().temp_size_in_bytes)
 
 
-def tree_for(method: Method, num_drafts: int, draft_length: int) -> TokenTree:
-  """The tree of K chains, or of as many chains as the method takes.
-
-  Args:
-    method: The method.
-    num_drafts: K.
-    draft_length: L.
-  """
-  if method.max_drafts is not None:
-    num_drafts = min(num_drafts, method.max_drafts)
-  return TokenTree.chains(num_drafts, draft_length) if num_drafts else TokenTree()
-
-
-def initial_state(method: Method, tree: TokenTree, rows: int) -> Any:
-  """The verifier's state before the first round, for a batch.
-
-  Args:
-    method: The method.
-    tree: The tree.
-    rows: Rows of the batch.
-  """
+def _initial_state(method: Method, tree: TokenTree, rows: int) -> Any:
+  """The verifier's state before the first round, for a batch."""
   return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), method.verifier.init_state(tree))
 
 
 @dataclasses.dataclass
 class Times:
-  """Times of a program in microseconds, one entry per repeat, each a mean over the proposals.
+  """Times of a program in seconds, one entry per repeat, each a mean over the proposals.
 
   Attributes:
     alone: Times of verification, by case.
@@ -262,13 +260,7 @@ class Times:
 
 
 def measure(
-  programs: list[Program],
-  laws: dict[str, Laws],
-  filters: dict[str, Any],
-  *,
-  repeats: int,
-  num_proposals: int,
-  seed: int,
+  programs: list[Program], laws: dict[str, Laws], filters: dict[str, Any], *, repeats: int, num_proposals: int
 ) -> list[Times]:
   """Times programs, which take turns.
 
@@ -281,10 +273,9 @@ def measure(
     filters: Sampling filters, as arguments of `SamplingParams.make`.
     repeats: Number of timed repeats.
     num_proposals: Proposals per repeat.
-    seed: Seed of the proposals.
   """
   guesses = [
-    {case: [_guess(program, laws[case], case, seed + i) for i in range(num_proposals)] for case in laws}
+    {case: [_guess(program, laws[case], case, SEED + i) for i in range(num_proposals)] for case in laws}
     for program in programs
   ]
   times = [Times({case: [] for case in laws}, [], {}) for _ in programs]
@@ -292,7 +283,7 @@ def measure(
     for program, own, result in zip(programs, guesses, times):
       sampling = SamplingParams.make(program.rows, **filters)
       for case in laws:
-        state = initial_state(program.method, program.tree, program.rows)
+        state = _initial_state(program.method, program.tree, program.rows)
         alone, both, tokens = [], [], []
         for guessed in own[case]:
           proposal, target_probs, target_logits = jax.block_until_ready(look_up(laws[case], guessed, tree=program.tree))
@@ -304,9 +295,9 @@ def measure(
           state = verdict.state
         result.tokens[case] = float(np.mean(tokens))
         if repeat:
-          result.alone[case].append(1e6 * float(np.mean(alone)))
+          result.alone[case].append(float(np.mean(alone)))
           if case == 'random':
-            result.with_logits.append(1e6 * float(np.mean(both)))
+            result.with_logits.append(float(np.mean(both)))
   return times
 
 
@@ -323,61 +314,25 @@ def _timed(function, *arguments):
   return time.perf_counter() - start, result
 
 
-def _summary(values: list[float]) -> dict[str, float]:
-  return {'median': float(np.median(values)), 'low': min(values), 'high': max(values)}
-
-
-def run(
-  methods: list[Method],
-  *,
-  vocab_size: int,
-  num_drafts: int,
-  draft_length: int,
-  rows: list[int],
-  repeats: int,
-  num_proposals: int,
-  seed: int = 0,
-) -> list[dict[str, Any]]:
+def run(methods: list[Method], sizes: Sizes) -> list[dict[str, Any]]:
   """Measures every method with every number of rows and filter.
 
   Args:
     methods: The methods.
-    vocab_size: V.
-    num_drafts: K.
-    draft_length: L.
-    rows: Numbers of rows verified together.
-    repeats: Number of timed repeats.
-    num_proposals: Proposals per repeat, over all rows.
-    seed: Seed of distributions and proposals.
+    sizes: What is measured.
 
   Returns:
     One record per method, number of rows and filter.
   """
   records = []
   for filter_name, filters in FILTERS.items():
-    key = jax.random.key(seed)
-    laws = {case: make_laws(key, vocab_size=vocab_size, case=case, **filters) for case in CASES}
+    key = jax.random.key(SEED)
+    laws = {case: make_laws(key, vocab_size=sizes.vocab_size, case=case, **filters) for case in CASES}
     overlap = float(jnp.mean(jnp.sum(jnp.minimum(laws['random'].draft_probs, laws['random'].target_probs), axis=-1)))
-    for number in rows:
-      programs = [
-        Program.compile(
-          method,
-          num_drafts=num_drafts,
-          draft_length=draft_length,
-          rows=number,
-          vocab_size=vocab_size,
-          filters=filters,
-        )
-        for method in methods
-      ]
-      times = measure(
-        programs,
-        laws,
-        filters,
-        repeats=repeats,
-        num_proposals=max(num_proposals // number, 2),
-        seed=seed,
-      )
+    for number in sizes.rows:
+      programs = [Program.compile(method, sizes, number, filters) for method in methods]
+      num_proposals = max(sizes.num_proposals // number, 2)
+      times = measure(programs, laws, filters, repeats=sizes.repeats, num_proposals=num_proposals)
       for program, own in zip(programs, times):
         records.append(
           {
@@ -386,11 +341,11 @@ def run(
             'filters': filters,
             'overlap': overlap,
             'num_guesses': program.tree.num_nodes,
-            'microseconds': {case: _summary(own.alone[case]) for case in own.alone},
-            'microseconds_with_logits_to_probs': _summary(own.with_logits),
+            'microseconds': {case: spread(own.alone[case], 1e-6) for case in own.alone},
+            'microseconds_with_logits_to_probs': spread(own.with_logits, 1e-6),
             'tokens': own.tokens,
             'temporary_bytes': program.temporaries,
-            'law_bytes': 4 * number * (program.tree.num_nodes + 1) * vocab_size,
+            'law_bytes': 4 * number * (program.tree.num_nodes + 1) * sizes.vocab_size,
           }
         )
       print(_table(records[-len(programs) :], filter_name), flush=True)
@@ -419,20 +374,6 @@ def _table(records: list[dict[str, Any]], filter_name: str) -> str:
   return '\n'.join(lines)
 
 
-def environment() -> dict[str, Any]:
-  """Versions and device, as JSON values."""
-  device = jax.devices()[0]
-  return {
-    'versions': {
-      'spectr_jax': spectr_jax.__version__,
-      'python': platform.python_version(),
-      'jax': jax.__version__,
-      'jaxlib': jaxlib.__version__,
-    },
-    'device': {'platform': device.platform, 'kind': device.device_kind, 'num_cpus': os.cpu_count()},
-  }
-
-
 if __name__ == '__main__':
   _VOCAB_SIZE = flags.DEFINE_integer('vocab_size', 32000, 'Vocabulary.', lower_bound=2)
   _NUM_DRAFTS = flags.DEFINE_integer('num_drafts', 8, 'K, drafts per row.', lower_bound=1)
@@ -447,17 +388,17 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
-    options = {
-      'vocab_size': _VOCAB_SIZE.value,
-      'num_drafts': _NUM_DRAFTS.value,
-      'draft_length': _DRAFT_LENGTH.value,
-      'rows': list(command_line.parse_numbers('rows', _ROWS.value)),
-      'repeats': _REPEATS.value,
-      'num_proposals': _NUM_PROPOSALS.value,
-    }
+    sizes = Sizes(
+      vocab_size=_VOCAB_SIZE.value,
+      num_drafts=_NUM_DRAFTS.value,
+      draft_length=_DRAFT_LENGTH.value,
+      rows=command_line.parse_numbers('rows', _ROWS.value),
+      repeats=_REPEATS.value,
+      num_proposals=_NUM_PROPOSALS.value,
+    )
     with OutputFiles(output=_OUTPUT.value) as files:
-      records = run([get_method(name) for name in _METHODS.value], **options)
-      content = {'run': {'flags': options, **environment()}, 'results': records}
+      records = run([get_method(name) for name in _METHODS.value], sizes)
+      content = {'run': {'flags': dataclasses.asdict(sizes), **describe_machine()}, 'results': records}
       files.write(output=json.dumps(content, indent=2) + '\n')
 
   command_line.run(main)

@@ -22,12 +22,11 @@ from common import command_line, processes
 from common.output_files import check_apart
 from common.printable import printable
 from decode.auto.prediction import choose, predict_all
-from decode.experiment import records
 from decode.experiment.console import show_progress
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
 from decode.experiment.inputs import inputs_of
 from decode.experiment.options import DecodeOptions
-from decode.experiment.provenance import check_measures_nothing, describe_prompt, describe_run
+from decode.experiment.records import check_measures_nothing, describe_continuation, describe_prompt, describe_run
 from decode.experiment.settings import only_setting
 from decode.experiment.workload import Notify, Workload
 from spectr_jax.engine.refill import Request, generate_many
@@ -110,7 +109,7 @@ def decode_bulk(
     ):
       seed, row, sample = found.name
       prompt = prompts[row]
-      entry = records.describe_continuation({}, prompt, seed, sample, found, work.tokenizer, stop)
+      entry = describe_continuation({}, prompt, seed, sample, found, work.tokenizer, stop)
       corpus = {'lookup_corpus': list(options.lookup_corpus)} if options.lookup_corpus else {}
       file.append({'index': prompt.index} | described[prompt.index] | entry | corpus)
       num_tokens, num_calls, num_done = num_tokens + len(found.tokens), num_calls + found.num_target_calls, num_done + 1

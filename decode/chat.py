@@ -167,24 +167,24 @@ def start_chat(options: DecodeOptions, context: int) -> Chat:
     if getattr(options, name):
       raise ValueError(f'{name} is not for decode.chat, which answers one user')
   setting = only_setting(options)
-  target, draft, tokenizer, _ = load_models(options)
-  limits = [model.context_length for model in (target, draft) if model is not None]
-  limit = min([context, *(limit for limit in limits if limit is not None)])
+  models = load_models(options)
+  limit = min(context, models.context_length or context)
   if limit - options.max_new_tokens < 2:
     raise ValueError(
       f'max_new_tokens {options.max_new_tokens} leaves no room for a prompt: the conversation may have {limit} tokens'
     )
   decoder = Decoder.make(
-    target,
-    setting.drafter(draft),
+    models.target,
+    setting.drafter(models.draft),
     method=setting.method,
     tree=setting.tree,
     max_new_tokens=options.max_new_tokens,
     cache_size=limit,
-    eos_id=tokenizer.eos_ids,
+    eos_id=models.tokenizer.eos_ids,
   )
   session = Session(decoder, **options.sampling)
-  return Chat(session, tokenizer, system=options.system, stop=options.make_stop(tokenizer), seed=options.seed)
+  stop = options.make_stop(models.tokenizer)
+  return Chat(session, models.tokenizer, system=options.system, stop=stop, seed=options.seed)
 
 
 def read_turns() -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Reproduces tables and figures of the papers: `python -m decode.reproduce --table=NAME`, or `--figure=NAME`."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from decode.experiment.console import make_console, show_progress
 from decode.experiment.options import LOOKUP, SHIPPED_PROMPTS, DecodeOptions, split_draft
 from decode.experiment.prompt_sets import split_set
 from decode.papers import plots
-from decode.papers.exhibit import Exhibit, Request, Results
+from decode.papers.exhibit import Exhibit, Request, Results, Sizes
 from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
 from spectr_jax.io.content import files_of
 
@@ -46,19 +47,11 @@ _OUTPUT = flags.DEFINE_string(
 _DTYPE = flags.DEFINE_string('dtype', '', "Type to compute in, float32 or bfloat16; '' for each model's own.")
 _SEED = flags.DEFINE_integer('seed', None, 'The first seed; default 0.', lower_bound=0)
 _SIZES = {
-  'num_prompts': flags.DEFINE_integer('num_prompts', None, 'Prompts of each set, at most.', lower_bound=1),
-  'num_seeds': flags.DEFINE_integer('num_seeds', None, 'Runs of every setting.', lower_bound=1),
-  'max_new_tokens': flags.DEFINE_integer('max_new_tokens', None, 'New tokens per prompt, at most.', lower_bound=1),
-  'batch_size': flags.DEFINE_integer('batch_size', None, 'Prompts decoded together, at most.', lower_bound=1),
-  'num_runs': flags.DEFINE_integer(
-    'num_runs', None, 'Repetitions of a timed call, or texts of a simulation.', lower_bound=1
-  ),
-  'context': flags.DEFINE_integer('context', None, 'Room of the caches of a timed call, tokens.', lower_bound=1),
-  'num_drafts': flags.DEFINE_list('num_drafts', None, 'K, several separated by commas.'),
-  'draft_length': flags.DEFINE_list('draft_length', None, 'L, several separated by commas.'),
-  'num_nodes': flags.DEFINE_list('num_nodes', None, 'Tokens drafted in a call, several separated by commas.'),
-  'epsilon': flags.DEFINE_list('epsilon', None, 'Over-acceptance, several separated by commas.'),
-}  # fmt: skip
+  size.name: flags.DEFINE_integer(size.name, None, size.metadata['help'], lower_bound=1)
+  if size.default == 0
+  else flags.DEFINE_list(size.name, None, size.metadata['help'])
+  for size in dataclasses.fields(Sizes)
+}
 _OPTIONS = {
   'method': flags.DEFINE_list('method', None, 'Methods, separated by commas; for spec_bench.'),
   'tree': flags.DEFINE_multi_string('tree', None, 'Tree of guesses, as in decode.main; for spec_bench.'),

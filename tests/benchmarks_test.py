@@ -9,7 +9,7 @@ import tiny_hub
 from hub_specs import SPECS
 
 import spectr_jax
-from benchmarks import auto, drafters, growth, real_models, refill, speed
+from benchmarks import auto, drafters, growth, real_models, refill, speed, timing
 from decode.auto.prediction import predict_all
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
@@ -32,10 +32,10 @@ def _tiny_shapes(monkeypatch):
 
 
 def test_speed(monkeypatch, capsys):
-  monkeypatch.setattr(speed, 'NEW_TOKENS', 8)
+  monkeypatch.setattr(timing, 'NEW_TOKENS', 8)
   monkeypatch.setattr(speed, 'DRAFT_LENGTHS', (4,))
   monkeypatch.setattr(speed, 'METHODS', ('spectr',))
-  monkeypatch.setattr(speed, 'read_rate', lambda: 1e9)
+  monkeypatch.setattr(timing, 'read_rate', lambda: 1e9)
   found = speed.measure(['float32'], [2], 2, has_peer=False)['milliseconds']
   assert set(found) == {'autoregressive float32 batch 2', 'rounds float32 L=4', 'parts float32 spectr K=4 L=4'}
   times = found['autoregressive float32 batch 2']['spectr_jax']
@@ -54,8 +54,8 @@ def test_real_models(monkeypatch, capsys, tmp_path):
   _, sizes = read_spec(config)
   model = causal_lm(init_params(jax.random.key(0), sizes), sizes)
   monkeypatch.setattr(real_models, 'load', lambda path, dtype: (model, load_hub_tokenizer(tmp_path)))
-  monkeypatch.setattr(real_models, 'in_own_process', lambda function, *arguments: function(*arguments))
-  monkeypatch.setattr(speed, 'read_rate', lambda: 1e9)
+  monkeypatch.setattr(timing, 'in_own_process', lambda function, *arguments: function(*arguments))
+  monkeypatch.setattr(timing, 'read_rate', lambda: 1e9)
   options = {'text': 'abc ' * 40, 'dtypes': ['float32'], 'batch_sizes': [2], 'has_peer': False, 'num_runs': 2}
   found = real_models.measure('', max_new_tokens=4, prompt_length=80, **options)
   assert set(found) == {'prompt float32', 'read_bytes_per_second', 'steps float32 batch 2', 'trees float32'}

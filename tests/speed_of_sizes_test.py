@@ -12,7 +12,8 @@ import pytest
 from hub_specs import SPECS
 
 import spectr_jax
-from benchmarks import memory_rates, sizes_in_words, speed, speed_of_sizes
+from benchmarks import speed_of_sizes, timing
+from benchmarks.speed_of_sizes import Bench
 from benchmarks.unverified import UNVERIFIED
 from spectr_jax import Decoder, TokenTree
 from spectr_jax.engine.result import FAILED_DRAFT
@@ -33,10 +34,10 @@ def _write(folder, **sizes):
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
-  monkeypatch.setattr(speed, 'NEW_TOKENS', 6)
-  monkeypatch.setattr(speed, 'PROMPT_LENGTH', 4)
+  monkeypatch.setattr(timing, 'NEW_TOKENS', 6)
+  monkeypatch.setattr(timing, 'PROMPT_LENGTH', 4)
   monkeypatch.setattr(speed_of_sizes, 'NUM_ROUNDS', 2)
-  monkeypatch.setattr(memory_rates, 'COPIED', 2**16)
+  monkeypatch.setattr(timing, 'COPIED', 2**16)
   monkeypatch.setattr(speed_of_sizes, 'METHODS', ('race_traversal',))
   target = _write(tmp_path / 'target', num_hidden_layers=6)
   draft = _write(tmp_path / 'draft', num_hidden_layers=1, tie_word_embeddings=True)
@@ -64,7 +65,7 @@ def test_what_is_there_is_not_measured_again(tiny, tmp_path, capsys, monkeypatch
 
   del written['results'][drafts[0]]
   output.write_text(json.dumps(written))
-  monkeypatch.setattr(speed_of_sizes, 'measure_rounds', lambda *_, rounds, **__: {'measured': rounds.draft})
+  monkeypatch.setattr(Bench, 'measure_rounds', lambda _, rounds, method: {'measured': rounds.draft})
   speed_of_sizes.run(tiny, output)
   assert json.loads(output.read_text())['results'] == written['results'] | {drafts[0]: {'measured': 'draft'}}
   assert share in capsys.readouterr().out
@@ -75,11 +76,11 @@ def test_what_is_there_is_not_measured_again(tiny, tmp_path, capsys, monkeypatch
 def test_rounds_that_keep_no_guess():
   config = TransformerConfig(vocab_size=64, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, max_length=64)
   model = transformer_model(init_params(jax.random.key(0), config), config)
-  rows, tree = speed.prompts(2, 64)[:, :8], TokenTree.chains(2, 3)
+  rows, tree = timing.prompts(2, 64)[:, :8], TokenTree.chains(2, 3)
 
   def run(draft):
     decoder = Decoder.make(model, draft, method=UNVERIFIED, tree=tree, max_new_tokens=6, cache_size=14)
-    return spectr_jax.decode_rounds(decoder, speed.begin(decoder, rows)).result
+    return spectr_jax.decode_rounds(decoder, timing.begin(decoder, rows)).result
 
   result = run(model)
   assert (np.asarray(result.num_target_calls) == 6).all()
@@ -102,7 +103,7 @@ def test_shares_are_those_of_the_same_shape_and_draft():
     'race_traversal 4 x 8, head, 1 rows': {'round': spread(2.5)},
     'spectr 1 x 4, draft, 1 rows': {'round': spread(3.0)},
   }
-  assert sizes_in_words.describe_shares(results) == [
+  assert speed_of_sizes.describe_shares(results) == [
     'spectr 4 x 8, draft, 1 rows: verification 2.00 ms within the loop, 20.0% of a round',
     'race_traversal 4 x 8, head, 1 rows: verification 0.50 ms within the loop, 20.0% of a round',
   ]
@@ -119,11 +120,9 @@ def test_what_fails_does_not_stop_the_rest(tiny, tmp_path, capsys, monkeypatch):
   def fail(*_, **__):
     raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory')
 
-  monkeypatch.setattr(speed_of_sizes, 'measure_rounds', fail)
-  monkeypatch.setattr(speed_of_sizes, 'measure_unverified', lambda *_, **__: {})
-  monkeypatch.setattr(speed_of_sizes, 'measure_profile', lambda *_: {})
-  monkeypatch.setattr(speed_of_sizes, 'make_models', lambda _: 'models')
-  monkeypatch.setattr(speed_of_sizes, 'measure_steps', lambda *_, **__: {})
+  monkeypatch.setattr(Bench, 'measure_rounds', fail)
+  for name in ('measure_unverified', 'measure_profile', 'measure_steps'):
+    monkeypatch.setattr(Bench, name, lambda *_: {})
   with pytest.raises(ValueError, match='2 measurements failed'):
     speed_of_sizes.run(tiny, tmp_path / 'sizes.json')
   assert set(json.loads((tmp_path / 'sizes.json').read_text())['results']) == {
@@ -134,8 +133,8 @@ def test_what_fails_does_not_stop_the_rest(tiny, tmp_path, capsys, monkeypatch):
 
 def test_the_peer_is_named_where_it_is_left_out(tiny, tmp_path, capsys, monkeypatch):
   monkeypatch.setitem(sys.modules, 'torch', None)
-  monkeypatch.setattr(speed_of_sizes.real_models, 'in_own_process', lambda function, *arguments: function(*arguments))
-  monkeypatch.setattr(speed_of_sizes, 'measurements', lambda *_: [])
+  monkeypatch.setattr(timing, 'in_own_process', lambda function, *arguments: function(*arguments))
+  monkeypatch.setattr(Bench, 'measurements', lambda *_: [])
   speed_of_sizes.run(dataclasses.replace(tiny, peer_device='cuda'), tmp_path / 'sizes.json')
   assert 'transformers are left out: import of torch halted' in capsys.readouterr().out
 
@@ -143,9 +142,10 @@ def test_the_peer_is_named_where_it_is_left_out(tiny, tmp_path, capsys, monkeypa
 def test_a_single_draft_is_compared_with_the_peer(tiny, monkeypatch):
   """Whatever shape comes first, since the peer drafts a chain."""
   trees = []
-  monkeypatch.setattr(speed, 'own_call', lambda models, rows, method, tree: trees.append((method, tree)) or (lambda: 1))
-  models = speed_of_sizes.make_models(tiny)
-  found = speed_of_sizes.measure_beside_peer(models, dataclasses.replace(tiny, shapes=((2, 3), (4, 4))))
+  monkeypatch.setattr(
+    timing, 'own_call', lambda models, rows, method, tree: trees.append((method, tree)) or (lambda: 1)
+  )
+  found = Bench(dataclasses.replace(tiny, shapes=((2, 3), (4, 4)))).measure_beside_peer()
   assert set(found['times']) == {'spectr_jax, step', 'spectr_jax, round'}
   assert trees[-1] == ('speculative', TokenTree.chains(1, 3))
 
@@ -153,10 +153,10 @@ def test_a_single_draft_is_compared_with_the_peer(tiny, monkeypatch):
 def test_ratios_are_those_of_medians():
   times = {'step': 2.0, 'round': 3.0}
   results = {
-    sizes_in_words.OWN: {'times': {f'spectr_jax, {unit}': {'median': value} for unit, value in times.items()}},
-    sizes_in_words.PEER: {'times': {f'transformers, {unit}': {'median': 6.0} for unit in times}},
+    speed_of_sizes.OWN: {'times': {f'spectr_jax, {unit}': {'median': value} for unit, value in times.items()}},
+    speed_of_sizes.PEER: {'times': {f'transformers, {unit}': {'median': 6.0} for unit in times}},
   }
-  assert sizes_in_words.describe_ratios(results) == [
+  assert speed_of_sizes.describe_ratios(results) == [
     'step: 3.00 times as fast as transformers', 'round: 2.00 times as fast as transformers'
   ]  # fmt: skip
 

@@ -25,7 +25,8 @@ from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
 from train import aot, plan, step
-from train.train import check_config, make_config_mesh
+from train.run import make_config_mesh
+from train.train import check_config
 
 pytestmark = pytest.mark.tpu
 

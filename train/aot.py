@@ -32,8 +32,9 @@ from spectr_jax.models.transformer import init_params, transformer_model
 from spectr_jax.ops.platforms import made_for
 from spectr_jax.sharding import shardings
 from train import config_flag, plan
-from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step, out_of_memory
-from train.train import check_config, check_teacher, make_config_mesh
+from train.run import make_config_mesh
+from train.step import Learner, Teacher, batch_sharding, init_state, make_optimizer, make_train_step, out_of_memory
+from train.train import check_config, check_teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
     ValueError: The configuration is invalid, or the step needs more memory than the devices have.
   """
   model_config, optimizer = check_config(config), make_optimizer(config)
-  step = make_train_step(optimizer, model_config, 1, mesh, remat=config.remat, dropout=config.dropout, unroll=unroll)
+  step = make_train_step(optimizer, Learner(model_config, 1, mesh, config.remat, config.dropout), unroll=unroll)
   state = jax.eval_shape(lambda: init_state(0, optimizer, model_config))
   state = _placed(mesh, state)
   rows = jax.ShapeDtypeStruct(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Protocol
+import abc
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from train.config_rules import Rule
 from train.head_step import HeadBatch, Step
 
 
-class DraftKind(Protocol):
+class DraftKind(abc.ABC):
   """A draft that can be trained on a target's text.
 
   Its trained parameters are a nested dict.
@@ -31,21 +32,26 @@ class DraftKind(Protocol):
   Attributes:
     rules: Rules of the experiment's fields that only this kind has.
     folder: The name of the folder below WORKDIR that it is written to.
-    num_ids: Vd, the tokens that it guesses, or None for all.
-    feature_layers: The target's layers whose hidden states it learns from, numbered as in `Model.features_fn`; the last
-      one is -1, the input of the output head.
   """
 
   rules: ClassVar[tuple[Rule, ...]]
   folder: ClassVar[str]
 
   @property
-  def num_ids(self) -> int | None: ...
+  def num_ids(self) -> int | None:
+    """Vd, the tokens that it guesses; None for all."""
+    return None
 
   @property
-  def feature_layers(self) -> tuple[int, ...]: ...
+  def feature_layers(self) -> tuple[int, ...]:
+    """The target's layers whose hidden states it learns from, numbered as in `Model.features_fn`.
+
+    The last one is -1, the input of the output head, from which the target's distributions follow.
+    """
+    return (-1,)
 
   @classmethod
+  @abc.abstractmethod
   def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> DraftKind:
     """The draft of an experiment.
 
@@ -57,8 +63,8 @@ class DraftKind(Protocol):
     Raises:
       ValueError: There is no such draft for this target.
     """
-    ...
 
+  @abc.abstractmethod
   def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:
     """The parameters at the beginning, in float32.
 
@@ -67,8 +73,8 @@ class DraftKind(Protocol):
       target: The target.
       unembedding: `[D, Vd]`, the target's rows.
     """
-    ...
 
+  @abc.abstractmethod
   def load_params(self, path: epath.PathLike, target: Model) -> tuple[dict[str, Any], np.ndarray | None]:
     """The parameters of a saved draft in float32, as those of `init_params`, and the tokens that it guesses.
 
@@ -79,16 +85,13 @@ class DraftKind(Protocol):
     Raises:
       ValueError: There is no such draft, or it is of another kind or has other sizes.
     """
-    ...
 
   def frozen_params(self, target: Model) -> dict[str, Any]:
-    """What it reads of the target beside the rows of the output head.
+    """What it reads of the target beside the rows of the output head: nothing by itself."""
+    del target
+    return {}
 
-    Args:
-      target: The target.
-    """
-    ...
-
+  @abc.abstractmethod
   def steps(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Step]:
     """The draft's guesses that are 1, 2, ... tokens ahead of what it reads of the target.
 
@@ -102,8 +105,8 @@ class DraftKind(Protocol):
       token i + 2 from the tokens up to i + 1 and, if it reads them, the target's hidden states up to token i - s; the
       first s entries are not valid.
     """
-    ...
 
+  @abc.abstractmethod
   def drafter(
     self, params: Mapping[str, Any], frozen: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int
   ) -> Drafter:
@@ -115,8 +118,8 @@ class DraftKind(Protocol):
       target_ids: The Vd tokens that it guesses, or None for all.
       vocab_size: V, the target's.
     """
-    ...
 
+  @abc.abstractmethod
   def check_folder(self, path: epath.Path) -> bool:
     """Whether a folder holds a draft that `save` has written.
 
@@ -126,8 +129,8 @@ class DraftKind(Protocol):
     Raises:
       ValueError: `save` could not write there, or would replace what it has not written.
     """
-    ...
 
+  @abc.abstractmethod
   def save(self, path: epath.PathLike, drafter: Drafter, tokenizer: TokenizerBase, info: Mapping[str, Any]) -> None:
     """Writes the draft in the published format of its kind, in place of one that is there.
 
@@ -137,7 +140,6 @@ class DraftKind(Protocol):
       tokenizer: The target's tokenizer.
       info: JSON values to store with it.
     """
-    ...
 
 
 def check_written(path: epath.Path, names: Collection[str]) -> bool:
@@ -154,17 +156,38 @@ def check_written(path: epath.Path, names: Collection[str]) -> bool:
   return is_ours
 
 
-class Head:
+class Head(DraftKind):
   """What is the same for all kinds of heads."""
 
-  folder: ClassVar[str] = 'head'
+  folder = 'head'
+  config: Any
+
+  @staticmethod
+  @abc.abstractmethod
+  def sizes_of(config: Any) -> dict[str, Any]:
+    """What saved heads have in common with the head to train, by name; `has_unembedding` is among it."""
+
+  @staticmethod
+  @abc.abstractmethod
+  def config_of(drafter: Drafter) -> Any:
+    """The configuration of a saved head; ValueError if it is of another kind."""
+
+  def load_params(self, path: epath.PathLike, target: Model) -> tuple[dict[str, Any], np.ndarray | None]:
+    drafter = load_drafter(path, target, dtype='float32')
+    found = self.sizes_of(self.config_of(drafter))
+    for name, wanted in self.sizes_of(self.config).items():
+      if found[name] != wanted:
+        raise ValueError(f'{path}: {name} is {found[name]}, but {wanted} in this run')
+    params = dict(drafter.params)
+    ids = params.pop('target_ids', None)
+    if not self.config.has_unembedding:
+      del params['unembedding']  # the target's rows
+    return params, None if ids is None else np.asarray(ids)
 
   def check_folder(self, path: epath.Path) -> bool:
-    """As for `DraftKind`."""
     return check_written(path, ('config.json', 'model.safetensors', 'medusa_lm_head.safetensors'))
 
   def save(self, path: epath.PathLike, drafter: Drafter, tokenizer: TokenizerBase, info: Mapping[str, Any]) -> None:
-    """As for `DraftKind`."""
     del tokenizer  # heads are read with their target
     save_drafter(path, drafter, info=info, overwrite=True)
 
@@ -172,33 +195,3 @@ class Head:
 def cast(params: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, Any]:
   """Parameters in the types of `shapes`."""
   return jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), dict(params), dict(shapes))
-
-
-def load_head_params(
-  path: epath.PathLike,
-  target: Model,
-  *,
-  sizes: Mapping[str, Any],
-  sizes_of: Callable[[Drafter], Mapping[str, Any]],
-) -> tuple[dict[str, Any], np.ndarray | None]:
-  """`DraftKind.load_params` of a head.
-
-  Args:
-    path: The saved head, as for `load_drafter`.
-    target: The target.
-    sizes: What it must have in common with the head to train, by name; `has_unembedding` is among them.
-    sizes_of: These sizes of a saved head, or ValueError if it is of another kind.
-
-  Raises:
-    ValueError: There is no such head, or it is of another kind or has other sizes.
-  """
-  drafter = load_drafter(path, target, dtype='float32')
-  found = sizes_of(drafter)
-  for name, wanted in sizes.items():
-    if found[name] != wanted:
-      raise ValueError(f'{path}: {name} is {found[name]}, but {wanted} in this run')
-  params = dict(drafter.params)
-  ids = params.pop('target_ids', None)
-  if not sizes['has_unembedding']:
-    del params['unembedding']  # the target's rows
-  return params, None if ids is None else np.asarray(ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm, hidden_states
 from spectr_jax.models.causal_lm_config import CausalLMConfig
-from train.config_rules import Rule, at_least
-from train.draft_kind import check_written
+from train.config_rules import at_least
+from train.draft_kind import DraftKind, check_written
 from train.head_step import HeadBatch, Step
 
 _EMBEDDINGS = ('embedding', 'position_embedding', 'unembedding')
@@ -37,7 +37,7 @@ def _spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelKind:
+class ModelKind(DraftKind):
   """A small model, a `DraftKind`.
 
   It is made of some of the target's layers, between the target's embedding and output head, which stay as they are; or
@@ -49,26 +49,15 @@ class ModelKind:
     layers: The target's layers that it begins with, or None for another model.
   """
 
-  rules: ClassVar[tuple[Rule, ...]] = at_least(1, 'num_layers')
-  folder: ClassVar[str] = 'model'
+  rules = at_least(1, 'num_layers')
+  folder = 'model'
 
   config: CausalLMConfig
   spec: Mapping[str, Any]
   layers: tuple[int, ...] | None
 
-  @property
-  def num_ids(self) -> int | None:
-    """As for `DraftKind`."""
-    return None
-
-  @property
-  def feature_layers(self) -> tuple[int, ...]:
-    """As for `DraftKind`: it reads none, and learns the distributions that follow from the last one."""
-    return (-1,)
-
   @classmethod
   def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> ModelKind:
-    """As for `DraftKind`."""
     if not config.init_from:
       if config.num_layers > target.num_layers:
         raise ValueError(f'config.num_layers must be at most {target.num_layers}, got {config.num_layers}')
@@ -116,15 +105,12 @@ class ModelKind:
   def drafter(
     self, params: Mapping[str, Any], frozen: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int
   ) -> Drafter:
-    """As for `DraftKind`."""
     del target_ids, vocab_size
     return model_drafter(causal_lm({**frozen.get('embeddings', {}), **params}, self.config))
 
   def check_folder(self, path: epath.Path) -> bool:
-    """As for `DraftKind`."""
     return check_written(path, FILES)
 
   def save(self, path: epath.PathLike, drafter: Drafter, tokenizer: TokenizerBase, info: Mapping[str, Any]) -> None:
-    """As for `DraftKind`."""
     assert isinstance(tokenizer, HubTokenizer)  # that of a public model
     save_hub_model(path, drafter.params, tokenizer, self.spec, info=info, overwrite=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath
 
 from spectr_jax.draft import Drafter, head_drafter
 from spectr_jax.draft.head_drafter import config_of
@@ -20,8 +19,8 @@ from spectr_jax.models import causal_lm, head
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.products import accumulation_dtype
-from train.config_rules import Rule, at_least, finite_at_least_0
-from train.draft_kind import Head, cast, load_head_params
+from train.config_rules import at_least, finite_at_least_0
+from train.draft_kind import Head, cast
 from train.head_step import HeadBatch, Step
 
 
@@ -140,11 +139,6 @@ def head_config(config, target: CausalLMConfig) -> HeadConfig:
   return own
 
 
-def _sizes(config: HeadConfig) -> dict[str, Any]:
-  sizes = vars(config.block) | vars(config)
-  return {name: value for name, value in sizes.items() if name not in ('block', 'dtype', 'cache_dtype')}
-
-
 @dataclasses.dataclass(frozen=True)
 class Eagle3Kind(Head):
   """A head of EAGLE-3's kind, a `DraftKind`.
@@ -156,31 +150,33 @@ class Eagle3Kind(Head):
       reads h; else they are random. The output norm begins as the target's in any case.
   """
 
-  rules: ClassVar[tuple[Rule, ...]] = (*at_least(1, 'num_unrolled', 'vocab_size'), *finite_at_least_0('mlp_dim'))
+  rules = (*at_least(1, 'num_unrolled', 'vocab_size'), *finite_at_least_0('mlp_dim'))
+  config_of = staticmethod(config_of)
 
   config: HeadConfig
   num_steps: int
   from_target: bool
 
+  @staticmethod
+  def sizes_of(config: HeadConfig) -> dict[str, Any]:
+    sizes = vars(config.block) | vars(config)
+    return {name: value for name, value in sizes.items() if name not in ('block', 'dtype', 'cache_dtype')}
+
   @property
   def num_ids(self) -> int | None:
-    """As for `DraftKind`."""
     return self.config.block.vocab_size
 
   @property
   def feature_layers(self) -> tuple[int, ...]:
-    """As for `DraftKind`."""
     return (*self.config.feature_layers, -1)
 
   @classmethod
   def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> Eagle3Kind:
-    """As for `DraftKind`."""
     del files
     own = head_config(config, target)
     return cls(own, config.num_unrolled, config.from_target)
 
   def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:
-    """As for `DraftKind`."""
     block = self.config.block
     wide = dataclasses.replace(self.config, block=dataclasses.replace(block, dtype='float32'))
     params = head.init_params(key, wide)
@@ -206,17 +202,12 @@ class Eagle3Kind(Head):
       params |= {'mlp': own['mlp'], 'mlp_norm': own['mlp_norm']}
     return params
 
-  def load_params(self, path: epath.PathLike, target: Model) -> tuple[dict[str, Any], np.ndarray | None]:
-    """As for `DraftKind`."""
-    return load_head_params(path, target, sizes=_sizes(self.config), sizes_of=lambda found: _sizes(config_of(found)))
-
   def frozen_params(self, target: Model) -> dict[str, Any]:
     """The embedded tokens, `[V, D]`, as the drafter reads them."""
     assert target.embed_fn is not None  # the target has rotary positions
     return {'embedding': target.embed_fn(target.params, jnp.arange(target.vocab_size))}
 
   def steps(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Step]:
-    """As for `DraftKind`."""
     embedded = jnp.take(frozen['embedding'], batch.tokens[:, 1:-1], axis=0)
     outputs = unrolled_outputs(params, self.config, embedded, batch.features[:, :-2, :-1], self.num_steps)
     unembedding = params.get('unembedding', frozen['unembedding'])
@@ -225,6 +216,5 @@ class Eagle3Kind(Head):
   def drafter(
     self, params: Mapping[str, Any], frozen: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int
   ) -> Drafter:
-    """As for `DraftKind`."""
     params = {'unembedding': frozen['unembedding'], **params, 'target_ids': target_ids}
     return head_drafter(cast(params, head.param_shapes(self.config)), self.config, vocab_size)

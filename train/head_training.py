@@ -13,13 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from etils import epath
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
-from common.command_line import parse_sizes
 from spectr_jax.draft import Drafter
 from spectr_jax.io.checksums import content_hash
 from spectr_jax.io.heads.load import output_head_rows
@@ -27,7 +25,7 @@ from spectr_jax.io.load import ModelFiles, open_model
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm
-from spectr_jax.sharding import DATA, is_primary, make_mesh, put, replicated
+from spectr_jax.sharding import DATA, is_primary, put, replicated
 from train.config_rules import Rule, at_least, check_fields, finite_at_least_0
 from train.draft_kind import DraftKind
 from train.draft_model import ModelKind
@@ -35,9 +33,9 @@ from train.eagle3_head import Eagle3Kind
 from train.head_data import Shard, Sizes, check_shard, generate_shard, shard_checksums
 from train.head_step import HeadBatch, head_loss
 from train.medusa_head import MedusaKind
-from train.run import Run
+from train.run import Run, make_config_mesh
 from train.run_record import HEAD_FIELDS
-from train.step import make_optimizer
+from train.step import make_optimizer, make_update, new_state
 from train.text_sources import Files
 
 _WIDTH = 64  # texts of a batch are padded to a multiple of this
@@ -265,7 +263,7 @@ class HeadTraining(Run):
   def _prepare(self, target: Model, params: dict[str, Any] | None, *, allow_fallback: bool) -> None:
     config = self.config
     unembedding = output_head_rows(target, None, config.dtype)
-    if not (self.record.is_there or self.is_unrecorded):
+    if not self.record.is_there:
       self.record.write()  # the text depends on it, and takes long
     self.data.generate(target.for_decoding(), self.tokenizer)
     # Some processes write for longer than others, for longer than a collective waits.
@@ -288,7 +286,7 @@ class HeadTraining(Run):
 
     self.begin(make_state, places, init=init, allow_fallback=allow_fallback)
     self._batches = self.data.batches(self.step)
-    self._advance = jax.jit(self._update, donate_argnums=0, out_shardings=whole)
+    self._update = make_update(self.optimizer, self._differentiate, out_shardings=whole)
     self._measure = jax.jit(self._loss, out_shardings=whole)
     if is_primary():
       count = sum(x.size for x in jax.tree.leaves(self.state['params']))
@@ -296,27 +294,23 @@ class HeadTraining(Run):
 
   @property
   def has_data(self) -> bool:
-    """As for `Run`."""
     return self.data.is_begun
 
   def check_result(self) -> bool:
-    """As for `Run`."""
     return self.draft.check_folder(self.workdir / self.draft.folder)
 
   def _init_state(self, target: Model, rows: jax.Array, params: dict[str, Any] | None) -> dict[str, Any]:
     if params is None:
       params = self.draft.init_params(jax.random.key(self.config.seed), target, rows)
-    return {'params': params, 'opt_state': self.optimizer.init(params), 'step': jnp.zeros((), jnp.int32)}
+    return new_state(params, self.optimizer)
 
   def _loss(self, params, frozen, batch):
     steps = self.draft.steps(params, frozen, batch)
     return head_loss(steps, frozen['unembedding'], batch, decay=self.config.decay, tv_weight=self.config.tv_weight)
 
-  def _update(self, state, frozen, batch):
+  def _differentiate(self, state, batch, frozen):
     (loss, _), grads = jax.value_and_grad(self._loss, has_aux=True)(state['params'], frozen, batch)
-    updates, opt_state = self.optimizer.update(grads, state['opt_state'], state['params'])
-    params = optax.apply_updates(state['params'], updates)
-    return {'params': params, 'opt_state': opt_state, 'step': state['step'] + 1}, loss
+    return loss, grads
 
   def _place(self, batch: HeadBatch) -> HeadBatch:
     return put(batch, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec(DATA)), batch))
@@ -352,7 +346,7 @@ class HeadTraining(Run):
     multihost_utils.sync_global_devices('the draft is written')
 
   def advance(self) -> jax.Array:
-    self.state, loss = self._advance(self.state, self.frozen, self._place(next(self._batches)))
+    self.state, loss = self._update(self.state, self._place(next(self._batches)), self.frozen)
     return loss
 
   def rates(self, seconds_per_step: float) -> dict[str, float]:
@@ -362,18 +356,3 @@ class HeadTraining(Run):
     final = self.evaluate() if found is None else found
     self.keep_draft(final)
     return final
-
-
-def make_config_mesh(config) -> Mesh:
-  """The mesh that `config.mesh` describes; a batch must be possible to shard over it.
-
-  Args:
-    config: The experiment.
-
-  Raises:
-    ValueError: There is no such mesh, or a batch cannot be sharded over it.
-  """
-  mesh = make_mesh(parse_sizes(config.mesh))
-  if config.batch_size % mesh.shape[DATA]:
-    raise ValueError(f'a batch of {config.batch_size} rows cannot be sharded over {DATA}:{mesh.shape[DATA]}')
-  return mesh

@@ -8,7 +8,8 @@ from absl import flags
 
 from spectr_jax.sharding import is_primary
 from train import plan, training_command
-from train.train import check_config, make_config_mesh, train
+from train.run import make_config_mesh
+from train.train import check_config, train
 from train.training_command import ALLOW_FALLBACK, CONFIG, WORKDIR
 
 flags.adopt_module_key_flags(training_command)

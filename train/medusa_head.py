@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath
 
 from spectr_jax.draft import Drafter, medusa_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig, config_of, head_output, output_kernel, param_shapes
 from spectr_jax.io.load import ModelFiles
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm_config import CausalLMConfig
-from train.config_rules import Rule, at_least
-from train.draft_kind import Head, cast, load_head_params
+from train.config_rules import at_least
+from train.draft_kind import Head, cast
 from train.head_step import HeadBatch, Step
-
-
-def _sizes(config: MedusaConfig) -> dict[str, Any]:
-  return {name: value for name, value in vars(config).items() if name != 'dtype'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,23 +28,17 @@ class MedusaKind(Head):
     config: The heads.
   """
 
-  rules: ClassVar[tuple[Rule, ...]] = at_least(1, 'num_unrolled')
+  rules = at_least(1, 'num_unrolled')
+  config_of = staticmethod(config_of)
 
   config: MedusaConfig
 
-  @property
-  def num_ids(self) -> int | None:
-    """As for `DraftKind`."""
-    return None
-
-  @property
-  def feature_layers(self) -> tuple[int, ...]:
-    """As for `DraftKind`."""
-    return (-1,)
+  @staticmethod
+  def sizes_of(config: MedusaConfig) -> dict[str, Any]:
+    return {name: value for name, value in vars(config).items() if name != 'dtype'}
 
   @classmethod
   def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> MedusaKind:
-    """As for `DraftKind`."""
     del files
     own = config.has_unembedding
     return cls(MedusaConfig(config.num_unrolled, target.embed_dim, target.vocab_size, config.dtype, own))
@@ -63,17 +52,7 @@ class MedusaKind(Head):
       params['unembedding'] = jnp.broadcast_to(unembedding.astype(jnp.float32), shapes['unembedding'].shape)
     return params
 
-  def load_params(self, path: epath.PathLike, target: Model) -> tuple[dict[str, Any], np.ndarray | None]:
-    """As for `DraftKind`."""
-    return load_head_params(path, target, sizes=_sizes(self.config), sizes_of=lambda found: _sizes(config_of(found)))
-
-  def frozen_params(self, target: Model) -> dict[str, Any]:
-    """Nothing."""
-    del target
-    return {}
-
   def steps(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Step]:
-    """As for `DraftKind`."""
     hidden = batch.features[:, :-2, -1].astype(self.config.dtype)
     unembedding = params.get('unembedding', frozen['unembedding'])
     return [
@@ -84,7 +63,6 @@ class MedusaKind(Head):
   def drafter(
     self, params: Mapping[str, Any], frozen: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int
   ) -> Drafter:
-    """As for `DraftKind`."""
     del target_ids, vocab_size
     params = {'unembedding': frozen['unembedding'], **params}
     return medusa_drafter(cast(params, param_shapes(self.config)), self.config)

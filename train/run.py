@@ -16,10 +16,12 @@ import jax
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
+from common.command_line import parse_sizes
 from spectr_jax.io.foreign import is_remote
 from spectr_jax.io.new_files import NewFile, only_writer
-from spectr_jax.sharding import is_primary
+from spectr_jax.sharding import DATA, is_primary, make_mesh
 from train import sealed
 from train.checkpoint import Checkpoints, is_finite
 from train.metrics import MetricWriter
@@ -40,6 +42,23 @@ class Outcome:
 
   step: int
   held_out: dict[str, float] | None
+
+
+def make_config_mesh(config, devices=None) -> Mesh:
+  """The mesh that `config.mesh` describes. It must be possible to shard batches over it, or microbatches.
+
+  Args:
+    config: The experiment, of a model or of a head.
+    devices: The devices; None for all of `jax.devices()`.
+
+  Raises:
+    ValueError: There is no such mesh, or a batch cannot be sharded over it.
+  """
+  mesh, rows = make_mesh(parse_sizes(config.mesh), devices), config.batch_size // config.get('num_microbatches', 1)
+  if rows % mesh.shape[DATA]:
+    what = 'microbatch' if 'num_microbatches' in config else 'batch'
+    raise ValueError(f'a {what} of {rows} rows cannot be sharded over {DATA}:{mesh.shape[DATA]}')
+  return mesh
 
 
 @contextlib.contextmanager
@@ -75,7 +94,6 @@ class Run(abc.ABC):
     state: Arrays by name, all that a checkpoint has; `step` is one of them.
     step: Number of steps done, known without waiting for the devices.
     record: The settings of the run.
-    is_unrecorded: Whether a run has begun in the directory of which there is no record.
   """
 
   def __init__(self, config, workdir: epath.Path):
@@ -102,14 +120,13 @@ class Run(abc.ABC):
         self._lock.enter_context(only_writer(checkpoints))
         if checkpoints.is_dir():
           NewFile(checkpoints / 'checkpoint').discard()  # it can be written: said now and not after hours
-      is_started = bool(sealed.steps_in(checkpoints)) or self.has_data
-      has_result = self.check_result()
+      steps, has_result = sealed.steps_in(checkpoints), self.check_result()
+      is_started = bool(steps) or self.has_data
       self.record = RunRecord(self.workdir, self.config, table, trains, content)
-      self.is_unrecorded = checkpoints.exists() and not self.record.is_there
-      was_begun = self.record.is_there or self.is_unrecorded
-      MetricWriter.check(self.workdir, is_ours=was_begun)
-      if has_result and not was_begun:
-        raise ValueError(f'{self.workdir} has a result, and no training wrote it there: take another --workdir')
+      if (steps or has_result) and not self.record.is_there:
+        what, it = ('checkpoints', 'them') if steps else ('a result', 'it')
+        raise ValueError(f'{self.workdir} has {what}, and no training wrote {it} there: take another --workdir')
+      MetricWriter.check(self.workdir, is_ours=self.record.is_there)
       if not (is_started or has_result):
         self.record.forget()
       self.record.check()
@@ -166,8 +183,6 @@ class Run(abc.ABC):
     except BaseException:
       self.checkpoints.close()
       raise
-    if self.is_unrecorded and step:
-      note(f'{self.workdir} was begun without a record of its settings: they cannot be compared with those of this run')
     if self.checkpoints.unchecked:
       note(f'checkpoint {self.checkpoints.unchecked} has no checksums: it is read without a check')
     if state is None:

@@ -6,10 +6,11 @@ count by their content, wherever they lie.
 
 from __future__ import annotations
 
+import enum
 import json
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 from etils import epath
 
@@ -29,74 +30,50 @@ _FIELDS = {
   'num_steps': foreign.list_of(foreign.list_of(foreign.whole(), 2)),
 }
 
-# Whether a field determines the result of an experiment.
-Rule: TypeAlias = Callable[[Any], bool]
+
+class Rule(enum.Enum):
+  """Whether a field determines the result of an experiment."""
+
+  DETERMINES = 'always'
+  FREE = 'no: it changes nothing, or the order of sums at most'
+  BY_CONTENT = 'no: it names files, which count by their content'
+  RECORDED = 'no: it is the number of steps, which may change; the record says where it did'
+  WITH_PATIENCE = 'with patience: it says which model is the best one'
+  WITH_DROPOUT = 'with dropout: it says which entries are dropped'
+
+  def is_met(self, config) -> bool:
+    """Whether it determines the result of this experiment."""
+    has = {Rule.WITH_PATIENCE: 'patience', Rule.WITH_DROPOUT: 'dropout'}
+    return self is Rule.DETERMINES or (self in has and bool(config[has[self]]))
 
 
-def determines(config) -> bool:
-  """Of fields that always determine the result."""
-  del config
-  return True
+def _table(names: Mapping[Rule, str]) -> dict[str, Rule]:
+  return {name: rule for rule, those in names.items() for name in those.split()}
 
 
-def free(config) -> bool:
-  """Of fields that change nothing, or the order of sums at most."""
-  del config
-  return False
-
-
-def by_content(config) -> bool:
-  """Of fields that name files, which count by their content."""
-  del config
-  return False
-
-
-def recorded(config) -> bool:
-  """Of the number of steps: it may change, and the record says where it did."""
-  del config
-  return False
-
-
-def with_patience(config) -> bool:
-  """Of fields that say which model is the best one."""
-  return bool(config.patience)
-
-
-def with_dropout(config) -> bool:
-  """Of fields that say which entries are dropped."""
-  return bool(config.dropout)
-
-
-_OF_RUNS: dict[str, Rule] = {
-  'mesh': free, 'log_every': free, 'checkpoint_every': free, 'keep_checkpoints': free, 'num_steps': recorded,
-  **dict.fromkeys(
-    ('seed', 'batch_size', 'learning_rate', 'warmup_steps', 'weight_decay', 'adam_b2', 'max_grad_norm'), determines
-  ),
-}  # fmt: skip
+_OF_RUNS = _table({
+  Rule.DETERMINES: 'seed batch_size learning_rate warmup_steps weight_decay adam_b2 max_grad_norm',
+  Rule.FREE: 'mesh log_every checkpoint_every keep_checkpoints',
+  Rule.RECORDED: 'num_steps',
+})  # fmt: skip
 
 # The fields of `configs/base.py`.
-MODEL_FIELDS: dict[str, Rule] = _OF_RUNS | {
-  **dict.fromkeys(('source', 'files', 'held_out_percent', 'data_dir', 'tokenizer', 'distill_from'), by_content),
-  **dict.fromkeys(('vocab_size', 'seq_len', 'dropout', 'distill_weight', 'distill_dtype', 'patience'), determines),
-  **dict.fromkeys(
-    (f'model.{name}' for name in ('embed_dim', 'num_layers', 'num_heads', 'mlp_dim', 'dtype')), determines
-  ),
-  'cache_dir': free, 'remat': free, 'num_microbatches': with_dropout, 'eval_every': with_patience,
-  'eval_batches': with_patience,
-}  # fmt: skip
+MODEL_FIELDS = _OF_RUNS | _table({
+  Rule.BY_CONTENT: 'source files held_out_percent data_dir tokenizer distill_from',
+  Rule.DETERMINES: 'vocab_size seq_len dropout distill_weight distill_dtype patience'
+  ' model.embed_dim model.num_layers model.num_heads model.mlp_dim model.dtype',
+  Rule.FREE: 'cache_dir remat',
+  Rule.WITH_DROPOUT: 'num_microbatches',
+  Rule.WITH_PATIENCE: 'eval_every eval_batches',
+})  # fmt: skip
 
 # The fields of `configs/head.py`, of all kinds.
-HEAD_FIELDS: dict[str, Rule] = _OF_RUNS | {
-  **dict.fromkeys(
-    (
-      'kind', 'num_shards', 'rows_per_shard', 'max_user_tokens', 'max_new_tokens', 'user_temperature', 'temperatures',
-      'data_dtype', 'num_layers', 'num_unrolled', 'has_unembedding', 'vocab_size', 'mlp_dim', 'from_target', 'decay',
-      'tv_weight', 'dtype',
-    ),
-    determines,
-  ),
-  'user_files': by_content, 'init_from': by_content, 'eval_every': free,
-}  # fmt: skip
+HEAD_FIELDS = _OF_RUNS | _table({
+  Rule.DETERMINES: 'kind num_shards rows_per_shard max_user_tokens max_new_tokens user_temperature temperatures'
+  ' data_dtype num_layers num_unrolled has_unembedding vocab_size mlp_dim from_target decay tv_weight dtype',
+  Rule.BY_CONTENT: 'user_files init_from',
+  Rule.FREE: 'eval_every',
+})  # fmt: skip
 
 
 def _value(config, name: str) -> Any:
@@ -121,7 +98,7 @@ class RunRecord:
 
   def __init__(self, workdir: epath.Path, config, table: Mapping[str, Rule], trains: str, content: Mapping[str, Any]):
     self._path, self._trains, self._num_steps = workdir / NAME, trains, config.num_steps
-    fields = {f'config.{name}': _value(config, name) for name, rule in table.items() if rule(config)}
+    fields = {f'config.{name}': _value(config, name) for name, rule in table.items() if rule.is_met(config)}
     self._settings = fields | dict(content)
     self._found = self._read()
 

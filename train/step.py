@@ -53,6 +53,25 @@ def make_optimizer(config) -> optax.GradientTransformation:
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  """A transformer as it is trained: on packed documents, within which attention stays.
+
+  Attributes:
+    config: Its sizes.
+    bos_id: The token that begins a document; it is never a target.
+    mesh: The mesh that rows are sharded over; None for one device.
+    remat: Whether each block is recomputed for its gradient, so that its activations are not stored.
+    dropout: Probability to drop an entry of a block's output. It has no effect without a key.
+  """
+
+  config: TransformerConfig
+  bos_id: int
+  mesh: Mesh | None = None
+  remat: bool = False
+  dropout: float = 0.0
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Teacher:
@@ -70,13 +89,14 @@ class Teacher:
   weight: float = dataclasses.field(default=1.0, metadata={'static': True})
 
 
-def _packed(params, inputs, model_config, bos_id, *, remat=False, mesh=None, dropout=0.0, dropout_key=None):
+def _packed(params, inputs, learner: Learner, dropout_key: jax.Array | None = None):
   """Logits `[B, T, V]` and inputs of the output head `[B, T, D]`; a program computes those that it uses."""
   positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-  documents = jnp.cumsum(inputs == bos_id, axis=1)[:, None]
+  documents = jnp.cumsum(inputs == learner.bos_id, axis=1)[:, None]
+  mesh = learner.mesh
   network = Transformer(
-    model_config, remat, dropout=0.0 if dropout_key is None else dropout,
-    feature_layers=(model_config.num_layers + 1,), attend_fn=functools.partial(attend_packed, mesh=mesh),
+    learner.config, learner.remat, dropout=0.0 if dropout_key is None else learner.dropout,
+    feature_layers=(learner.config.num_layers + 1,), attend_fn=functools.partial(attend_packed, mesh=mesh),
     arrange_fn=functools.partial(arrange_packed, mesh=mesh),
   )  # fmt: skip
   if mesh is not None:
@@ -86,31 +106,21 @@ def _packed(params, inputs, model_config, bos_id, *, remat=False, mesh=None, dro
   return logits, features[:, :, 0]
 
 
-def packed_logits(
-  params,
-  inputs,
-  model_config: TransformerConfig,
-  bos_id: int,
-  *,
-  remat: bool = False,
-  mesh: Mesh | None = None,
-  dropout: float = 0.0,
-  dropout_key: jax.Array | None = None,
-) -> jax.Array:
-  """Logits `[B, T, V]` after every token of packed documents `[B, T]`; attention stays within a document.
+def packed_logits(params, inputs, learner: Learner, dropout_key: jax.Array | None = None) -> jax.Array:
+  """Logits `[B, T, V]` after every token of packed documents `[B, T]`.
 
   Args:
     params: Parameters of the transformer.
     inputs: int32 `[B, T]`, packed documents.
-    model_config: Sizes of the transformer.
-    bos_id: The token that begins a document.
-    remat: Whether each block is recomputed for its gradient, so that its activations are not stored.
-    mesh: The mesh that rows are sharded over; None for one device.
-    dropout: Probability to drop an entry of a block's output. It has no effect without a key.
+    learner: The transformer.
     dropout_key: One typed key, or None for no dropout.
   """
-  options = {'remat': remat, 'mesh': mesh, 'dropout': dropout, 'dropout_key': dropout_key}
-  return _packed(params, inputs, model_config, bos_id, **options)[0]
+  return _packed(params, inputs, learner, dropout_key)[0]
+
+
+def _taught_by(learner: Learner, teacher: Teacher) -> Learner:
+  """The teacher on the same rows."""
+  return Learner(teacher.config, learner.bos_id, learner.mesh)
 
 
 def _losses(logits, targets, teacher_logits, teacher_weight):
@@ -192,15 +202,7 @@ def _head_backward(teacher_weight, residuals, gradient):
 head_losses.defvjp(_head_forward, _head_backward)
 
 
-def token_losses(
-  params,
-  rows,
-  model_config: TransformerConfig,
-  bos_id: int,
-  *,
-  teacher: Teacher | None = None,
-  **options,
-):
+def token_losses(params, rows, learner: Learner, teacher: Teacher | None = None):
   """The loss of each target token, in nats: its negative log-likelihood.
 
   With a teacher, the loss is a weighted mean of the divergence KL(teacher's distribution || own distribution), with
@@ -209,48 +211,44 @@ def token_losses(
 
   Args:
     params: Parameters of the transformer.
-    rows: int32 `[B, T + 1]`, packed documents; attention stays within a document.
-    model_config: Sizes of the transformer.
-    bos_id: The token that begins a document; it is never a target.
+    rows: int32 `[B, T + 1]`, packed documents.
+    learner: The transformer.
     teacher: The teacher, or None.
-    **options: `remat`, `mesh`, `dropout` and `dropout_key`, as in `packed_logits`.
 
   Returns:
     Losses `[B, T]`, 0 where there is no target, and weights `[B, T]`, 1 where there is one and 0 elsewhere.
   """
   inputs, targets = rows[:, :-1], rows[:, 1:]
-  logits, other = packed_logits(params, inputs, model_config, bos_id, **options), None
+  logits, other = packed_logits(params, inputs, learner), None
   if teacher is not None:
-    other = packed_logits(teacher.params, inputs, teacher.config, bos_id, mesh=options.get('mesh'))
-  weights = (targets != bos_id).astype(jnp.float32)
+    other = packed_logits(teacher.params, inputs, _taught_by(learner, teacher))
+  weights = (targets != learner.bos_id).astype(jnp.float32)
   return _losses(logits, targets, other, teacher and teacher.weight) * weights, weights
 
 
 def summed_losses(
   params,
   rows,
-  model_config: TransformerConfig,
-  bos_id: int,
-  *,
+  learner: Learner,
   teacher: Teacher | None = None,
-  mesh: Mesh | None = None,
+  *,
+  dropout_key: jax.Array | None = None,
   unroll: bool = False,
-  **options,
 ) -> tuple[jax.Array, jax.Array]:
   """The sums of `token_losses` and of their weights, for training: the logits of some tokens exist at a time.
 
   Args:
-    params, rows, model_config, bos_id, teacher, mesh: As in `token_losses`.
+    params, rows, learner, teacher: As in `token_losses`.
+    dropout_key: One typed key, or None for no dropout.
     unroll: Whether the loop over blocks is unrolled, for the compiler's count of operations.
-    **options: `remat`, `dropout` and `dropout_key`, as in `packed_logits`.
   """
   inputs, targets = rows[:, :-1], rows[:, 1:]
-  weights = (targets != bos_id).astype(jnp.float32)
-  features = _packed(params, inputs, model_config, bos_id, mesh=mesh, **options)[1]
+  weights = (targets != learner.bos_id).astype(jnp.float32)
+  features = _packed(params, inputs, learner, dropout_key)[1]
   constants, data = {}, {'targets': targets, 'weights': weights}
   if teacher is not None:
     constants['embedding'] = teacher.params['embedding']
-    data['features'] = _packed(teacher.params, inputs, teacher.config, bos_id, mesh=mesh)[1]
+    data['features'] = _packed(teacher.params, inputs, _taught_by(learner, teacher))[1]
 
   def sums(embedding, features, constants, data):
     other = None if teacher is None else unembed(constants, data['features'])
@@ -259,53 +257,70 @@ def summed_losses(
     return jnp.sum(losses * data['weights']), ()
 
   def of_rows(embedding, features, constants, data):
-    size = max(1, _BLOCK_LOGITS // (len(features) * model_config.vocab_size))
+    size = max(1, _BLOCK_LOGITS // (len(features) * learner.config.vocab_size))
     return sum_over_blocks(sums, embedding, features, constants, data, size=size, unroll=unroll)[0][None]
 
-  if mesh is not None:
+  if learner.mesh is not None:
     # Every device sums over its own rows, so that gradients of the output head are added up over devices once.
     by_rows = PartitionSpec(DATA)
     of_rows = jax.shard_map(
-      of_rows, mesh=mesh, axis_names={DATA}, in_specs=(PartitionSpec(), by_rows, PartitionSpec(), by_rows),
+      of_rows, mesh=learner.mesh, axis_names={DATA}, in_specs=(PartitionSpec(), by_rows, PartitionSpec(), by_rows),
       out_specs=by_rows, check_vma=False,
     )  # fmt: skip
   return of_rows(params['embedding'], features, constants, data).sum(), weights.sum()
 
 
-def overlaps(params, rows, model_config: TransformerConfig, bos_id: int, *, mesh: Mesh | None = None, teacher: Teacher):
+def overlaps(params, rows, learner: Learner, teacher: Teacher):
   """The overlap 1 - TV of the model's and the teacher's distributions, `[B, T]`, and weights `[B, T]`.
 
   The overlap is the probability that a single draft token is accepted at temperature 1. It is 0 where there is no
-  target.
-
-  Args:
-    params: Parameters of the transformer.
-    rows: int32 `[B, T + 1]`, packed documents.
-    model_config: Sizes of the transformer.
-    bos_id: The token that begins a document; it is never a target.
-    mesh: The mesh that rows are sharded over; None for one device.
-    teacher: The teacher.
+  target. Arguments are those of `token_losses`.
   """
   inputs, targets = rows[:, :-1], rows[:, 1:]
-  own = jax.nn.softmax(packed_logits(params, inputs, model_config, bos_id, mesh=mesh))
-  other = jax.nn.softmax(packed_logits(teacher.params, inputs, teacher.config, bos_id, mesh=mesh))
-  weights = (targets != bos_id).astype(jnp.float32)
+  own = jax.nn.softmax(packed_logits(params, inputs, learner))
+  other = jax.nn.softmax(packed_logits(teacher.params, inputs, _taught_by(learner, teacher)))
+  weights = (targets != learner.bos_id).astype(jnp.float32)
   return jnp.minimum(own, other).sum(-1) * weights, weights
 
 
+def new_state(params: Any, optimizer: optax.GradientTransformation) -> dict[str, Any]:
+  """The state of a run before its first step: parameters, those of the optimizer, and the step.
+
+  Args:
+    params: The parameters.
+    optimizer: The optimizer.
+  """
+  return {'params': params, 'opt_state': optimizer.init(params), 'step': jnp.zeros((), jnp.int32)}
+
+
+def make_update(optimizer: optax.GradientTransformation, differentiate: Callable, **options) -> Callable:
+  """The jitted update `(state, batch, constants) -> (state, loss)` of whatever is trained. It donates the state.
+
+  Args:
+    optimizer: The optimizer.
+    differentiate: From state, batch and constants to the loss and its gradients by `state['params']`.
+    **options: Options of `jax.jit`.
+  """
+
+  @functools.partial(jax.jit, donate_argnums=0, **options)
+  def update(state, batch, constants):
+    loss, grads = differentiate(state, batch, constants)
+    updates, opt_state = optimizer.update(grads, state['opt_state'], state['params'])
+    params = optax.apply_updates(state['params'], updates)
+    return {**state, 'params': params, 'opt_state': opt_state, 'step': state['step'] + 1}, loss
+
+  return update
+
+
 def init_state(seed: int, optimizer: optax.GradientTransformation, model_config: TransformerConfig) -> dict[str, Any]:
-  """The initial state: parameters, optimizer state, the step, and the best held-out loss so far with its step.
+  """The initial state of a model: that of `new_state`, and the best held-out loss so far with its step.
 
   Args:
     seed: Seed of the parameters.
     optimizer: The optimizer.
     model_config: Sizes of the transformer.
   """
-  params = init_params(jax.random.key(seed), model_config)
-  return {
-    'params': params,
-    'opt_state': optimizer.init(params),
-    'step': jnp.zeros((), jnp.int32),
+  return new_state(init_params(jax.random.key(seed), model_config), optimizer) | {
     'best_loss': jnp.asarray(jnp.finfo(jnp.float32).max),  # not inf, which would be a sign of trouble
     'best_step': jnp.zeros((), jnp.int32),
     # Checkpoints without this entry have kernels `[out, in]`, some of the same shape. They are refused.
@@ -319,49 +334,31 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def make_train_step(
-  optimizer: optax.GradientTransformation,
-  model_config: TransformerConfig,
-  bos_id: int,
-  mesh: Mesh,
-  *,
-  remat: bool = False,
-  dropout: float = 0.0,
-  seed: int = 0,
-  unroll: bool = False,
+  optimizer: optax.GradientTransformation, learner: Learner, *, seed: int = 0, unroll: bool = False
 ) -> Callable:
-  """The jitted update `(state, rows, teacher or None) -> (state, loss)`. It donates the state.
+  """The update of a model, as of `make_update`: its batches are rows, its constants a teacher or None.
 
   Rows are `[A, B, T + 1]`. The gradients of A microbatches are added up, weighted by their numbers of targets. So, up
   to rounding, the update is that of one batch of A x B rows.
 
   Args:
     optimizer: The optimizer.
-    model_config: Sizes of the transformer.
-    bos_id: The token that begins a document.
-    mesh: The mesh that state and rows are sharded over.
-    remat: As in `packed_logits`.
-    dropout: As in `packed_logits`.
+    learner: The transformer, with the mesh that state and rows are sharded over.
     seed: Seed of the dropout. The dropped entries depend on it, the step and the microbatch.
     unroll: Whether the loops over microbatches and blocks of tokens are unrolled, for the compiler's count of
       operations.
   """
-  state_sharding = shardings(mesh, jax.eval_shape(lambda: init_state(0, optimizer, model_config)))
+  mesh = learner.mesh
+  assert mesh is not None  # a single device has one too
+  state_sharding = shardings(mesh, jax.eval_shape(lambda: init_state(0, optimizer, learner.config)))
 
   def sum_of_losses(params, rows, dropout_key, teacher):
-    dropout_key = dropout_key if dropout else None
-    options = {'remat': remat, 'mesh': mesh, 'dropout': dropout, 'dropout_key': dropout_key, 'unroll': unroll}
-    return summed_losses(params, rows, model_config, bos_id, teacher=teacher, **options)
+    return summed_losses(
+      params, rows, learner, teacher, dropout_key=dropout_key if learner.dropout else None, unroll=unroll
+    )
 
-  @functools.partial(
-    jax.jit,
-    donate_argnums=0,
-    in_shardings=(state_sharding, batch_sharding(mesh), None),
-    out_shardings=(state_sharding, replicated(mesh)),
-    compiler_options=_TPU_OPTIONS if mesh.devices.flat[0].platform == 'tpu' else None,
-  )
-  def train_step(state, rows, teacher):
+  def differentiate(state, rows, teacher):
     params = state['params']
-
     step_key = jax.random.fold_in(jax.random.key(seed), state['step'])
 
     def add_microbatch(carry, microbatch):
@@ -375,9 +372,12 @@ def make_train_step(
     (loss, weight, grads), _ = jax.lax.scan(
       add_microbatch, nothing, microbatches, unroll=rows.shape[0] if unroll else 1
     )
-    grads = jax.tree.map(lambda x: x / weight, grads)
-    updates, opt_state = optimizer.update(grads, state['opt_state'], params)
-    params = optax.apply_updates(params, updates)
-    return {**state, 'params': params, 'opt_state': opt_state, 'step': state['step'] + 1}, loss / weight
+    return loss / weight, jax.tree.map(lambda x: x / weight, grads)
 
-  return train_step
+  return make_update(
+    optimizer,
+    differentiate,
+    in_shardings=(state_sharding, batch_sharding(mesh), None),
+    out_shardings=(state_sharding, replicated(mesh)),
+    compiler_options=_TPU_OPTIONS if mesh.devices.flat[0].platform == 'tpu' else None,
+  )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -14,22 +15,21 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich import console, progress
 
-from common.command_line import parse_sizes
 from spectr_jax.io.checksums import content_hash
 from spectr_jax.io.model_files import files_of_model, load_transformer, save_model
 from spectr_jax.io.new_files import check_new_folder
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.model import Model
 from spectr_jax.models.transformer import TransformerConfig, config_of, transformer_model
-from spectr_jax.sharding import DATA, is_primary, make_mesh, put, shardings
+from spectr_jax.sharding import is_primary, put, shardings
 from train import plan
 from train.checkpoint import reason_of
 from train.config_rules import at_least, check_fields, finite_at_least_0
-from train.held_out import evaluate
+from train.evaluate import evaluate
 from train.input_pipeline import batch_at, load_packed
-from train.run import Outcome, Run, Show
+from train.run import Outcome, Run, Show, make_config_mesh
 from train.run_record import MODEL_FIELDS
-from train.step import Teacher, batch_sharding, init_state, make_optimizer, make_train_step
+from train.step import Learner, Teacher, batch_sharding, init_state, make_optimizer, make_train_step
 from train.text_sources import TextSource, make_source
 
 _RULES = (
@@ -57,23 +57,6 @@ def check_config(config) -> TransformerConfig:
     return TransformerConfig(config.vocab_size, max_length=config.seq_len, **config.model)
   except (TypeError, ValueError) as error:
     raise ValueError(f'config.model: {error}') from error
-
-
-def make_config_mesh(config, devices=None) -> Mesh:
-  """The mesh that `config.mesh` describes. It must be possible to shard microbatches over it.
-
-  Args:
-    config: The experiment, as `configs/base.py` describes.
-    devices: The devices; None for all of `jax.devices()`.
-
-  Raises:
-    ValueError: There is no such mesh, or a microbatch cannot be sharded over it.
-  """
-  mesh = make_mesh(parse_sizes(config.mesh), devices)
-  rows = config.batch_size // config.num_microbatches
-  if rows % mesh.shape[DATA]:
-    raise ValueError(f'a microbatch of {rows} rows cannot be sharded over {DATA}:{mesh.shape[DATA]}')
-  return mesh
 
 
 def _progress_bar(num_steps: int, step: int):
@@ -171,10 +154,8 @@ class _Training(Run):
     for part, packed in (('training', self.text), ('held-out', self.held_out)):
       packed.check(config.seq_len, part)
     self.teacher = None if teacher is None else make_teacher(config, teacher, self.mesh)
-    self.train_step = make_train_step(
-      optimizer, self.model_config, self.tokenizer.bos_id, self.mesh, remat=config.remat, dropout=config.dropout,
-      seed=config.seed,
-    )  # fmt: skip
+    self.learner = Learner(self.model_config, self.tokenizer.bos_id, self.mesh, config.remat, config.dropout)
+    self.train_step = make_train_step(optimizer, self.learner, seed=config.seed)
     self.begin(make_state, self.sharding, allow_fallback=allow_fallback)
     # The host keeps its own copies, so that no step waits for the one before it.
     self.best_loss, self.best_step = float(self.state['best_loss']), int(self.state['best_step'])
@@ -186,7 +167,6 @@ class _Training(Run):
       )
 
   def check_result(self) -> bool:
-    """As for `Run`."""
     path = self.workdir / 'model'
     check_new_folder(path, ('model.json', 'tokenizer.json', 'params'), owned=files_of_model)
     return (path / 'model.json').exists()
@@ -219,9 +199,9 @@ class _Training(Run):
   def _evaluate(self, max_batches: int | None = None) -> dict[str, float]:
     config = self.config
     return evaluate(
-      self.state['params'], text=self.held_out, model_config=self.model_config, bos_id=self.tokenizer.bos_id,
+      self.state['params'], text=self.held_out, learner=dataclasses.replace(self.learner, remat=False),
       seq_len=config.seq_len, batch_size=config.batch_size // config.num_microbatches, max_batches=max_batches,
-      mesh=self.mesh, teacher=self.teacher,
+      teacher=self.teacher,
     )  # fmt: skip
 
   def evaluate(self) -> dict[str, float]:

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Mapping
 from typing import Any
 
-from decode.experiment.provenance import Part, options_of
+from decode.experiment.records import Part, options_of
 from spectr_jax.io.foreign import (
   ANYTHING,
   NOTHING,
@@ -230,11 +230,6 @@ class GenerationFile:
         raise ValueError(f'it has no {missing[0]}')
     except ValueError as error:
       raise ValueError(f'{where}: no continuation of this command: {error}') from error
-    if 'run' in self._settings and not isinstance(entry.get('run'), dict):
-      raise ValueError(
-        f'{where}, does not say which models and options it is of, as earlier versions wrote it; go on with the version'
-        ' that began it, or name a new file'
-      )
     if differences := _differences(entry, self._settings):
       free = ', '.join([*options_of(Part.FREE), 'rounds_at_a_time'])
       raise ValueError(f'{where}, has {"; ".join(differences[:4])}; only these may change: {free}')

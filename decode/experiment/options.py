@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,8 +33,23 @@ DEFAULT_GRID = {'num_drafts': (2,), 'draft_length': (8,)}
 AUTO_GRID = {'num_drafts': (1, 2, 4, 8), 'draft_length': (2, 4, 8)}
 # Trees that `auto` adds at temperature 0: 8, 16, 16 and 32 of the draft's likeliest guesses.
 AUTO_TREES = 'likeliest:2,2,2,2', 'likeliest:4,4,4,4', 'likeliest:2,2,2,2,2,2,2,2', 'likeliest:4,4,4,4,4,4,4,4'
-_DTYPES = ('', 'float32', 'bfloat16')
 DRAFT_MESHES = 'whole', 'divided'
+# An option, the values that it may have in words, and the test. NaN fails every test.
+_RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+  ('temperature', 'finite and at least 0', lambda x: 0 <= x < math.inf),
+  ('epsilon', 'finite and at least 0', lambda x: x is None or 0 <= x < math.inf),
+  ('growth_threshold', 'from 0 to 1', lambda x: 0 <= x <= 1),
+  ('top_k', 'at least 0 (0 keeps all) and below 2**31', lambda x: 0 <= x < 2**31),
+  ('top_p', 'above 0 and at most 1', lambda x: 0 < x <= 1),
+  ('min_p', 'from 0 to 1 (0 keeps all)', lambda x: 0 <= x <= 1),
+  *(
+    (name, 'at least 1', lambda x: x >= 1)
+    for name in ('num_prompts', 'calibration_prompts', 'batch_size', 'max_new_tokens', 'num_samples', 'num_seeds')
+  ),
+  ('dtype', "float32 or bfloat16, or '' for the model's own", lambda x: x in ('', 'float32', 'bfloat16')),
+  ('weights', f"{INT8}, or '' for those of the files", lambda x: x in ('', INT8)),
+  ('draft_mesh', ' or '.join(DRAFT_MESHES), lambda x: x in DRAFT_MESHES),
+)
 
 
 def fitting(draft: str, methods: Sequence[str], trees: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -69,7 +84,7 @@ def has_epsilon(name: str) -> bool:
 
 
 def option(text: str, default: Any, *, is_repeated: bool = False) -> Any:
-  """A field of `DecodeOptions` that the command line has as a flag.
+  """A field that the command line has as a flag.
 
   Args:
     text: Help of the flag.
@@ -188,10 +203,11 @@ class DecodeOptions:
     for name, values in (AUTO_GRID if self.is_auto else DEFAULT_GRID).items():
       if getattr(self, name) is None:
         object.__setattr__(self, name, values)
+    for name, allowed, is_valid in _RULES:
+      if not is_valid(value := getattr(self, name)):
+        raise ValueError(f'{name} must be {allowed}, got {value!r}')
     self._check_auto()
     self._check_lookup()
-    if self.epsilon is not None and not (math.isfinite(self.epsilon) and self.epsilon >= 0):
-      raise ValueError(f'epsilon must be finite and at least 0, got {self.epsilon}')
     if self.epsilon is not None and not any(has_epsilon(name) for name in self.method if name != AUTO):
       allowed = ', '.join(filter(has_epsilon, METHODS))
       raise ValueError(f'epsilon is for {allowed}, one of which must be among the methods')
@@ -204,35 +220,16 @@ class DecodeOptions:
         raise ValueError(f'{name} must be whole numbers of at least 1, got {", ".join(map(str, values)) or "none"}')
     if not self.tree:
       raise ValueError('no tree given; chains is the default')
-    if not (math.isfinite(self.temperature) and self.temperature >= 0):
-      raise ValueError(f'temperature must be finite and at least 0, got {self.temperature}')
-    if not 0 <= self.growth_threshold <= 1:
-      raise ValueError(f'growth_threshold must be from 0 to 1, got {self.growth_threshold}')
     if self.growth_threshold and not any(tree.startswith(('likeliest', 'confident')) for tree in self.tree):
       raise ValueError('growth_threshold is for --tree=likeliest:WIDTHS and --tree=confident:WIDTHS')
-    if not 0 <= self.top_k < 2**31:
-      raise ValueError(f'top_k must be at least 0 (0 keeps all) and below 2**31, got {self.top_k}')
-    if not 0 < self.top_p <= 1:
-      raise ValueError(f'top_p must be above 0 and at most 1, got {self.top_p}')
-    if not 0 <= self.min_p <= 1:
-      raise ValueError(f'min_p must be from 0 to 1 (0 keeps all), got {self.min_p}')
     check_stop_texts(self.stop)
     for name in ('prompt', 'system'):
       if (text := getattr(self, name)) is not None:
         check_unicode(text, name)
     if self.stop and self.share_of_optimum:
       raise ValueError('share_of_optimum counts whole rounds, and stop may end a row within one; choose one')
-    for name in ('num_prompts', 'calibration_prompts', 'batch_size', 'max_new_tokens', 'num_samples', 'num_seeds'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be at least 1, got {getattr(self, name)}')
     if self.seed < 0 or self.seed + self.num_seeds > 2**32:
       raise ValueError(f'seeds must be from 0 to 2**32 - 1, got {self.num_seeds} from {self.seed} on')
-    if self.dtype not in _DTYPES:
-      raise ValueError(f"dtype must be float32 or bfloat16, or '' for the model's own, got {self.dtype!r}")
-    if self.weights not in ('', INT8):
-      raise ValueError(f"weights must be {INT8}, or '' for those of the files, got {self.weights!r}")
-    if self.draft_mesh not in DRAFT_MESHES:
-      raise ValueError(f'draft_mesh must be {" or ".join(DRAFT_MESHES)}, got {self.draft_mesh!r}')
     if self.draft_mesh != 'whole' and not self.mesh:
       raise ValueError('draft_mesh is for a mesh, and none is given')
     if self.prompt is not None and self.prompts is not None:

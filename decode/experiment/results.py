@@ -14,43 +14,29 @@ from decode.experiment import metrics
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.settings import Setting, baseline_of
-from spectr_jax import Statistics
+from spectr_jax import Generation
 from spectr_jax.io.tokenizer import TokenizerBase
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-  """The results of one setting on all P prompts with one seed, in R = P * num_samples rows.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement(Generation):
+  """What one setting generated for all P prompts with one seed, in R = P * num_samples rows, and its times.
 
-  The samples of a prompt are one after another.
+  The arrays are NumPy arrays. The samples of a prompt are one after another.
 
   Attributes:
     setting, seed: The setting and seed.
-    tokens: int32 `[R, max_new_tokens]`, -1 after a row's end.
-    origins: int32 `[R, max_new_tokens]`, as in `spectr_jax.Generation`.
-    lengths: int32 `[R]`, tokens emitted.
-    calls: int32 `[R]`, target calls.
-    accepted_by_depth: int32 `[R, L]`, at `[i, d]` the rounds of row i that kept at least d + 1 drafted tokens.
     batch_seconds: `[number of batches]`, wall time of each batch, with prefill and without compilation.
     baseline_seconds: `[number of batches]`, wall time of autoregressive decoding (`baseline_of` the settings), in turns
       with this setting; None if that was not run.
     rounds: Rounds that the device ran, without those after stop texts. A batch runs until its last row is done.
-    statistics: Statistics of each row, or None if not requested.
-    logprobs: float32 `[R, max_new_tokens]`, as in `spectr_jax.Generation`, or None if not requested.
   """
 
   setting: Setting
   seed: int
-  tokens: np.ndarray
-  origins: np.ndarray
-  lengths: np.ndarray
-  calls: np.ndarray
-  accepted_by_depth: np.ndarray
   batch_seconds: np.ndarray
   baseline_seconds: np.ndarray | None
   rounds: int
-  statistics: Statistics | None = None
-  logprobs: np.ndarray | None = None
 
   @property
   def seconds(self) -> float:
@@ -62,20 +48,9 @@ class Measurement:
     Args:
       rows: int `[N]`, indices of prompts.
     """
-    names = (
-      'tokens',
-      'origins',
-      'lengths',
-      'calls',
-      'accepted_by_depth',
-      'batch_seconds',
-      'baseline_seconds',
-      'logprobs',
-    )
-    arrays = {name: getattr(self, name) for name in names}
-    taken = {name: None if array is None else array[rows] for name, array in arrays.items()}
-    statistics = jax.tree.map(lambda array: array[rows], self.statistics)
-    return dataclasses.replace(self, **taken, rounds=int(taken['calls'].sum()), statistics=statistics)
+    names = {field.name for field in dataclasses.fields(self)} - {'setting', 'seed', 'rounds'}
+    taken = jax.tree.map(lambda array: array[rows], {name: getattr(self, name) for name in names})
+    return dataclasses.replace(self, **taken, rounds=int(taken['num_target_calls'].sum()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +188,7 @@ class DecodeRun:
       round_cost = seconds / num_rounds / (float(others[1].sum()) / sum(found.rounds for found in baseline))
     # The continuations of one prompt are one unit of the sample.
     tokens = self._per_prompt(sum(found.lengths for found in own))
-    calls = self._per_prompt(sum(found.calls for found in own))
+    calls = self._per_prompt(sum(found.num_target_calls for found in own))
     parts = self.part_seconds.get(setting, {})
     if parts:
       whole = seconds / num_rounds

@@ -36,32 +36,6 @@ def _measure_node_costs(workload: Workload, trees: list[TokenTree], num_runs: in
   return {size: median / medians[1] for size, median in medians.items()}
 
 
-def _measurement(
-  setting: Setting,
-  seed: int,
-  generations: list[Generation],
-  batch_seconds: list[float],
-  baseline_seconds: list[float] | None,
-  num_rows: int,
-) -> Measurement:
-  """The batches joined, without the padding copies of the last batch."""
-  every: Generation = jax.tree.map(lambda *parts: np.concatenate(parts)[:num_rows], *generations)
-  return Measurement(
-    setting=setting,
-    seed=seed,
-    tokens=every.tokens,
-    origins=every.origins,
-    lengths=every.lengths,
-    calls=every.num_target_calls,
-    accepted_by_depth=every.accepted_by_depth,
-    batch_seconds=np.array(batch_seconds),
-    baseline_seconds=None if baseline_seconds is None else np.array(baseline_seconds),
-    rounds=sum(int(generation.num_target_calls.max()) for generation in generations),
-    statistics=every.statistics,
-    logprobs=every.logprobs,
-  )
-
-
 def measure(workload: Workload, settings: list[Setting], notify: Notify) -> DecodeRun:
   """Decodes every prompt with every setting and every seed of the workload's options. Settings take turns.
 
@@ -114,8 +88,17 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
       generations[setting, seed].append(fetch(generation))
       done += (setting, seed) not in found
     for setting, seed in seconds.keys() - found.keys():
-      times = seconds[setting, seed], seconds.get((baseline, seed))
-      found[setting, seed] = _measurement(setting, seed, generations[setting, seed], *times, num_rows)
+      parts, beside = generations[setting, seed], seconds.get((baseline, seed))
+      # The batches joined, without the padding copies of the last one.
+      every: Generation = jax.tree.map(lambda *arrays: np.concatenate(arrays)[:num_rows], *parts)
+      found[setting, seed] = Measurement(
+        **vars(every),
+        setting=setting,
+        seed=seed,
+        batch_seconds=np.array(seconds[setting, seed]),
+        baseline_seconds=None if beside is None else np.array(beside),
+        rounds=sum(int(part.num_target_calls.max()) for part in parts),
+      )
   measurements = [found[setting, seed] for setting in settings for seed in options.seeds]
   info = workload.info | {'timed_together': groups}
   run = DecodeRun(options, info, prompts, workload.tokenizer, settings, measurements, part_seconds=part_seconds)

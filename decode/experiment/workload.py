@@ -106,13 +106,31 @@ def _load_head(options: DecodeOptions, head: HeadFiles, target: Model) -> tuple[
   return drafter.for_decoding(), info
 
 
-def load_models(
-  options: DecodeOptions, sharding: DecodeSharding | None = None
-) -> tuple[Model, Model | Drafter | None, TokenizerBase, dict[str, Any]]:
-  """The target, the draft (None if no method drafts), the target's tokenizer and a description of both models.
+@dataclasses.dataclass(frozen=True)
+class Models:
+  """A target with its draft.
 
-  The draft is a model, or a `Drafter` if guesses come from the text or from a head on the target; the corpus of guesses
-  from the text is described too.
+  Attributes:
+    target: The target.
+    draft: The draft, a model, or a `Drafter` if guesses come from the text or from a head; None if no method drafts.
+    tokenizer: The target's tokenizer.
+    info: The description of both models, and of the corpus of guesses from the text, as JSON values.
+  """
+
+  target: Model
+  draft: Model | Drafter | None
+  tokenizer: TokenizerBase
+  info: dict[str, Any]
+
+  @property
+  def context_length(self) -> int | None:
+    """The most tokens that both models take; None for any number."""
+    limits = [model.context_length for model in (self.target, self.draft) if model is not None]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def load_models(options: DecodeOptions, sharding: DecodeSharding | None = None) -> Models:
+  """The models of a run.
 
   Vocabularies may be padded to different sizes: the draft's is brought to the target's, whose distribution stays.
 
@@ -129,7 +147,7 @@ def load_models(
   target, tokenizer, description = _load_model(options, options.target, mesh)
   info = {'target': description}
   if not options.needs_draft:
-    return target, None, tokenizer, info
+    return Models(target, None, tokenizer, info)
   draft = None
   if head := find_head(options.target, options.draft_model):
     draft, info['draft'] = _load_head(options, head, target)
@@ -150,7 +168,7 @@ def load_models(
         'sha256': files.describe(),
       }
     draft = lookup_drafter(target.vocab_size, **search) if draft is None else lookup_beside(draft, **search)
-  return target, draft, tokenizer, info
+  return Models(target, draft, tokenizer, info)
 
 
 def find_head(target: str, draft: str) -> HeadFiles | None:
@@ -267,10 +285,9 @@ class Workload:
     """
     every = options.read_prompts()
     sharding = options.make_sharding(is_local=is_local)
-    target, draft, tokenizer, models = load_models(options, sharding)
-    limits = [model.context_length for model in (target, draft) if model is not None]
-    limits = [limit for limit in limits if limit is not None]
-    room = {'max_new_tokens': options.max_new_tokens, 'max_length': min(limits, default=None)}
+    models = load_models(options, sharding)
+    target, draft, tokenizer = models.target, models.draft, models.tokenizer
+    room = {'max_new_tokens': options.max_new_tokens, 'max_length': models.context_length}
     fitting = without_long(every, tokenizer, **room) if options.skip_long else every
     prompts = pick(fitting, options.num_prompts)
     tokens, lengths = encode_prompts(prompts, tokenizer, **room, vocab_size=target.vocab_size)
@@ -278,7 +295,7 @@ class Workload:
       is_model = isinstance(draft, Model)
       target, drafter = sharding.put_models(target, as_drafter(draft))
       draft = drafter.params if drafter is not None and is_model else drafter
-    info = describe(options, models) | {'num_long_prompts': len(every) - len(fitting)}
+    info = describe(options, models.info) | {'num_long_prompts': len(every) - len(fitting)}
     return cls(options, target, draft, tokenizer, info, prompts, tokens, lengths, sharding)
 
   @property

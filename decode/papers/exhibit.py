@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from decode.experiment.options import DecodeOptions, split_draft
+from decode.experiment.options import DecodeOptions, option, split_draft
 from decode.experiment.prompts import without_long
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Notify, find_head
@@ -46,31 +46,18 @@ Row = dict[str, int | float | str | Value | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-  """Amounts to measure; a size that an exhibit does not use is 0 or empty.
+  """Amounts to measure, each a flag of `decode.reproduce`; a size that an exhibit does not use is 0 or empty."""
 
-  Attributes:
-    num_prompts: Prompts of each set, from its beginning, at most.
-    num_seeds: Runs of every setting.
-    max_new_tokens: Tokens of each continuation, at most.
-    batch_size: Prompts decoded together.
-    num_runs: Repetitions of a timed call, or texts of a simulation.
-    context: Tokens that the caches of a timed call have room for.
-    num_drafts: K, several.
-    draft_length: L, several.
-    num_nodes: N, tokens drafted in a call, several.
-    epsilon: Over-acceptance, several.
-  """
-
-  num_prompts: int = 0
-  num_seeds: int = 0
-  max_new_tokens: int = 0
-  batch_size: int = 0
-  num_runs: int = 0
-  context: int = 0
-  num_drafts: tuple[int, ...] = ()
-  draft_length: tuple[int, ...] = ()
-  num_nodes: tuple[int, ...] = ()
-  epsilon: tuple[float, ...] = ()
+  num_prompts: int = option('Prompts of each set, at most.', 0)
+  num_seeds: int = option('Runs of every setting.', 0)
+  max_new_tokens: int = option('New tokens per prompt, at most.', 0)
+  batch_size: int = option('Prompts decoded together, at most.', 0)
+  num_runs: int = option('Repetitions of a timed call, or texts of a simulation.', 0)
+  context: int = option('Room of the caches of a timed call, tokens.', 0)
+  num_drafts: tuple[int, ...] = option('K, several separated by commas.', ())
+  draft_length: tuple[int, ...] = option('L, several separated by commas.', ())
+  num_nodes: tuple[int, ...] = option('Tokens drafted in a call, several separated by commas.', ())
+  epsilon: tuple[float, ...] = option('Over-acceptance, several separated by commas.', ())
 
   @property
   def used(self) -> dict[str, Any]:

@@ -59,22 +59,22 @@ def _measure_latency(role: str, printed: Mapping, request: Request, notify: Noti
     notify: Called with progress.
   """
   options = request.decode_options()
-  target, draft, _, models = load_models(options)
-  if not isinstance(draft, Model):
+  models = load_models(options)
+  if not isinstance(models.draft, Model):
     raise ValueError(f'this table times the calls of a draft model, and {options.draft} is not a model')
   sizes = request.sizes
   shapes = _call_shapes(sizes)
   calls = {}
   for name, model, wanted in (
-    ('target', target, {_UNIT: (TokenTree.chains(1, _UNIT[0]), 1)}),
-    (role, {'target': target, 'draft': draft}[role], shapes),
+    ('target', models.target, {_UNIT: (TokenTree.chains(1, _UNIT[0]), 1)}),
+    (role, getattr(models, role), shapes),
   ):
     forwards = latency.forward_calls(model, wanted, cache_size=sizes.context)
     calls |= {(name, key): call for key, call in forwards.items()}
   notify(f'{len(calls)} calls, {sizes.num_runs} times each', 0, 1)
   times = latency.time_in_turns(calls, sizes.num_runs)
   one = float(np.median(times['target', _UNIT]))
-  info = describe(options, models)
+  info = describe(options, models.info)
   results = Results(runs=[info | {'flags': {name: info['flags'][name] for name in ('target', 'draft', 'dtype')}}])
   for (length, number, form), (tree, batch_size) in shapes.items():
     seconds = times[role, (length, number, form)]

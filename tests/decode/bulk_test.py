@@ -56,7 +56,7 @@ def test_continuations_are_those_of_a_comparison(pair, many_prompts, tmp_path):
       entry = entries[found.seed, prompt.index, row % 2]
       assert (entry['id'], entry['prompt']) == (prompt.id, prompt.text)
       assert entry['tokens'] == found.tokens[row, : found.lengths[row]].tolist()
-      assert entry['target_calls'] == found.calls[row]
+      assert entry['target_calls'] == found.num_target_calls[row]
       np.testing.assert_allclose(entry['logprobs'], found.logprobs[row, : found.lengths[row]], rtol=1e-4, atol=1e-5)
       text = run.tokenizer.decode(entry['tokens'])
       end = re.search('[ e]', text)

@@ -105,7 +105,7 @@ def test_foreign_files_are_left_as_they_are(tmp_path, content):
     ({'stop': []}, r"has stop \[\], and this run \['a'\]"),
     ({'run': RUN | {'target': 'x'}}, "has target 'x', and this run '0123456789abcdef'"),
     ({'run': {}}, "has target None, and this run '0123456789abcdef'; weights None, and this run ''; logprobs"),
-    ({'run': None}, 'does not say which models and options it is of, as earlier versions wrote it; go on with'),
+    ({'run': None}, 'has run None, and this run'),
   ],
 )
 def test_lines_that_are_not_of_this_run(tmp_path, change, message):

@@ -403,7 +403,7 @@ def test_the_number_of_ids_is_that_of_the_target(tmp_path, monkeypatch):
   path = tmp_path / 'prompts.txt'
   path.write_text('the owl\nan <pad> owl\n')
   target = table.table_model(jnp.zeros((300, 300)))
-  monkeypatch.setattr(workload, 'load_models', lambda *_: (target, None, _hub_tokenizer(), {}))
+  monkeypatch.setattr(workload, 'load_models', lambda *_: workload.Models(target, None, _hub_tokenizer(), {}))
   options = DecodeOptions(prompts=str(path), method=('autoregressive',), max_new_tokens=4)
   with pytest.raises(ValueError, match="prompts.txt, line 2: the prompt has the token '<pad>'"):
     workload.Workload.load(options)

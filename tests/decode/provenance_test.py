@@ -9,7 +9,7 @@ import pytest
 
 from decode.bulk import decode_bulk
 from decode.experiment.options import DecodeOptions
-from decode.experiment.provenance import OPTIONS, Part, options_of
+from decode.experiment.records import OPTIONS, Part, options_of
 
 
 def test_every_option_has_its_part():

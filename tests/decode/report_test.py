@@ -35,15 +35,17 @@ def run(tokenizer):
     origins = np.resize([0, 1, 0, 2], (1, 8))
     measurements.append(
       Measurement(
-        setting,
-        0,
         ids,
-        origins,
         np.array([8]),
         np.array([calls]),
         accepted,
-        *[np.array([s]) for s in (seconds, 1.0)],
-        calls,
+        origins,
+        np.array([0]),
+        setting=setting,
+        seed=0,
+        batch_seconds=np.array([seconds]),
+        baseline_seconds=np.array([1.0]),
+        rounds=calls,
       )
     )
   info = {'models': {'target': {'path': 't', 'num_params': 10}}, 'device': {'platform': 'cpu', 'kind': 'cpu'}}

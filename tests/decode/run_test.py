@@ -164,10 +164,10 @@ def test_logits_that_are_not_finite_are_named(pair, prompt_file, tmp_path, role)
 
 def test_weights_in_int8_are_named(pair):
   options = DecodeOptions(**pair, method=('speculative',), weights='int8')
-  target, draft, _, models = load_models(options)
-  _, _, _, plain = load_models(dataclasses.replace(options, weights=''))
+  loaded = load_models(options)
+  models, plain = loaded.info, load_models(dataclasses.replace(options, weights='')).info
   assert models == {role: {**model, 'weights': 'int8'} for role, model in plain.items()}  # sizes and dtypes as before
-  assert target.params['embedding'].values.dtype == draft.params['embedding'].values.dtype == np.int8
+  assert loaded.target.params['embedding'].values.dtype == loaded.draft.params['embedding'].values.dtype == np.int8
   assert model_title(models['target']) == f'{models["target"]["path"]} (0.0M, int8 weights)'
   assert model_title(plain['target'], has_dtype=True).endswith(' (0.0M, float32)')
 
@@ -252,4 +252,4 @@ def test_seed_exact_decoding_gives_the_text_of_its_reference(pair, prompt_file):
   )  # fmt: skip
   reference, found = run_decode(options).measurements
   np.testing.assert_array_equal(found.tokens, reference.tokens)
-  assert found.calls.sum() < reference.calls.sum()
+  assert found.num_target_calls.sum() < reference.num_target_calls.sum()

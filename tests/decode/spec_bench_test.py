@@ -44,7 +44,10 @@ def _made_up_run(options, notify, pick):
     baseline = np.array([_PROMPTS[prompt.task][_AUTOREGRESSIVE][2] for prompt in prompts])
     kept = np.minimum((tokens - calls)[:, None], np.arange(setting.draft_length, 0, -1))
     every = np.zeros((len(prompts), options.max_new_tokens), np.int32)
-    return Measurement(setting, 0, every, every, tokens, calls, kept, seconds, baseline, int(calls.sum()))
+    return Measurement(
+      every, tokens, calls, kept, every, np.zeros_like(calls), setting=setting, seed=0, batch_seconds=seconds,
+      baseline_seconds=baseline, rounds=int(calls.sum()),
+    )  # fmt: skip
 
   models = {'target': {'path': options.target, 'num_params': 1, 'dtype': 'float32'}}
   info = describe(options, models) | {'num_long_prompts': 0}

@@ -131,7 +131,7 @@ def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
     own = [found for found in runs[0].measurements if found.setting.method.name == method]
     assert [len(each.batch_seconds) for each in own] == [2, 2]
     assert row['total'].number == pytest.approx(sum(each.batch_seconds.sum() for each in own) / 6)
-    assert row['rounds'].number == pytest.approx(sum(each.calls.sum() for each in own) / 6)
+    assert row['rounds'].number == pytest.approx(sum(each.num_target_calls.sum() for each in own) / 6)
   change = here['block']['rounds'].number / here['speculative']['rounds'].number - 1
   assert here['block to speculative']['rounds'] == f'{100 * change:+.1f}%'
   assert not any(row['of'].startswith('paper') for row in results.rows)  # that has three drafts

@@ -38,7 +38,7 @@ def test_the_run_is_the_one_that_decoding_makes(pair, traced):
   text = run.tokenizer.decode(found.tokens[0, :length])
   assert ''.join(piece for played in traced['rounds'] for piece in played['pieces']) == text
   assert [origin for played in traced['rounds'] for origin in played['origins']] == found.origins[0, :length].tolist()
-  assert len(traced['rounds']) == found.calls[0]
+  assert len(traced['rounds']) == found.num_target_calls[0]
   assert traced['run']['prompt'] == _PROMPT
 
 
@@ -85,7 +85,7 @@ def test_given_candidates_are_shown_as_given(pair, is_beside):
   found = run.measurements[0]
   text = run.tokenizer.decode(found.tokens[0, : found.lengths[0]])
   assert ''.join(piece for played in traced['rounds'] for piece in played['pieces']) == text
-  assert len(traced['rounds']) == found.calls[0]
+  assert len(traced['rounds']) == found.num_target_calls[0]
   first = traced['rounds'][0]
   # What followed the first "the", and the same again in a chain of its own only if there is another continuation.
   assert first['given'] == [1, 3]

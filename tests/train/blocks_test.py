@@ -72,11 +72,11 @@ def test_the_loss_of_training_is_the_sum_of_the_losses_of_tokens(share, monkeypa
   monkeypatch.setattr(step, '_BLOCK_LOGITS', 2 * 4 * 40)  # 13 tokens in blocks of 4
 
   def whole(params):
-    losses, weights = step.token_losses(params, rows, config, BOS, teacher=teacher)
+    losses, weights = step.token_losses(params, rows, step.Learner(config, BOS), teacher)
     return losses.sum(), weights.sum()
 
   def in_blocks(params):
-    return step.summed_losses(params, rows, config, BOS, teacher=teacher)
+    return step.summed_losses(params, rows, step.Learner(config, BOS), teacher)
 
   (expected, count), wanted = jax.jit(jax.value_and_grad(whole, has_aux=True))(params)
   (found, found_count), grads = jax.jit(jax.value_and_grad(in_blocks, has_aux=True))(params)
@@ -90,7 +90,7 @@ def test_no_array_of_all_logits_is_made(monkeypatch):
   params = init_params(jax.random.key(0), config)
   rows = np.full((2, 65), 5)
   monkeypatch.setattr(step, '_BLOCK_LOGITS', 2 * 8 * 1000)
-  grad = jax.jit(jax.grad(lambda params: step.summed_losses(params, rows, config, BOS)[0]))
+  grad = jax.jit(jax.grad(lambda params: step.summed_losses(params, rows, step.Learner(config, BOS))[0]))
   text = grad.lower(params).compile().as_text()
   assert 'f32[2,8,1000]' in text
   assert 'f32[2,64,1000]' not in text

@@ -11,9 +11,9 @@ from spectr_jax import load_model
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import config_of
 from train import config_flag
-from train.evaluate import evaluate_files
-from train.held_out import evaluate
+from train.evaluate import evaluate, evaluate_files
 from train.input_pipeline import encode_documents
+from train.step import Learner
 from train.train import train
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def test_a_tokenizer_and_a_model_are_trained_and_training_goes_on_after_a_kill(t
 def test_evaluating_a_saved_model(trained, corpus, documents):
   model, tokenizer = load_model(trained / 'model')
   text = encode_documents(tokenizer, iter(documents))
-  wanted = evaluate(model.params, text, config_of(model), tokenizer.bos_id, seq_len=24, batch_size=4)
+  wanted = evaluate(model.params, text, Learner(config_of(model), tokenizer.bos_id), seq_len=24, batch_size=4)
   found = evaluate_files(trained / 'model', (str(corpus),))
   assert found == {**wanted, 'tokens': len(text.tokens), 'bytes': text.num_bytes}
   other = evaluate_files(trained / 'model', (str(corpus),), batch_size=5, seq_len=48)

@@ -25,9 +25,10 @@ def laws(tokenizer):
   teacher = jax.tree.map(lambda x: 2 * x, teacher)
   rows = np.random.default_rng(0).integers(3, tokenizer.vocab_size, (2, 13))
   rows[:, [0, 7]] = tokenizer.bos_id
-  logits = jax.jit(step.packed_logits, static_argnums=(2, 3))
+  logits = jax.jit(step.packed_logits, static_argnums=2)
   probs = [
-    np.asarray(jax.nn.softmax(logits(params, rows[:, :-1], config, tokenizer.bos_id))) for params in (learner, teacher)
+    np.asarray(jax.nn.softmax(logits(params, rows[:, :-1], step.Learner(config, tokenizer.bos_id))))
+    for params in (learner, teacher)
   ]
   return config, rows, learner, teacher, *probs
 
@@ -37,13 +38,14 @@ def test_loss_and_overlap_in_closed_form(tokenizer, laws):
   weights = rows[:, 1:] != tokenizer.bos_id
   divergence = (other * np.log(other / own)).sum(-1)
   likelihood = -np.log(np.take_along_axis(own, rows[:, 1:, None], axis=-1)[..., 0])
-  token_losses, overlaps = (jax.jit(fn, static_argnums=(2, 3)) for fn in (step.token_losses, step.overlaps))
+  own_sizes = step.Learner(config, tokenizer.bos_id)
+  token_losses, overlaps = (jax.jit(fn, static_argnums=2) for fn in (step.token_losses, step.overlaps))
   for share in (1.0, 0.25):
-    losses, found = token_losses(learner, rows, config, tokenizer.bos_id, teacher=step.Teacher(teacher, config, share))
+    losses, found = token_losses(learner, rows, own_sizes, step.Teacher(teacher, config, share))
     np.testing.assert_array_equal(found, weights)
     wanted = (share * divergence + (1 - share) * likelihood) * weights
     np.testing.assert_allclose(losses, wanted, rtol=2e-4, atol=1e-6)
-  found, _ = overlaps(learner, rows, config, tokenizer.bos_id, teacher=step.Teacher(teacher, config))
+  found, _ = overlaps(learner, rows, own_sizes, step.Teacher(teacher, config))
   np.testing.assert_allclose(found, np.minimum(own, other).sum(-1) * weights, rtol=1e-4)
 
 
@@ -51,7 +53,8 @@ def test_who_has_the_teachers_laws_learns_nothing(tokenizer, laws):
   config, rows, learner, _, _, _ = laws
 
   def loss(params):
-    return step.token_losses(params, rows, config, tokenizer.bos_id, teacher=step.Teacher(learner, config))[0].sum()
+    own_sizes = step.Learner(config, tokenizer.bos_id)
+    return step.token_losses(params, rows, own_sizes, step.Teacher(learner, config))[0].sum()
 
   value, grads = jax.jit(jax.value_and_grad(loss))(learner)
   assert abs(value) < 1e-4

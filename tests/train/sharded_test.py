@@ -193,7 +193,7 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(config):
     for shape in ((1, 4), (2, 2), (4, 1)):
       state = step.init_state(0, optimizer, model_config)
       state = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, state)
-      run = step.make_train_step(optimizer, model_config, 1, mesh)
+      run = step.make_train_step(optimizer, step.Learner(model_config, 1, mesh))
       for _ in range(3):
         state, loss = run(state, jnp.asarray(rows.reshape(*shape, 25), jnp.int32), None)
       results.append((state['params'], loss))
@@ -226,7 +226,7 @@ def test_operations_are_those_the_compiler_counts(config):
   model_config = train.check_config(config)
   weights = jax.eval_shape(lambda: step.init_state(0, step.make_optimizer(config), model_config))['params']
   inputs = jax.ShapeDtypeStruct((4, 128), jnp.int32)
-  forward = jax.jit(lambda weights, inputs: step.packed_logits(weights, inputs, model_config, 1))
+  forward = jax.jit(lambda weights, inputs: step.packed_logits(weights, inputs, step.Learner(model_config, 1)))
   counted = forward.lower(weights, inputs).compile().cost_analysis()['flops']
   expected = plan.forward_flops(model_config, 4, 128)
   assert expected < counted < 1.15 * expected

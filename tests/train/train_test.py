@@ -19,9 +19,9 @@ from tests.slow import slow
 from train import checkpoint as checkpoint_module
 from train import step as step_module
 from train import train as train_module
-from train.held_out import evaluate
+from train.evaluate import evaluate
 from train.input_pipeline import PackedText, encode_documents
-from train.step import init_state, make_optimizer, make_train_step, packed_logits, token_losses
+from train.step import Learner, init_state, make_optimizer, make_train_step, packed_logits, token_losses
 from train.train import check_config
 
 _init_params = jax.jit(init_params, static_argnames='config')
@@ -56,7 +56,7 @@ def test_attention_stays_within_documents(network, tokenizer):
   first, second = [bos, 270, 271, 272, 2], [bos, 280, 281, 282, 283]
   other = [bos, 290, 291, 292, 2]
   rows = jnp.array([first + second, other + second])
-  losses, weights = jax.jit(token_losses, static_argnums=(2, 3))(params, rows, network, bos)
+  losses, weights = jax.jit(token_losses, static_argnums=2)(params, rows, Learner(network, bos))
   np.testing.assert_array_equal(losses[0, 5:], losses[1, 5:])
   # A document's first token is no target; its own position counts from the row's start, which rotary embeddings do
   # not see but by rounding.
@@ -71,7 +71,7 @@ def test_evaluation_equals_a_direct_computation(network, tokenizer, documents):
   text = encode_documents(tokenizer, iter(documents[:30]))
   num_rows = text.num_rows(24)
   assert num_rows % 4, 'the last batch should be padded'
-  found = evaluate(params, text, network, tokenizer.bos_id, seq_len=24, batch_size=4)
+  found = evaluate(params, text, Learner(network, tokenizer.bos_id), seq_len=24, batch_size=4)
   losses = []
   for row in text.rows(np.arange(num_rows), 24):
     starts = [0, *(i for i in range(1, 25) if row[i] == tokenizer.bos_id), 25]
@@ -83,12 +83,12 @@ def test_evaluation_equals_a_direct_computation(network, tokenizer, documents):
   num_tokens = sum(len(tokenizer.encode(document)) + 1 for document in documents[:30])
   bits = np.mean(losses) / math.log(2) * num_tokens
   assert found['bits_per_byte'] == pytest.approx(bits / sum(len(d.encode()) for d in documents[:30]), rel=1e-5)
-  in_other_batches = evaluate(params, text, network, tokenizer.bos_id, seq_len=24, batch_size=7)
+  in_other_batches = evaluate(params, text, Learner(network, tokenizer.bos_id), seq_len=24, batch_size=7)
   assert in_other_batches['loss'] == pytest.approx(found['loss'], rel=1e-5)
-  some = evaluate(params, text, network, tokenizer.bos_id, seq_len=24, batch_size=4, max_batches=2)
+  some = evaluate(params, text, Learner(network, tokenizer.bos_id), seq_len=24, batch_size=4, max_batches=2)
   assert some['loss'] != found['loss']
   with pytest.raises(ValueError, match='held-out text of 3 tokens'):
-    evaluate(params, PackedText(text.tokens[:3], 9), network, tokenizer.bos_id, seq_len=24, batch_size=4)
+    evaluate(params, PackedText(text.tokens[:3], 9), Learner(network, tokenizer.bos_id), seq_len=24, batch_size=4)
 
 
 def lines_of(workdir):
@@ -416,8 +416,11 @@ def test_dropout_is_a_function_of_seed_and_step(tmp_path, monkeypatch, config, s
 def test_dropout_leaves_out_what_blocks_add(network, tokenizer):
   params, network = network
   rows = jnp.asarray(np.random.default_rng(0).integers(3, tokenizer.vocab_size, (2, 12)))
-  forward = jax.jit(packed_logits, static_argnums=(2, 3), static_argnames='dropout')
-  logits = functools.partial(forward, params, rows, network, tokenizer.bos_id)
+  forward = jax.jit(packed_logits, static_argnums=2)
+
+  def logits(dropout=0.0, dropout_key=None):
+    return forward(params, rows, Learner(network, tokenizer.bos_id, dropout=dropout), dropout_key)
+
   np.testing.assert_array_equal(logits(dropout=0.5), logits())  # not without a key
   one, other = (logits(dropout=0.5, dropout_key=jax.random.key(seed)) for seed in (0, 1))
   assert (np.abs(one - other).max(axis=-1) > 1e-3).all()
@@ -448,7 +451,8 @@ def test_dropout_differs_between_steps_and_seeds(config, tokenizer):
   rows = jnp.asarray(np.random.default_rng(0).integers(3, config.vocab_size, (1, 4, 25)), jnp.int32)
 
   steps = [
-    make_train_step(optimizer, model_config, tokenizer.bos_id, mesh, dropout=0.5, seed=seed) for seed in range(2)
+    make_train_step(optimizer, Learner(model_config, tokenizer.bos_id, mesh, dropout=0.5), seed=seed)
+    for seed in range(2)
   ]
 
   initial = init_state(0, optimizer, model_config)
