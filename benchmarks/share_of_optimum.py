@@ -101,7 +101,7 @@ def measure(
         lengths[rows],
         method='autoregressive',
         max_new_tokens=num_new,
-        temperature=temperature,
+        sampling=SamplingParams(temperature),
         eos_id=tokenizer.eos_ids,
       )
       ends = np.asarray(generation.lengths)

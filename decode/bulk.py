@@ -102,7 +102,7 @@ def decode_bulk(
       method=setting.method,
       tree=setting.tree,
       rounds_at_a_time=rounds_at_a_time,
-      **options.sampling,
+      sampling=options.sampling,
       eos_id=work.tokenizer.eos_ids,
       sharding=work.sharding,
       logprobs=options.logprobs,

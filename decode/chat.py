@@ -183,7 +183,7 @@ def start_chat(options: DecodeOptions, context: int) -> Chat:
     cache_size=limit,
     eos_id=tokenizer.eos_ids,
   )
-  session = Session(decoder, **options.sampling)
+  session = Session(decoder, sampling=options.sampling)
   return Chat(session, tokenizer, system=options.system, stop=options.make_stop(tokenizer), seed=options.seed)
 
 

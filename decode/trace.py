@@ -112,7 +112,7 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
     tree=setting.tree,
     others=others,
     max_new_tokens=options.max_new_tokens,
-    **options.sampling,
+    sampling=options.sampling,
     eos_id=work.tokenizer.eos_ids,
   )
   notify('done', 1, 1)

@@ -19,7 +19,7 @@ from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.stop import check_stop_texts
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.models.int8 import INT8
-from spectr_jax.sampling import SAMPLING_NAMES
+from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
 from spectr_jax.sharding import DATA, make_mesh
 from spectr_jax.unicode import check_unicode
 
@@ -341,9 +341,9 @@ class DecodeOptions:
     return DecodeSharding(mesh, is_draft_divided=self.draft_mesh == 'divided')
 
   @property
-  def sampling(self) -> dict[str, float]:
-    """The sampling parameters, as arguments of the library's functions."""
-    return {name: getattr(self, name) for name in SAMPLING_NAMES}
+  def sampling(self) -> SamplingParams:
+    """The sampling parameters, the same for all rows."""
+    return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_NAMES})
 
   def make_stop(self, tokenizer: TokenizerBase) -> StopStrings | None:
     """The stop texts as the library takes them, or None if there are none."""

@@ -349,7 +349,7 @@ class Workload:
       rows: int `[B]`, indices of the batch's prompts.
       num_samples: Samples of each prompt.
     """
-    request = {'num_samples': num_samples} | self.options.sampling
+    request = {'num_samples': num_samples, 'sampling': self.options.sampling}
     return spectr_jax.init_decode(decoder, keys[rows], self.tokens[rows], self.lengths[rows], **request)
 
   def generate(
@@ -367,7 +367,7 @@ class Workload:
     Raises:
       ValueError: A model gives logits that are not finite; the message names setting and prompt.
     """
-    request = self._request(setting, statistics) | self.options.sampling
+    request = self._request(setting, statistics) | {'sampling': self.options.sampling}
     request |= {'num_samples': num_samples, 'stop': None if statistics else self.stop}
     prompts = self.tokens[rows], self.lengths[rows]
     try:

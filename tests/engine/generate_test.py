@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import METHODS, ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, NotFiniteError, TokenTree
+from spectr_jax import METHODS, ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, NotFiniteError, SamplingParams, TokenTree
 from spectr_jax.models.table import table_model
 from tests.engine.runs import (
   KINDS,
@@ -209,7 +209,9 @@ def test_logits_that_are_not_finite_stop_the_run(sampling, bad, named):
     logits = good.copy()
     logits[4] = np.where(np.arange(6) == 2, no_law, 0) if no_law == np.inf else no_law
     models = [table_model(jnp.float32(logits if is_bad else good)) for is_bad in bad]
-    options = dict(method='speculative', tree=TokenTree.chains(1, 1), max_new_tokens=12, **sampling)
+    options = dict(
+      method='speculative', tree=TokenTree.chains(1, 1), max_new_tokens=12, sampling=SamplingParams(**sampling)
+    )
     prompts = np.array([[5], [0]]), np.array([1, 1])
     with pytest.raises(NotFiniteError, match=f'row 1, round 3: logits of {named} not finite') as caught:
       spectr_jax.generate(make_keys()[:2], *models, *prompts, **options)
@@ -265,10 +267,11 @@ def test_rows_that_are_done_may_see_anything(cycle):
     ({'rng_key': jax.random.split(jax.random.key(0), 3)}, r'\[4\], one per prompt'),
     ({'eos_id': -1}, 'eos_id must be a token, from 0 to 5, got -1'),
     ({'eos_id': (2, 10**6)}, 'eos_id must be a token, from 0 to 5, got 1000000'),
-    ({'temperature': -1.0}, 'temperature must be finite and at least 0'),
-    ({'top_p': 0.0}, 'top_p must be above 0'),
-    ({'min_p': 2.0}, 'min_p must be from 0 to 1'),
-    ({'top_k': np.array([1, 2])}, r'top_k must be a scalar or \[4\]'),
+    ({'sampling': SamplingParams(-1.0)}, 'temperature must be finite and at least 0'),
+    ({'sampling': SamplingParams(top_p=0.0)}, 'top_p must be above 0'),
+    ({'sampling': SamplingParams(min_p=2.0)}, 'min_p must be from 0 to 1'),
+    ({'sampling': SamplingParams(top_k=np.array([1, 2]))}, r'top_k must be a scalar or \[4\]'),
+    ({'sampling': {'top_k': 2}}, "sampling must be SamplingParams, .*, got {'top_k': 2}"),
   ],
 )
 def test_bad_input_is_refused(tables, change, message):
