@@ -21,7 +21,7 @@ from absl import flags
 from common import command_line, processes
 from common.output_files import check_apart
 from common.printable import printable
-from decode.auto.prediction import choose, predict_all
+from decode.auto.prediction import predict_all
 from decode.experiment import records
 from decode.experiment.console import show_progress
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
@@ -29,7 +29,9 @@ from decode.experiment.inputs import inputs_of
 from decode.experiment.options import DecodeOptions
 from decode.experiment.provenance import check_measures_nothing, describe_prompt, describe_run
 from decode.experiment.settings import only_setting
-from decode.experiment.workload import Notify, Workload
+from decode.experiment.workload import Workload
+from spectr_jax.auto.prediction import choose
+from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.refill import Request, generate_many
 from spectr_jax.engine.state import sample_keys
 from spectr_jax.sharding import is_primary
