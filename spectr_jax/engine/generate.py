@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -27,7 +28,7 @@ def generate(
   target: Model,
   draft: Model | Drafter | None,
   prompts: ArrayLike,
-  prompt_lengths: ArrayLike,
+  prompt_lengths: ArrayLike | None = None,
   *,
   method: str | Method,
   tree: TokenTree | None = None,
@@ -51,10 +52,11 @@ def generate(
       tokens depend on its key and prompt alone; up to rounding, its batch and padding have no effect.
     target: The model whose distribution the output has.
     draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
-    prompts: Integers `[B, P]`, right-padded; padding is not read.
-    prompt_lengths: Integers `[B]`, from 1 to P.
+    prompts: Integers `[B, P]`, right-padded; padding is not read. `generate_text` takes texts.
+    prompt_lengths: Integers `[B]`, from 1 to P; None if all prompts have P tokens.
     method: A name of `METHODS`, or a `Method`.
-    tree: The guesses of a round, such as `TokenTree.chains(K, L)`; methods that draft nothing need none and ignore it.
+    tree: The guesses of a round, such as `TokenTree.chains(K, L)`; None for a small one, see `Decoder.make`. Methods
+      that draft nothing ignore it.
     max_new_tokens: Limit of new tokens per row, static.
     sampling: Temperature and filters, of scalars or arrays `[B]`; None for temperature 1 and no filters.
     eos_id: Id or ids that end a row, or None.
@@ -77,6 +79,8 @@ def generate(
     NotFiniteError: A model's logits are not finite; raised outside of a trace only.
   """
   prompts = checks.as_integers('prompts', prompts)
+  if prompt_lengths is None:
+    prompt_lengths = np.full(prompts.shape[:1], prompts.shape[-1])
   prompt_lengths = checks.as_integers('prompt_lengths', prompt_lengths)
   checks.check_shapes(prompts, prompt_lengths)
   checks.check_count('max_new_tokens', max_new_tokens)

@@ -110,6 +110,11 @@ class Continuation:
   finish_reason: str
   logprobs: np.ndarray | None = None
 
+  @property
+  def tokens_per_call(self) -> float:
+    """New tokens per call of the target."""
+    return len(self.tokens) / self.num_target_calls
+
 
 def padded_lengths(longest: int, shortest: int = 16) -> list[int]:
   """The few lengths that prompts are padded to, since each is a program: doubled from `shortest` on, and `longest`.

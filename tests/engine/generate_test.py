@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import METHODS, ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, NotFiniteError, SamplingParams, TokenTree
+from spectr_jax import (
+  METHODS,
+  ORIGIN_BONUS,
+  ORIGIN_CORRECTION,
+  ORIGIN_DRAFT,
+  Confident,
+  Decoder,
+  NotFiniteError,
+  SamplingParams,
+  TokenTree,
+  growing,
+  model_drafter,
+)
 from spectr_jax.models.table import table_model
 from tests.engine.runs import (
   KINDS,
@@ -242,7 +254,6 @@ def test_rows_that_are_done_may_see_anything(cycle):
     ({'method': 'guessing'}, 'unknown method .guessing.; allowed: autoregressive, speculative, spectr'),
     ({'tree': TokenTree.chains(2, 3)}, 'single draft: the tree must be a chain'),
     ({'tree': TokenTree()}, 'speculative needs guesses: give it a tree'),
-    ({'tree': None}, 'speculative needs guesses: give it a tree'),
     ({'draft': None}, 'needs a draft model'),
     ({'draft': table_model(jnp.zeros((7, 7)))}, 'share a vocabulary: 7 and 6'),
     ({'prompt_lengths': np.array([1, 2, 0, 3])}, 'at least one token; got 0 to 3'),
@@ -257,7 +268,8 @@ def test_rows_that_are_done_may_see_anything(cycle):
     ({'prompts': PROMPTS - 1}, 'ids from -1'),
     ({'prompts': PROMPTS.astype(np.int64) + 2**32}, 'prompts must be from -2.*31 to 2.*31 - 1, got 4294967296 to'),
     ({'prompts': [[2**70]] * 4}, 'prompts must be integers, got object'),
-    ({'prompts': [['x']] * 4}, 'prompts must be integers'),
+    ({'prompts': [['x']] * 4}, 'prompts must be integers, got texts; generate_text takes texts'),
+    ({'prompts': 'x', 'prompt_lengths': None}, 'prompts must be integers, got texts; generate_text takes texts'),
     ({'prompt_lengths': LENGTHS.astype(np.int64) + 2**32}, 'prompt_lengths must be from'),
     ({'max_new_tokens': 0}, 'max_new_tokens must be a positive int'),
     ({'max_new_tokens': 2.0}, 'max_new_tokens must be a positive int'),
@@ -306,6 +318,25 @@ def test_a_method_that_drafts_nothing_ignores_draft_and_tree(tables):
     make_keys(9), tables[0], None, PROMPTS, LENGTHS, method='autoregressive', max_new_tokens=NEW
   )
   assert_same(plain, without)
+
+
+def test_a_small_tree_is_the_default(tables):
+  target, draft = tables[0], model_drafter(tables[1])
+  short, grown = dataclasses.replace(draft, max_depth=3), growing(draft, Confident())
+  for method, own, tree in (
+    ('speculative', draft, TokenTree.chains(1, 4)),
+    ('spectr', draft, TokenTree.chains(2, 4)),
+    ('race_traversal', short, TokenTree.chains(2, 3)),
+    ('specinfer', grown, TokenTree.slots((4, 4, 4, 4))),
+    ('autoregressive', None, TokenTree()),
+  ):
+    assert Decoder.make(target, own, method=method, max_new_tokens=2, cache_size=9).tree == tree
+
+
+def test_prompts_without_lengths_are_whole(tables):
+  options = {'method': 'autoregressive', 'max_new_tokens': NEW}
+  found = spectr_jax.generate(make_keys(9), tables[0], None, PROMPTS, **options)
+  assert_same(found, spectr_jax.generate(make_keys(9), tables[0], None, PROMPTS, np.full(4, 6), **options))
 
 
 def test_methods_are_passed_by_value_too(tables):

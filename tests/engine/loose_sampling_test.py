@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from runs import LENGTHS, NEW, PROMPTS, make_keys
 
 import spectr_jax
 from spectr_jax import Request, SamplingParams, Session
 from spectr_jax.engine.session import reprompt
+from tests.engine.runs import LENGTHS, NEW, PROMPTS, make_keys
 
 _OPTIONS = {'method': 'autoregressive', 'max_new_tokens': NEW}
 
