@@ -25,15 +25,15 @@ import numpy as np
 from benchmarks.speed import SHAPES, make_model
 from common import command_line
 from common.output_files import OutputFiles
-from common.program_memory import describe_groups
 from decode.auto.prediction import predict_all
 from decode.experiment import metrics
 from decode.experiment.console import show_progress
 from decode.experiment.inputs import inputs_of
 from decode.experiment.options import AUTO
 from decode.experiment.run import measure
-from decode.experiment.settings import baseline_of
 from decode.experiment.workload import Workload
+from spectr_jax.auto.setting import baseline_of
+from spectr_jax.engine.program_memory import describe_groups
 
 
 def with_shapes(workload: Workload) -> Workload:

@@ -30,9 +30,9 @@ import spectr_jax
 from benchmarks import timing
 from common import command_line
 from common.output_files import OutputFiles
-from decode.experiment import latency
 from decode.experiment.workload import describe_machine
 from spectr_jax import TokenTree
+from spectr_jax.auto.timing import forward_calls, time_in_turns
 from spectr_jax.models.causal_lm import config_of
 
 PARTS = ('prompt', 'steps', 'trees')
@@ -107,7 +107,7 @@ def measure_trees(path: str, dtype: str, num_runs: int) -> dict[int, dict[str, f
   """
   model, _ = load(path, dtype)
   shapes = {size: (TokenTree.chains(1, size - 1) if size > 1 else TokenTree(), 1) for size in TREE_SIZES}
-  times = latency.time_in_turns(latency.forward_calls(model, shapes, cache_size=TREE_CACHE), num_runs)
+  times = time_in_turns(forward_calls(model, shapes, cache_size=TREE_CACHE), num_runs)
   return {
     size: {'median': 1e3 * float(np.median(found)), 'low': 1e3 * float(found.min())} for size, found in times.items()
   }

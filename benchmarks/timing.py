@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import spectr_jax
-from decode.experiment import latency
 from spectr_jax import Decoder, TokenTree
+from spectr_jax.auto.timing import time_in_turns
 from spectr_jax.engine.state import DecodeState
 from spectr_jax.methods import Method
 
@@ -39,7 +39,7 @@ def time_steps(calls: dict[str, Call], num_runs: int) -> dict[str, dict]:
   """
   steps: dict[str, list[int]] = {name: [] for name in calls}
   counted = {name: lambda name=name, call=call: steps[name].append(call()) for name, call in calls.items()}
-  times = latency.time_in_turns(counted, num_runs)
+  times = time_in_turns(counted, num_runs)
   return {name: spread(times[name] / steps[name][1:]) for name in calls}
 
 
@@ -147,7 +147,7 @@ def in_own_process(function, *arguments):
 
 def _fastest(call: Callable[[], object], num_runs: int) -> float:
   """Seconds of the fastest of several calls, whose arrays are waited for."""
-  return latency.time_in_turns({'': call}, num_runs)[''].min()
+  return time_in_turns({'': call}, num_runs)[''].min()
 
 
 def read_rate() -> float:

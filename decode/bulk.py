@@ -21,14 +21,16 @@ from absl import flags
 from common import command_line, processes
 from common.output_files import check_apart
 from common.printable import printable
-from decode.auto.prediction import choose, predict_all
+from decode.auto.prediction import predict_all
 from decode.experiment.console import show_progress
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
 from decode.experiment.inputs import inputs_of
 from decode.experiment.options import DecodeOptions
 from decode.experiment.records import check_measures_nothing, describe_continuation, describe_prompt, describe_run
 from decode.experiment.settings import only_setting
-from decode.experiment.workload import Notify, Workload
+from decode.experiment.workload import Workload
+from spectr_jax.auto.prediction import choose
+from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.refill import Request, generate_many
 from spectr_jax.engine.state import sample_keys
 from spectr_jax.sharding import is_primary
@@ -101,7 +103,7 @@ def decode_bulk(
       method=setting.method,
       tree=setting.tree,
       rounds_at_a_time=rounds_at_a_time,
-      **options.sampling,
+      sampling=options.sampling,
       eos_id=work.tokenizer.eos_ids,
       sharding=work.sharding,
       logprobs=options.logprobs,

@@ -182,7 +182,7 @@ def start_chat(options: DecodeOptions, context: int) -> Chat:
     cache_size=limit,
     eos_id=models.tokenizer.eos_ids,
   )
-  session = Session(decoder, **options.sampling)
+  session = Session(decoder, sampling=options.sampling)
   stop = options.make_stop(models.tokenizer)
   return Chat(session, models.tokenizer, system=options.system, stop=stop, seed=options.seed)
 

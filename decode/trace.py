@@ -21,9 +21,10 @@ from common.printable import printable
 from decode.experiment.inputs import inputs_of
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import Setting, only_setting
-from decode.experiment.workload import Notify, Workload, model_title
+from decode.experiment.workload import Workload, model_title
 from decode.trace_page.data import describe_trace
 from spectr_jax import METHODS, Method, TokenTree, get_method
+from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.trace import make_judge, trace_decode
 
 MAX_BYTES = 1_000_000
@@ -112,7 +113,7 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
     tree=setting.tree,
     others=others,
     max_new_tokens=options.max_new_tokens,
-    **options.sampling,
+    sampling=options.sampling,
     eos_id=work.tokenizer.eos_ids,
   )
   notify('done', 1, 1)

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from spectr_jax import models
+from spectr_jax import auto, models
 from spectr_jax.draft import (
   Confident,
   DraftContext,
@@ -30,6 +30,7 @@ from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import table
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams, logits_to_probs
+from spectr_jax.text import TextContinuation, generate_text
 from spectr_jax.tree import TokenTree
 from spectr_jax.tree_search import optimal_factors
 from spectr_jax.verifiers import Verdict, Verifier
@@ -73,17 +74,20 @@ __all__ = [
   'Statistics',
   'Stop',
   'StopStrings',
+  'TextContinuation',
   'TextStream',
   'TokenTree',
   'Tokenizer',
   'Verdict',
   'Verification',
   'Verifier',
+  'auto',
   'decode_rounds',
   'finish',
   'finish_reason',
   'generate',
   'generate_many',
+  'generate_text',
   'get_method',
   'growing',
   'init_decode',

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from spectr_jax.ops.cache_writes import write_slots
 from spectr_jax.sharding import DATA, MODEL, Rules
@@ -211,8 +211,9 @@ class Model:
   Attributes:
     params: The parameters.
     apply_fn: `(params, tokens[B, N], positions[B, N], mask, cache) -> ModelOutput`. `mask` is bool `[N, M]` or
-      `[B, N, M]`. Its column j stands for the j-th token pending since the last commit, the call's own tokens included.
-      Token i attends to the pending tokens where row i is True, and always to the whole committed prefix.
+      `[B, N, M]`, a NumPy array where it is known while a program is made. Its column j stands for the j-th token
+      pending since the last commit, the call's own tokens included. Token i attends to the pending tokens where row i
+      is True, and always to the whole committed prefix.
     init_cache_fn: `(batch_size, cache_size) -> cache`, for up to `cache_size` committed tokens per row.
     vocab_size: V.
     commit_fn: `(cache, path[B, D], num_committed[B]) -> cache`, as `KVCache.commit`.
@@ -246,7 +247,7 @@ class Model:
   for_decoding_fn: Callable[[Any], Any] | None = static_field(None)
   tpu_apply_fn: Callable[..., ModelOutput] | None = static_field(None)
 
-  def apply(self, tokens: jax.Array, positions: jax.Array, mask: jax.Array, cache: Any) -> ModelOutput:
+  def apply(self, tokens: jax.Array, positions: jax.Array, mask: ArrayLike, cache: Any) -> ModelOutput:
     """Scores tokens after the committed prefix.
 
     Args:

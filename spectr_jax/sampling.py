@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,57 +34,52 @@ _MOST_DRAWS = 16  # from one distribution that a kernel takes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-  """Parameters that turn logits into a distribution, per row.
+  """Parameters that turn logits into a distribution: for all rows as scalars, or per row as arrays `[B]`.
 
-  A filter that is None is not in the program at all. One that is there is compiled, several searches in each of the
-  draft and the target. It costs nothing else where no row uses it, but on a GPU, which would wait for the host to know.
+  `generate` and its relatives take either; in programs they are arrays, see `for_rows`. A filter that is None is not in
+  the program at all. One that is there is compiled, several searches in each of the draft and the target. It costs
+  nothing else where no row uses it, but on a GPU, which would wait for the host to know.
 
   Attributes:
-    temperature: float `[B]`; 0 is the point mass at the first largest logit.
-    top_k: int32 `[B]`; keeps the k most probable tokens, 0 keeps all. None keeps all.
-    top_p: float `[B]` in (0, 1]; keeps the fewest most probable tokens that have at least this mass, after top-k. None
-      keeps all.
-    min_p: float `[B]` in [0, 1]; keeps the tokens at least this many times as probable as the most probable one, after
-      top-p; 0 keeps all. None keeps all.
+    temperature: float, scalar or `[B]`; 0 is the point mass at the first largest logit.
+    top_k: int, scalar or `[B]`; keeps the k most probable tokens, 0 keeps all. None keeps all.
+    top_p: float in (0, 1], scalar or `[B]`; keeps the fewest most probable tokens that have at least this mass, after
+      top-k. None keeps all.
+    min_p: float in [0, 1], scalar or `[B]`; keeps the tokens at least this many times as probable as the most probable
+      one, after top-p; 0 keeps all. None keeps all.
   """
 
-  temperature: jax.Array
-  top_k: jax.Array | None = None
-  top_p: jax.Array | None = None
-  min_p: jax.Array | None = None
+  temperature: Any = 1.0
+  top_k: Any = None
+  top_p: Any = None
+  min_p: Any = None
 
   @classmethod
-  def make(
-    cls,
-    batch_size: int,
-    *,
-    temperature: ArrayLike = 1.0,
-    top_k: ArrayLike = 0,
-    top_p: ArrayLike = 1.0,
-    min_p: ArrayLike = 0.0,
-  ) -> SamplingParams:
-    """Broadcasts scalars or `[B]` arrays to `[B]`.
+  def make(cls, batch_size: int, **values: ArrayLike) -> SamplingParams:
+    """`SamplingParams(**values).for_rows(batch_size)`."""
+    return cls(**values).for_rows(batch_size)
+
+  def for_rows(self, batch_size: int) -> SamplingParams:
+    """The parameters of B rows, checked: scalars and arrays `[B]` become arrays `[B]`, in float32 and int32.
+
+    A filter whose values are known to keep all tokens of all rows is None.
 
     Args:
       batch_size: B.
-      temperature: Scalar or `[B]`, finite and at least 0.
-      top_k: Scalar or `[B]`, at least 0.
-      top_p: Scalar or `[B]`, above 0 and at most 1.
-      min_p: Scalar or `[B]`, from 0 to 1.
-
-    Returns:
-      The parameters of B rows. A filter whose values are known to keep all tokens of all rows is None.
 
     Raises:
       ValueError: A value is out of range or of another shape.
     """
     values = {}
-    for name, value, dtype, is_valid, allowed in (
-      ('temperature', temperature, jnp.float32, lambda x: np.isfinite(x) & (x >= 0), 'finite and at least 0'),
-      ('top_k', top_k, jnp.int32, lambda x: x >= 0, 'at least 0 (0 keeps all)'),
-      ('top_p', top_p, jnp.float32, lambda x: (x > 0) & (x <= 1), 'above 0 and at most 1'),
-      ('min_p', min_p, jnp.float32, lambda x: (x >= 0) & (x <= 1), 'from 0 to 1 (0 keeps all)'),
+    for name, dtype, is_valid, allowed in (
+      ('temperature', jnp.float32, lambda x: np.isfinite(x) & (x >= 0), 'finite and at least 0'),
+      ('top_k', jnp.int32, lambda x: x >= 0, 'at least 0 (0 keeps all)'),
+      ('top_p', jnp.float32, lambda x: (x > 0) & (x <= 1), 'above 0 and at most 1'),
+      ('min_p', jnp.float32, lambda x: (x >= 0) & (x <= 1), 'from 0 to 1 (0 keeps all)'),
     ):
+      value = getattr(self, name)
+      if value is None and name in FILTERS_BY_NAME:
+        continue
       is_known = not isinstance(value, Tracer)
       try:
         array = np.asarray(fetch(value), dtype) if is_known else value.astype(dtype)
@@ -95,7 +91,7 @@ class SamplingParams:
         raise ValueError(f'{name} must be {allowed}, got {value}')
       is_used = not is_known or name not in FILTERS_BY_NAME or (array != FILTERS_BY_NAME[name].keeps_all).any()
       values[name] = jnp.broadcast_to(array, (batch_size,)) if is_used else None
-    return cls(**values)
+    return SamplingParams(**values)
 
   def with_filters_of(self, other: SamplingParams) -> SamplingParams:
     """These parameters with every filter that `other` has, so that rows of both can stand in one batch."""

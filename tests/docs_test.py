@@ -190,6 +190,9 @@ def test_library_page(monkeypatch):
   scope = {}
   printed = [values[0] for values in _execute(_read('library.md'), scope)]
   num_texts = len(scope['texts'])
+  continued, printed = printed[:num_texts], printed[num_texts:]
+  assert all(isinstance(text, str) and text for text in continued)
+  assert scope['own'].tokens.shape == (1, 8)
   assert scope['new'].tokens.shape == (num_texts, 32)
   assert printed[:num_texts] == [
     scope['tokenizer'].decode(np.asarray(tokens[:length]))

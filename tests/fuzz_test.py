@@ -159,9 +159,8 @@ def _decode(case: _Case, target, draft, keys, prompts, lengths):
     cache_size=_LONGEST, eos_id=program.eos_ids or None,
   )  # fmt: skip
   state = spectr_jax.init_decode(
-    decoder, keys, prompts, lengths, temperature=np.array(case.temperature), top_k=np.array(case.top_k),
-    top_p=np.array(case.top_p),
-  )  # fmt: skip
+    decoder, keys, prompts, lengths, sampling=SamplingParams(*map(np.array, (case.temperature, case.top_k, case.top_p)))
+  )
   if not case.is_round_by_round:
     return jax.device_get(spectr_jax.decode_rounds(decoder, state).result)
   for _ in range(program.max_new_tokens):

@@ -3,8 +3,6 @@
 import pathlib
 import re
 
-import numpy as np
-
 from spectr_jax import METHODS
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -23,9 +21,10 @@ def test_library_example(monkeypatch, capsys):
   monkeypatch.chdir(_ROOT)
   scope = {}
   exec(_EXAMPLES[0], scope)
-  new = scope['new']
-  assert 1 < float(new.lengths[0] / new.num_target_calls[0]) <= 5
-  assert scope['tokenizer'].decode(np.asarray(new.tokens[0])) in capsys.readouterr().out
+  found = scope['found']
+  assert 1 < found.tokens_per_call <= 5
+  assert found.text == scope['tokenizer'].decode(found.tokens)
+  assert found.text in capsys.readouterr().out
 
 
 def test_table_of_methods():

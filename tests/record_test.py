@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax import METHODS, Proposal, TokenTree, generate
+from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, generate
 from spectr_jax.couplings import Race
 from spectr_jax.engine.trace import make_judge, trace_decode
 from spectr_jax.models import table
@@ -349,7 +349,7 @@ def _trace(name, tree, **more):
   ('name', 'tree', 'more'),
   [
     ('spectr', TokenTree.chains(2, 2), {'others': ('spectr', 'speculative')}),
-    ('greedy_block', _CHAIN, {'temperature': 0.7}),
+    ('greedy_block', _CHAIN, {'sampling': SamplingParams(0.7)}),
     ('ersd', TokenTree.chains(2, 3), {'eos_id': 0}),
   ],
 )

@@ -31,6 +31,7 @@ from spectr_jax.io.foreign import open_file
 from spectr_jax.io.new_files import NewFile
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.model import Model
+from spectr_jax.sampling import SamplingParams
 
 _PROBES = 'red', 'blue'  # two messages that begin and end with different tokens
 # What reading an archive or an array in it may raise.
@@ -261,7 +262,7 @@ def chat_frame(tokenizer: TokenizerBase) -> tuple[list[int], list[int]]:
   return before, after
 
 
-def _decode(model: Model, prompts, lengths, key, eos_ids, max_new_tokens, layers, **sampling) -> DecodeState:
+def _decode(model: Model, prompts, lengths, key, eos_ids, max_new_tokens, layers, temperature) -> DecodeState:
   """The state after autoregressive decoding, with features of `layers` if there are any."""
   cache_size = prompts.shape[1] + max_new_tokens
   decoder = Decoder.make(
@@ -269,7 +270,7 @@ def _decode(model: Model, prompts, lengths, key, eos_ids, max_new_tokens, layers
   )
   # The loop keeps the features that the target returns.
   decoder = dataclasses.replace(decoder, target=model.with_features(layers))
-  return decode_rounds(decoder, init_decode(decoder, key, prompts, lengths, **sampling))
+  return decode_rounds(decoder, init_decode(decoder, key, prompts, lengths, sampling=SamplingParams(temperature)))
 
 
 def _written_messages(model: Model, frame, sizes: Sizes, key: jax.Array) -> list[list[int]]:
@@ -278,7 +279,7 @@ def _written_messages(model: Model, frame, sizes: Sizes, key: jax.Array) -> list
   opened = np.tile(np.array(before, np.int32), (sizes.num_rows, 1))
   state = _decode(
     model, opened, np.full(sizes.num_rows, len(before)), key, [after[0]], sizes.max_user_tokens, (),
-    temperature=sizes.user_temperature,
+    sizes.user_temperature,
   )  # fmt: skip
   written, counts = np.asarray(state.result.tokens), np.asarray(state.result.lengths)
   return [row[: count - (row[count - 1] == after[0])].tolist() for row, count in zip(written, counts)]
@@ -323,8 +324,7 @@ def generate_shard(
     prompts[row, : len(prompt)], lengths[row] = prompt, len(prompt)
   temperatures = np.resize(np.array(sizes.temperatures, np.float32), num_rows)
   state = _decode(
-    model, prompts, lengths, answer_key, tokenizer.eos_ids, sizes.max_new_tokens, tuple(layers),
-    temperature=temperatures,
+    model, prompts, lengths, answer_key, tokenizer.eos_ids, sizes.max_new_tokens, tuple(layers), temperatures,
   )  # fmt: skip
   answers, counts = np.asarray(state.result.tokens), np.asarray(state.result.lengths)
   tokens = np.zeros((num_rows, width + sizes.max_new_tokens), np.int32)

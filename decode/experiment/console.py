@@ -11,7 +11,7 @@ from rich import progress
 from rich.console import Console
 
 from common.printable import printable
-from decode.experiment.workload import Notify
+from spectr_jax.auto.trial import Notify
 
 
 def make_console(*, stderr: bool = False) -> Console:

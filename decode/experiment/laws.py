@@ -50,7 +50,7 @@ def _along(function, workload: Workload, model: Model, rows: np.ndarray, tokens:
   if not isinstance(model, Model):
     draft = workload.options.draft
     raise ValueError(f'this needs the probabilities of a draft model along texts, and {draft} is not a model')
-  written, sampling = np.maximum(tokens[rows], 0), SamplingParams.make(len(rows), **workload.options.sampling)
+  written, sampling = np.maximum(tokens[rows], 0), workload.options.sampling.for_rows(len(rows))
   return function(model, workload.tokens[rows], workload.lengths[rows], written, sampling, num_new=tokens.shape[1])
 
 

@@ -14,12 +14,13 @@ from common.command_line import parse_sizes
 from decode.experiment.prompt_sets import PROMPT_SETS
 from decode.experiment.prompts import Prompt, as_conversations, read_prompts
 from spectr_jax import METHODS, Method, StopStrings, get_method, with_children, with_epsilon, with_gumbel
+from spectr_jax.auto.setting import DRAFT_LENGTHS, GREEDY_WIDTHS, NUM_DRAFTS
 from spectr_jax.draft.lookup import LOOKUP_MAX, LOOKUP_MIN, Lookup
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.stop import check_stop_texts
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.models.int8 import INT8
-from spectr_jax.sampling import SAMPLING_NAMES
+from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
 from spectr_jax.sharding import DATA, make_mesh
 from spectr_jax.unicode import check_unicode
 
@@ -30,9 +31,9 @@ AUTO = 'auto'
 LOOKUP = 'lookup'
 # Default K and L, for named methods and for `auto`.
 DEFAULT_GRID = {'num_drafts': (2,), 'draft_length': (8,)}
-AUTO_GRID = {'num_drafts': (1, 2, 4, 8), 'draft_length': (2, 4, 8)}
+AUTO_GRID = {'num_drafts': NUM_DRAFTS, 'draft_length': DRAFT_LENGTHS}
 # Trees that `auto` adds at temperature 0: 8, 16, 16 and 32 of the draft's likeliest guesses.
-AUTO_TREES = 'likeliest:2,2,2,2', 'likeliest:4,4,4,4', 'likeliest:2,2,2,2,2,2,2,2', 'likeliest:4,4,4,4,4,4,4,4'
+AUTO_TREES = tuple(f'likeliest:{",".join(map(str, widths))}' for widths in GREEDY_WIDTHS)
 DRAFT_MESHES = 'whole', 'divided'
 # An option, the values that it may have in words, and the test. NaN fails every test.
 _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
@@ -338,9 +339,9 @@ class DecodeOptions:
     return DecodeSharding(mesh, is_draft_divided=self.draft_mesh == 'divided')
 
   @property
-  def sampling(self) -> dict[str, float]:
-    """The sampling parameters, as arguments of the library's functions."""
-    return {name: getattr(self, name) for name in SAMPLING_NAMES}
+  def sampling(self) -> SamplingParams:
+    """The sampling parameters, the same for all rows."""
+    return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_NAMES})
 
   def make_stop(self, tokenizer: TokenizerBase) -> StopStrings | None:
     """The stop texts as the library takes them, or None if there are none."""

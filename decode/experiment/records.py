@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from decode.auto.prediction import Prediction
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.results import DecodeRun, Measurement, Summary
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
 from spectr_jax import Continuation, StopStrings, finish_reason
+from spectr_jax.auto.prediction import Prediction
 from spectr_jax.io.content import hash_content
 from spectr_jax.io.tokenizer import TokenizerBase
 

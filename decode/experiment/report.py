@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from common.printable import printable
-from common.program_memory import describe_groups
-from decode.auto.prediction import Prediction
 from decode.experiment.console import make_console
 from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.workload import model_title
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT
+from spectr_jax.auto.prediction import Prediction
+from spectr_jax.engine.program_memory import describe_groups
 from spectr_jax.io.text_stream import TextStream
 from spectr_jax.io.tokenizer import TokenizerBase
 

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from decode.auto.acceptance import Acceptance, has_independent_children
-from decode.auto.prediction import Prediction
 from decode.experiment import metrics
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
-from decode.experiment.settings import Setting, baseline_of
+from decode.experiment.settings import Setting
 from spectr_jax import Generation
+from spectr_jax.auto.prediction import Prediction
+from spectr_jax.auto.setting import baseline_of
 from spectr_jax.io.tokenizer import TokenizerBase
 
 

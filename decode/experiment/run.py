@@ -13,16 +13,20 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 import spectr_jax
-from common.program_memory import in_groups
 from decode.auto.acceptance import choose_trees, read_acceptance
-from decode.auto.prediction import choose, predict_all
+from decode.auto.prediction import predict_all
 from decode.experiment import latency
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import take_first
 from decode.experiment.results import DecodeRun, Measurement
-from decode.experiment.settings import Setting, baseline_of, expand
-from decode.experiment.workload import Notify, Pick, Workload
+from decode.experiment.settings import Setting, expand
+from decode.experiment.workload import Pick, Workload
 from spectr_jax import Generation, TokenTree
+from spectr_jax.auto import timing
+from spectr_jax.auto.prediction import choose
+from spectr_jax.auto.setting import baseline_of
+from spectr_jax.auto.trial import Notify
+from spectr_jax.engine.program_memory import in_groups
 from spectr_jax.sharding import fetch
 
 
@@ -30,8 +34,8 @@ def _measure_node_costs(workload: Workload, trees: list[TokenTree], num_runs: in
   """Median time of a target call on each tree with its root, relative to a call on a single token."""
   num_rows = workload.batch_size * workload.options.num_samples
   shapes = {tree.num_nodes + 1: (tree, num_rows) for tree in (TokenTree(), *trees)}
-  calls = latency.forward_calls(workload.target, shapes, cache_size=workload.cache_size, sharding=workload.sharding)
-  times = latency.time_in_turns(calls, num_runs)
+  calls = timing.forward_calls(workload.target, shapes, cache_size=workload.cache_size, sharding=workload.sharding)
+  times = timing.time_in_turns(calls, num_runs)
   medians = {size: float(np.median(found)) for size, found in times.items()}
   return {size: median / medians[1] for size, median in medians.items()}
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from common.command_line import parse_name_and_ints
 from decode.experiment.options import DecodeOptions
-from spectr_jax import METHODS, Confident, Drafter, Likeliest, Method, Model, TokenTree, growing
-from spectr_jax.draft import as_drafter
+from spectr_jax import METHODS, Confident, Likeliest, Method, TokenTree, auto
 
 MAX_NODES = 1024
 _FORMS = (
@@ -62,61 +61,28 @@ class TreeSpec:
     return self.name + (':' + ','.join(map(str, self.numbers)) if self.numbers else '')
 
 
-def baseline_of(settings: Sequence[Setting]) -> Setting | None:
-  """The setting that speeds are relative to: the first that drafts nothing; None if all draft."""
-  return next((setting for setting in settings if setting.method.max_drafts == 0), None)
-
-
 @dataclasses.dataclass(frozen=True)
-class Setting:
-  """A method with its tree: one row of the table.
+class Setting(auto.Setting):
+  """A method with its tree, as the command line names it: one row of the table.
 
   Attributes:
-    method: The method.
     spec: The tree as specified; None for a method that drafts nothing.
-    num_drafts: K for chains, else 0.
-    draft_length: L, the depth of the tree.
-    tree: The tree; empty for a method that drafts nothing.
     shape: The shape that `optimal` chose, as text; else ''.
-    growth: The rule by which the draft grows its trees; None for one tree for all rows.
   """
 
-  method: Method
   spec: TreeSpec | None = None
-  num_drafts: int = 0
-  draft_length: int = 0
-  tree: TokenTree = TokenTree()
   shape: str = ''
-  growth: Likeliest | Confident | None = None
-
-  def drafter(self, draft: Model | Drafter | None) -> Model | Drafter | None:
-    """The draft of the run as the setting uses it: one that grows trees, or the draft itself."""
-    drafter = None if self.growth is None else as_drafter(draft)
-    return draft if self.growth is None or drafter is None else growing(drafter, self.growth)
 
   @property
   def tree_name(self) -> str:
     if self.spec is None:
       return 'none'
-    threshold = f' from {self.growth.threshold:g}' if self.growth is not None and self.growth.threshold else ''
-    return str(self.spec) + (f' = {self.shape}' if self.shape else '') + threshold
+    return str(self.spec) + (f' = {self.shape}' if self.shape else '') + self.threshold_name
 
   def __str__(self):
-    if self.spec is None:
-      return self.method.name
-    if self.spec.name == 'chains':
-      return f'{self.method.name} K={self.num_drafts} L={self.draft_length}'
+    if self.spec is None or self.num_drafts:
+      return super().__str__()
     return f'{self.method.name} {self.tree_name}'
-
-  def with_threshold(self, threshold: float) -> Setting:
-    """The setting with another threshold of its growing trees.
-
-    Raises:
-      ValueError: Its trees do not grow.
-    """
-    if self.growth is None:
-      raise ValueError(f'{self} grows no trees, so it has no threshold')
-    return dataclasses.replace(self, growth=dataclasses.replace(self.growth, threshold=threshold))
 
 
 def _num_prefix_nodes(factors: tuple[int, ...]) -> int:
@@ -129,22 +95,22 @@ def _on_tree(method: Method, spec: TreeSpec, options: DecodeOptions) -> Iterator
     for length in options.draft_length:
       for num_drafts in (min(number, most) for number in options.num_drafts):
         _check_size(num_drafts * length, f'num_drafts times draft_length, {num_drafts} times {length},')
-        yield Setting(method, spec, num_drafts, length, TokenTree.chains(num_drafts, length))
+        yield Setting(method, num_drafts, length, TokenTree.chains(num_drafts, length), spec=spec)
   elif spec.name == 'prefix':
     _check_size(_num_prefix_nodes(spec.numbers), f'the nodes of {spec}')
     tree = TokenTree.prefix(spec.numbers)
-    yield Setting(method, spec, 0, tree.max_depth, tree)
+    yield Setting(method, 0, tree.max_depth, tree, spec=spec)
   elif spec.name == 'specinfer':
     for length in options.draft_length:
-      yield Setting(method, spec, 0, length, TokenTree.specinfer(length))
+      yield Setting(method, 0, length, TokenTree.specinfer(length), spec=spec)
   elif spec.name in _GROWTHS:
     _check_size(sum(spec.numbers), f'the nodes of {spec}')
     tree = TokenTree.slots(spec.numbers)
     growth = _GROWTHS[spec.name](threshold=options.growth_threshold)
-    yield Setting(method, spec, 0, tree.max_depth, tree, growth=growth)
+    yield Setting(method, 0, tree.max_depth, tree, growth, spec=spec)
   else:
     _check_size(spec.numbers[0], f'the nodes of {spec}')
-    yield Setting(method, spec)
+    yield Setting(method, spec=spec)
 
 
 def _check_size(num_nodes: int, what: str) -> None:

@@ -20,6 +20,7 @@ from decode.experiment.options import ROOT, DecodeOptions
 from decode.experiment.prompts import Prompt, encode_prompts, take_first, without_long
 from decode.experiment.settings import Setting
 from spectr_jax import Drafter, Generation, Model, StopStrings, lookup_corpus
+from spectr_jax.auto.trial import batches_of
 from spectr_jax.draft import as_drafter, lookup_beside, lookup_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import NotFiniteError
@@ -32,8 +33,6 @@ from train.text_sources import Files
 
 # Of the corpus that lookup searches.
 _MOST_DOCUMENTS, _MOST_CHARACTERS = 2**22, 2**30
-# The current activity, the steps done, and the steps in total.
-Notify = Callable[[str, int, int], None]
 # Takes at most so many of the prompts.
 Pick = Callable[[list[Prompt], int], list[Prompt]]
 
@@ -310,12 +309,8 @@ class Workload:
 
   @property
   def batches(self) -> list[np.ndarray]:
-    """Indices of the prompts of each batch. The last batch is padded with copies of the last prompt.
-
-    A padding copy never needs more rounds than its original.
-    """
-    starts, last = range(0, len(self.prompts), self.batch_size), len(self.prompts) - 1
-    return [np.minimum(np.arange(start, start + self.batch_size), last) for start in starts]
+    """Indices of the prompts of each batch, see `batches_of`."""
+    return batches_of(len(self.prompts), self.batch_size)
 
   def take(self, num_prompts: int) -> Workload:
     """The same workload with the first `num_prompts` prompts only."""
@@ -366,7 +361,7 @@ class Workload:
       rows: int `[B]`, indices of the batch's prompts.
       num_samples: Samples of each prompt.
     """
-    request = {'num_samples': num_samples} | self.options.sampling
+    request = {'num_samples': num_samples, 'sampling': self.options.sampling}
     return spectr_jax.init_decode(decoder, keys[rows], self.tokens[rows], self.lengths[rows], **request)
 
   def generate(
@@ -384,7 +379,7 @@ class Workload:
     Raises:
       ValueError: A model gives logits that are not finite; the message names setting and prompt.
     """
-    request = self._request(setting, statistics) | self.options.sampling
+    request = self._request(setting, statistics) | {'sampling': self.options.sampling}
     request |= {'num_samples': num_samples, 'stop': None if statistics else self.stop}
     prompts = self.tokens[rows], self.lengths[rows]
     try:

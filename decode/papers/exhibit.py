@@ -13,7 +13,8 @@ from rich.console import Console
 from decode.experiment.options import DecodeOptions, option, split_draft
 from decode.experiment.prompts import without_long
 from decode.experiment.settings import Setting
-from decode.experiment.workload import Notify, find_head
+from decode.experiment.workload import find_head
+from spectr_jax.auto.trial import Notify
 from spectr_jax.io.load import open_model
 from spectr_jax.io.tokenizer import check_same_tokens
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from decode.experiment.results import Summary
 from decode.experiment.settings import Setting
-from decode.experiment.workload import Notify
 from decode.papers import published
 from decode.papers.exhibit import Request, Results, Row, Sizes, Value, method_label
 from decode.papers.table import (
@@ -28,6 +27,7 @@ from decode.papers.table import (
 )
 from decode.papers.table_panels import Panel
 from spectr_jax import get_method
+from spectr_jax.auto.trial import Notify
 
 METHODS = (*published.GBV_METHODS, 'race_block', 'race_traversal')
 DRAFTING_METHODS = ('spectr', 'spectr_gbv', 'race_block', 'race_traversal')

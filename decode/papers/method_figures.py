@@ -12,11 +12,12 @@ from decode.experiment import metrics
 from decode.experiment.laws import written_log_probs
 from decode.experiment.run import measure, run_decode
 from decode.experiment.settings import Setting, TreeSpec
-from decode.experiment.workload import Notify, Workload
+from decode.experiment.workload import Workload
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results, Row, Sizes, method_label
 from decode.papers.figure import Figure, by_value, column, low_high, select
 from spectr_jax import METHODS, TokenTree, get_method, theory
+from spectr_jax.auto.trial import Notify
 
 # All methods over K and L.
 

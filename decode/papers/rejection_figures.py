@@ -14,12 +14,13 @@ from decode.experiment import metrics
 from decode.experiment.laws import target_texts, written_laws
 from decode.experiment.run import measure
 from decode.experiment.settings import settings_of
-from decode.experiment.workload import Notify, Workload
+from decode.experiment.workload import Workload
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results, Row, Sizes
 from decode.papers.figure import Figure, by_value, column, low_high, select
 from decode.papers.published import YIN
 from spectr_jax import METHODS, theory, with_epsilon
+from spectr_jax.auto.trial import Notify
 from spectr_jax.testing import simulated_rejections
 
 # The seed that the paper names; it does not say how the rows of its chains are drawn.

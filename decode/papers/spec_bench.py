@@ -15,12 +15,12 @@ from decode.experiment.prompt_sets import SPEC_BENCH_TASKS
 from decode.experiment.prompts import Prompt, take_evenly
 from decode.experiment.results import DecodeRun
 from decode.experiment.settings import Setting
-from decode.experiment.workload import Notify
 from decode.papers import published
 from decode.papers.exhibit import Request, Results, Row, Sizes, Value
 from decode.papers.table import CUT_ROUNDS, HERE, Table, block_efficiency, decode_sets, half_width, setting_columns
 from decode.papers.table_panels import Panel
 from spectr_jax import get_method
+from spectr_jax.auto.trial import Notify
 
 TASKS = tuple(dict.fromkeys(SPEC_BENCH_TASKS.values()))
 OVERALL = 'overall'

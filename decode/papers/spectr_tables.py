@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from decode.experiment import latency
-from decode.experiment.workload import Notify, describe, load_models
+from decode.experiment.workload import describe, load_models
 from decode.papers import published
 from decode.papers.exhibit import Request, Results, Sizes, Value
 from decode.papers.table import (
@@ -23,6 +22,8 @@ from decode.papers.table import (
 )
 from decode.papers.table_panels import Panel
 from spectr_jax import Model, TokenTree
+from spectr_jax.auto import timing
+from spectr_jax.auto.trial import Notify
 
 METHODS = ('autoregressive', 'speculative', 'block', 'spectr', 'race_block', 'race_traversal')
 _SPECTR = 'SpecTr: Fast Speculative Decoding via Optimal Transport'
@@ -69,10 +70,10 @@ def _measure_latency(role: str, printed: Mapping, request: Request, notify: Noti
     ('target', models.target, {_UNIT: (TokenTree.chains(1, _UNIT[0]), 1)}),
     (role, getattr(models, role), shapes),
   ):
-    forwards = latency.forward_calls(model, wanted, cache_size=sizes.context)
+    forwards = timing.forward_calls(model, wanted, cache_size=sizes.context)
     calls |= {(name, key): call for key, call in forwards.items()}
   notify(f'{len(calls)} calls, {sizes.num_runs} times each', 0, 1)
-  times = latency.time_in_turns(calls, sizes.num_runs)
+  times = timing.time_in_turns(calls, sizes.num_runs)
   one = float(np.median(times['target', _UNIT]))
   info = describe(options, models.info)
   results = Results(runs=[info | {'flags': {name: info['flags'][name] for name in ('target', 'draft', 'dtype')}}])

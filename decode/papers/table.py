@@ -11,15 +11,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from common.program_memory import describe_groups
 from decode.experiment.prompts import take_first
 from decode.experiment.results import DecodeRun, Summary
 from decode.experiment.run import run_decode
 from decode.experiment.settings import Setting
-from decode.experiment.workload import Notify, Pick, model_title
+from decode.experiment.workload import Pick, model_title
 from decode.papers import table_panels
 from decode.papers.exhibit import Exhibit, Request, Results, Row, Sizes, Value, describe_sizes, method_label
 from decode.papers.table_panels import Panel
+from spectr_jax.auto.trial import Notify
+from spectr_jax.engine.program_memory import describe_groups
 
 # Sources of numbers: names of rows, and prefixes of columns.
 HERE, PAPER = 'here', 'paper'

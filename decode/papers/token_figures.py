@@ -10,12 +10,13 @@ import numpy as np
 
 from decode.experiment import metrics
 from decode.experiment.laws import target_texts, written_laws
-from decode.experiment.workload import Notify, Workload
+from decode.experiment.workload import Workload
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results, Row, Sizes
 from decode.papers.figure import Figure, by_value, column, low_high, select
 from decode.papers.published import YIN
 from spectr_jax import theory
+from spectr_jax.auto.trial import Notify
 
 SPECTR = 'SpecTr (Sun et al. 2023)'
 RULES = {plots.OPTIMUM: theory.optimal_acceptance, 'spectr': theory.kseq_acceptance, 'race': theory.race_acceptance}

@@ -8,11 +8,12 @@ import numpy as np
 
 from decode.experiment.run import measure
 from decode.experiment.settings import Setting
-from decode.experiment.workload import Notify, Workload
+from decode.experiment.workload import Workload
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results, Row, Sizes
 from decode.papers.figure import Figure, by_value, column, low_high, select
 from spectr_jax import TokenTree, get_method, theory
+from spectr_jax.auto.trial import Notify
 
 RACES = 'Speculative Decoding via Exponential Races'
 METHODS = ('gsd', 'ersd')

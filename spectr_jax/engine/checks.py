@@ -65,6 +65,8 @@ def as_integers(name: str, values: ArrayLike) -> jax.Array:
   if isinstance(values, jax.Array):
     return values
   array = np.asarray(values)
+  if array.dtype.kind in 'US':
+    raise ValueError(f'{name} must be integers, got texts; generate_text takes texts, and a tokenizer')
   if array.dtype.kind not in 'biuf':
     raise ValueError(f'{name} must be integers, got {array.dtype} {array.shape}')
   if array.dtype.kind in 'iu' and array.size and (array.min() < -(2**31) or array.max() >= 2**31):

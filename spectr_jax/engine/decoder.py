@@ -68,7 +68,9 @@ class Decoder:
       target: The model whose distribution the output has; its parameters may be shapes, to compile only.
       draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
       method: A name of `METHODS`, or a `Method`.
-      tree: The guesses of a round; methods that draft nothing need none and ignore it.
+      tree: The guesses of a round; None for two drafts of four tokens, or one where the method takes one, or fewer
+        tokens where the drafter guesses less far ahead, or four nodes of each of four depths where it grows trees.
+        Methods that draft nothing ignore it.
       max_new_tokens: Limit of new tokens per row.
       cache_size: Committed tokens that a row can hold: those of the longest prompt and `max_new_tokens`.
       eos_id: Id or ids that end a row, or None.
@@ -81,7 +83,7 @@ class Decoder:
     """
     method = get_method(method)
     drafter = None if method.max_drafts == 0 else as_drafter(draft)
-    tree = method.tree_for(tree)
+    tree = method.tree_for(_default_tree(method, drafter) if tree is None else tree)
     _check_drafter(target, drafter, method, tree)
     checks.check_count('max_new_tokens', max_new_tokens)
     eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int | np.integer) else tuple(eos_id)
@@ -110,6 +112,14 @@ class Decoder:
     """The longest prompt plus continuation that both models were made for, in tokens, or None for no limit."""
     limits = [each.context_length for each in (self.target, self.drafter) if each is not None]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _default_tree(method: Method, drafter: Drafter | None) -> TokenTree:
+  """A small tree that pays on most devices; which one pays best has to be measured."""
+  depth = 4 if drafter is None or drafter.max_depth is None else min(4, drafter.max_depth)
+  if drafter is not None and drafter.grows:
+    return TokenTree.slots((method.max_drafts or 4,) * depth)
+  return TokenTree.chains(min(2, method.max_drafts or 2), depth)
 
 
 def _check_drafter(target: Model, drafter: Drafter | None, method: Method, tree: TokenTree) -> None:

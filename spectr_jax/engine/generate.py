@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -10,32 +11,32 @@ from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
+from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import init_decode
 from spectr_jax.engine.stop import StopStrings, decode_until_stopped
 from spectr_jax.methods import Method
 from spectr_jax.model import Model
+from spectr_jax.sampling import SamplingParams
 from spectr_jax.tree import TokenTree
 
 
+@takes_loose_sampling
 def generate(
   rng_key: jax.Array,
   target: Model,
   draft: Model | Drafter | None,
   prompts: ArrayLike,
-  prompt_lengths: ArrayLike,
+  prompt_lengths: ArrayLike | None = None,
   *,
   method: str | Method,
   tree: TokenTree | None = None,
   max_new_tokens: int,
-  temperature: ArrayLike = 1.0,
-  top_k: ArrayLike = 0,
-  top_p: ArrayLike = 1.0,
+  sampling: SamplingParams | None = None,
   eos_id: int | tuple[int, ...] | None = None,
   statistics: bool = False,
   sharding: DecodeSharding | None = None,
-  min_p: ArrayLike = 0.0,
   logprobs: bool = False,
   num_samples: int = 1,
   stop: StopStrings | None = None,
@@ -51,20 +52,17 @@ def generate(
       tokens depend on its key and prompt alone; up to rounding, its batch and padding have no effect.
     target: The model whose distribution the output has.
     draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
-    prompts: Integers `[B, P]`, right-padded; padding is not read.
-    prompt_lengths: Integers `[B]`, from 1 to P.
+    prompts: Integers `[B, P]`, right-padded; padding is not read. `generate_text` takes texts.
+    prompt_lengths: Integers `[B]`, from 1 to P; None if all prompts have P tokens.
     method: A name of `METHODS`, or a `Method`.
-    tree: The guesses of a round, such as `TokenTree.chains(K, L)`; methods that draft nothing need none and ignore it.
+    tree: The guesses of a round, such as `TokenTree.chains(K, L)`; None for a small one, see `Decoder.make`. Methods
+      that draft nothing ignore it.
     max_new_tokens: Limit of new tokens per row, static.
-    temperature: Scalar or `[B]`; 0 decodes greedily.
-    top_k: Scalar or `[B]`; 0 keeps all.
-    top_p: Scalar or `[B]`, in (0, 1].
+    sampling: Temperature and filters, of scalars or arrays `[B]`; None for temperature 1 and no filters.
     eos_id: Id or ids that end a row, or None.
     statistics: Whether to count `Statistics`; this sorts the distributions of the positions visited and takes time.
     sharding: The sharding of rows, models and caches over the devices of a mesh, or None for one device. Models that
       `DecodeSharding.put_models` has sharded already are not moved. Tokens are the same up to rounding.
-    min_p: Scalar or `[B]`, in [0, 1]; keeps the tokens at least this many times as probable as the most probable one,
-      after top-p. 0 keeps all.
     logprobs: Whether to return the target's log probabilities of the new tokens, from calls that are made anyway.
     num_samples: Continuations of each prompt, with the keys of `sample_keys`. Row `b * num_samples + i` of the result
       is sample i of prompt b, and sample 0 is what a single one would be. A prompt is prefilled once, and its row
@@ -81,6 +79,8 @@ def generate(
     NotFiniteError: A model's logits are not finite; raised outside of a trace only.
   """
   prompts = checks.as_integers('prompts', prompts)
+  if prompt_lengths is None:
+    prompt_lengths = np.full(prompts.shape[:1], prompts.shape[-1])
   prompt_lengths = checks.as_integers('prompt_lengths', prompt_lengths)
   checks.check_shapes(prompts, prompt_lengths)
   checks.check_count('max_new_tokens', max_new_tokens)
@@ -99,8 +99,7 @@ def generate(
     sharding=sharding,
     logprobs=logprobs,
   )
-  sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'min_p': min_p}
-  state = init_decode(decoder, rng_key, prompts, prompt_lengths, num_samples=num_samples, **sampling)
+  state = init_decode(decoder, rng_key, prompts, prompt_lengths, sampling=sampling, num_samples=num_samples)
   if stop is None:
     result = decode_rounds(decoder, state).result
   else:

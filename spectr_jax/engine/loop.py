@@ -140,7 +140,7 @@ def score(decoder: Decoder, state: DecodeState, proposal: Proposal) -> ModelOutp
   return decoder.target.apply(
     jnp.concatenate([state.last_token[:, None], jnp.maximum(proposal.tokens, 0)], axis=1),
     state.root_position[:, None] + jnp.asarray(tree.depths),
-    jnp.asarray(mask),
+    mask,
     state.target_cache,
   )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +17,13 @@ from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
+from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation, NotFiniteError
 from spectr_jax.engine.state import DecodeState, constrain, finish, init_decode
 from spectr_jax.engine.stop import StopSearch, StopStrings, finish_reason
 from spectr_jax.methods import Method
 from spectr_jax.model import Model
-from spectr_jax.sampling import SAMPLING_NAMES
+from spectr_jax.sampling import SamplingParams
 from spectr_jax.sharding import fetch
 from spectr_jax.tree import TokenTree
 
@@ -36,6 +37,7 @@ def _replace_rows(decoder: Decoder, state: DecodeState, fresh: DecodeState, rows
   return constrain(decoder, replaced)
 
 
+@takes_loose_sampling
 def refill(
   decoder: Decoder,
   state: DecodeState,
@@ -44,10 +46,7 @@ def refill(
   prompts: ArrayLike,
   prompt_lengths: ArrayLike,
   *,
-  temperature: ArrayLike = 1.0,
-  top_k: ArrayLike = 0,
-  top_p: ArrayLike = 1.0,
-  min_p: ArrayLike = 0.0,
+  sampling: SamplingParams | None = None,
 ) -> DecodeState:
   """Gives rows, done or not, to other prompts; their old contents are lost. Each pair of R and P is a program.
 
@@ -62,7 +61,7 @@ def refill(
     rng_key: One typed key or a key array `[R]`, as for `generate`.
     prompts: Integers `[R, P]`, right-padded.
     prompt_lengths: Integers `[R]`, from 1 to P.
-    temperature, top_k, top_p, min_p: Scalars or `[R]`, as for `generate`.
+    sampling: Of scalars or arrays `[R]`, as for `generate`.
 
   Raises:
     ValueError: As for `generate`, or a row is negative or occurs twice.
@@ -72,8 +71,7 @@ def refill(
   kept = rows[rows < batch_size]
   if rows.shape != np.shape(prompts)[:1] or (kept < 0).any() or len(set(kept.tolist())) < len(kept):
     raise ValueError(f'rows must be one different row of {batch_size} for each prompt, got {rows.tolist()}')
-  sampling: dict[str, Any] = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'min_p': min_p}
-  fresh = init_decode(decoder, rng_key, prompts, prompt_lengths, **sampling)
+  fresh = init_decode(decoder, rng_key, prompts, prompt_lengths, sampling=sampling)
   return _replace_rows(decoder, state, fresh, rows.astype(np.int32))
 
 
@@ -112,6 +110,11 @@ class Continuation:
   finish_reason: str
   logprobs: np.ndarray | None = None
 
+  @property
+  def tokens_per_call(self) -> float:
+    """New tokens per call of the target."""
+    return len(self.tokens) / self.num_target_calls
+
 
 def padded_lengths(longest: int, shortest: int = 16) -> list[int]:
   """The few lengths that prompts are padded to, since each is a program: doubled from `shortest` on, and `longest`.
@@ -133,6 +136,7 @@ def _arrange(requests: Sequence[Request], num_rows: int, length: int) -> tuple[j
   return jnp.stack([request.key for request in filled]), tokens, np.array([len(each.tokens) for each in filled])
 
 
+@takes_loose_sampling
 def generate_many(
   target: Model,
   draft: Model | Drafter | None,
@@ -145,6 +149,7 @@ def generate_many(
   tree: TokenTree | None = None,
   rounds_at_a_time: int = 4,
   stop: StopStrings | None = None,
+  sampling: SamplingParams | None = None,
   **options: Any,
 ) -> Iterator[Continuation]:
   """Continues any number of prompts, as many at a time as there are rows, and yields each as soon as it is done.
@@ -166,8 +171,8 @@ def generate_many(
     rounds_at_a_time: Rounds between two checks for rows that are done. More rounds leave rows idle for longer, fewer
       wait for the device more often.
     stop: Texts that end a continuation, or None; looked for every `rounds_at_a_time` rounds.
-    **options: `temperature`, `top_k`, `top_p`, `min_p`, `eos_id`, `sharding` and `logprobs` of `generate`,
-      for all prompts.
+    sampling: Of scalars, for all prompts, as for `generate`.
+    **options: `eos_id`, `sharding` and `logprobs` of `generate`.
 
   Yields:
     One continuation per request, in the order in which they are done.
@@ -190,7 +195,6 @@ def generate_many(
   batch_size = divisible(len(first))
   # Refilling an eighth of the rows at a time takes few programs, and not too much work for a single row.
   rows_at_a_time = divisible(max(1, batch_size // 8))
-  sampling = {name: options.pop(name) for name in SAMPLING_NAMES if name in options}
   decoder = Decoder.make(
     target,
     draft,
@@ -200,7 +204,7 @@ def generate_many(
     cache_size=longest_prompt + max_new_tokens,
     **options,
   )
-  state = init_decode(decoder, *_arrange(first, batch_size, longest_prompt), **sampling)
+  state = init_decode(decoder, *_arrange(first, batch_size, longest_prompt), sampling=sampling)
   owners = dict(enumerate(first))  # the requests in progress, by row
   search = None if stop is None else StopSearch(stop)
   while owners:
@@ -246,7 +250,7 @@ def _give(
   taken: Sequence[tuple[int, Request]],
   lengths: Sequence[int],
   rows_at_a_time: int,
-  sampling: Mapping[str, Any],
+  sampling: SamplingParams | None,
 ) -> DecodeState:
   """Gives rows to requests, those of similar length together."""
 
@@ -260,7 +264,7 @@ def _give(
       # Entries of B fill the shape; they are no rows and are dropped.
       rows = np.array([row for row, _ in part] + [len(state.keys)] * (rows_at_a_time - len(part)))
       requests = [request for _, request in part]
-      state = refill(decoder, state, rows, *_arrange(requests, rows_at_a_time, length), **sampling)
+      state = refill(decoder, state, rows, *_arrange(requests, rows_at_a_time, length), sampling=sampling)
   return state
 
 

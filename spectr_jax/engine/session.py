@@ -15,12 +15,15 @@ from spectr_jax.draft import DraftContext
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
+from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.refill import padded_lengths
 from spectr_jax.engine.sharding import on_platform_of
 from spectr_jax.engine.state import DecodeState, checked_rows, constrain, first_state, init_decode
+from spectr_jax.sampling import SamplingParams
 from spectr_jax.sharding import fetch
 
 
+@takes_loose_sampling
 def reprompt(
   decoder: Decoder,
   state: DecodeState,
@@ -28,7 +31,8 @@ def reprompt(
   rng_key: jax.Array,
   prompts: ArrayLike,
   prompt_lengths: ArrayLike,
-  **sampling: ArrayLike,
+  *,
+  sampling: SamplingParams | None = None,
 ) -> DecodeState:
   """Gives all rows other prompts that begin like their texts; the models read the rest of the prompts only.
 
@@ -43,7 +47,7 @@ def reprompt(
     rng_key: One typed key, or a key array `[B]`, as for `generate`.
     prompts: Integers `[B, P]`, right-padded; P and the new tokens fit into `decoder.cache_size`.
     prompt_lengths: Integers `[B]`, from 1 to P.
-    **sampling: `temperature`, `top_k`, `top_p` and `min_p`, as for `generate`.
+    sampling: Of scalars or arrays `[B]`, as for `generate`.
 
   Raises:
     ValueError: As for `init_decode`; or `num_kept` is not `[B]`, from 0 to the prompt's length.
@@ -90,17 +94,18 @@ class Session:
     tokens: The text so far: the last prompt, and the new tokens that were taken from `stream`.
   """
 
-  def __init__(self, decoder: Decoder, **sampling: float):
+  @takes_loose_sampling
+  def __init__(self, decoder: Decoder, *, sampling: SamplingParams | None = None):
     """Starts with an empty text.
 
     Args:
       decoder: The decoder.
-      **sampling: `temperature`, `top_k`, `top_p` and `min_p`, as for `generate`.
+      sampling: Of scalars, as for `generate`.
     """
     self.decoder = decoder
     self.tokens: list[int] = []
     self.num_target_calls = 0
-    self._sampling: dict[str, Any] = sampling
+    self._sampling = sampling
     self._state: DecodeState | None = None
 
   @property
@@ -148,11 +153,10 @@ class Session:
     arguments = rng_key[None], tokens, np.array([len(prompt)])
     if self._state is None:
       size = next(size for size in padded_lengths(self.longest_prompt) if size >= len(prompt))
-      state = init_decode(self.decoder, arguments[0], tokens[:, :size], arguments[2], **self._sampling)
+      state = init_decode(self.decoder, arguments[0], tokens[:, :size], arguments[2], sampling=self._sampling)
     else:
-      state = reprompt(
-        self.decoder, self._state, np.array([_num_shared(self.tokens, prompt)]), *arguments, **self._sampling
-      )
+      num_kept = np.array([_num_shared(self.tokens, prompt)])
+      state = reprompt(self.decoder, self._state, num_kept, *arguments, sampling=self._sampling)
     self.tokens = prompt
     return state
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from spectr_jax.draft import DraftContext, Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation
 from spectr_jax.engine.sharding import DecodeSharding, on_platform_of
 from spectr_jax.engine.statistics import Statistics
@@ -83,16 +84,14 @@ def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
   return jax.vmap(of_row)(keys).reshape(-1)
 
 
+@takes_loose_sampling
 def init_decode(
   decoder: Decoder,
   rng_key: jax.Array,
   prompts: ArrayLike,
   prompt_lengths: ArrayLike,
   *,
-  temperature: ArrayLike = 1.0,
-  top_k: ArrayLike = 0,
-  top_p: ArrayLike = 1.0,
-  min_p: ArrayLike = 0.0,
+  sampling: SamplingParams | None = None,
   num_samples: int = 1,
 ) -> DecodeState:
   """The state before the first round, with prompts checked and prefilled.
@@ -102,17 +101,13 @@ def init_decode(
     rng_key: One typed key, or a key array `[B]`, as for `generate`.
     prompts: Integers `[B, P]`, right-padded.
     prompt_lengths: Integers `[B]`, from 1 to P.
-    temperature: Scalar or `[B]`; 0 decodes greedily.
-    top_k: Scalar or `[B]`; 0 keeps all.
-    top_p: Scalar or `[B]`, in (0, 1].
-    min_p: Scalar or `[B]`, in [0, 1]; 0 keeps all.
+    sampling: Of scalars or arrays `[B]`; None for temperature 1 and no filters.
     num_samples: Rows of each prompt, as for `generate`; it is prefilled once and its row of the state is repeated.
 
   Raises:
     ValueError: As for `generate`; or prompts and new tokens do not fit the caches.
   """
   checks.check_count('num_samples', num_samples)
-  sampling = {'temperature': temperature, 'top_k': top_k, 'top_p': top_p, 'min_p': min_p}
   rows = checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling)
   tokens, lengths = rows[2:]
   sizes = {'cache_size': decoder.cache_size, 'sharding': decoder.sharding}
@@ -130,7 +125,11 @@ def init_decode(
 
 
 def checked_rows(
-  decoder: Decoder, rng_key: jax.Array, prompts: ArrayLike, prompt_lengths: ArrayLike, sampling: Mapping[str, ArrayLike]
+  decoder: Decoder,
+  rng_key: jax.Array,
+  prompts: ArrayLike,
+  prompt_lengths: ArrayLike,
+  sampling: SamplingParams | None,
 ) -> tuple[jax.Array, SamplingParams, jax.Array, jax.Array]:
   """Prompts and their keys and sampling parameters, checked and on their devices.
 
@@ -139,7 +138,7 @@ def checked_rows(
     rng_key: One typed key, or a key array `[B]`.
     prompts: Integers `[B, P]`, right-padded.
     prompt_lengths: Integers `[B]`, from 1 to P.
-    sampling: Arguments of `SamplingParams.make`.
+    sampling: As for `init_decode`.
 
   Returns:
     Keys `[B]`, sampling parameters, int32 prompts `[B, P]` and int32 lengths `[B]`.
@@ -150,10 +149,13 @@ def checked_rows(
   prompts = checks.as_integers('prompts', prompts)
   prompt_lengths = checks.as_integers('prompt_lengths', prompt_lengths)
   checks.check_prompts(decoder, prompts, prompt_lengths)
+  sampling = SamplingParams() if sampling is None else sampling
+  if not isinstance(sampling, SamplingParams):
+    raise ValueError(f'sampling must be SamplingParams, such as SamplingParams(temperature=0.7), got {sampling!r}')
   batch_size = prompts.shape[0]
   rows = (
     checks.row_keys(rng_key, batch_size),
-    SamplingParams.make(batch_size, **sampling),
+    sampling.for_rows(batch_size),
     prompts.astype(jnp.int32),
     prompt_lengths.astype(jnp.int32),
   )

@@ -14,12 +14,13 @@ from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import Round, run_round
+from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation
 from spectr_jax.engine.state import DecodeState, init_decode
 from spectr_jax.methods import Method, get_method, with_children
 from spectr_jax.model import Model
 from spectr_jax.proposal import Proposal
-from spectr_jax.sampling import SAMPLING_NAMES
+from spectr_jax.sampling import SamplingParams
 from spectr_jax.tree import TokenTree
 from spectr_jax.verifiers import Record, Verdict
 
@@ -164,6 +165,7 @@ def _judgement(judge: Judge, whole: TokenTree, played: Round) -> Judgement:
   return Judgement(*jax.device_get(_explain(judge.method, judge.tree, played.keys, *part)))
 
 
+@takes_loose_sampling
 def trace_decode(
   rng_key: jax.Array,
   target: Model,
@@ -174,6 +176,7 @@ def trace_decode(
   tree: TokenTree,
   max_new_tokens: int,
   others: Sequence[str | Method] = (),
+  sampling: SamplingParams | None = None,
   **request: Any,
 ) -> Trace:
   """Continues one prompt as `generate` does, and records every round.
@@ -189,6 +192,7 @@ def trace_decode(
     tree: The run's tree, the same for all rounds.
     max_new_tokens: Limit of new tokens.
     others: Methods that judge the same drafts; see `make_judge`.
+    sampling: Of scalars, as for `generate`.
     **request: Other options of `generate`.
 
   Returns:
@@ -205,10 +209,9 @@ def trace_decode(
   prompt_tokens = checks.as_ids('the prompt', prompt, target.vocab_size)
   kinds = {'gives': draft.gives, 'mixes': draft.mixes} if isinstance(draft, Drafter) else {}
   judges = tuple(make_judge(get_method(each), method, tree, **kinds) for each in (method, *others))
-  sampling = {name: request.pop(name) for name in SAMPLING_NAMES if name in request}
   sizes = {'max_new_tokens': max_new_tokens, 'cache_size': len(prompt_tokens) + max_new_tokens}
   decoder = Decoder.make(target, draft, method=method, tree=tree, **sizes, **request)
-  state = init_decode(decoder, rng_key, prompt_tokens[None], np.array([len(prompt_tokens)]), **sampling)
+  state = init_decode(decoder, rng_key, prompt_tokens[None], np.array([len(prompt_tokens)]), sampling=sampling)
   rounds = []
   while not bool(state.is_done[0]):
     before = state

@@ -4,11 +4,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 from spectr_jax.models import causal_lm, table
+from spectr_jax.models.cacheless import uncached
 
 if TYPE_CHECKING:
   from spectr_jax.models import transformer
 
-__all__ = ['causal_lm', 'table', 'transformer']
+__all__ = ['causal_lm', 'table', 'transformer', 'uncached']
 
 if not TYPE_CHECKING:  # seen by a type checker, this function would make every misspelt name valid
 

@@ -131,7 +131,7 @@ def engine_counts(
       method=method,
       tree=tree,
       max_new_tokens=num_tokens,
-      **sampling,
+      sampling=SamplingParams(**sampling),
     )
     tokens = np.asarray(generation.tokens)
     # An id outside the vocabulary would be counted as another text.

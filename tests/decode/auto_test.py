@@ -8,11 +8,15 @@ import types
 import numpy as np
 import pytest
 
-from decode.auto import calibration, grid, prediction
+from decode.auto import grid
+from decode.auto.calibration_file import check_calibration, read_calibration
+from decode.auto.prediction import trial_of
 from decode.experiment.options import AUTO_GRID, AUTO_TREES, DecodeOptions
 from decode.experiment.run import run_decode
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Generation
+from spectr_jax.auto import calibration, prediction
+from spectr_jax.auto import setting as auto_setting
 from spectr_jax.engine.loop import run_rounds
 
 
@@ -97,11 +101,11 @@ def test_trees_that_are_deeper_than_the_draft_guesses_are_left_out():
 def test_the_fastest_growing_tree_is_tuned():
   settings = grid.grid(_options(tree=('chains', 'confident:4,4'), num_drafts=(2,), draft_length=(2,)))
   ordered = sorted(settings, key=lambda setting: str(setting) != 'spectr confident:4,4')
-  found = grid.tuned(ordered)
-  assert [str(setting) for setting in found] == [f'spectr confident:4,4 from {t:g}' for t in grid._THRESHOLDS]
-  assert [setting.growth.threshold for setting in found] == list(grid._THRESHOLDS)
-  assert not grid.tuned([setting for setting in ordered if setting.growth is None])
-  assert not grid.tuned(found[:1])  # a threshold that the user chose
+  found = auto_setting.tuned(ordered)
+  assert [str(setting) for setting in found] == [f'spectr confident:4,4 from {t:g}' for t in auto_setting._THRESHOLDS]
+  assert [setting.growth.threshold for setting in found] == list(auto_setting._THRESHOLDS)
+  assert not auto_setting.tuned([setting for setting in ordered if setting.growth is None])
+  assert not auto_setting.tuned(found[:1])  # a threshold that the user chose
   with pytest.raises(ValueError, match='autoregressive grows no trees'):
     settings[0].with_threshold(0.1)
 
@@ -113,7 +117,7 @@ def _calibration(settings, *, draft=0.5e-3, node=0.1e-3, rest=1e-3, rate=0.8, pr
     size, length = setting.tree.num_nodes, setting.draft_length
     name = f'chains {setting.num_drafts}x{length}' if size else 'none'
     drafts[name], targets[size] = draft * length, 3e-3 + node * size
-    if grid.source_of(setting, settings) != setting:
+    if auto_setting.source_of(setting, settings) != setting:
       continue
     kept = [round(1000 * rate ** (depth + 1)) for depth in range(length)]
     observations[str(setting)] = calibration.Observation(
@@ -162,7 +166,7 @@ def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch
 
   monkeypatch.setattr(calibration, 'time', types.SimpleNamespace(perf_counter=look))
   monkeypatch.setattr(calibration, 'in_groups', groups)
-  found = calibration._observe(Workload.load(options), [alone, spectr], lambda *_: None)
+  found = calibration._observe(trial_of(Workload.load(options)), [alone, spectr], lambda *_: None)
   assert set(found) == {str(alone), str(spectr)}
   assert [each.prefill_seconds for each in found.values()] == [1.0, 1.0]
   assert all(0.25 <= each.round_seconds <= 1 for each in found.values())
@@ -194,8 +198,8 @@ def test_the_round_of_shorter_drafts_is_that_of_the_reference_and_its_own_share(
   settings = grid.grid(_options(num_drafts=(4,), draft_length=(2, 8)))
   by_name = {str(setting): setting for setting in settings}
   longest, short = by_name['specinfer K=4 L=8'], by_name['specinfer K=4 L=2']
-  assert str(grid.reference_of(short, settings)) == 'spectr K=4 L=2'
-  assert grid.source_of(short, settings) == longest
+  assert str(auto_setting.reference_of(short, settings)) == 'spectr K=4 L=2'
+  assert auto_setting.source_of(short, settings) == longest
   measured = _calibration(settings)
   for name, seconds in (('spectr K=4 L=2', 0.030), ('spectr K=4 L=8', 0.050), ('specinfer K=4 L=8', 0.058)):
     observation = measured.observations[name]
@@ -240,16 +244,20 @@ def test_no_seed_is_decoded_twice():
   class Prompts:
     options: DecodeOptions
     batch_size: int = 2
+    target = draft = tokens = lengths = sharding = None
+    tokenizer = types.SimpleNamespace(eos_ids=())
 
     def take(self, number):
       assert number == 4  # two batches
       return self
 
+    def keys(self, seed):
+      return seed
+
   options = _options(seed=2**32 - 3, num_seeds=2, calibration_prompts=3)
-  firsts = [calibration._first_prompts(Prompts(options), turn).options.seed for turn in (0, 1)]
-  passes = [(first + number) % 2**32 for first in firsts for number in range(calibration._FEWEST_BATCHES)]
+  passes = [trial_of(Prompts(options)).keys_fn(number) for number in range(2 * calibration.FEWEST_BATCHES)]
   used = [*options.seeds, options.seeds[-1] + 1, *passes]  # one is for acceptance rates
-  assert len(set(used)) == 2 + 1 + 2 * calibration._FEWEST_BATCHES
+  assert len(set(used)) == 2 + 1 + 2 * calibration.FEWEST_BATCHES
 
 
 def test_observations_are_joined_by_their_batches():
@@ -300,17 +308,15 @@ def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch):
   unseen = next(setting for setting in settings if str(setting) not in seconds)
   alone = settings[0]
 
-  def observe(workload, some, notify, pace):
+  def observe(trial, some, notify, *, turn, pace):
+    assert turn == 1
     assert some == [alone, *finalists, unseen]
     assert pace == seconds[str(alone)].round_seconds
     own = {str(lucky): with_time(1.8), str(unseen): dataclasses.replace(seconds[str(alone)], num_tokens=1234)}
-    return {str(each): own.get(str(each)) or seconds[str(grid.source_of(each, settings))] for each in some}
+    return {str(each): own.get(str(each)) or seconds[str(auto_setting.source_of(each, settings))] for each in some}
 
-  seeds = []
   monkeypatch.setattr(calibration, '_observe', observe)
-  monkeypatch.setattr(calibration, '_first_prompts', lambda workload, turn=0: seeds.append(turn))
   again = calibration.observe_finalists(first, None, [*finalists, unseen], alone, None)
-  assert seeds == [1]
   assert again.observations[str(lucky)].round_seconds == pytest.approx(1.2 * seconds[str(lucky)].round_seconds)
   assert again.observations[str(lucky)].num_tokens == 2 * seconds[str(lucky)].num_tokens
   predictions = {found.setting: found for found in prediction.predict(again, settings)}
@@ -323,7 +329,7 @@ def test_a_calibration_is_the_same_after_a_file(tmp_path):
   settings = grid.grid(_options())
   measured = _calibration(settings)
   (tmp_path / 'calibration.json').write_text(measured.to_json())
-  assert calibration.Calibration.read(tmp_path / 'calibration.json') == measured
+  assert read_calibration(tmp_path / 'calibration.json') == measured
 
 
 @pytest.mark.parametrize('text', ['', '[]', '{"format": 0}', '{"format": 1}', '{"format": 1, "conditions": {}}'])
@@ -332,17 +338,17 @@ def test_what_is_no_calibration(tmp_path, text):
   with pytest.raises(
     ValueError, match='x.json is no calibration' if text else 'x.json is not JSON .*--calibration writes one'
   ):
-    calibration.Calibration.read(tmp_path / 'x.json')
+    read_calibration(tmp_path / 'x.json')
 
 
 def test_a_calibration_for_something_else_is_refused():
   settings = grid.grid(_options())
   measured = _calibration(settings)
-  measured.check({'device': 'test'}, settings, 'f')
+  check_calibration(measured, {'device': 'test'}, settings, 'f')
   with pytest.raises(ValueError, match='f was measured with device test, not other; name a new file'):
-    measured.check({'device': 'other'}, settings, 'f')
+    check_calibration(measured, {'device': 'other'}, settings, 'f')
   with pytest.raises(ValueError, match='f was measured for another grid, without speculative K=1'):
-    measured.check({}, grid.grid(_options(draft_length=(2, 16))), 'f')
+    check_calibration(measured, {}, grid.grid(_options(draft_length=(2, 16))), 'f')
 
 
 @pytest.mark.parametrize(
@@ -449,7 +455,7 @@ def test_drafts_of_every_kind_are_measured_with_growing_trees(
   assert names | {'autoregressive'} <= set(found)
   assert all(each.tokens_per_second > 0 and each.tokens_per_call >= 1 for each in run.predictions)
   further = set(found) - names - {'autoregressive'}
-  assert len(further) == (0 if is_mixed else len(grid._THRESHOLDS))
+  assert len(further) == (0 if is_mixed else len(auto_setting._THRESHOLDS))
   assert len({name.partition(' from ')[0] for name in further}) == (not is_mixed)
   assert len(set(compiled)) == 1  # other thresholds compile nothing
   assert run_decode(options).predictions == run.predictions

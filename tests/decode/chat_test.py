@@ -14,7 +14,7 @@ import tiny_hub
 import spectr_jax
 from decode import chat
 from decode.experiment.options import DecodeOptions
-from spectr_jax import Decoder, Session, TokenTree, lookup_beside
+from spectr_jax import Decoder, SamplingParams, Session, TokenTree, lookup_beside
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.models import transformer
 from tests.draft.tiny_heads import tiny_head
@@ -45,7 +45,7 @@ def decoder(target, tokenizer):
 
 
 def _chat(decoder, tokenizer, **options):
-  return chat.Chat(Session(decoder, top_k=20), tokenizer, **options)
+  return chat.Chat(Session(decoder, sampling=SamplingParams(top_k=20)), tokenizer, **options)
 
 
 def _answer(target, tokenizer, messages, turn, seed=0):
@@ -54,7 +54,7 @@ def _answer(target, tokenizer, messages, turn, seed=0):
   key = jax.random.fold_in(jax.random.key(seed), turn)
   found = spectr_jax.generate(
     key[None], target, None, np.array([prompt]), [len(prompt)], method='autoregressive', max_new_tokens=_NEW,
-    eos_id=tokenizer.eos_ids, top_k=20,
+    eos_id=tokenizer.eos_ids, sampling=SamplingParams(top_k=20),
   )  # fmt: skip
   return [token for token in found.tokens[0, : int(found.lengths[0])].tolist() if token not in tokenizer.eos_ids]
 
@@ -87,7 +87,14 @@ def test_turns_with_a_head_are_those_of_a_fresh_start(target, tokenizer, is_besi
     pieces = list(talk.ask(text))
     padded = np.pad([prompt], ((0, 0), (0, _CONTEXT - _NEW - len(prompt))))  # one program for all turns
     wanted = spectr_jax.generate(
-      key[None], target, drafter, padded, [len(prompt)], eos_id=tokenizer.eos_ids, top_k=20, **options
+      key[None],
+      target,
+      drafter,
+      padded,
+      [len(prompt)],
+      eos_id=tokenizer.eos_ids,
+      sampling=SamplingParams(top_k=20),
+      **options,
     )
     tokens = [token for token in wanted.tokens[0, : int(wanted.lengths[0])].tolist() if token not in tokenizer.eos_ids]
     assert ''.join(pieces) == tokenizer.decode(tokens)

@@ -9,7 +9,7 @@ import pytest
 
 from common.json_file import read_json
 from decode.auto.acceptance import read_acceptance
-from decode.auto.calibration import Calibration
+from decode.auto.calibration_file import read_calibration
 from decode.experiment.prompts import encode_prompts, read_prompts
 from spectr_jax import Tokenizer
 
@@ -87,7 +87,7 @@ _CALIBRATION = {
 @pytest.mark.parametrize(
   ('value', 'read'),
   [
-    (_CALIBRATION, Calibration.read),
+    (_CALIBRATION, read_calibration),
     ({'acceptance': {'race': [[0.5, 0.2], [None, None]]}, 'results': []}, read_acceptance),
     ({'a': [1, 2.5, 'x', None]}, lambda path: read_json(path, 'results', 'write some')),
   ],

@@ -6,9 +6,10 @@ import jax
 import pytest
 
 from decode import trace
-from decode.auto.grid import grid, reference_of
+from decode.auto.grid import grid
 from decode.experiment.options import DecodeOptions
 from spectr_jax import METHODS, Method
+from spectr_jax.auto.setting import reference_of
 from spectr_jax.couplings import Explanation, Maximal
 from spectr_jax.proposal import Independent
 from spectr_jax.verifiers import Verifier, Walk

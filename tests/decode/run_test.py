@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from common import program_memory
 from decode.experiment import report
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
@@ -16,6 +15,7 @@ from decode.experiment.run import run_decode
 from decode.experiment.settings import expand
 from decode.experiment.workload import load_models, model_title, row_keys
 from spectr_jax import load_model, save_model
+from spectr_jax.engine import program_memory
 
 
 def _shape(options):

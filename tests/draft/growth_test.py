@@ -163,7 +163,7 @@ def test_samples_dropped_by_their_own_probability_are_caught(method):
 
 
 def _generate(drafter, target, method, tree=_SLOTS, **options):
-  options = {'max_new_tokens': 10, 'temperature': 0.0} | options
+  options = {'max_new_tokens': 10, 'sampling': SamplingParams(0.0)} | options
   return spectr_jax.generate(
     jax.random.key(0), target, drafter, _PROMPTS, _LENGTHS, method=method, tree=tree, **options
   )
@@ -207,7 +207,7 @@ def test_thresholds_are_data_and_save_the_drafts_steps():
   for threshold in (0.0, 0.8, 2.0):
     drafter = growing(model_drafter(draft), Likeliest(temperature=1.0, threshold=threshold))
     decoder = Decoder.make(target, drafter, method='specinfer', **sizes)
-    state = spectr_jax.init_decode(decoder, jax.random.key(0), _PROMPTS, _LENGTHS, temperature=0.0)
+    state = spectr_jax.init_decode(decoder, jax.random.key(0), _PROMPTS, _LENGTHS, sampling=SamplingParams(0.0))
     proposal = run(decoder, state, noise_keys(decoder, state)[0])
     num_run.append(int(proposal.state.cache.num_pending))
     is_used = np.asarray(proposal.parents >= 0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import TokenTree
+from spectr_jax import SamplingParams, TokenTree
 from spectr_jax.draft import Likeliest, growing, lookup_beside
 from spectr_jax.draft.head_drafter import head_drafter
 from spectr_jax.engine.decoder import Decoder
@@ -145,7 +145,7 @@ def test_lookup_beside_a_head_has_it_in_the_form_for_decoding(monkeypatch):
 @pytest.mark.parametrize('method', slow_but(['race_traversal'], ['speculative', 'race_traversal', 'ersd']))
 def test_greedy_tokens_are_the_target_s(target, method):
   prompts, lengths = jax.random.randint(jax.random.key(5), (3, 5), 0, V), jnp.array([5, 1, 3])
-  options = {'max_new_tokens': 12, 'temperature': 0.0}
+  options = {'max_new_tokens': 12, 'sampling': SamplingParams(0.0)}
   plain = spectr_jax.generate(jax.random.key(0), target, None, prompts, lengths, method='autoregressive', **options)
   num_drafts = 1 if method == 'speculative' else 2
   found = spectr_jax.generate(
@@ -165,7 +165,7 @@ def test_a_head_grows_trees(target, name):
   prompts, lengths = jax.random.randint(jax.random.key(5), (3, 5), 0, V), jnp.array([5, 1, 3])
   sizes = {'method': 'specinfer', 'tree': tree, 'max_new_tokens': 12}
   decoder = Decoder.make(target, drafter, cache_size=17, **sizes)
-  state = init_decode(decoder, jax.random.key(2), prompts, lengths, temperature=0.8)
+  state = init_decode(decoder, jax.random.key(2), prompts, lengths, sampling=SamplingParams(0.8))
   proposal = jax.jit(propose)(decoder, state, noise_keys(decoder, state)[0])
   for row in (0, 2):
     text = np.asarray(prompts[row, : lengths[row]]).tolist()
@@ -176,9 +176,11 @@ def test_a_head_grows_trees(target, name):
         guesses, at = [int(tokens[at - 1]), *guesses], parents[at - 1]
       wanted = jax.nn.softmax(_reference(target, drafter, config, text, guesses)[-1] / 0.8)
       np.testing.assert_allclose(proposal.probs[row, node], wanted, rtol=1e-4, atol=1e-6)
-  found = spectr_jax.generate(jax.random.key(0), target, drafter, prompts, lengths, temperature=0.0, **sizes)
+  found = spectr_jax.generate(
+    jax.random.key(0), target, drafter, prompts, lengths, sampling=SamplingParams(0.0), **sizes
+  )
   sizes |= {'method': 'autoregressive', 'tree': None}
-  plain = spectr_jax.generate(jax.random.key(0), target, None, prompts, lengths, temperature=0.0, **sizes)
+  plain = spectr_jax.generate(jax.random.key(0), target, None, prompts, lengths, sampling=SamplingParams(0.0), **sizes)
   np.testing.assert_array_equal(found.tokens, plain.tokens)
 
 

@@ -11,7 +11,7 @@ from coarse import coarse
 from tiny_heads import tiny_head
 
 import spectr_jax
-from spectr_jax import METHODS, Decoder, TokenTree, lookup_beside, lookup_corpus, lookup_drafter
+from spectr_jax import METHODS, Decoder, SamplingParams, TokenTree, lookup_beside, lookup_corpus, lookup_drafter
 from spectr_jax.draft import DraftContext
 from spectr_jax.draft.corpus import NUM_SAMPLED
 from spectr_jax.draft.lookup import Lookup, continuations
@@ -204,8 +204,8 @@ def _generate(drafter, rows=slice(None), **options):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['alone', 'beside'])
 def test_greedy_tokens_are_those_of_autoregressive_decoding_in_fewer_calls(name):
-  plain = _generate(None, method='autoregressive', temperature=0.0)
-  found = _generate(_drafter(name), temperature=0.0)
+  plain = _generate(None, method='autoregressive', sampling=SamplingParams(0.0))
+  found = _generate(_drafter(name), sampling=SamplingParams(0.0))
   np.testing.assert_array_equal(found.tokens, plain.tokens)
   assert (np.asarray(found.num_target_calls) < 8).all()
 

@@ -13,7 +13,17 @@ from feature_drafter import feature_drafter
 from tiny_heads import tiny_head, tiny_medusa
 
 import spectr_jax
-from spectr_jax import METHODS, Decoder, Likeliest, Request, TokenTree, growing, lookup_beside, lookup_drafter
+from spectr_jax import (
+  METHODS,
+  Decoder,
+  Likeliest,
+  Request,
+  SamplingParams,
+  TokenTree,
+  growing,
+  lookup_beside,
+  lookup_drafter,
+)
 from spectr_jax.draft import DraftContext
 from spectr_jax.draft.lookup import Lookup, continuations
 from spectr_jax.engine.loop import noise_keys, propose, run_rounds
@@ -215,8 +225,8 @@ def _generate_beside(draft, tree=_CHAINS, rows=slice(None), **options):
 def test_lookup_beside_what_reads_the_target(name):
   """Greedy tokens are the target's, rows decode as by themselves, and lookup takes none of the head's guesses away."""
   draft = _BESIDE[name]()
-  plain = _generate_beside(None, method='autoregressive', temperature=0.0)
-  np.testing.assert_array_equal(_generate_beside(draft, temperature=0.0).tokens, plain.tokens)
+  plain = _generate_beside(None, method='autoregressive', sampling=SamplingParams(0.0))
+  np.testing.assert_array_equal(_generate_beside(draft, sampling=SamplingParams(0.0)).tokens, plain.tokens)
   both = _generate_beside(draft)
   _assert_same(_generate_beside(draft, rows=slice(1, 2)), both, slice(1, 2))
   decoder = Decoder.make(

@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import METHODS, ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, NotFiniteError, TokenTree
+from spectr_jax import (
+  METHODS,
+  ORIGIN_BONUS,
+  ORIGIN_CORRECTION,
+  ORIGIN_DRAFT,
+  Confident,
+  Decoder,
+  NotFiniteError,
+  SamplingParams,
+  TokenTree,
+  growing,
+  model_drafter,
+)
 from spectr_jax.models.table import table_model
 from tests.engine.runs import (
   KINDS,
@@ -209,7 +221,9 @@ def test_logits_that_are_not_finite_stop_the_run(sampling, bad, named):
     logits = good.copy()
     logits[4] = np.where(np.arange(6) == 2, no_law, 0) if no_law == np.inf else no_law
     models = [table_model(jnp.float32(logits if is_bad else good)) for is_bad in bad]
-    options = dict(method='speculative', tree=TokenTree.chains(1, 1), max_new_tokens=12, **sampling)
+    options = dict(
+      method='speculative', tree=TokenTree.chains(1, 1), max_new_tokens=12, sampling=SamplingParams(**sampling)
+    )
     prompts = np.array([[5], [0]]), np.array([1, 1])
     with pytest.raises(NotFiniteError, match=f'row 1, round 3: logits of {named} not finite') as caught:
       spectr_jax.generate(make_keys()[:2], *models, *prompts, **options)
@@ -240,7 +254,6 @@ def test_rows_that_are_done_may_see_anything(cycle):
     ({'method': 'guessing'}, 'unknown method .guessing.; allowed: autoregressive, speculative, spectr'),
     ({'tree': TokenTree.chains(2, 3)}, 'single draft: the tree must be a chain'),
     ({'tree': TokenTree()}, 'speculative needs guesses: give it a tree'),
-    ({'tree': None}, 'speculative needs guesses: give it a tree'),
     ({'draft': None}, 'needs a draft model'),
     ({'draft': table_model(jnp.zeros((7, 7)))}, 'share a vocabulary: 7 and 6'),
     ({'prompt_lengths': np.array([1, 2, 0, 3])}, 'at least one token; got 0 to 3'),
@@ -255,7 +268,8 @@ def test_rows_that_are_done_may_see_anything(cycle):
     ({'prompts': PROMPTS - 1}, 'ids from -1'),
     ({'prompts': PROMPTS.astype(np.int64) + 2**32}, 'prompts must be from -2.*31 to 2.*31 - 1, got 4294967296 to'),
     ({'prompts': [[2**70]] * 4}, 'prompts must be integers, got object'),
-    ({'prompts': [['x']] * 4}, 'prompts must be integers'),
+    ({'prompts': [['x']] * 4}, 'prompts must be integers, got texts; generate_text takes texts'),
+    ({'prompts': 'x', 'prompt_lengths': None}, 'prompts must be integers, got texts; generate_text takes texts'),
     ({'prompt_lengths': LENGTHS.astype(np.int64) + 2**32}, 'prompt_lengths must be from'),
     ({'max_new_tokens': 0}, 'max_new_tokens must be a positive int'),
     ({'max_new_tokens': 2.0}, 'max_new_tokens must be a positive int'),
@@ -265,10 +279,11 @@ def test_rows_that_are_done_may_see_anything(cycle):
     ({'rng_key': jax.random.split(jax.random.key(0), 3)}, r'\[4\], one per prompt'),
     ({'eos_id': -1}, 'eos_id must be a token, from 0 to 5, got -1'),
     ({'eos_id': (2, 10**6)}, 'eos_id must be a token, from 0 to 5, got 1000000'),
-    ({'temperature': -1.0}, 'temperature must be finite and at least 0'),
-    ({'top_p': 0.0}, 'top_p must be above 0'),
-    ({'min_p': 2.0}, 'min_p must be from 0 to 1'),
-    ({'top_k': np.array([1, 2])}, r'top_k must be a scalar or \[4\]'),
+    ({'sampling': SamplingParams(-1.0)}, 'temperature must be finite and at least 0'),
+    ({'sampling': SamplingParams(top_p=0.0)}, 'top_p must be above 0'),
+    ({'sampling': SamplingParams(min_p=2.0)}, 'min_p must be from 0 to 1'),
+    ({'sampling': SamplingParams(top_k=np.array([1, 2]))}, r'top_k must be a scalar or \[4\]'),
+    ({'sampling': {'top_k': 2}}, "sampling must be SamplingParams, .*, got {'top_k': 2}"),
   ],
 )
 def test_bad_input_is_refused(tables, change, message):
@@ -303,6 +318,25 @@ def test_a_method_that_drafts_nothing_ignores_draft_and_tree(tables):
     make_keys(9), tables[0], None, PROMPTS, LENGTHS, method='autoregressive', max_new_tokens=NEW
   )
   assert_same(plain, without)
+
+
+def test_a_small_tree_is_the_default(tables):
+  target, draft = tables[0], model_drafter(tables[1])
+  short, grown = dataclasses.replace(draft, max_depth=3), growing(draft, Confident())
+  for method, own, tree in (
+    ('speculative', draft, TokenTree.chains(1, 4)),
+    ('spectr', draft, TokenTree.chains(2, 4)),
+    ('race_traversal', short, TokenTree.chains(2, 3)),
+    ('specinfer', grown, TokenTree.slots((4, 4, 4, 4))),
+    ('autoregressive', None, TokenTree()),
+  ):
+    assert Decoder.make(target, own, method=method, max_new_tokens=2, cache_size=9).tree == tree
+
+
+def test_prompts_without_lengths_are_whole(tables):
+  options = {'method': 'autoregressive', 'max_new_tokens': NEW}
+  found = spectr_jax.generate(make_keys(9), tables[0], None, PROMPTS, **options)
+  assert_same(found, spectr_jax.generate(make_keys(9), tables[0], None, PROMPTS, np.full(4, 6), **options))
 
 
 def test_methods_are_passed_by_value_too(tables):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax import METHODS, TokenTree, generate, with_gumbel
+from spectr_jax import METHODS, SamplingParams, TokenTree, generate, with_gumbel
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.refill import Request, generate_many, padded_lengths, refill
@@ -74,7 +74,7 @@ def _assert_as_by_themselves(models, requests, found, **options):
 )
 def test_each_is_continued_as_by_itself(tables, method, tree):
   requests = _requests(13)
-  options = {'method': method, 'tree': tree, 'eos_id': _EOS, 'temperature': 0.9, 'top_k': 5}
+  options = {'method': method, 'tree': tree, 'eos_id': _EOS, 'sampling': SamplingParams(0.9, top_k=5)}
   found = list(_together(tables, requests, rounds_at_a_time=3, **options))
   # Not in order: who is done first is given first.
   assert [each.name for each in found] != [request.name for request in requests]
@@ -194,19 +194,21 @@ def test_rows_with_filters_follow_rows_without(tables):
   keys, prompts, lengths = jax.random.split(jax.random.key(3), 2), np.array([[0, 1], [2, 3]]), np.array([2, 2])
   decoder = Decoder.make(*tables, cache_size=8, **options)
   state = decode_rounds(decoder, init_decode(decoder, keys, prompts, lengths), 2)
-  state = refill(decoder, state, [1], keys[:1], prompts[1:], lengths[1:], top_k=1)
+  state = refill(decoder, state, [1], keys[:1], prompts[1:], lengths[1:], sampling=SamplingParams(top_k=1))
   state = decode_rounds(decoder, state, 2)
   # A row without filters in the place of one with them.
-  state = refill(decoder, state, [1, 2], keys, prompts[::-1], lengths, temperature=0.5)
+  state = refill(decoder, state, [1, 2], keys, prompts[::-1], lengths, sampling=SamplingParams(0.5))
   found = decode_rounds(decoder, state).result
   expected = generate(keys, *tables, prompts, lengths, **options)
   np.testing.assert_array_equal(found.tokens[0], expected.tokens[0])
-  expected = generate(keys, *tables, prompts[::-1], lengths, temperature=0.5, **options)
+  expected = generate(keys, *tables, prompts[::-1], lengths, sampling=SamplingParams(0.5), **options)
   np.testing.assert_array_equal(found.tokens[1], expected.tokens[0])
 
   state = decode_rounds(decoder, init_decode(decoder, keys, prompts, lengths), 2)
-  found = decode_rounds(decoder, refill(decoder, state, [1], keys[:1], prompts[1:], lengths[1:], top_k=1)).result
-  expected = generate(keys[:1], *tables, prompts[1:], lengths[1:], top_k=1, **options)
+  found = decode_rounds(
+    decoder, refill(decoder, state, [1], keys[:1], prompts[1:], lengths[1:], sampling=SamplingParams(top_k=1))
+  ).result
+  expected = generate(keys[:1], *tables, prompts[1:], lengths[1:], sampling=SamplingParams(top_k=1), **options)
   np.testing.assert_array_equal(found.tokens[1], expected.tokens[0])
 
 

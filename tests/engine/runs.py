@@ -5,7 +5,7 @@ import numpy as np
 
 import spectr_jax
 from spectr_jax import METHODS, Decoder, TokenTree, with_children, with_gumbel
-from spectr_jax.sampling import SAMPLING_NAMES
+from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
 
 # Every method, and the other versions of two: traversal on siblings that differ, sampling with keys by position.
 VERSIONS = {
@@ -32,11 +32,17 @@ def make_keys(seed=0):
   return jax.random.split(jax.random.key(seed), 4)
 
 
+def _with_sampling(options):
+  """Options of `generate`, in which `sampling` holds the temperature and the filters."""
+  loose = {name: options.pop(name) for name in SAMPLING_NAMES if name in options}
+  return options | ({'sampling': SamplingParams(**loose)} if loose else {})
+
+
 def generate(models, method, keys, prompts=PROMPTS, lengths=LENGTHS, *, tree=None, max_new_tokens=NEW, **options):
   """`spectr_jax.generate` by a name of `VERSIONS`, on its tree unless another is given."""
   method, tree = VERSIONS.get(method, method), TREES[method] if tree is None else tree
   return spectr_jax.generate(
-    keys, *models, prompts, lengths, method=method, tree=tree, max_new_tokens=max_new_tokens, **options
+    keys, *models, prompts, lengths, method=method, tree=tree, max_new_tokens=max_new_tokens, **_with_sampling(options)
   )
 
 
@@ -44,11 +50,12 @@ def begin(models, method, keys, prompts=PROMPTS, lengths=LENGTHS, *, tree=None, 
   """A decoder, and its state before the first round."""
   method, tree = VERSIONS.get(method, method), TREES[method] if tree is None else tree
   cache_size = options.pop('cache_size', np.shape(prompts)[1] + max_new_tokens)
-  sampling = {name: options.pop(name) for name in SAMPLING_NAMES if name in options}
+  options = _with_sampling(options)
+  sampling = options.pop('sampling', None)
   decoder = Decoder.make(
     *models, method=method, tree=tree, max_new_tokens=max_new_tokens, cache_size=cache_size, **options
   )
-  return decoder, spectr_jax.init_decode(decoder, keys, prompts, lengths, **sampling)
+  return decoder, spectr_jax.init_decode(decoder, keys, prompts, lengths, sampling=sampling)
 
 
 def assert_same(first, second):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import Confident, Decoder, TokenTree, growing, lookup_beside, lookup_drafter
+from spectr_jax import Confident, Decoder, SamplingParams, TokenTree, growing, lookup_beside, lookup_drafter
 from spectr_jax.engine.session import Session, reprompt
 from tests.draft.feature_drafter import feature_drafter
 from tests.draft.tiny_heads import tiny_head
@@ -38,9 +38,9 @@ def _assert_as_anew(decoder, state, seed=0, **sampling):
   """A second turn is the same with and without what the caches hold."""
   state = spectr_jax.decode_rounds(decoder, state)
   prompts, lengths, shared = _next_prompts(state.result, np.random.default_rng(seed))
-  anew = spectr_jax.init_decode(decoder, make_keys(1), prompts, lengths, **sampling)
+  anew = spectr_jax.init_decode(decoder, make_keys(1), prompts, lengths, sampling=SamplingParams(**sampling))
   anew = spectr_jax.decode_rounds(decoder, anew)
-  state = reprompt(decoder, state, shared, make_keys(1), prompts, lengths, **sampling)
+  state = reprompt(decoder, state, shared, make_keys(1), prompts, lengths, sampling=SamplingParams(**sampling))
   state = spectr_jax.decode_rounds(decoder, state)
   for field in ('tokens', 'lengths', 'num_target_calls', 'origins'):
     np.testing.assert_array_equal(getattr(state.result, field), getattr(anew.result, field), err_msg=field)
@@ -118,7 +118,7 @@ def test_what_is_kept_is_not_read_again(target, draft):
 def test_a_session_streams_what_generate_gives(target, draft):
   method, tree = VERSIONS['spectr'], TREES['spectr']
   decoder = Decoder.make(target, draft, method=method, tree=tree, max_new_tokens=_NEW, cache_size=48)
-  session, text = Session(decoder, top_k=9), []
+  session, text = Session(decoder, sampling=SamplingParams(top_k=9)), []
   for turn in range(3):
     prompt = [*text, 3, turn, 1]
     key = jax.random.key(turn)
@@ -131,7 +131,7 @@ def test_a_session_streams_what_generate_gives(target, draft):
       method=method,
       tree=tree,
       max_new_tokens=_NEW,
-      top_k=9,
+      sampling=SamplingParams(top_k=9),
     )
     parts = list(session.stream(key, prompt))
     new = [token for part in parts for token in part]

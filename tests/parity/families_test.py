@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny_hub
 
-from spectr_jax import TokenTree, generate
+from spectr_jax import SamplingParams, TokenTree, generate
 from spectr_jax.io.hub.families import read_spec, spec_of_layers
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.hub.load import load_hub_model, read_json
@@ -173,10 +173,10 @@ def test_greedy_texts_are_the_references(case):
   reference, folder = case
   model = load_hub_model(folder).for_decoding()
   prompts, _, _ = _texts()
-  settings = {'method': 'race_traversal', 'tree': TokenTree.chains(2, 3), 'max_new_tokens': 12, 'temperature': 0}
+  settings = {'method': 'race_traversal', 'tree': TokenTree.chains(2, 3), 'max_new_tokens': 12}
   near = jax.tree.map(lambda x: x + 0.02 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), model.params)
   draft = dataclasses.replace(model, params=near)
-  new = generate(jax.random.key(0), model, draft, prompts, LENGTHS, **settings)
+  new = generate(jax.random.key(0), model, draft, prompts, LENGTHS, sampling=SamplingParams(0.0), **settings)
   texts = [row[:n] for row, n in zip(prompts.tolist(), LENGTHS)]
   for _ in range(12):
     logits = _reference_logits(reference, texts)

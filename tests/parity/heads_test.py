@@ -11,7 +11,7 @@ import pytest
 from published_heads import HEADS, HEADS_BY_NAME, IDS, KV_HEADS, LAYERS, D, V, arrays_of, tiny_target, write_head
 
 import spectr_jax
-from spectr_jax import TokenTree
+from spectr_jax import SamplingParams, TokenTree
 from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
 
@@ -196,7 +196,7 @@ def test_distributions_of_a_chain(tmp_path, name):
   decoder = spectr_jax.Decoder.make(target, drafter, method='block', tree=tree, max_new_tokens=30, cache_size=48)
   prompts = jax.random.randint(jax.random.key(3), (4, 9), 0, V)
   lengths = jnp.array([9, 2, 5, 7])
-  state = init_decode(decoder, jax.random.key(2), prompts, lengths, temperature=TEMPERATURE)
+  state = init_decode(decoder, jax.random.key(2), prompts, lengths, sampling=SamplingParams(TEMPERATURE))
   ours, num_partial = jax.jit(propose), 0
   for _ in range(4):
     proposal = ours(decoder, state, jax.jit(noise_keys)(decoder, state)[0])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax import generate, load_model
+from spectr_jax import SamplingParams, generate, load_model
 from spectr_jax.model import Model
 
 torch = pytest.importorskip('torch', reason='needs the extra parity')
@@ -58,7 +58,7 @@ def test_greedy_texts(ours, peer, prompts):
   """Each of 64 tokens is the best one by the logits of the peer after the same text, or tied with it."""
   model, _ = ours
   tokens, lengths = prompts[0][:4], prompts[1][:4]
-  settings = {'method': 'autoregressive', 'max_new_tokens': 64, 'temperature': 0}
+  settings = {'method': 'autoregressive', 'max_new_tokens': 64, 'sampling': SamplingParams(0.0)}
   new = np.asarray(generate(jax.random.key(0), model, None, tokens, lengths, **settings).tokens)
   for row, text, length in zip(new, tokens, lengths):
     whole = torch.tensor(np.concatenate([text[:length], row])[None])

@@ -283,7 +283,7 @@ def test_a_run_learns_and_logs(trained, target):
   for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(trained_params), strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-6)
   prompts, lengths = jax.random.randint(jax.random.key(5), (2, 5), 0, 300), jnp.array([5, 2])
-  options = {'max_new_tokens': 6, 'temperature': 0.0}
+  options = {'max_new_tokens': 6, 'sampling': SamplingParams(0.0)}
   plain = spectr_jax.generate(jax.random.key(0), model, None, prompts, lengths, method='autoregressive', **options)
   found = spectr_jax.generate(
     jax.random.key(0), model, drafter, prompts, lengths, method='spectr', tree=TokenTree.chains(2, 2), **options

@@ -13,7 +13,7 @@ import pytest
 from coarse import coarse
 from guesses import ALL, CHAIN, CHAINS, SMALL, UNEQUAL, as_float32, laws_of, make_guesses, random_law, stack
 
-from spectr_jax import Proposal, TokenTree, generate
+from spectr_jax import Proposal, SamplingParams, TokenTree, generate
 from spectr_jax.models import table
 from spectr_jax.testing import ContextTables, chi_square, enumeration_error, random_tables, sample_counts
 from tests.slow import slow
@@ -250,8 +250,14 @@ def test_logits_in_bfloat16_are_widened(name):
     model = dataclasses.replace(_MODEL, apply_fn=apply_fn)
     draft = None if name == 'autoregressive' else model
     prompts = np.zeros((64, 1), np.int32)
-    options = {'method': coarse(ALL[name]), 'tree': tree, 'max_new_tokens': 12, 'logprobs': True}
-    found.append(generate(jax.random.key(0), model, draft, prompts, np.ones(64, np.int32), top_p=0.9, **options))
+    options = {
+      'method': coarse(ALL[name]),
+      'tree': tree,
+      'max_new_tokens': 12,
+      'logprobs': True,
+      'sampling': SamplingParams(top_p=0.9),
+    }
+    found.append(generate(jax.random.key(0), model, draft, prompts, np.ones(64, np.int32), **options))
   np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
   np.testing.assert_array_equal(found[0].logprobs, found[1].logprobs)
   assert found[0].logprobs.dtype == jnp.float32

@@ -12,7 +12,7 @@ from published_heads import HEADS_BY_NAME, IDS, LAYERS, TARGET, VD, D, V, arrays
 from safetensors import safe_open
 
 import spectr_jax
-from spectr_jax import TokenTree, load_drafter, save_drafter
+from spectr_jax import SamplingParams, TokenTree, load_drafter, save_drafter
 from spectr_jax.draft import head_drafter, lookup_drafter
 from spectr_jax.draft.head_drafter import config_of
 from spectr_jax.draft.medusa_drafter import config_of as medusa_config_of
@@ -45,7 +45,7 @@ def test_every_format_is_recognised(tmp_path, target, name):
 def test_greedy_tokens_are_the_targets(tmp_path, target, name):
   drafter = load_drafter(write_head(tmp_path, name), target)
   prompts, lengths = jax.random.randint(jax.random.key(5), (2, 5), 0, V), jnp.array([5, 1])
-  options = {'max_new_tokens': 6, 'temperature': 0.0}
+  options = {'max_new_tokens': 6, 'sampling': SamplingParams(0.0)}
   plain = spectr_jax.generate(jax.random.key(0), target, None, prompts, lengths, method='autoregressive', **options)
   tree = TokenTree.chains(2, 2)
   found = spectr_jax.generate(

@@ -1,0 +1,85 @@
+"""`predict_speeds`: measures, predicts, and puts the fastest setting first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from spectr_jax.auto.prediction import Prediction, measure, predict
+from spectr_jax.auto.setting import Setting, default_settings
+from spectr_jax.auto.trial import Notify, Trial
+from spectr_jax.draft import Drafter, as_drafter
+from spectr_jax.engine import checks
+from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.model import Model
+from spectr_jax.sampling import SamplingParams
+
+
+def predict_speeds(
+  target: Model,
+  draft: Model | Drafter | None,
+  prompts: ArrayLike,
+  prompt_lengths: ArrayLike | None = None,
+  *,
+  max_new_tokens: int,
+  batch_size: int = 1,
+  sampling: SamplingParams | None = None,
+  eos_id: int | Sequence[int] | None = None,
+  settings: Sequence[Setting] | None = None,
+  seed: int = 0,
+  sharding: DecodeSharding | None = None,
+  notify: Notify | None = None,
+) -> list[Prediction]:
+  """Times methods and trees on some prompts, and predicts how fast each decodes here; it takes minutes.
+
+  `predictions[0].setting` is the fastest: pass its `method` and `tree`, and its `drafter(draft)`, to `generate`. The
+  command `decode.main --method=auto` does the same and keeps the measurements in a file.
+
+  Args:
+    target, draft: As for `generate`.
+    prompts: Integers `[P, longest]`, right-padded, like those to come: eight, or two batches, say enough.
+    prompt_lengths: Integers `[P]`; None if all prompts are as long.
+    max_new_tokens: Limit of new tokens per row, as in the runs to come.
+    batch_size: B, rows of a batch, as in the runs to come.
+    sampling: Of scalars, as for `generate`.
+    eos_id: Id or ids that end a row, or None.
+    settings: Settings to compare, autoregressive decoding among them; None for `default_settings`.
+    seed: From 0 to 2**32 - 1.
+    sharding: As for `generate`.
+    notify: Called with the current activity, the steps done and the steps in total.
+
+  Returns:
+    The predictions for all settings, the fastest first.
+
+  Raises:
+    ValueError: As for `generate`; or no setting decodes autoregressively.
+  """
+  tokens = np.asarray(checks.as_integers('prompts', prompts))
+  if prompt_lengths is None:
+    prompt_lengths = np.full(tokens.shape[:1], tokens.shape[-1])
+  sampling = SamplingParams() if sampling is None else sampling
+  is_greedy = bool(np.all(np.asarray(sampling.temperature) == 0))
+  settings = default_settings(draft, is_greedy=is_greedy) if settings is None else list(settings)
+  key = jax.random.key(seed, impl='threefry2x32')
+  eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int | np.integer) else tuple(eos_id)
+  drafter = as_drafter(draft)
+  if sharding is not None:
+    target, drafter = sharding.put_models(target, drafter)
+  batch_size = min(batch_size, len(tokens))
+  trial = Trial(
+    target=target,
+    draft=drafter,
+    tokens=tokens,
+    lengths=np.asarray(prompt_lengths),
+    keys_fn=lambda number: jax.random.split(jax.random.fold_in(key, number), len(tokens)),
+    batch_size=batch_size if sharding is None else sharding.round_up(batch_size),
+    max_new_tokens=max_new_tokens,
+    sampling=sampling,
+    eos_ids=eos_ids,
+    sharding=sharding,
+  )
+  calibration, settings = measure(trial, settings, {}, notify or (lambda what, done, total: None))
+  return predict(calibration, settings)

@@ -1,0 +1,86 @@
+"""Times of calls: in turns, a model's forward pass by shape, and drafting."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.loop import noise_keys, propose
+from spectr_jax.engine.sharding import DecodeSharding, on_platform_of
+from spectr_jax.engine.state import DecodeState
+from spectr_jax.model import Model
+from spectr_jax.proposal import Proposal
+from spectr_jax.sharding import put
+from spectr_jax.tree import TokenTree
+
+
+def time_in_turns(calls: Mapping[Hashable, Callable[[], Any]], num_runs: int) -> dict[Hashable, np.ndarray]:
+  """Seconds `[num_runs]` of each call, after one call that is not counted.
+
+  The calls take turns, so that other load on the machine affects all of them alike.
+
+  Args:
+    calls: Functions by name. Each returns arrays that are waited for.
+    num_runs: Number of timed runs of each call.
+  """
+  times = {name: [] for name in calls}
+  for call in calls.values():
+    jax.block_until_ready(call())
+  for _ in range(num_runs):
+    for name, call in calls.items():
+      start = time.perf_counter()
+      jax.block_until_ready(call())
+      times[name].append(time.perf_counter() - start)
+  return {name: np.array(found) for name, found in times.items()}
+
+
+@functools.partial(jax.jit, static_argnames='sharding')
+def _logits(model: Model, tokens, positions, mask, cache, *, sharding: DecodeSharding | None) -> jax.Array:
+  with on_platform_of(sharding):
+    return model.apply(tokens, positions, mask, cache).logits
+
+
+def forward_calls(
+  model: Model,
+  shapes: Mapping[Hashable, tuple[TokenTree, int]],
+  *,
+  cache_size: int,
+  sharding: DecodeSharding | None = None,
+) -> dict[Hashable, Callable[[], jax.Array]]:
+  """Forward calls for `time_in_turns`, each on a tree with its root, for a batch of rows.
+
+  Args:
+    model: The model.
+    shapes: Tree and batch size by name.
+    cache_size: Committed tokens that the caches hold. Attention covers all of them.
+    sharding: The sharding of rows and caches, which the model already has; None for one device.
+  """
+  calls = {}
+  for name, (tree, batch_size) in shapes.items():
+    positions = jnp.broadcast_to(jnp.asarray(tree.depths), (batch_size, tree.num_nodes + 1))
+    cache = model.init_cache_fn(batch_size, cache_size)
+    if sharding is not None:
+      positions, cache = sharding.put_rows(positions), put(cache, sharding.of_cache(cache, model))
+    arguments = jnp.zeros_like(positions), positions, tree.ancestors, cache
+    calls[name] = functools.partial(_logits, model, *arguments, sharding=sharding)
+  return calls
+
+
+@jax.jit
+def draft(decoder: Decoder, state: DecodeState) -> Proposal:
+  """A round's guesses, without the drafter's state.
+
+  Args:
+    decoder: The decoder.
+    state: The state before a round. It is not donated.
+  """
+  with on_platform_of(decoder.sharding):
+    return dataclasses.replace(propose(decoder, state, noise_keys(decoder, state)[0]), state=None)

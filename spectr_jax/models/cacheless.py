@@ -1,0 +1,170 @@
+"""Networks without a cache as a `Model`: their cache is the text, and every call runs them on whole texts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from spectr_jax.model import Model, ModelOutput
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TextCache:
+  """The committed text of each row, and the pending tokens after it.
+
+  Attributes:
+    tokens: int32 `[B, S]`; from a row's length on they are valid ids that no result depends on.
+    lengths: int32 `[B]`, the committed tokens of each row.
+    pending: int32 `[B, M]`, or `()` when nothing is pending.
+    num_pending: int32 scalar, the number of pending tokens already written.
+  """
+
+  tokens: jax.Array
+  lengths: jax.Array
+  pending: Any
+  num_pending: jax.Array
+
+  def append(self, new: jax.Array, num_slots: int) -> TextCache:
+    """The cache with a call's tokens `[B, N]` pending, of `num_slots` in the whole round."""
+    pending = jnp.zeros((len(new), num_slots), jnp.int32) if isinstance(self.pending, tuple) else self.pending
+    pending = jax.lax.dynamic_update_slice_in_dim(pending, new.astype(jnp.int32), self.num_pending, axis=1)
+    return dataclasses.replace(self, pending=pending, num_pending=self.num_pending + new.shape[1])
+
+  def commit(self, path: jax.Array, num_committed: jax.Array) -> TextCache:
+    """As `KVCache.commit`."""
+    places = jnp.arange(path.shape[1])
+    size = self.tokens.shape[1]
+    slots = jnp.where(places < num_committed[:, None], self.lengths[:, None] + places, size)
+    return TextCache(
+      tokens=_put(self.tokens, slots, jnp.take_along_axis(self.pending, path, axis=1)),
+      lengths=jnp.minimum(self.lengths + num_committed, size),
+      pending=(),
+      num_pending=jnp.zeros((), jnp.int32),
+    )
+
+  def truncate(self, lengths: jax.Array) -> TextCache:
+    """As `KVCache.truncate`."""
+    return dataclasses.replace(self, lengths=lengths)
+
+
+def _put(texts: jax.Array, places: jax.Array, tokens: jax.Array) -> jax.Array:
+  """`texts` `[..., S]` with `tokens` `[..., D]` at `places` `[..., D]`; places from S on are dropped."""
+  put = jnp.vectorize(lambda text, at, new: text.at[at].set(new, mode='drop'), signature='(s),(d),(d)->(s)')
+  return put(texts, places, tokens)
+
+
+def _fewest_texts(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """The fewest paths that hold the path of every token, and where in them the tokens stand.
+
+  A causal network gives the logits after every token of a text at once, so the path of a node comes with that of any
+  node below it. Two chains of two after a root, whose rows are 1, 11, 101, 1101, 10101, take two paths of three.
+
+  Args:
+    mask: bool `[N, M]`, as for `Model.apply_fn`.
+
+  Returns:
+    int `[T, D]` pending tokens of each path in order, -1 after its end; and int `[N, 2]`, the path of each token and
+    its place there.
+  """
+  own = [tuple(np.flatnonzero(row).tolist()) for row in mask]
+  paths, found = [], {}
+  for path in sorted(own, key=len, reverse=True):
+    if path not in found:
+      found |= {path[: i + 1]: (len(paths), i) for i in range(len(path))}
+      paths.append(path)
+  depth = max(map(len, paths))
+  return np.array([[*path, *[-1] * (depth - len(path))] for path in paths]), np.array([found[path] for path in own])
+
+
+def _apply(params, tokens, positions, mask, cache, *, apply_fn, has_params, context_length):
+  del positions  # a text's tokens stand at 0, 1, 2 and so on
+  cache = cache.append(tokens, mask.shape[-1])
+  batch_size, num_tokens = tokens.shape
+  if isinstance(mask, Tracer) or mask.ndim == 3:
+    # Every token's path as a text of its own.
+    mask = jnp.broadcast_to(mask, (batch_size, *mask.shape[-2:]))
+    places = jnp.cumsum(mask, axis=-1) - 1  # of each pending token in the path
+    offsets = jnp.where(mask, places, mask.shape[-1] + cache.tokens.shape[1])  # those beside the path are dropped
+    chosen = jnp.broadcast_to(cache.pending[:, None], mask.shape)
+    text_of, place_of = jnp.arange(num_tokens), places[..., -1]
+  else:
+    paths, found = _fewest_texts(np.asarray(mask))
+    offsets = np.where(paths >= 0, np.arange(paths.shape[1]), mask.shape[-1] + cache.tokens.shape[1])
+    chosen, (text_of, place_of) = cache.pending[:, paths], found.T
+  # The text and the longest path; nothing is kept of guesses beyond the longest text that the network takes.
+  width = cache.tokens.shape[1] + offsets.shape[-1]
+  width = width if context_length is None else min(width, context_length)
+  texts = jnp.pad(cache.tokens, ((0, 0), (0, max(0, width - cache.tokens.shape[1]))))[:, :width]
+  texts = jnp.broadcast_to(texts[:, None], (*chosen.shape[:2], width))
+  texts = _put(texts, cache.lengths[:, None, None] + offsets, chosen)
+  network = functools.partial(apply_fn, params) if has_params else apply_fn
+  logits = network(texts.reshape(-1, width))
+  logits = logits.reshape(*texts.shape, -1)
+  at = jnp.minimum(cache.lengths[:, None] + place_of, width - 1)
+  return ModelOutput(logits[jnp.arange(batch_size)[:, None], text_of, at], cache)
+
+
+def _init_cache(batch_size, cache_size):
+  zeros = jnp.zeros((batch_size, cache_size), jnp.int32)
+  return TextCache(zeros, zeros[:, 0], (), jnp.zeros((), jnp.int32))
+
+
+@functools.lru_cache
+def _apply_fn(apply_fn, has_params, context_length):
+  """One object per network, so that equal models share compiled programs."""
+  return functools.partial(_apply, apply_fn=apply_fn, has_params=has_params, context_length=context_length)
+
+
+def uncached(
+  apply_fn: Callable[..., jax.Array], vocab_size: int, *, params: Any = None, context_length: int | None = None
+) -> Model:
+  """Makes a target or a draft of any causal network that has no cache.
+
+  Every call runs the network on whole texts of `cache_size` tokens and the guesses. A round's call takes one text per
+  row for each leaf of its tree: a chain of guesses costs as much as one step without a draft, K chains as much as K
+  rows. A draft takes a text for each node that has children, and grown trees take one for each slot. Logits of all
+  places are in memory, `[texts, tokens, vocab_size]`. A network with a cache of keys and values is faster; give it the
+  functions of `Model`.
+
+  The tokens are those of the same network with a cache, up to rounding, for all trees and ragged rows: a text is the
+  row's own tokens from position 0 on, then a path of the tree, then ids that a causal network does not let them see.
+
+  ```python
+  graph, state = flax.nnx.split(network)
+  target = uncached(lambda state, tokens: flax.nnx.merge(graph, state)(tokens), 50_257, params=state)
+  ```
+
+  Args:
+    apply_fn: `(params, tokens[B, T]) -> logits[B, T, V]`, of tokens int32 from position 0 on; or `tokens -> logits` if
+      there are no `params`. The logits at a place may depend on the tokens up to it only. Programs are compiled for the
+      function: pass the same object each time.
+    vocab_size: V.
+    params: Any pytree of arrays, passed to programs as arguments; None for a function that has its own. Those become
+      constants of every program, which is for small ones.
+    context_length: The longest text that the network takes, or None for any.
+
+  Raises:
+    ValueError: The function does not give logits `[1, 2, V]` of floats for two tokens.
+  """
+  has_params = params is not None
+  arguments = (params, jax.ShapeDtypeStruct((1, 2), jnp.int32))[not has_params :]
+  given = jax.eval_shape(apply_fn, *arguments)
+  shape = getattr(given, 'shape', None)
+  if shape != (1, 2, vocab_size) or not jnp.issubdtype(given.dtype, jnp.floating):
+    what = type(given).__name__ if shape is None else f'{given.dtype} {shape}'
+    raise ValueError(f'apply_fn must give logits [1, 2, {vocab_size}] of floats for tokens [1, 2], got {what}')
+  return Model(
+    params,
+    apply_fn=_apply_fn(apply_fn, has_params, context_length),
+    init_cache_fn=_init_cache,
+    vocab_size=vocab_size,
+    context_length=context_length,
+  )

@@ -1,0 +1,96 @@
+"""Tests of `generate_text`, with letters as tokens."""
+
+import dataclasses
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import spectr_jax
+from spectr_jax import METHODS, SamplingParams, TokenTree, auto, generate_text, text
+
+
+@dataclasses.dataclass(frozen=True)
+class _Letters:
+  """Each of the letters a to f is a token; f ends a text, and has no text of its own."""
+
+  eos_ids: tuple[int, ...] = (5,)
+
+  def encode_prompts(self, texts):
+    return [[ord(letter) - ord('a') for letter in text] for text in texts]
+
+  def decode(self, ids):
+    return ''.join(chr(ord('a') + i) for i in ids if i not in self.eos_ids)
+
+
+_TEXTS = ['a', 'abcde', 'dd']
+_OPTIONS = {'method': 'speculative', 'tree': TokenTree.chains(1, 3), 'max_new_tokens': 12}
+
+
+def test_continuations_are_those_of_the_ids(tables):
+  found = generate_text(*tables, _Letters(), _TEXTS, seed=3, sampling=SamplingParams(1.5), **_OPTIONS)
+  rows = _Letters().encode_prompts(_TEXTS)
+  prompts = np.array([[*row, *[0] * (16 - len(row))] for row in rows])
+  expected = spectr_jax.generate(
+    jax.random.key(3), *tables, prompts, np.array([len(row) for row in rows]), eos_id=5,
+    sampling=SamplingParams(1.5), **_OPTIONS,
+  )  # fmt: skip
+  assert [each.name for each in found] == _TEXTS
+  for row, each in enumerate(found):
+    tokens = np.asarray(expected.tokens[row, : expected.lengths[row]])
+    assert each.tokens.tolist() == tokens.tolist()
+    assert each.text == _Letters().decode(tokens)
+    assert each.tokens_per_call == float(expected.lengths[row]) / float(expected.num_target_calls[row])
+    assert each.finish_reason == ('eos' if tokens[-1] == 5 else 'length')
+  # A stop text cuts them.
+  stop = max((each.text for each in found), key=len)[1:3]
+  assert len(stop) == 2
+  for each in generate_text(*tables, _Letters(), _TEXTS, seed=3, stop=[stop], sampling=SamplingParams(1.5), **_OPTIONS):
+    whole = found[_TEXTS.index(each.name)].text
+    assert each.text == whole.partition(stop)[0]
+    assert (each.finish_reason == 'stop') == (stop in whole)
+
+
+@pytest.mark.slow  # a batch of another size is another program
+def test_one_text_is_continued_as_among_others(tables):
+  sampling = SamplingParams(1.5)
+  found = generate_text(*tables, _Letters(), _TEXTS, seed=3, sampling=sampling, **_OPTIONS)
+  (alone,) = generate_text(*tables, _Letters(), _TEXTS[0], seed=3, sampling=sampling, **_OPTIONS)
+  assert alone.tokens.tolist() == found[0].tokens.tolist()
+
+
+def test_auto_takes_the_fastest(tables, monkeypatch):
+  """... of those measured on the texts."""
+  best = auto.Setting.of_chains(METHODS['speculative'], 1, 3)
+
+  def predict_speeds(target, draft, prompts, lengths, **options):
+    assert (target, draft) == tables
+    assert [row[:length].tolist() for row, length in zip(prompts, lengths)] == _Letters().encode_prompts(_TEXTS)
+    assert (options['max_new_tokens'], options['batch_size'], options['eos_id']) == (12, 8, (5,))
+    return [types.SimpleNamespace(setting=best), None]
+
+  monkeypatch.setattr(text, 'predict_speeds', predict_speeds)
+  sampling = SamplingParams(1.5)
+  found = generate_text(*tables, _Letters(), _TEXTS, method='auto', max_new_tokens=12, sampling=sampling)
+  expected = generate_text(*tables, _Letters(), _TEXTS, sampling=sampling, **_OPTIONS)
+  assert [each.tokens.tolist() for each in found] == [each.tokens.tolist() for each in expected]
+  with pytest.raises(ValueError, match='auto chooses the tree'):
+    generate_text(*tables, _Letters(), _TEXTS, method='auto', tree=TokenTree.chains(1, 3), max_new_tokens=12)
+
+
+def test_no_texts(tables):
+  assert generate_text(*tables, _Letters(), [], max_new_tokens=3) == []
+
+
+@pytest.mark.parametrize(
+  ('texts', 'message'),
+  [
+    (['a', ''], "a text has at least one token, and '' has none"),
+    (['a', 3], 'texts must be strings, got 3; generate takes ids'),
+    (['az'], 'ids from 0 to 25, the vocabulary is 0 to 5'),
+  ],
+)
+def test_what_is_no_text_is_refused(tables, texts, message):
+  with pytest.raises(ValueError, match=message):
+    generate_text(*tables, _Letters(), texts, max_new_tokens=3)
