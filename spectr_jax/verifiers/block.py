@@ -12,9 +12,10 @@ from spectr_jax.couplings.explanation import Explanation, SelectionExplanation
 from spectr_jax.couplings.selection import Pick, Selection
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
+from spectr_jax.tree import Tree
 from spectr_jax.verifiers.position import Position, next_position
 from spectr_jax.verifiers.record import Decisions, Record, run_steps
-from spectr_jax.verifiers.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
+from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at
 
 
 @jax.tree_util.register_dataclass
@@ -179,7 +180,6 @@ class Block(RecordedVerifier):
     uniforms = self._uniforms(keys, dtype)
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[0, 2], state, {})
-    tree = with_arrays(tree)
 
     # The residual at the cut is computed again after the walk, which would otherwise carry one, `[V]`, for every depth.
     def walk(carry):
@@ -206,7 +206,7 @@ class Block(RecordedVerifier):
     del state
     if tree.num_nodes == 0:
       return target_probs
-    tree, size, dtype = with_arrays(tree), tree.num_nodes + 1, target_probs.dtype
+    size, dtype = tree.num_nodes + 1, target_probs.dtype
     no_node = jnp.zeros(size, dtype)
 
     def downwards(carry, node):

@@ -17,9 +17,10 @@ from spectr_jax.ops.on_demand import map_needed
 from spectr_jax.ops.platforms import by_platform
 from spectr_jax.proposal import Independent, Proposal, ProposalRule
 from spectr_jax.sampling import draw
+from spectr_jax.tree import Tree
 from spectr_jax.verifiers.position import Position, next_position
 from spectr_jax.verifiers.record import Decisions, Record, run_steps
-from spectr_jax.verifiers.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
+from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at
 
 _GIVEN = Given()
 # Positions whose thresholds an accelerator finds together; chains rarely have more with several candidates.
@@ -155,7 +156,6 @@ class Walk(RecordedVerifier):
     uniforms = self._uniforms(keys, target_probs.dtype)
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[0, 1], state, {})
-    tree = with_arrays(tree)
 
     def by_steps():
       (node, depth, _), decisions = self._path(tree, proposal, target_probs, uniforms, is_explained=is_explained)
@@ -245,7 +245,7 @@ class Walk(RecordedVerifier):
     del state
     if tree.num_nodes == 0:
       return target_probs
-    tree, size = with_arrays(tree), tree.num_nodes + 1
+    size = tree.num_nodes + 1
 
     def at_node(reach, node):
       """Passes the probability of reaching `node` on to its candidates; also returns that of stopping there, `[V]`.
