@@ -149,7 +149,7 @@ def checked_rows(
   """
   prompts = checks.as_integers('prompts', prompts)
   prompt_lengths = checks.as_integers('prompt_lengths', prompt_lengths)
-  checks.check_prompts(decoder, prompts, prompt_lengths)
+  decoder.check_prompts(prompts, prompt_lengths)
   batch_size = prompts.shape[0]
   rows = (
     checks.row_keys(rng_key, batch_size),

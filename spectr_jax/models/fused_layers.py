@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,7 @@ import numpy as np
 
 from spectr_jax.model import KVCache
 from spectr_jax.models import layers
-
-if TYPE_CHECKING:
-  from spectr_jax.models.transformer import TransformerConfig
+from spectr_jax.models.transformer_config import TransformerConfig
 
 # The name of the fused form among the parameters of a transformer.
 FUSED = 'fused'
