@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import ratio
-from spectr_jax.couplings.explanation import Explanation, SelectionExplanation
-from spectr_jax.couplings.selection import Pick, Selection
+from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.selection import Pick, Selection, check_selection
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import Tree
@@ -65,10 +65,13 @@ class Block(RecordedVerifier):
   proposal_rules = (Independent,)
   takes_grown = True
 
+  def __post_init__(self):
+    check_selection(self.selection)
+
   @property
   def takes_mixed(self) -> bool:
     """True if the selection takes given candidates beside drawn ones."""
-    return getattr(self.selection, 'takes_mixed', False)
+    return self.selection.takes_mixed
 
   @property
   def takes_given(self) -> bool:
@@ -78,7 +81,7 @@ class Block(RecordedVerifier):
   @property
   def explanation(self) -> Explanation:
     """The rule of block verification in words, with those of the selection."""
-    words = getattr(self.selection, 'explanation', SelectionExplanation())
+    words = self.selection.explanation
     if not words.path:
       return Explanation()
     return Explanation(
