@@ -230,7 +230,7 @@ def first_state(
       logprobs=jnp.full(nothing.shape, jnp.nan, jnp.float32) if decoder.has_logprobs else None,
     ),
   )
-  return constrain_rows(decoder, state)
+  return _constrain_rows(decoder, state)
 
 
 @functools.partial(jax.jit, static_argnames='num_samples')
@@ -266,7 +266,7 @@ def finish(decoder: Decoder, state: DecodeState, rows: Sequence[int] | np.ndarra
   return dataclasses.replace(state, is_done=_end_rows(decoder, state.is_done, is_ended))
 
 
-def constrain_rows(decoder: Decoder, state: DecodeState) -> DecodeState:
+def _constrain_rows(decoder: Decoder, state: DecodeState) -> DecodeState:
   """Constrains all arrays of a state but the caches to their shardings, inside of a program.
 
   The prefills have placed the caches.

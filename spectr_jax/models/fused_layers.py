@@ -20,8 +20,6 @@ from spectr_jax.model import KVCache
 from spectr_jax.models import layers
 from spectr_jax.models.transformer_config import TransformerConfig
 
-# The name of the fused form among the parameters of a transformer.
-FUSED = 'fused'
 _SUBLANES = 8
 _SLOTS = 16  # pending slots come in multiples: the rows of a bfloat16 tile
 _MEMORY = 64 * 2**20  # of the vector memory's 128 MiB on v5e and v6e
