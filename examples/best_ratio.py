@@ -16,14 +16,14 @@ import dataclasses
 import jax.numpy as jnp
 
 from spectr_jax import Method, register
-from spectr_jax.couplings import Pick, SelectionExplanation
+from spectr_jax.couplings import Pick, Selection, SelectionExplanation
 from spectr_jax.couplings.coupling import ratio
 from spectr_jax.proposal import Independent
 from spectr_jax.verifiers import Block
 
 
 @dataclasses.dataclass(frozen=True)
-class BestRatio:
+class BestRatio(Selection):
   """Picks the candidate with the largest q/p, and one at random with equal probability if several are equal."""
 
   explanation = SelectionExplanation(

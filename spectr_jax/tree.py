@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.row_tree import RowTree, postorder
 from spectr_jax.tree_search import integer, optimal_chain_sizes, optimal_parents, positive
 
 
@@ -207,13 +208,31 @@ class TokenTree:
     """Itself: a tree that is the same for all rows is its own bounds; see `RowTree`."""
     return self
 
-  def of_row(self, parents: jax.Array | None) -> TokenTree | RowTree:
+  def of_row(self, parents: jax.Array | None) -> Tree:
     """The tree of one row.
 
     Args:
-      parents: int32 `[N]`, a row of `Proposal.parents`; None for a tree that is the same for all rows.
+      parents: int32 `[N]`, the parent of each node 1..N, a node of the depth above; -1 for a slot that the row does not
+        use. Such a slot has the token -1 and no children. None for a tree that is the same for all rows.
     """
-    return self if parents is None else RowTree(parents, self)
+    if parents is None:
+      return self
+    size, is_used = self.num_nodes + 1, parents >= 0
+    parent_of = jnp.pad(jnp.where(is_used, parents, jnp.asarray(self.parent_of[1:])), (1, 0)).astype(jnp.int32)
+    num_children = jnp.zeros(size, jnp.int32).at[jnp.where(is_used, parents, size)].add(1, mode='drop')
+    # Each node, its parent, its parent's parent, ...; 0 from the root on.
+    nodes = jnp.arange(size, dtype=jnp.int32)
+    above = jax.lax.scan(lambda node, _: (parent_of[node], node), nodes, length=self.max_depth)[1]
+    up = self.depths[:, None] - 1 - np.arange(self.max_depth)
+    paths = jnp.where(up < 0, -1, above[np.maximum(up, 0), np.arange(size)[:, None]]).astype(jnp.int32)
+    return RowTree(
+      bounds=self,
+      parent_of=parent_of,
+      num_children=num_children,
+      paths=paths,
+      law_index=jnp.where(num_children > 0, jnp.asarray(self.law_index), jnp.int32(-1)),
+      postorder=_postorder(paths, parent_of, jnp),
+    )
 
   @property
   def num_nodes(self) -> int:
@@ -274,15 +293,12 @@ class TokenTree:
   @functools.cached_property
   def ancestors(self) -> np.ndarray:
     """bool `[N + 1, N + 1]`: whether column is row itself or above it; the attention mask of a tree forward."""
-    ancestors = np.eye(self.num_nodes + 1, dtype=bool)
-    for node, parent in enumerate(self.parents, start=1):
-      ancestors[node] |= ancestors[parent]
-    return ancestors
+    return _ancestors(self.paths, np)
 
   @functools.cached_property
   def postorder(self) -> np.ndarray:
     """int32 `[N + 1]`: the nodes in the order in which each comes after its children, siblings in order."""
-    return postorder(self.ancestors, self.parent_of, np)
+    return _postorder(self.paths, self.parent_of, np)
 
   @functools.cached_property
   def levels(self) -> np.ndarray:
@@ -316,3 +332,95 @@ class TokenTree:
   def is_chain(self) -> bool:
     """Whether at most one guess stands at each depth: a single draft."""
     return self.num_nodes == self.max_depth
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowTree:
+  """The tree of one row, where rows choose their parents; `TokenTree.of_row` makes it.
+
+  It has the arrays of `TokenTree`, some of which are data. N and L are those of the bounds, and so are depths, levels
+  and `parent_nodes`.
+
+  Attributes:
+    bounds: The tree that bounds it, static.
+    parent_of: int32 `[N + 1]`, the root's own entry is 0; slots that are not used stand below their default parent.
+    num_children: int32 `[N + 1]`, slots that are not used left out.
+    paths: int32 `[N + 1, L]`, the nodes from depth 1 down to each node, itself included, then -1.
+    law_index: int32 `[N + 1]`, a node's place among `parent_nodes`; -1 for nodes without children.
+    postorder: int32 `[N + 1]`, the nodes in the order in which each comes after its children, siblings in order.
+  """
+
+  bounds: TokenTree = dataclasses.field(metadata={'static': True})
+  parent_of: jax.Array
+  num_children: jax.Array
+  paths: jax.Array
+  law_index: jax.Array
+  postorder: jax.Array
+
+  @property
+  def num_nodes(self) -> int:
+    """N, slots that the row does not use included."""
+    return self.bounds.num_nodes
+
+  @property
+  def max_depth(self) -> int:
+    """L."""
+    return self.bounds.max_depth
+
+  @property
+  def most_children(self) -> int:
+    """The most children that a node may have."""
+    return self.bounds.most_children
+
+  @property
+  def depths(self) -> np.ndarray:
+    """int32 `[N + 1]`, 0 for the root."""
+    return self.bounds.depths
+
+  @property
+  def levels(self) -> np.ndarray:
+    """int32 `[L + 2, W]`: the nodes of each depth, padded with -1; the last row is empty."""
+    return self.bounds.levels
+
+  @property
+  def parent_nodes(self) -> np.ndarray:
+    """int32 `[R]`: nodes that may have children, in order."""
+    return self.bounds.parent_nodes
+
+  @property
+  def child_index(self) -> jax.Array:
+    """int32 `[N + 1]`: a node's place among its siblings, 0 for the first; 0 for the root."""
+    return jnp.sum(_is_earlier_sibling(self.parent_of, jnp), axis=1, dtype=jnp.int32)
+
+  @property
+  def ancestors(self) -> jax.Array:
+    """bool `[N + 1, N + 1]`: whether column is row itself or above it; the attention mask of a tree forward."""
+    return _ancestors(self.paths, jnp)
+
+
+# The tree that a verifier gets: the same for all rows, or a row's own. Both have the attributes that verifiers read;
+# some arrays of the second are traced.
+Tree = TokenTree | RowTree
+
+
+# Of arrays of either kind; `xp` is `numpy` or `jax.numpy`.
+
+
+def _ancestors(paths: Any, xp: Any) -> Any:
+  nodes = xp.arange(len(paths))
+  return (paths[:, :, None] == nodes).any(axis=1) | (nodes == 0)
+
+
+def _is_earlier_sibling(parent_of: Any, xp: Any) -> Any:
+  """bool `[N + 1, N + 1]`: whether column is a sibling of row that comes before it."""
+  node = xp.arange(len(parent_of))
+  return (parent_of[:, None] == parent_of) & (node < node[:, None]) & (node > 0)
+
+
+def _postorder(paths: Any, parent_of: Any, xp: Any) -> Any:
+  ancestors = _ancestors(paths, xp)
+  size = ancestors.sum(axis=0)  # of the subtree below each node
+  before = xp.where(_is_earlier_sibling(parent_of, xp), size, 0).sum(axis=1)  # nodes below earlier siblings
+  place = (ancestors * before).sum(axis=1) + size - 1
+  return xp.argsort(place).astype(xp.int32)

@@ -1,5 +1,6 @@
 """Imports: `import spectr_jax` is light, the library needs no command, and no module changes what is outside of it."""
 
+import ast
 import json
 import pathlib
 import subprocess
@@ -107,3 +108,41 @@ def test_imports_have_no_side_effects():
 def test_decoding_does_not_wait_for_what_only_its_report_needs():
   code = 'import decode.main, json, sys; print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})))'
   assert not {'matplotlib', 'scipy', 'tensorboardX'} & set(_run(code))
+
+
+def _imports(text, modules):
+  """The modules among `modules` that a module's source imports, also in functions and for type checkers."""
+  for node in ast.walk(ast.parse(text)):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names if alias.name in modules)
+    elif isinstance(node, ast.ImportFrom):
+      own = (f'{node.module}.{alias.name}' for alias in node.names)
+      yield from (name if name in modules else node.module for name in own if {name, node.module} & modules.keys())
+
+
+def _circle(imports):
+  """Modules that each import the next and the last the first, or None; `imports` holds those of each module."""
+  finished, path = set(), []
+
+  def enter(module):
+    if module in path:
+      return path[path.index(module) :]
+    if module in finished:
+      return None
+    path.append(module)
+    found = next(filter(None, map(enter, imports[module])), None)
+    path.pop()
+    finished.add(module)
+    return found
+
+  return next(filter(None, map(enter, sorted(imports))), None)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+  files = [path for package in ('spectr_jax', 'common', 'decode', 'train') for path in (_ROOT / package).rglob('*.py')]
+  paths = {'.'.join(path.relative_to(_ROOT).with_suffix('').parts).removesuffix('.__init__'): path for path in files}
+  imports = {name: {*_imports(path.read_text('utf-8'), paths)} - {name} for name, path in paths.items()}
+  assert 'spectr_jax.tree' in imports['spectr_jax.engine.decoder']
+  assert _circle(imports) is None
+  imports['spectr_jax.tree'] |= {'spectr_jax.engine.decoder'}
+  assert {'spectr_jax.tree', 'spectr_jax.engine.decoder'} <= set(_circle(imports))

@@ -6,14 +6,17 @@ import pytest
 
 from spectr_jax import METHODS, TokenTree, get_method, with_children, with_epsilon, with_gumbel
 from spectr_jax.couplings import (
+  Coupling,
   Explanation,
   KSeq,
   Maximal,
   MaximalAfter,
   Outcome,
   OverAccept,
+  Pick,
   Race,
   Recursive,
+  Selection,
   SingleDraft,
 )
 from spectr_jax.methods import Method
@@ -128,19 +131,31 @@ def test_what_a_verifier_of_ones_own_has_without_writing_it():
     Verifier()
 
 
+def test_verifiers_are_built_on_couplings_and_selections():
+  for build, part in ((Walk, 'coupling'), (Block, 'selection'), (MaximalAfter, 'selection')):
+    with pytest.raises(ValueError, match=f'^{part} must be a subclass of spectr_jax.couplings.{part.title()}, got <'):
+      build(lambda *_: None)
+
+
 def test_words_of_a_rule_of_ones_own_are_shown():
   @dataclasses.dataclass(frozen=True)
-  class Silent:
+  class Silent(Coupling):
     proposal_rules = (Independent,)
 
     def __call__(self, draft_probs, target_probs, candidates, is_valid):
       return Outcome(0 * is_valid, target_probs)
 
   @dataclasses.dataclass(frozen=True)
+  class SilentSelection(Selection):
+    def __call__(self, draft_probs, target_probs, candidates, is_valid):
+      return Pick(0 * is_valid, target_probs, 0 * is_valid)
+
+  @dataclasses.dataclass(frozen=True)
   class Telling(Silent):
     explanation = Explanation('Nothing is accepted.', 'q')
 
-  for verifier in (Walk(Silent()), Walk(MaximalAfter(Silent())), Block(Silent()), Walk(Silent(), is_pooled=False)):
+  after, block = (kind(SilentSelection()) for kind in (MaximalAfter, Block))
+  for verifier in (Walk(Silent()), Walk(after), block, Walk(Silent(), is_pooled=False)):
     assert verifier.explanation == Explanation()
   assert Walk(Telling()).explanation == Telling.explanation
   alone = Walk(Telling(), is_pooled=False).explanation

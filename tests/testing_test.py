@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 from spectr_jax import METHODS, Method, SamplingParams, TokenTree, register
-from spectr_jax.couplings import Maximal, Outcome
+from spectr_jax.couplings import Coupling, Maximal, Outcome
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.testing import (
@@ -137,7 +137,7 @@ def test_enumeration_follows_a_state():
 
 
 @dataclasses.dataclass(frozen=True)
-class NotClipped:
+class NotClipped(Coupling):
   """Accepts with probability q/p, above 1 as it may be, and otherwise draws from the target."""
 
   proposal_rules = (Independent,)

@@ -1,6 +1,6 @@
 """Couplings: one token from n candidates."""
 
-from spectr_jax.couplings.coupling import Coupling, Outcome
+from spectr_jax.couplings.coupling import Coupling, Outcome, ThresholdCoupling
 from spectr_jax.couplings.explanation import Explanation, SelectionExplanation
 from spectr_jax.couplings.given import Given
 from spectr_jax.couplings.kseq import KSeq, solve_gamma
@@ -25,5 +25,6 @@ __all__ = [
   'Selection',
   'SelectionExplanation',
   'SingleDraft',
+  'ThresholdCoupling',
   'solve_gamma',
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.ops.on_demand import where_needed
 from spectr_jax.proposal import ProposalRule
 
 
@@ -25,28 +27,26 @@ class Outcome:
   residual: jax.Array
 
 
-class Coupling(Protocol):
-  """A pure function from two distributions and n candidates to an `Outcome`. It is hashable; its options are fields.
+class Coupling(abc.ABC):
+  """A pure function from two distributions and n candidates to an `Outcome`.
 
   Averaged over the candidates, the emitted token must have the distribution `target_probs`, whether it was accepted or
-  drawn from the residual.
+  drawn from the residual. A subclass is a frozen dataclass whose fields are its options, so that it is hashable.
 
-  A coupling may have further members, which `Walk` uses if they exist:
-
-  - `numbers`, a method with the same arguments as a call. It returns named arrays, scalar or `[n]`, that explain the
-    outcome, such as a threshold. They are displayed and decide nothing.
-  - `explanation`, an `Explanation`, which is displayed as well.
-  - `takes_mixed`, whether candidates may be given beside drawn ones. A call then takes a fifth argument `is_given`,
-    bool `[n]`, which candidates are given; so does `numbers`.
-  - `is_biased`, whether the coupling deviates from the target's distribution on purpose.
-  - `with_epsilon`, a method that returns the same coupling with another amount of over-acceptance.
+  Attributes:
+    proposal_rules: The types of rules for whose candidates it is correct.
+    takes_mixed: Whether candidates may be given beside drawn ones. A call and `numbers` then take a fifth argument
+      `is_given`, bool `[n]`, which candidates are given.
+    is_biased: Whether it deviates from the target's distribution on purpose.
+    explanation: Words for its rule, for display.
   """
 
-  @property
-  def proposal_rules(self) -> tuple[type[ProposalRule], ...]:
-    """The proposal rules for whose candidates the coupling is correct. A field or a class attribute is enough."""
-    ...
+  proposal_rules: tuple[type[ProposalRule], ...]
+  takes_mixed: bool = False
+  is_biased: bool = False
+  explanation: Explanation = Explanation()
 
+  @abc.abstractmethod
   def __call__(
     self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
   ) -> Outcome:
@@ -58,7 +58,82 @@ class Coupling(Protocol):
       candidates: int32 `[n]`, tokens in the order drawn.
       is_valid: bool `[n]`, which candidates exist. Any number of them may, at any places.
     """
-    ...
+
+  def numbers(
+    self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
+  ) -> dict[str, jax.Array]:
+    """Named arrays, scalar or `[n]`, that explain the outcome, such as a threshold, for display; by default none.
+
+    Args:
+      draft_probs, target_probs, candidates, is_valid: As of a call.
+    """
+    del draft_probs, target_probs, candidates, is_valid
+    return {}
+
+  def with_epsilon(self, epsilon: float) -> Coupling:
+    """The coupling with another amount of over-acceptance; by default itself, which never over-accepts."""
+    del epsilon
+    return self
+
+
+class ThresholdCoupling(Coupling):
+  """A coupling that needs of whole distributions one threshold, and then the candidates' probabilities alone.
+
+  `Walk` finds the thresholds of several positions together where that is faster.
+  """
+
+  @abc.abstractmethod
+  def gamma(self, draft_probs: jax.Array, target_probs: jax.Array, num_candidates: jax.Array) -> jax.Array:
+    """The threshold, a scalar; where there is one candidate it is not asked for and is 1.
+
+    Args:
+      draft_probs: `[V]`.
+      target_probs: `[V]`.
+      num_candidates: n, scalar.
+    """
+
+  @abc.abstractmethod
+  def accept_probs(
+    self, draft_probs: jax.Array, target_probs: jax.Array, is_valid: jax.Array, gamma: jax.Array
+  ) -> jax.Array:
+    """The probability that each candidate is accepted, `[n]`.
+
+    Args:
+      draft_probs, target_probs: `[n]`, the probabilities of the candidates.
+      is_valid: bool `[n]`.
+      gamma: Scalar, the threshold.
+    """
+
+  @abc.abstractmethod
+  def outcome(
+    self,
+    draft_probs: jax.Array,
+    target_probs: jax.Array,
+    candidates: jax.Array,
+    is_valid: jax.Array,
+    gamma: jax.Array,
+  ) -> Outcome:
+    """The outcome of a call, with a given threshold.
+
+    Args:
+      draft_probs, target_probs, candidates, is_valid: As of a call.
+      gamma: Scalar, the threshold.
+    """
+
+  def gamma_at(self, draft_probs: jax.Array, target_probs: jax.Array, is_valid: jax.Array) -> jax.Array:
+    """The threshold at a position, a scalar.
+
+    Args:
+      draft_probs, target_probs, is_valid: As of a call.
+    """
+    num_candidates, one = jnp.maximum(jnp.sum(is_valid), 1), jnp.ones((), draft_probs.dtype)
+    return where_needed(num_candidates > 1, self.gamma, one, draft_probs, target_probs, num_candidates)
+
+  def __call__(
+    self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
+  ) -> Outcome:
+    gamma = self.gamma_at(draft_probs, target_probs, is_valid)
+    return self.outcome(draft_probs, target_probs, candidates, is_valid, gamma)
 
 
 def one_after_another(accept: jax.Array, is_valid: jax.Array) -> jax.Array:

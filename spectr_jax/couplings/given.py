@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Outcome, ratio
+from spectr_jax.couplings.coupling import Coupling, Outcome, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent, WithoutReplacement
 from spectr_jax.sampling import positive_part_or
@@ -65,7 +65,7 @@ def with_given(probs: jax.Array, target_probs: jax.Array, tokens: jax.Array, sca
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Given(Coupling):
   """Accepts each distinct candidate x with probability q(x), else draws from q without the candidates.
 
   The draft's distribution is not used. For every fixed set D of candidates the emitted token has the distribution q: a

@@ -8,10 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
+from spectr_jax.couplings.coupling import Outcome, ThresholdCoupling, one_after_another, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.ops.gamma_sections import narrow_sections, sections
-from spectr_jax.ops.on_demand import where_needed
 from spectr_jax.ops.platforms import by_platform
 from spectr_jax.ops.token_sums import token_sums
 from spectr_jax.proposal import Independent
@@ -155,7 +154,7 @@ def _by_chords(draft_probs, target_probs, num_candidates, *, num_rounds):
 
 
 @dataclasses.dataclass(frozen=True)
-class KSeq:
+class KSeq(ThresholdCoupling):
   """K-SEQ (SpecTr, Algorithm 2) for i.i.d. candidates; lossless, at least (1 - 1/e) of the optimal acceptance.
 
   Each candidate in turn is accepted with probability min(1, q/(gamma p)). If all are rejected, the token is drawn from
@@ -174,18 +173,7 @@ class KSeq:
   )
 
   def gamma(self, draft_probs, target_probs, num_candidates):
-    """The threshold in use. Negative controls override this method.
-
-    Args:
-      draft_probs: `[V]`.
-      target_probs: `[V]`.
-      num_candidates: n, scalar.
-    """
     return solve_gamma(draft_probs, target_probs, num_candidates, num_rounds=self.num_rounds)
-
-  def _gamma_of(self, draft_probs, target_probs, num_candidates):
-    one = jnp.ones((), draft_probs.dtype)
-    return where_needed(num_candidates > 1, self.gamma, one, draft_probs, target_probs, num_candidates)
 
   def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
     """The threshold at a position, for display.
@@ -194,30 +182,12 @@ class KSeq:
       draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
     """
     del candidates
-    return {'gamma': self._gamma_of(draft_probs, target_probs, jnp.maximum(jnp.sum(is_valid), 1))}
-
-  def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
-    num_candidates = jnp.maximum(jnp.sum(is_valid), 1)
-    gamma = self._gamma_of(draft_probs, target_probs, num_candidates)
-    return self.outcome(draft_probs, target_probs, candidates, is_valid, gamma)
+    return {'gamma': self.gamma_at(draft_probs, target_probs, is_valid)}
 
   def accept_probs(self, draft_probs, target_probs, is_valid, gamma) -> jax.Array:
-    """The probability that each candidate is accepted, `[n]`.
-
-    Args:
-      draft_probs, target_probs: `[n]`, the probabilities of the candidates.
-      is_valid: bool `[n]`.
-      gamma: Scalar, the threshold.
-    """
     return one_after_another(jnp.minimum(1, ratio(target_probs, draft_probs) / gamma), is_valid)
 
   def outcome(self, draft_probs, target_probs, candidates, is_valid, gamma) -> Outcome:
-    """The possible outcomes with a given threshold.
-
-    Args:
-      draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
-      gamma: Scalar, the threshold.
-    """
     num_candidates = jnp.maximum(jnp.sum(is_valid), 1)
     beta = overlap(draft_probs, target_probs, gamma)
     # The limit of (1 - (1 - beta)^n) / beta for beta -> 0 is n.

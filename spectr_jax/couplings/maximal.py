@@ -6,14 +6,14 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
+from spectr_jax.couplings.coupling import Coupling, Outcome, one_after_another, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
 
 @dataclasses.dataclass(frozen=True)
-class Maximal:
+class Maximal(Coupling):
   """Accepts X with probability min(1, q(X)/p(X)), else draws from [q - p]+ (SpecTr, Algorithm 1).
 
   It is for a single candidate. With several valid ones the emitted token does not have the target's distribution.

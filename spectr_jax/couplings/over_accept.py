@@ -7,14 +7,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
+from spectr_jax.couplings.coupling import Coupling, Outcome, one_after_another, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
 
 @dataclasses.dataclass(frozen=True)
-class OverAccept:
+class OverAccept(Coupling):
   """Accepts X with probability min(1, (q(X) + epsilon)/p(X)). It is not lossless, on purpose.
 
   Source: "A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024), section 4. With the best

@@ -13,7 +13,7 @@ from spectr_jax.couplings.coupling import ratio
 from spectr_jax.couplings.explanation import SelectionExplanation
 from spectr_jax.couplings.given import given_set, with_given
 from spectr_jax.couplings.kseq import any_accepted
-from spectr_jax.couplings.selection import Pick
+from spectr_jax.couplings.selection import Pick, Selection
 from spectr_jax.ops.class_sums import sums_by_class
 from spectr_jax.ops.kernels import as_kernel
 from spectr_jax.ops.on_demand import where_needed
@@ -103,7 +103,7 @@ def _goal(
 
 
 @dataclasses.dataclass(frozen=True)
-class Race:
+class Race(Selection):
   """Picks a candidate with weights that depend on its ratio q/p, chosen so that the winner comes close to the target.
 
   The race approaches SpecTr's optimal transport (Sun et al. 2023, eq. 4); it is not in the papers. Tokens are put in

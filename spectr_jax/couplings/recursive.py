@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Outcome, ratio
+from spectr_jax.couplings.coupling import Coupling, Outcome, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.ops.on_demand import where_needed
 from spectr_jax.proposal import Independent, WithoutReplacement
@@ -15,7 +15,7 @@ from spectr_jax.sampling import positive_part
 
 
 @dataclasses.dataclass(frozen=True)
-class Recursive:
+class Recursive(Coupling):
   """Recursive rejection sampling, with or without replacement.
 
   The residual r starts as q. A candidate X is accepted with probability min(1, r(X)/p(X)). If it is rejected, r becomes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Outcome, ratio
+from spectr_jax.couplings.coupling import Coupling, Outcome, ratio
 from spectr_jax.couplings.explanation import Explanation, SelectionExplanation
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
@@ -30,13 +30,19 @@ class Pick:
   candidate_probs: jax.Array
 
 
-class Selection(Protocol):
-  """Picks one of n i.i.d. candidates. It is a pure function and hashable; its options are fields.
+class Selection(abc.ABC):
+  """Picks one of n i.i.d. candidates: a pure function, as a frozen dataclass whose fields are its options.
 
-  It may have an attribute `explanation`, a `SelectionExplanation`, for display. A selection with `takes_mixed` also
-  picks among candidates of which some are given, and takes a fifth argument `is_given`, bool `[n]`.
+  Attributes:
+    takes_mixed: Whether candidates may be given beside drawn ones. A call then takes a fifth argument `is_given`, bool
+      `[n]`, which candidates are given.
+    explanation: Words for its rule, for display.
   """
 
+  takes_mixed: bool = False
+  explanation: SelectionExplanation = SelectionExplanation()
+
+  @abc.abstractmethod
   def __call__(
     self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
   ) -> Pick:
@@ -45,11 +51,20 @@ class Selection(Protocol):
     Args:
       draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
     """
-    ...
+
+
+def check_selection(selection: Selection) -> None:
+  """Checks the type of what a verifier or a coupling is built on.
+
+  Raises:
+    ValueError: It is no `Selection`.
+  """
+  if not isinstance(selection, Selection):
+    raise ValueError(f'selection must be a subclass of spectr_jax.couplings.Selection, got {selection!r}')
 
 
 @dataclasses.dataclass(frozen=True)
-class SingleDraft:
+class SingleDraft(Selection):
   """Picks the only candidate.
 
   It is for single drafts. With several candidates `Pick.probs` is not the distribution of the picked token.
@@ -69,7 +84,7 @@ class SingleDraft:
 
 
 @dataclasses.dataclass(frozen=True)
-class MaximalAfter:
+class MaximalAfter(Coupling):
   """Picks by `selection` and couples the picked candidate maximally with the target.
 
   Let pt be the distribution of the picked token. It is accepted with probability min(1, q/pt); otherwise the token is
@@ -82,15 +97,18 @@ class MaximalAfter:
   selection: Selection
   proposal_rules = (Independent,)
 
+  def __post_init__(self):
+    check_selection(self.selection)
+
   @property
   def takes_mixed(self) -> bool:
     """True if the selection takes given candidates beside drawn ones."""
-    return getattr(self.selection, 'takes_mixed', False)
+    return self.selection.takes_mixed
 
   @property
   def explanation(self) -> Explanation:
     """The description of the selection, as that of a coupling."""
-    words = getattr(self.selection, 'explanation', SelectionExplanation())
+    words = self.selection.explanation
     return Explanation(words.token, f'[q − {words.law}]₊' if words.law else '')
 
   def numbers(self, draft_probs, target_probs, candidates, is_valid, *is_given) -> dict[str, jax.Array]:

@@ -30,7 +30,7 @@ class LookupCorpus:
   suffixes: jax.Array
 
 
-def suffix_order(tokens: np.ndarray) -> np.ndarray:
+def _suffix_order(tokens: np.ndarray) -> np.ndarray:
   """The places of a text, sorted by what follows them up to the next -1, which comes before all tokens.
 
   Equal suffixes are sorted by place. The whole suffix counts, by prefix doubling ("Suffix Arrays: A New Method for
@@ -85,10 +85,10 @@ def lookup_corpus(documents: Iterable[Sequence[int] | np.ndarray]) -> LookupCorp
   tokens = np.concatenate(parts)
   if len(tokens) > np.iinfo(np.int32).max:
     raise ValueError(f'a lookup corpus holds at most 2**31 - 1 tokens and ends of documents, got {len(tokens)}')
-  return LookupCorpus(jnp.asarray(tokens), jnp.asarray(suffix_order(tokens)))
+  return LookupCorpus(jnp.asarray(tokens), jnp.asarray(_suffix_order(tokens)))
 
 
-def suffix_ranges(
+def _suffix_ranges(
   corpus: LookupCorpus, text: jax.Array, length: jax.Array, longest: int, shortest: int
 ) -> tuple[jax.Array, jax.Array]:
   """The entries of the suffix array that begin with the last tokens of a text, by binary search.
@@ -148,7 +148,7 @@ def corpus_continuations(
     int32 `[H, NUM_SAMPLED, L]` by the suffix's number of tokens, `longest` first; -1 at the end of a document, behind
     which tokens are arbitrary, and for occurrences that there are not.
   """
-  firsts, counts = suffix_ranges(corpus, text, length, longest, shortest)
+  firsts, counts = _suffix_ranges(corpus, text, length, longest, shortest)
   steps, counts = jnp.arange(NUM_SAMPLED), counts[:, None]
   # counts * steps // NUM_SAMPLED, of which the product may exceed int32.
   spaced = counts // NUM_SAMPLED * steps + counts % NUM_SAMPLED * steps // NUM_SAMPLED

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.draft.drafter import DraftRequest
-from spectr_jax.draft.growth import Growth
+from spectr_jax.draft.drafter import DraftRequest, Growth
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree

@@ -3,51 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.draft.drafter import Drafter
-from spectr_jax.proposal import ProposalRule
+from spectr_jax.draft.drafter import Drafter, Growth
 from spectr_jax.sampling import SamplingParams
-
-
-class Growth(Protocol):
-  """Fills the slots of one depth after the other, for each row by itself. A pytree whose leaves are its parameters."""
-
-  @property
-  def gives(self) -> bool:
-    """True if its guesses are given (`Proposal.is_given`), False if they are drawn."""
-    ...
-
-  def sampling(self, sampling: SamplingParams) -> SamplingParams:
-    """The parameters of the distributions that `expand` reads.
-
-    Args:
-      sampling: The rows' own.
-    """
-    ...
-
-  def expand(
-    self, key: jax.Array, rule: ProposalRule, laws: jax.Array, chances: jax.Array, slots: jax.Array
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Guesses for the slots of the next depth.
-
-    Which node a slot stands below must be decided before any of these guesses is drawn.
-
-    Args:
-      key: The row's key for drafting at this depth.
-      rule: The rule that draws children.
-      laws: `[W, V]`, the draft's distributions after the nodes of this depth.
-      chances: `[W]`, the logarithm of each node's estimated chance to be accepted; -inf for slots that are not used.
-      slots: int32 `[S]`, the nodes of the next depth.
-
-    Returns:
-      int32 `[S]`, the place of each slot's parent among the W nodes, or -1 for a slot that is not used; int32 `[S]`,
-      the tokens, -1 likewise; `[S]`, the logarithms of their chances.
-    """
-    ...
 
 
 @jax.tree_util.register_dataclass

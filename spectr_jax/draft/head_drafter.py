@@ -21,7 +21,7 @@ from spectr_jax.proposal import Proposal
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HeadState:
+class _State:
   """A head after the committed text.
 
   The head runs on pairs: a token, and the target's hidden states of the token before it. Pair i belongs to token i + 1.
@@ -48,12 +48,12 @@ def _embed(params: Mapping[str, Any], context: DraftContext, tokens: jax.Array) 
 
 def _extend(
   params: Mapping[str, Any],
-  state: HeadState,
+  state: _State,
   context: DraftContext,
   num_new: int,
   *,
   config: HeadConfig,
-) -> HeadState:
+) -> _State:
   """The state with all pairs of the text, given that of a shorter text.
 
   Args:
@@ -88,7 +88,7 @@ def _extend(
       return jnp.where(num_kept[:, None] > 0, jnp.take_along_axis(new, last, axis=1)[:, 0], old)
 
     cache = cache.commit(jnp.broadcast_to(offsets, tokens.shape), num_kept)
-    return HeadState(cache, latest(hidden, state.hidden), latest(output, state.output))
+    return _State(cache, latest(hidden, state.hidden), latest(output, state.output))
 
   if size == num_new:
     return add(0, state)
@@ -96,19 +96,19 @@ def _extend(
   return jax.lax.fori_loop(0, num_chunks, lambda i, state: add(i * size, state), state)
 
 
-def _init(params, context: DraftContext, cache_size: int, *, config: HeadConfig) -> HeadState:
+def _init(params, context: DraftContext, cache_size: int, *, config: HeadConfig) -> _State:
   batch_size, width = len(context.lengths), config.block.embed_dim
   nothing = jnp.zeros((batch_size, width), config.block.dtype)
   # Without the barrier XLA folds attention over the cache of zeros, which takes longer than the rest of compilation.
   cache = jax.lax.optimization_barrier(head.init_cache(config, batch_size, cache_size))
-  state = HeadState(cache, nothing, nothing)
+  state = _State(cache, nothing, nothing)
   num_pairs = 0 if context.tokens is None else context.tokens.shape[1] - 1
   return state if num_pairs == 0 else _extend(params, state, context, num_pairs, config=config)
 
 
 def _reprompt(
-  params, state: HeadState, context: DraftContext, num_kept: jax.Array, num_new: int, *, config: HeadConfig
-) -> HeadState:
+  params, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int, *, config: HeadConfig
+) -> _State:
   # The last pair runs anew, since the state needs its output.
   kept = jnp.maximum(num_kept - 2, 0)
   state = dataclasses.replace(state, cache=state.cache.truncate(jnp.minimum(kept, state.cache.lengths)))
@@ -134,7 +134,7 @@ def target_logits(params: Mapping[str, Any], config: HeadConfig, output: jax.Arr
   return jnp.take(padded, own, axis=-1)
 
 
-def _propose(params, state: HeadState, context: DraftContext, request: DraftRequest, *, config: HeadConfig) -> Proposal:
+def _propose(params, state: _State, context: DraftContext, request: DraftRequest, *, config: HeadConfig) -> Proposal:
   tree, vocab_size = request.tree, context.target.vocab_size
   # The root's pair is committed. The pending ones are those of the other nodes with children.
   num_parents = len(tree.parent_nodes)
@@ -156,9 +156,7 @@ def _propose(params, state: HeadState, context: DraftContext, request: DraftRequ
   return dataclasses.replace(proposal, state=state)
 
 
-def _commit(
-  params, state: HeadState, context: DraftContext, commitment: Commitment, *, config: HeadConfig
-) -> HeadState:
+def _commit(params, state: _State, context: DraftContext, commitment: Commitment, *, config: HeadConfig) -> _State:
   return _extend(params, state, context, commitment.path.shape[1], config=config)
 
 

@@ -20,7 +20,7 @@ from spectr_jax.tree import TokenTree
 LOOKUP_MAX, LOOKUP_MIN = 8, 2
 
 
-def match_lengths(text: jax.Array, length: jax.Array, longest: int) -> jax.Array:
+def _match_lengths(text: jax.Array, length: jax.Array, longest: int) -> jax.Array:
   """The number of tokens, up to `longest`, that agree at the text's end and at each earlier place.
 
   Args:
@@ -75,7 +75,7 @@ def continuations(
     tokens behind the end of a document of the corpus.
   """
   places = jnp.arange(len(text))
-  matches = match_lengths(text, length, longest)
+  matches = _match_lengths(text, length, longest)
   ranks = jnp.where(matches >= shortest, matches * len(text) + places, -1)
   followers = jnp.roll(text, -1)
   others = None if corpus is None else corpus_continuations(corpus, text, length, num_tokens, longest, shortest)

@@ -91,7 +91,7 @@ def output_kernel(unembedding: jax.Array, head: int) -> jax.Array:
   return unembedding[head] if unembedding.ndim == 3 else unembedding
 
 
-def head_logits(params: Mapping[str, Any], hidden: jax.Array, num_heads: int) -> jax.Array:
+def _head_logits(params: Mapping[str, Any], hidden: jax.Array, num_heads: int) -> jax.Array:
   """Logits of the first heads, `[num_heads, B, V]`, in float32 or wider.
 
   Args:
@@ -117,7 +117,7 @@ def _propose(params, state, context: DraftContext, request: DraftRequest, *, con
   hidden = jax.vmap(lambda row, place: row[place, 0])(context.features, last)
   # A text of one token has no hidden state yet. What stands there may be anything, so it must not be NaN.
   hidden = jnp.where((context.lengths > 1)[:, None], hidden, 0).astype(config.dtype)
-  logits = head_logits(params, hidden, request.tree.max_depth)
+  logits = _head_logits(params, hidden, request.tree.max_depth)
 
   def score(carry, nodes: ScoredNodes):
     own = jax.lax.dynamic_index_in_dim(logits, nodes.depth, keepdims=False)

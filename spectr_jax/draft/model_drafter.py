@@ -18,7 +18,7 @@ from spectr_jax.tree import TokenTree
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ModelDrafterState:
+class _State:
   """A drafting model's cache and the committed tokens that are not in it.
 
   The cache lags two tokens behind the committed text, and each round begins with a forward call on both. So no token is
@@ -37,7 +37,7 @@ class ModelDrafterState:
   tokens: jax.Array | None = None
 
 
-def _init(model: Model, context: DraftContext, cache_size: int) -> ModelDrafterState:
+def _init(model: Model, context: DraftContext, cache_size: int) -> _State:
   prompts, lengths = context.tokens, context.lengths
   if prompts is None:
     raise ValueError('a model drafter starts from the prompts: its first context must hold tokens')
@@ -46,15 +46,13 @@ def _init(model: Model, context: DraftContext, cache_size: int) -> ModelDrafterS
   return _after_prompts(cache, prompts, lengths)
 
 
-def _after_prompts(cache: Any, prompts: jax.Array, lengths: jax.Array) -> ModelDrafterState:
+def _after_prompts(cache: Any, prompts: jax.Array, lengths: jax.Array) -> _State:
   """The state after prompts `[B, P]` of which all tokens but the last two are in the cache."""
   places = jnp.maximum(lengths[:, None] - jnp.array([2, 1]), 0)
-  return ModelDrafterState(cache, tail=jnp.take_along_axis(prompts, places, axis=1), has_previous=lengths > 1)
+  return _State(cache, tail=jnp.take_along_axis(prompts, places, axis=1), has_previous=lengths > 1)
 
 
-def _reprompt(
-  model: Model, state: ModelDrafterState, context: DraftContext, num_kept: jax.Array, num_new: int
-) -> ModelDrafterState:
+def _reprompt(model: Model, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int) -> _State:
   prompts, lengths = context.tokens, context.lengths
   if prompts is None:
     raise ValueError('a model drafter needs the prompts: the context must hold tokens')
@@ -69,13 +67,13 @@ def _slot_of(tree: TokenTree) -> np.ndarray:
   return tree.law_index + 1
 
 
-def _with_previous(state: ModelDrafterState, seen: jax.Array) -> jax.Array:
+def _with_previous(state: _State, seen: jax.Array) -> jax.Array:
   """The pending slots that nodes see, `[B, W, R + 1]`: the token before the root, if there is one, and `seen`."""
   previous = jnp.broadcast_to(state.has_previous[:, None, None], (*seen.shape[:2], 1))
   return jnp.concatenate([previous, seen], axis=2)
 
 
-def _propose(model: Model, state: ModelDrafterState, context: DraftContext, request: DraftRequest) -> Proposal:
+def _propose(model: Model, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
   tree = request.tree
   model = model.on_one_tpu() if request.is_on_one_tpu else model
   root_position = context.lengths[:, None] - 1
@@ -95,7 +93,7 @@ def _propose(model: Model, state: ModelDrafterState, context: DraftContext, requ
   return dataclasses.replace(proposal, state=dataclasses.replace(state, cache=cache, tokens=proposal.tokens))
 
 
-def _commit(model: Model, state: ModelDrafterState, context: DraftContext, commitment: Commitment) -> ModelDrafterState:
+def _commit(model: Model, state: _State, context: DraftContext, commitment: Commitment) -> _State:
   del context
   if state.tokens is None:
     raise ValueError("a model drafter commits the state of its proposal, which holds the round's guesses")
@@ -115,7 +113,7 @@ def _commit(model: Model, state: ModelDrafterState, context: DraftContext, commi
   on_path = jnp.concatenate([state.tail[:, 1:], guesses], axis=1)
   last = jnp.take_along_axis(on_path, jnp.maximum(num_committed - 1, 0)[:, None], axis=1)
   tail = jnp.concatenate([last, commitment.next_token[:, None]], axis=1)
-  return ModelDrafterState(
+  return _State(
     cache=cache, tail=jnp.where(is_active[:, None], tail, state.tail), has_previous=state.has_previous | is_active
   )
 
@@ -124,7 +122,7 @@ def _param_shardings(sharding, model: Model):
   return sharding.of_model(model, is_divided=sharding.is_draft_divided)
 
 
-def _state_shardings(sharding, model: Model, state: ModelDrafterState):
+def _state_shardings(sharding, model: Model, state: _State):
   rows = sharding.of_rows(dataclasses.replace(state, cache=None))
   cache = sharding.of_cache(state.cache, model, role='draft', is_divided=sharding.is_draft_divided)
   return dataclasses.replace(rows, cache=cache)

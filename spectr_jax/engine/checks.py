@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike
-
-if TYPE_CHECKING:
-  from spectr_jax.engine.decoder import Decoder
 
 
 def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
@@ -107,40 +102,3 @@ def check_shapes(prompts: jax.Array, prompt_lengths: jax.Array) -> None:
     raise ValueError(f'prompts must be integers [B, P] with B and P at least 1, got {prompts.dtype} {prompts.shape}')
   if prompt_lengths.shape != prompts.shape[:1] or not jnp.issubdtype(prompt_lengths.dtype, jnp.integer):
     raise ValueError(f'prompt_lengths must be integers [{prompts.shape[0]}], got {prompt_lengths.shape}')
-
-
-def check_prompts(decoder: Decoder, prompts: jax.Array, prompt_lengths: jax.Array) -> None:
-  """Checks that prompts fit the decoder: their shapes and, outside of a trace, their lengths and ids.
-
-  Args:
-    decoder: The decoder.
-    prompts: Integers `[B, P]`.
-    prompt_lengths: Integers `[B]`, in tokens.
-
-  Raises:
-    ValueError: A shape, a length or an id does not fit, or a text may exceed the cache or the models' limit.
-  """
-  check_shapes(prompts, prompt_lengths)
-  needed = prompts.shape[1] + decoder.max_new_tokens
-  if decoder.cache_size < needed:
-    raise ValueError(
-      f'cache_size must be at least {needed}, for prompts of {prompts.shape[1]} tokens and new ones; got'
-      f' {decoder.cache_size}'
-    )
-  if isinstance(prompts, Tracer) or isinstance(prompt_lengths, Tracer):
-    return
-  lengths = np.asarray(prompt_lengths)
-  if lengths.min() < 1 or lengths.max() > prompts.shape[1]:
-    raise ValueError(
-      f'prompt_lengths must be from 1 to {prompts.shape[1]}: a prompt has at least one token; got {lengths.min()} to'
-      f' {lengths.max()}'
-    )
-  used = np.asarray(prompts)[np.arange(prompts.shape[1]) < lengths[:, None]]
-  vocab_size, longest = decoder.target.vocab_size, decoder.context_length
-  if used.min() < 0 or used.max() >= vocab_size:
-    raise ValueError(f'prompts hold ids from {used.min()} to {used.max()}, the vocabulary is 0 to {vocab_size - 1}')
-  if longest is not None and lengths.max() + decoder.max_new_tokens > longest:
-    raise ValueError(
-      f"the longest prompt has {lengths.max()} tokens; with {decoder.max_new_tokens} new ones that exceeds the models'"
-      f' limit of {longest}'
-    )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.engine import checks
@@ -112,6 +113,41 @@ class Decoder:
     """The longest prompt plus continuation that both models were made for, in tokens, or None for no limit."""
     limits = [each.context_length for each in (self.target, self.drafter) if each is not None]
     return min((limit for limit in limits if limit is not None), default=None)
+
+  def check_prompts(self, prompts: jax.Array, prompt_lengths: jax.Array) -> None:
+    """Checks that prompts fit: their shapes and, outside of a trace, their lengths and ids.
+
+    Args:
+      prompts: Integers `[B, P]`.
+      prompt_lengths: Integers `[B]`, in tokens.
+
+    Raises:
+      ValueError: A shape, a length or an id does not fit, or a text may exceed the cache or the models' limit.
+    """
+    checks.check_shapes(prompts, prompt_lengths)
+    needed = prompts.shape[1] + self.max_new_tokens
+    if self.cache_size < needed:
+      raise ValueError(
+        f'cache_size must be at least {needed}, for prompts of {prompts.shape[1]} tokens and new ones; got'
+        f' {self.cache_size}'
+      )
+    if isinstance(prompts, Tracer) or isinstance(prompt_lengths, Tracer):
+      return
+    lengths = np.asarray(prompt_lengths)
+    if lengths.min() < 1 or lengths.max() > prompts.shape[1]:
+      raise ValueError(
+        f'prompt_lengths must be from 1 to {prompts.shape[1]}: a prompt has at least one token; got {lengths.min()} to'
+        f' {lengths.max()}'
+      )
+    used = np.asarray(prompts)[np.arange(prompts.shape[1]) < lengths[:, None]]
+    vocab_size, longest = self.target.vocab_size, self.context_length
+    if used.min() < 0 or used.max() >= vocab_size:
+      raise ValueError(f'prompts hold ids from {used.min()} to {used.max()}, the vocabulary is 0 to {vocab_size - 1}')
+    if longest is not None and lengths.max() + self.max_new_tokens > longest:
+      raise ValueError(
+        f"the longest prompt has {lengths.max()} tokens; with {self.max_new_tokens} new ones that exceeds the models'"
+        f' limit of {longest}'
+      )
 
 
 def _default_tree(method: Method, drafter: Drafter | None) -> TokenTree:

@@ -68,25 +68,25 @@ def noise_keys(decoder: Decoder, state: DecodeState) -> tuple[jax.Array, jax.Arr
   return draft_keys, of_rows(state.keys, state.root_position, _PURPOSE_VERIFY)
 
 
-def _over_rows(outputs: Callable[[Any, Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-  """Makes a function of a decoder and a state run on each device's rows apart where the decoder's sharding says so.
+def _over_rows(
+  function: Callable[[Decoder, DecodeState], Any],
+  decoder: Decoder,
+  state: DecodeState,
+  outputs: Callable[[Any, Any], Any],
+) -> Any:
+  """`function(decoder, state)`, on each device's rows apart where the decoder's sharding says so.
 
   Args:
+    function: A part of the loop.
+    decoder: The decoder.
+    state: Before the round.
     outputs: What the function returns, as for `DecodeSharding.over_rows`.
   """
-
-  def decorate(function):
-    @functools.wraps(function)
-    def apply(decoder: Decoder, state: DecodeState, **options):
-      local = functools.partial(function, **options)
-      if decoder.sharding is not None and decoder.sharding.rounds_apart(decoder.drafter, state.keys.shape[0]):
-        local = decoder.sharding.over_rows(local, state, outputs)
-      with on_platform_of(decoder.sharding):
-        return local(decoder, state)
-
-    return apply
-
-  return decorate
+  sharding = decoder.sharding
+  if sharding is not None and sharding.rounds_apart(decoder.drafter, state.keys.shape[0]):
+    function = sharding.over_rows(function, state, outputs)
+  with on_platform_of(sharding):
+    return function(decoder, state)
 
 
 # The parts of a round, one after another; `decode.experiment.latency` times them one by one.
@@ -343,7 +343,6 @@ class Round:
   record: Record | None = None
 
 
-@_over_rows(lambda state, row: (state, row))
 def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = False) -> tuple[DecodeState, Round]:
   """One round with one target call: draft, score, verify, commit. Rows that are done stay as they are.
 
@@ -355,16 +354,19 @@ def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = Fals
   Returns:
     The state after the round, and the round.
   """
-  draft_keys, verify_keys = noise_keys(decoder, state)
-  proposal = propose(decoder, state, draft_keys)
-  output = score(decoder, state, proposal)
-  rows = dataclasses.replace(proposal, state=None)
-  target_probs, verdict, record = judge(decoder, state, verify_keys, rows, output.logits, is_explained=is_explained)
-  state = commit(decoder, state, proposal, output, target_probs, verdict)
-  return state, Round(verify_keys, rows, target_probs, verdict, record)
+
+  def one(decoder, state):
+    draft_keys, verify_keys = noise_keys(decoder, state)
+    proposal = propose(decoder, state, draft_keys)
+    output = score(decoder, state, proposal)
+    rows = dataclasses.replace(proposal, state=None)
+    target_probs, verdict, record = judge(decoder, state, verify_keys, rows, output.logits, is_explained=is_explained)
+    state = commit(decoder, state, proposal, output, target_probs, verdict)
+    return state, Round(verify_keys, rows, target_probs, verdict, record)
+
+  return _over_rows(one, decoder, state, lambda state, row: (state, row))
 
 
-@_over_rows(lambda state, row: state)
 def _pass_round(decoder: Decoder, state: DecodeState) -> DecodeState:
   """A round in which no row has a guess: the target's call is that of an autoregressive step.
 
@@ -383,10 +385,10 @@ def _pass_round(decoder: Decoder, state: DecodeState) -> DecodeState:
   return commit(decoder, state, proposal, output, target_probs, verdict)
 
 
-@_over_rows(lambda state, row: row)
-def _guesses(decoder: Decoder, state: DecodeState) -> jax.Array:
-  """The tokens of a round's guesses `[B, N]`. The keys draw nothing, since all candidates are given."""
-  return propose(decoder, state, noise_keys(decoder, state)[0]).tokens
+def _has_guess(decoder: Decoder, state: DecodeState) -> jax.Array:
+  """bool `[B]`: the rows with a guess in the next round. The keys draw nothing, since all candidates are given."""
+  tokens = propose(decoder, state, noise_keys(decoder, state)[0]).tokens
+  return jnp.any(tokens >= 0, axis=1)
 
 
 @functools.partial(jax.jit, donate_argnames='state')
@@ -409,11 +411,13 @@ def run_rounds(decoder: Decoder, state: DecodeState, num_rounds: jax.Array) -> D
 
   def advance_alone(loop):
     state, done_rounds = loop
-    return constrain(decoder, _pass_round(decoder, state)), done_rounds + 1
+    state = _over_rows(_pass_round, decoder, state, lambda state, row: state)
+    return constrain(decoder, state), done_rounds + 1
 
   def has_guess(loop):
     state, _ = loop
-    return jnp.any((_guesses(decoder, state) >= 0) & ~state.is_done[:, None])
+    has_guess = _over_rows(_has_guess, decoder, state, lambda state, row: row)
+    return jnp.any(has_guess & ~state.is_done)
 
   def advance_either(loop):
     # Two loops, and not two branches, which would copy the caches.

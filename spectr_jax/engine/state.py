@@ -148,7 +148,7 @@ def checked_rows(
   """
   prompts = checks.as_integers('prompts', prompts)
   prompt_lengths = checks.as_integers('prompt_lengths', prompt_lengths)
-  checks.check_prompts(decoder, prompts, prompt_lengths)
+  decoder.check_prompts(prompts, prompt_lengths)
   sampling = SamplingParams() if sampling is None else sampling
   if not isinstance(sampling, SamplingParams):
     raise ValueError(f'sampling must be SamplingParams, such as SamplingParams(temperature=0.7), got {sampling!r}')
@@ -232,7 +232,7 @@ def first_state(
       logprobs=jnp.full(nothing.shape, jnp.nan, jnp.float32) if decoder.has_logprobs else None,
     ),
   )
-  return constrain_rows(decoder, state)
+  return _constrain_rows(decoder, state)
 
 
 @functools.partial(jax.jit, static_argnames='num_samples')
@@ -268,7 +268,7 @@ def finish(decoder: Decoder, state: DecodeState, rows: Sequence[int] | np.ndarra
   return dataclasses.replace(state, is_done=_end_rows(decoder, state.is_done, is_ended))
 
 
-def constrain_rows(decoder: Decoder, state: DecodeState) -> DecodeState:
+def _constrain_rows(decoder: Decoder, state: DecodeState) -> DecodeState:
   """Constrains all arrays of a state but the caches to their shardings, inside of a program.
 
   The prefills have placed the caches.

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.proposal import Proposal
-from spectr_jax.row_tree import RowTree
 from spectr_jax.theory import given_optimum, optimal_acceptance
-from spectr_jax.tree import TokenTree
+from spectr_jax.tree import TokenTree, Tree
 from spectr_jax.verifiers import Verdict
 from spectr_jax.verifiers.position import has_drawn_children
 
@@ -58,9 +57,7 @@ class Statistics:
     return jax.tree.map(jnp.add, self, other)
 
 
-def round_statistics(
-  tree: TokenTree | RowTree, proposal: Proposal, target_probs: jax.Array, verdict: Verdict
-) -> Statistics:
+def round_statistics(tree: Tree, proposal: Proposal, target_probs: jax.Array, verdict: Verdict) -> Statistics:
   """The statistics of a round on one row, without the leading axis.
 
   Args:
@@ -107,7 +104,7 @@ def round_statistics(
   )
 
 
-def _is_given_token(tree: TokenTree | RowTree, proposal: Proposal, is_given: jax.Array) -> jax.Array:
+def _is_given_token(tree: Tree, proposal: Proposal, is_given: jax.Array) -> jax.Array:
   """bool `[L, V]`: the tokens of the given candidates of each depth; `is_given` is bool `[N + 1]`, by node."""
   nodes, vocab_size = jnp.asarray(tree.levels[1:-1]), proposal.probs.shape[-1]
   at = jnp.where((nodes >= 0) & is_given[nodes], proposal.tokens[nodes - 1], vocab_size)

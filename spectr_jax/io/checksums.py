@@ -70,16 +70,6 @@ def file_hash(path: epath.PathLike) -> str:
   return digest.hexdigest()
 
 
-def file_hashes(folder: epath.PathLike) -> dict[str, str]:
-  """The SHA-256 of every file below a folder, by relative path.
-
-  Raises:
-    ValueError: As for `files_below` and `file_hash`.
-  """
-  folder = epath.Path(folder)
-  return {name: file_hash(folder / name) for name in files_below(folder)}
-
-
 def content_hash(tree: Any) -> str:
   """The first 16 hexadecimal digits of a SHA-256 of the arrays of a tree: their paths, types, shapes and numbers."""
   digest = hashlib.sha256()

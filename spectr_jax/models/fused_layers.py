@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,8 @@ import numpy as np
 
 from spectr_jax.model import KVCache
 from spectr_jax.models import layers
+from spectr_jax.models.transformer_config import TransformerConfig
 
-if TYPE_CHECKING:
-  from spectr_jax.models.transformer import TransformerConfig
-
-# The name of the fused form among the parameters of a transformer.
-FUSED = 'fused'
 _SUBLANES = 8
 _SLOTS = 16  # pending slots come in multiples: the rows of a bfloat16 tile
 _MEMORY = 64 * 2**20  # of the vector memory's 128 MiB on v5e and v6e

@@ -15,7 +15,7 @@ from spectr_jax.model import Model, ModelOutput
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TableCache:
+class _Cache:
   """The cache of a Markov chain, which needs no past tokens.
 
   Attributes:
@@ -24,13 +24,13 @@ class TableCache:
 
   lengths: jax.Array
 
-  def truncate(self, lengths: jax.Array) -> TableCache:
+  def truncate(self, lengths: jax.Array) -> _Cache:
     """The cache with the first `lengths[b]` committed tokens of each row.
 
     Args:
       lengths: int32 `[B]`.
     """
-    return TableCache(lengths)
+    return _Cache(lengths)
 
 
 def _apply(params, tokens, positions, mask, cache):
@@ -42,12 +42,12 @@ def _apply(params, tokens, positions, mask, cache):
 
 def _init_cache(batch_size, cache_size):
   del cache_size
-  return TableCache(jnp.zeros(batch_size, jnp.int32))
+  return _Cache(jnp.zeros(batch_size, jnp.int32))
 
 
 def _commit(cache, path, num_committed):
   del path
-  return TableCache(cache.lengths + num_committed)
+  return _Cache(cache.lengths + num_committed)
 
 
 def table_model(log_probs: jax.Array) -> Model:

@@ -17,7 +17,7 @@ from spectr_jax.verifiers import Block, GreedyBlock, RaceTraversal, Verifier, Wa
 
 
 @dataclasses.dataclass(frozen=True)
-class ResidualLeftOut:
+class ResidualLeftOut(Coupling):
   """A coupling that draws the correction from the target itself instead of the residual."""
 
   coupling: Coupling

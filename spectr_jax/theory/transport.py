@@ -8,7 +8,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.couplings.coupling import Outcome
+from spectr_jax.couplings.coupling import Coupling, Outcome
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 from spectr_jax.theory.laws import as_laws
@@ -50,7 +50,7 @@ class TransportPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class TransportCoupling:
+class TransportCoupling(Coupling):
   """Accepts according to a transport plan (SpecTr, section 5: OTM-k). It is for proofs and figures, not for decoding.
 
   The emitted token's distribution given the candidates is looked up in the plan, which becomes a constant of the

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import ratio
-from spectr_jax.couplings.explanation import Explanation, SelectionExplanation
-from spectr_jax.couplings.selection import Pick, Selection
+from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.selection import Pick, Selection, check_selection
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
+from spectr_jax.tree import Tree
 from spectr_jax.verifiers.position import Position, next_position
 from spectr_jax.verifiers.record import Decisions, Record, run_steps
-from spectr_jax.verifiers.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
+from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at
 
 
 @jax.tree_util.register_dataclass
@@ -64,10 +65,13 @@ class Block(RecordedVerifier):
   proposal_rules = (Independent,)
   takes_grown = True
 
+  def __post_init__(self):
+    check_selection(self.selection)
+
   @property
   def takes_mixed(self) -> bool:
     """True if the selection takes given candidates beside drawn ones."""
-    return getattr(self.selection, 'takes_mixed', False)
+    return self.selection.takes_mixed
 
   @property
   def takes_given(self) -> bool:
@@ -77,7 +81,7 @@ class Block(RecordedVerifier):
   @property
   def explanation(self) -> Explanation:
     """The rule of block verification in words, with those of the selection."""
-    words = getattr(self.selection, 'explanation', SelectionExplanation())
+    words = self.selection.explanation
     if not words.path:
       return Explanation()
     return Explanation(
@@ -179,7 +183,6 @@ class Block(RecordedVerifier):
     uniforms = self._uniforms(keys, dtype)
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[0, 2], state, {})
-    tree = with_arrays(tree)
 
     # The residual at the cut is computed again after the walk, which would otherwise carry one, `[V]`, for every depth.
     def walk(carry):
@@ -206,7 +209,7 @@ class Block(RecordedVerifier):
     del state
     if tree.num_nodes == 0:
       return target_probs
-    tree, size, dtype = with_arrays(tree), tree.num_nodes + 1, target_probs.dtype
+    size, dtype = tree.num_nodes + 1, target_probs.dtype
     no_node = jnp.zeros(size, dtype)
 
     def downwards(carry, node):

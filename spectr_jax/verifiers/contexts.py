@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.proposal import Proposal
-from spectr_jax.tree import TokenTree
+from spectr_jax.tree import TokenTree, Tree
 from spectr_jax.verifiers.position import has_drawn_children
-from spectr_jax.verifiers.verifier import Tree
 
 
 @dataclasses.dataclass(frozen=True)

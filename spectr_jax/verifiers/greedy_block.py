@@ -11,8 +11,9 @@ import numpy as np
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import positive_part, positive_part_or
+from spectr_jax.tree import Tree
 from spectr_jax.verifiers.record import Decisions, Record
-from spectr_jax.verifiers.verifier import RecordedVerifier, Tree, Verdict, stop_at
+from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.proposal import Proposal
-from spectr_jax.verifiers.verifier import Tree
+from spectr_jax.tree import Tree
 
 _NOT_THERE = -2  # unlike every token, and unlike the -1 of a child that could not be drawn
 

@@ -17,9 +17,10 @@ from spectr_jax.ops.token_sums import sums_of_rows
 from spectr_jax.ops.tree_steps import first_kept, race_credits
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
+from spectr_jax.tree import Tree
 from spectr_jax.verifiers.contexts import Contexts, contexts_of, slots_of
 from spectr_jax.verifiers.record import Decisions, Record
-from spectr_jax.verifiers.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
+from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at
 
 # The number of races that an accelerator solves together; chains rarely have more contexts with several candidates.
 RACES_AT_ONCE = 8
@@ -304,7 +305,6 @@ class RaceTraversal(RecordedVerifier):
     uniforms = self._uniforms(keys, tree, target_probs.dtype)
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[-1], state, {})
-    tree = with_arrays(tree)
     contexts, races, log_credits = self._steps(tree, proposal, target_probs)
     own = uniforms[slots_of(tree).nodes]
     # An explanation shows every h; a verdict needs only those that its uniforms do not exclude.
@@ -343,7 +343,7 @@ class RaceTraversal(RecordedVerifier):
     del state
     if tree.num_nodes == 0:
       return target_probs
-    tree, slots = with_arrays(tree), slots_of(tree)
+    slots = slots_of(tree)
     contexts, races, log_credits = self._steps(tree, proposal, target_probs)
     keep_probs = self._keep_probs(tree, proposal, target_probs, contexts, races, log_credits)
     stops = self._arrivals(contexts, races, keep_probs) * keep_probs

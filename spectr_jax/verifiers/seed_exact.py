@@ -12,7 +12,7 @@ from spectr_jax.proposal import FirstArrivals
 from spectr_jax.sampling import arrivals, first_arrival
 from spectr_jax.verifiers.position import Position, next_position
 from spectr_jax.verifiers.record import Decisions, Record, run_steps
-from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, with_arrays
+from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,6 @@ class SeedExact(RecordedVerifier):
       node = jnp.zeros((), jnp.int32)
       token = first_arrival(arrivals(keys[0], target_probs[0]))
       return Verdict.at(tree, node, token, state), Record({}, node, target_probs[0], None)
-    tree = with_arrays(tree)
 
     def walk(carry):
       return self._walk(keys, tree, proposal, target_probs, carry)

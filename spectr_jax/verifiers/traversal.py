@@ -11,8 +11,9 @@ from spectr_jax.couplings.coupling import ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Independent, Proposal, ProposalRule, WithoutReplacement
 from spectr_jax.sampling import positive_part
+from spectr_jax.tree import Tree
 from spectr_jax.verifiers.record import Decisions, Record, run_steps
-from spectr_jax.verifiers.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
+from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at
 
 
 @jax.tree_util.register_dataclass
@@ -176,7 +177,6 @@ class Traversal(RecordedVerifier):
     uniforms = self._uniforms(keys, tree, target_probs.dtype)
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[-1], state, {})
-    tree = with_arrays(tree)
     visits = jnp.asarray(tree.postorder)
 
     def is_rejected(carry):
@@ -215,7 +215,6 @@ class Traversal(RecordedVerifier):
     del state
     if tree.num_nodes == 0:
       return target_probs
-    tree = with_arrays(tree)
     visits = jnp.asarray(tree.postorder)
 
     def at_visit(carry, visit):

@@ -8,43 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.proposal import Proposal, ProposalRule
-from spectr_jax.row_tree import RowTree
 from spectr_jax.sampling import draw
-from spectr_jax.tree import TokenTree
+from spectr_jax.tree import TokenTree, Tree
 from spectr_jax.verifiers.record import Decisions, Record
-
-
-@dataclasses.dataclass(frozen=True)
-class _ArraysOfRow:
-  """A `RowTree` with its arrays computed; the attributes are those of `RowTree`."""
-
-  bounds: TokenTree
-  num_nodes: int
-  max_depth: int
-  depths: np.ndarray
-  levels: np.ndarray
-  parent_nodes: np.ndarray
-  parent_of: jax.Array
-  num_children: jax.Array
-  paths: jax.Array
-  law_index: jax.Array
-  postorder: jax.Array
-
-
-# A tree is the same for all rows, or a row's own. All three have the attributes that verifiers read; some are traced.
-Tree = TokenTree | RowTree | _ArraysOfRow
-
-
-def with_arrays(tree: Tree) -> Tree:
-  """The tree with its arrays computed once, so that a loop that reads them does not compute them in every iteration."""
-  if isinstance(tree, TokenTree):
-    return tree
-  return _ArraysOfRow(**{field.name: getattr(tree, field.name) for field in dataclasses.fields(_ArraysOfRow)})
 
 
 @jax.tree_util.register_dataclass

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.couplings.coupling import Coupling, Outcome, ratio
+from spectr_jax.couplings.coupling import Coupling, Outcome, ThresholdCoupling, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.given import Given
-from spectr_jax.couplings.kseq import KSeq
 from spectr_jax.ops.on_demand import map_needed
 from spectr_jax.ops.platforms import by_platform
 from spectr_jax.proposal import Independent, Proposal, ProposalRule
 from spectr_jax.sampling import draw
+from spectr_jax.tree import Tree
 from spectr_jax.verifiers.position import Position, next_position
 from spectr_jax.verifiers.record import Decisions, Record, run_steps
-from spectr_jax.verifiers.verifier import RecordedVerifier, Tree, Verdict, stop_at, with_arrays
+from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at
 
 _GIVEN = Given()
 # Positions whose thresholds an accelerator finds together; chains rarely have more with several candidates.
@@ -46,6 +46,10 @@ class Walk(RecordedVerifier):
   takes_given = True
   takes_grown = True
 
+  def __post_init__(self):
+    if not isinstance(self.coupling, Coupling):
+      raise ValueError(f'coupling must be a subclass of spectr_jax.couplings.Coupling, got {self.coupling!r}')
+
   @property
   def proposal_rules(self) -> tuple[type[ProposalRule], ...]:
     """The coupling's rules."""
@@ -54,26 +58,26 @@ class Walk(RecordedVerifier):
   @property
   def takes_mixed(self) -> bool:
     """True if the coupling takes given candidates beside drawn ones."""
-    return getattr(self.coupling, 'takes_mixed', False)
+    return self.coupling.takes_mixed
 
   @property
   def is_biased(self) -> bool:
     """True if the coupling is biased."""
-    return getattr(self.coupling, 'is_biased', False)
+    return self.coupling.is_biased
 
   @property
   def explanation(self) -> Explanation:
     """The coupling's words."""
-    words = getattr(self.coupling, 'explanation', Explanation())
+    words = self.coupling.explanation
     # If siblings differ, no two nodes spell the same, so there is nothing to pool.
     if self.is_pooled or not words.rule or Independent not in self.proposal_rules:
       return words
     return Explanation(f'{words.rule} After the first position only the accepted draft goes on.', words.residual)
 
   def with_epsilon(self, epsilon: float) -> Walk:
-    """The walk with another amount of over-acceptance; itself if its coupling has no such option."""
-    with_epsilon = getattr(self.coupling, 'with_epsilon', None)
-    return self if with_epsilon is None else dataclasses.replace(self, coupling=with_epsilon(epsilon))
+    """The walk with another amount of over-acceptance; itself if its coupling never over-accepts."""
+    coupling = self.coupling.with_epsilon(epsilon)
+    return self if coupling is self.coupling else dataclasses.replace(self, coupling=coupling)
 
   def _outcome(self, position: Position) -> Outcome:
     """The outcome at a position, by the coupling for drawn or for given candidates."""
@@ -132,7 +136,7 @@ class Walk(RecordedVerifier):
       p = jnp.where(position.is_given, 1, p)  # drawn from a point mass
       is_drawn = position.is_valid & ~position.is_given
       shown = (position.is_valid, position.is_given) if self.takes_mixed else (is_drawn,)
-    numbers = getattr(self.coupling, 'numbers', lambda *_: {})(*laws, *shown)
+    numbers = self.coupling.numbers(*laws, *shown)
     return Decisions(
       is_made=carry[2] & jnp.any(position.is_valid),
       node=position.node,
@@ -155,13 +159,12 @@ class Walk(RecordedVerifier):
     uniforms = self._uniforms(keys, target_probs.dtype)
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[0, 1], state, {})
-    tree = with_arrays(tree)
 
     def by_steps():
       (node, depth, _), decisions = self._path(tree, proposal, target_probs, uniforms, is_explained=is_explained)
       return (node, depth, self._step(tree, proposal, target_probs, node)[1].residual), decisions
 
-    if is_explained or not isinstance(self.coupling, KSeq) or proposal.is_given is not None:
+    if is_explained or not isinstance(self.coupling, ThresholdCoupling) or proposal.is_given is not None:
       (node, depth, residual), decisions = by_steps()
     else:
       table = functools.partial(self._by_table, self.coupling, tree, proposal, target_probs, uniforms)
@@ -190,7 +193,7 @@ class Walk(RecordedVerifier):
         describe=describe if is_explained else None,
       )
 
-  def _by_table(self, coupling: KSeq, tree: Tree, proposal: Proposal, target_probs, uniforms):
+  def _by_table(self, coupling: ThresholdCoupling, tree: Tree, proposal: Proposal, target_probs, uniforms):
     """The node where the walk stops, its depth, and the residual there, by a table of what follows each node.
 
     An accelerator takes no longer for the positions after all nodes than for one. So the thresholds are found together,
@@ -245,7 +248,7 @@ class Walk(RecordedVerifier):
     del state
     if tree.num_nodes == 0:
       return target_probs
-    tree, size = with_arrays(tree), tree.num_nodes + 1
+    size = tree.num_nodes + 1
 
     def at_node(reach, node):
       """Passes the probability of reaching `node` on to its candidates; also returns that of stopping there, `[V]`.

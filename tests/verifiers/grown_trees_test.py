@@ -6,7 +6,6 @@ import pytest
 from guesses import ALL, DISTINCT, DUPLICATES, EXACT, RAN_OUT, RAN_OUT_BELOW, UNEQUAL, make_guesses, stack
 
 from spectr_jax import METHODS, Proposal, TokenTree
-from spectr_jax.row_tree import RowTree
 from tests.slow import slow, slow_but
 
 
@@ -75,7 +74,7 @@ def test_a_row_with_the_parents_of_a_tree_is_verified_like_it(name, is_bound):
 
   with jax.enable_x64(True):
     fixed = jax.jit(jax.vmap(lambda keys, *row: judge(keys, UNEQUAL, *row)))(keys, *stack(rows))
-    grown = jax.jit(jax.vmap(lambda keys, parents, *row: judge(keys, RowTree(parents, bounds), *row)))(
+    grown = jax.jit(jax.vmap(lambda keys, parents, *row: judge(keys, bounds.of_row(parents), *row)))(
       keys, *stack(placed)
     )
   for verdict, (explained, _), _ in (fixed, grown):
@@ -135,7 +134,7 @@ def test_slots_that_a_row_does_not_use_change_nothing(name):
     return verdict.next_token, verdict.path, verdict.num_accepted
 
   with jax.enable_x64(True):
-    in_slots = jax.jit(jax.vmap(lambda parents, *row: judge(RowTree(parents, _WIDE), *row)))
+    in_slots = jax.jit(jax.vmap(lambda parents, *row: judge(_WIDE.of_row(parents), *row)))
     alone = jax.jit(judge, static_argnums=0)
     cases = [(tree, np.array(places), *_grown_rows(tree, _WIDE, places, tokens)) for tree, places, tokens in shapes]
     placed = stack([row for *_, rows in cases for row in rows])
