@@ -19,10 +19,10 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from spectr_jax.ops.filters import FILTERS_BY_NAME, filtered
-from spectr_jax.ops.first_above import first_above, search
-from spectr_jax.ops.kernels import launch
-from spectr_jax.ops.platforms import by_platform
+from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.filters import FILTERS_BY_NAME, filtered
+from spectr_jax.kernels.first_above import first_above, search
+from spectr_jax.kernels.launch import launch
 from spectr_jax.sharding import dividing_axes, fetch, shards_in_program
 
 _BLOCK = 128  # tokens whose sum or minimum is taken at a time
@@ -164,7 +164,7 @@ def _softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.A
     )
 
   def scaled(logits, scale):
-    from spectr_jax.ops.softmax import scaled_softmax
+    from spectr_jax.kernels.softmax import scaled_softmax
 
     return (scaled_softmax(logits, scale),)
 
@@ -247,7 +247,7 @@ def draw_several(uniforms: jax.Array, weights: jax.Array) -> jax.Array:
     return jax.vmap(_draw, (0, None))(uniforms, weights)
 
   def kernel(uniforms, laws):
-    from spectr_jax.ops.token_draws import draw_tokens
+    from spectr_jax.kernels.token_draws import draw_tokens
 
     return (draw_tokens(uniforms, laws),)
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Outcome, one_after_another, ratio
 from spectr_jax.couplings.explanation import Explanation
-from spectr_jax.ops.gamma_sections import narrow_sections, sections
-from spectr_jax.ops.on_demand import where_needed
-from spectr_jax.ops.platforms import by_platform
-from spectr_jax.ops.token_sums import token_sums
+from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.gamma_sections import narrow_sections, sections
+from spectr_jax.kernels.on_demand import where_needed
+from spectr_jax.kernels.token_sums import token_sums
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 

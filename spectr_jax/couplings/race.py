@@ -14,11 +14,11 @@ from spectr_jax.couplings.explanation import SelectionExplanation
 from spectr_jax.couplings.given import given_set, with_given
 from spectr_jax.couplings.kseq import any_accepted
 from spectr_jax.couplings.selection import Pick
-from spectr_jax.ops.class_sums import sums_by_class
-from spectr_jax.ops.kernels import as_kernel
-from spectr_jax.ops.on_demand import where_needed
-from spectr_jax.ops.platforms import by_platform
-from spectr_jax.ops.race_fit import fit_races
+from spectr_jax.kernels.class_sums import sums_by_class
+from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.launch import as_kernel
+from spectr_jax.kernels.on_demand import where_needed
+from spectr_jax.kernels.race_fit import fit_races
 
 _FINER_BITS = 2  # by which the octaves near 1 are finer
 

@@ -24,9 +24,9 @@ from spectr_jax.engine.result import (
 from spectr_jax.engine.sharding import on_platform_of, platform_of
 from spectr_jax.engine.state import DecodeState, constrain
 from spectr_jax.engine.statistics import round_statistics
+from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.layouts import in_rows
 from spectr_jax.model import ModelOutput
-from spectr_jax.ops.layouts import in_rows
-from spectr_jax.ops.platforms import by_platform
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree

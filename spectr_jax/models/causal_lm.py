@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from spectr_jax.kernels.dispatch import by_platform
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import functions, layers
 from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, init_params, param_shapes
 from spectr_jax.models.decoding_form import JOINED, params_for_decoding
 from spectr_jax.models.functions import model_functions
 from spectr_jax.models.products import accumulation_dtype, matmul
-from spectr_jax.ops.platforms import by_platform
 from spectr_jax.sharding import CAUSAL_LM_RULES
 
 __all__ = [

@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.kernels.dispatch import default_platform
 from spectr_jax.models.int8 import Int8Kernel, is_int8
-from spectr_jax.ops.platforms import default_platform
 
 # The name of the products that become one, by theirs.
 JOINED = {('q', 'k', 'v'): 'qkv', ('gate', 'up'): 'gate_up'}

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.kernels import tree_attention
+from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.launch import launch
 from spectr_jax.models.int8 import Int8Kernel
 from spectr_jax.models.products import accumulation_dtype, matmul
-from spectr_jax.ops import tree_attention
-from spectr_jax.ops.kernels import launch
-from spectr_jax.ops.platforms import by_platform
 from spectr_jax.sharding import dividing_axes
 
 # Keys `[B, K, head_dim, S]` and values `[B, K, S, head_dim]` of a committed prefix, and bool `[B, 1 or N, S]`, the

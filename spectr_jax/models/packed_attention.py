@@ -10,8 +10,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from spectr_jax.kernels.dispatch import by_platform
 from spectr_jax.models.layers import attend_causally
-from spectr_jax.ops.platforms import by_platform
 from spectr_jax.sharding import DATA, MODEL
 
 _LANES = 128  # the kernel's blocks are multiples

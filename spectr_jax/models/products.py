@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from spectr_jax.kernels.dispatch import by_platform
 from spectr_jax.models import decoding_form
 from spectr_jax.models.decoding_form import TransposedKernel
 from spectr_jax.models.int8 import Int8Kernel
-from spectr_jax.ops.platforms import by_platform
 
 Kernel: TypeAlias = jax.Array | Int8Kernel | TransposedKernel
 # With so many tokens a row they are not joined with the rows. On TPUs attention reads and writes arrays whose minor

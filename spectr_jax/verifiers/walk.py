@@ -13,8 +13,8 @@ from spectr_jax.couplings.coupling import Coupling, Outcome, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.given import Given
 from spectr_jax.couplings.kseq import KSeq
-from spectr_jax.ops.on_demand import map_needed
-from spectr_jax.ops.platforms import by_platform
+from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.on_demand import map_needed
 from spectr_jax.proposal import Independent, Proposal, ProposalRule
 from spectr_jax.sampling import draw
 from spectr_jax.verifiers.position import Position, next_position

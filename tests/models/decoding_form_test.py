@@ -12,13 +12,13 @@ from hub_specs import SPECS
 from jax.sharding import PartitionSpec
 
 from spectr_jax.io.hub.families import read_spec
+from spectr_jax.kernels.dispatch import made_for
 from spectr_jax.models import decoding_form
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import init_params
 from spectr_jax.models.decoding_form import JOINED, TransposedKernel, kernels_for_decoding, params_for_decoding
 from spectr_jax.models.int8 import is_int8, quantised
 from spectr_jax.models.products import matmul
-from spectr_jax.ops.platforms import made_for
 from spectr_jax.sharding import CAUSAL_LM_RULES, make_mesh, shardings
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spectr_jax.ops.platforms import by_platform, default_platform, made_for
+from spectr_jax.kernels.dispatch import by_platform, default_platform, made_for
 
 
 @pytest.fixture

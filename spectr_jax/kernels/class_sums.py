@@ -10,8 +10,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.ops.platforms import by_platform
-from spectr_jax.ops.token_sums import token_sums
+from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.token_sums import token_sums
 
 _NUM_PARTS = 128
 _SUMS_AT_ONCE = 16  # of a kernel, in registers

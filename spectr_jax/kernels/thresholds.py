@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.ops.platforms import by_platform
+from spectr_jax.kernels.dispatch import by_platform
 from spectr_jax.sharding import shards_in_program
 
 THRESHOLDS = 'thresholds'  # the search's scope in compiled programs

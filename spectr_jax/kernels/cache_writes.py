@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.ops.platforms import by_platform
+from spectr_jax.kernels.dispatch import by_platform
 
 _MOST_SELECTED = 128  # entries; a prefill may write more, once
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.ops.kernels import expm1
+from spectr_jax.kernels.launch import expm1
 
 _LANES = 128
 _UNROLLED = 8  # nodes of an integral that are added up before their sum is

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from spectr_jax.ops import first_above as module
+from spectr_jax.kernels import first_above as module
 
 
 @pytest.mark.parametrize('size', [5, 128, 250])

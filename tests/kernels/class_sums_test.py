@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from spectr_jax.ops import class_sums
+from spectr_jax.kernels import class_sums
 
 
 @pytest.mark.parametrize('form', ['_compare', '_scatter'])

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.ops import on_demand
-from spectr_jax.ops.on_demand import map_needed, where_needed
-from spectr_jax.ops.platforms import made_for
+from spectr_jax.kernels import on_demand
+from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.on_demand import map_needed, where_needed
 
 
 @pytest.fixture(autouse=True)

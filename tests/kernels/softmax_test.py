@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.ops.softmax import scaled_softmax
+from spectr_jax.kernels.softmax import scaled_softmax
 
 
 @pytest.mark.parametrize('vocab_size', [640, 128 * 67])  # one turn of the kernel's loops, and a last one that overlaps

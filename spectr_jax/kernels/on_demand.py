@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.ops.platforms import by_platform
+from spectr_jax.kernels.dispatch import by_platform
 
 # From this operand size on, a loop over rows pays on a CPU.
 _MANY = 4096

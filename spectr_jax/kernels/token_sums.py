@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from spectr_jax.ops.kernels import launch
-from spectr_jax.ops.on_demand import rows_at
-from spectr_jax.ops.platforms import by_platform
+from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.launch import launch
+from spectr_jax.kernels.on_demand import rows_at
 from spectr_jax.sharding import dividing_axes, shards_in_program
 
 _LANES = 128

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.ops import filter_kernels, filters
-from spectr_jax.ops.platforms import made_for
-from tests.ops.interpreted import launch_into
+from spectr_jax.kernels import filter_kernels, filters
+from spectr_jax.kernels.dispatch import made_for
+from tests.kernels.interpreted import launch_into
 
 
 def rows_of_many_shapes(vocab_size):
@@ -163,4 +163,4 @@ def test_passes_are_enough():
 
 @pytest.mark.slow
 def test_rows_that_devices_share_are_filtered_as_whole_ones():
-  assert commands.succeed('tests.ops.divided_filters', num_devices=4).strip() == 'equal'
+  assert commands.succeed('tests.kernels.divided_filters', num_devices=4).strip() == 'equal'

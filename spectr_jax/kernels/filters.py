@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spectr_jax.ops.filter_kernels import find_in_rows, is_covered, keep_in_rows
-from spectr_jax.ops.kernels import launch
-from spectr_jax.ops.platforms import by_platform
-from spectr_jax.ops.thresholds import largest_threshold
+from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.filter_kernels import find_in_rows, is_covered, keep_in_rows
+from spectr_jax.kernels.launch import launch
+from spectr_jax.kernels.thresholds import largest_threshold
 from spectr_jax.sharding import dividing_axes, shards_in_program
 
 FILTERS = 'filters'  # their scope in compiled programs

@@ -6,7 +6,7 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
-from spectr_jax.ops.platforms import by_platform
+from spectr_jax.kernels.dispatch import by_platform
 from spectr_jax.sharding import dividing_axes, shards_in_program
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.ops.kernels import as_kernel, expm1
+from spectr_jax.kernels.launch import as_kernel, expm1
 
 
 def sections(low: jax.Array, high: jax.Array, num_sections: int) -> jax.Array:

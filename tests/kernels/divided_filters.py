@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from spectr_jax.ops import filters
-from spectr_jax.ops.platforms import made_for
-from tests.ops.interpreted import launch_into
+from spectr_jax.kernels import filters
+from spectr_jax.kernels.dispatch import made_for
+from tests.kernels.interpreted import launch_into
 
 
 def main():

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spectr_jax.kernels import tree_attention
+from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.tree_attention import attend_by_kernel
 from spectr_jax.models import layers
-from spectr_jax.ops import tree_attention
-from spectr_jax.ops.platforms import made_for
-from spectr_jax.ops.tree_attention import attend_by_kernel
 
 
 def _inputs(*, batch_size, num_queries, num_heads, num_kv_heads, head_dim, num_new, num_slots, has_window=False):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.couplings import kseq
-from spectr_jax.ops import class_sums, gamma_sections, token_sums
+from spectr_jax.kernels import class_sums, gamma_sections, token_sums
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_runs_are_neighbours_in_every_table():
 
 @pytest.mark.slow
 def test_devices_add_up_their_parts():
-  assert commands.succeed('tests.ops.divided_sums', num_devices=2).strip() == 'equal'
+  assert commands.succeed('tests.kernels.divided_sums', num_devices=2).strip() == 'equal'
 
 
 @pytest.mark.parametrize('num_rows', [1, 8, 11])

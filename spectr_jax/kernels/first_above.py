@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.ops.kernels import as_kernel
+from spectr_jax.kernels.launch import as_kernel
 
 _ROWS, _LANES = 8, 128
 

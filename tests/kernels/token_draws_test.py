@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.ops.token_draws import draw_tokens
+from spectr_jax.kernels.token_draws import draw_tokens
 from spectr_jax.sampling import draw_several
 
 

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from spectr_jax.ops import tree_steps
-from spectr_jax.ops.platforms import made_for
+from spectr_jax.kernels import tree_steps
+from spectr_jax.kernels.dispatch import made_for
 
 
 def _trees(num_rows, num_depths, width):

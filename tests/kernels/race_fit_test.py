@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.couplings.race import Race
-from spectr_jax.ops.race_fit import fit_races
+from spectr_jax.kernels.race_fit import fit_races
 from tests.slow import slow
 
 

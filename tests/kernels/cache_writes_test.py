@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.ops import cache_writes
+from spectr_jax.kernels import cache_writes
 
 
 @pytest.mark.parametrize(

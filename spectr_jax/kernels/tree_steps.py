@@ -13,8 +13,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.ops.kernels import as_kernel, expm1
-from spectr_jax.ops.platforms import by_platform
+from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.launch import as_kernel, expm1
 
 _ROWS_TOGETHER = 8  # for which a kernel goes through the depths at the same time, at most
 _MOST_BYTES = 4 * 2**20  # of these rows, which are in the vector memory twice

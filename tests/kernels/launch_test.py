@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.ops.kernels import launch
+from spectr_jax.kernels.launch import launch
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from spectr_jax.ops import class_sums, token_sums
-from tests.ops.interpreted import launch_into
+from spectr_jax.kernels import class_sums, token_sums
+from tests.kernels.interpreted import launch_into
 
 
 def main():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.ops import thresholds
+from spectr_jax.kernels import thresholds
 
 
 def _by_sorting(probs, goal, weights):
