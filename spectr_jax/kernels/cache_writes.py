@@ -6,16 +6,15 @@ in another type, on TPUs in another layout.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.dispatch import operation
 
 _MOST_SELECTED = 128  # entries; a prefill may write more, once
 
 
+@operation
 def write_slots(array: jax.Array, pending: jax.Array, path: jax.Array, slots: jax.Array, axis: int) -> jax.Array:
   """The array with some pending entries in some of its slots.
 
@@ -26,16 +25,6 @@ def write_slots(array: jax.Array, pending: jax.Array, path: jax.Array, slots: ja
     slots: int32 `[B, D]`, the slot of each; entries with slots from S on are dropped.
     axis: The slot axis, 2 or 3.
   """
-  forms = {}
-  if path.shape[1] <= _MOST_SELECTED:
-    forms['tpu'] = functools.partial(_select, axis=axis)
-  if array.dtype == jnp.bfloat16:
-    forms['cpu'] = functools.partial(_scatter_integers, axis=axis)
-  return by_platform(array, pending, path, slots, **forms, default=functools.partial(_scatter, axis=axis))
-
-
-def _scatter(array, pending, path, slots, *, axis: int):
-  """The plain form."""
 
   # Row by row and not by indices of rows, so that the compiler sees that no row of another device is needed.
   def keep(row, pending, path, slots):
@@ -45,13 +34,33 @@ def _scatter(array, pending, path, slots, *, axis: int):
   return jax.vmap(keep)(array, pending, path, slots)
 
 
-def _scatter_integers(array, pending, *where, axis: int):
-  """Scatters bfloat16 as integers, because XLA on CPUs would convert the whole array to float32 and back."""
-  bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, pending))
-  return jax.lax.bitcast_convert_type(_scatter(*bits, *where, axis=axis), array.dtype)
+@operation
+def write_rows(rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+  """`rows` `[B, S, ...]` with `values` `[B, D, ...]` at `slots` `[B, D]`; slots beyond S are dropped."""
+  return jax.vmap(lambda row, slots, values: row.at[slots].set(values, mode='drop'))(rows, slots, values)
 
 
-def _select(array, pending, path, slots, *, axis: int):
+def _bits(array):
+  return jax.lax.bitcast_convert_type(array, jnp.uint16)
+
+
+def _is_bfloat16(array, *_):
+  return array.dtype == jnp.bfloat16
+
+
+# XLA on CPUs would convert the whole array to float32 and back.
+@write_slots.form('cpu', takes=_is_bfloat16)
+def _write_slots_as_integers(array, pending, path, slots, axis):
+  return jax.lax.bitcast_convert_type(write_slots.plain(_bits(array), _bits(pending), path, slots, axis), array.dtype)
+
+
+@write_rows.form('cpu', takes=_is_bfloat16)
+def _write_rows_as_integers(rows, slots, values):
+  return jax.lax.bitcast_convert_type(write_rows.plain(_bits(rows), slots, _bits(values)), rows.dtype)
+
+
+@write_slots.form('tpu', takes=lambda array, pending, path, slots, axis: path.shape[1] <= _MOST_SELECTED)
+def _select(array, pending, path, slots, axis):
   """Writes by a product with one term per pending entry for every slot of the cache.
 
   For a scatter, XLA on TPUs keeps the cache with slots in front and pads the rest to multiples of 8 heads and 128

@@ -1,4 +1,4 @@
-"""Sums by class.
+"""Sums by class, and the entries of classes.
 
 A CPU has a form of its own for many tokens, because it scatters faster than it compares; vector units do the opposite.
 """
@@ -10,13 +10,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.dispatch import operation
 from spectr_jax.kernels.token_sums import token_sums
 
 _NUM_PARTS = 128
 _SUMS_AT_ONCE = 16  # of a kernel, in registers
 
 
+@operation
 def sums_by_class(values: tuple[jax.Array, ...], classes: jax.Array, num_classes: int) -> jax.Array:
   """The sums of the values of each class.
 
@@ -28,16 +29,6 @@ def sums_by_class(values: tuple[jax.Array, ...], classes: jax.Array, num_classes
   Returns:
     `[C, K]`.
   """
-  compare = functools.partial(_compare, num_classes=num_classes)
-  scatter = functools.partial(_scatter, num_classes=num_classes)
-  if len(classes) <= _NUM_PARTS:  # there would be more sums of parts than tokens
-    return compare(*values, classes)
-  return by_platform(*values, classes, cpu=scatter, default=compare)
-
-
-def _compare(*arrays, num_classes: int):
-  """The plain form, and a kernel's."""
-  *values, classes = arrays
 
   def plain(*arrays):
     *values, classes = arrays
@@ -58,16 +49,16 @@ def _compare(*arrays, num_classes: int):
     functools.partial(some, own=range(start, min(start + at_once, num_classes)))
     for start in range(0, num_classes, at_once)
   ]
-  return token_sums(plain, token_fns, arrays).reshape(num_classes, len(values))
+  return token_sums(plain, token_fns, (*values, classes)).reshape(num_classes, len(values))
 
 
-def _scatter(*arrays, num_classes: int):
+@sums_by_class.form('cpu', takes=lambda values, classes, num_classes: len(classes) > _NUM_PARTS)
+def _scatter(values, classes, num_classes):
   """Adds every value to the sum of its class, in parts that are added afterwards.
 
   Tiny numbers added one by one to a large float32 would be lost. And neighbouring values, often of one class, must not
-  wait for each other's sum.
+  wait for each other's sum. With fewer tokens there would be more parts than tokens.
   """
-  *values, classes = arrays
   parts = jnp.arange(len(classes), dtype=jnp.int32) % _NUM_PARTS
 
   def sums(values):
@@ -75,3 +66,19 @@ def _scatter(*arrays, num_classes: int):
     return jnp.sum(sums.reshape(_NUM_PARTS, num_classes), axis=0)
 
   return jnp.stack([sums(own) for own in values], axis=-1)
+
+
+@operation
+def entries_of(table: jax.Array, classes: jax.Array) -> jax.Array:
+  """`table[classes]`: the entry of `[C]` of each class, int32 of any shape."""
+  return table[classes]
+
+
+@entries_of.form('tpu')
+def _entries_by_comparison(table, classes):  # it looks up entry by entry, and compares in passing
+  if classes.ndim == 0:
+    return jnp.sum(jnp.where(classes == jnp.arange(len(table)), table, 0))
+  entries = jnp.broadcast_to(table[0], classes.shape)
+  for c in range(1, len(table)):
+    entries = jnp.where(classes == c, table[c], entries)
+  return entries

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.kernels.thresholds import search
+
 MOST_TOKENS = 3 * 2**17  # per row: eight rows of them are in the vector memory, twice, and what is kept of them
 _ROWS, _LANES = 8, 128
 _CHUNK = 4096  # tokens of each row that are visited at a time
@@ -28,21 +30,6 @@ def _num_passes() -> int:
   while size > 1:
     size, count = -(-size // _SECTIONS), count + 1
   return count
-
-
-def _points(low, high):
-  """The bits between sections, equally far from each other and not above the upper end."""
-  step = jax.lax.div(high - low + _SECTIONS - 1, _SECTIONS)
-  return [jnp.minimum(low + i * step, high) for i in range(1, _SECTIONS)]
-
-
-def _narrow(low, high, points, is_enough):
-  """The section with the threshold: from the last point with enough to the first without."""
-  for point, enough in zip(points, is_enough):
-    low = jnp.where(enough & (point < high), jnp.maximum(point, low), low)
-  for point, enough in zip(reversed(points), reversed(list(is_enough))):
-    high = jnp.where(~enough & (point < high), point, high)
-  return low, high
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,15 +98,15 @@ class _KernelLaws:
   def largest_threshold(self, goal, *, is_weighted, above=None):
     del above  # it would save a pass or two, and their number would not be constant
 
-    def cut(_, bracket):
-      low, high = bracket
-      points = _points(low, high)
-      sums = self._sums([jax.lax.bitcast_convert_type(point, jnp.float32) for point in points], is_weighted)
-      return _narrow(low, high, points, [found >= goal for found in sums])
+    def measure(point):
+      thresholds = [jax.lax.bitcast_convert_type(point(i), jnp.float32) for i in range(1, _SECTIONS)]
+      is_enough = [(weight >= goal).astype(jnp.int32) for weight in self._sums(thresholds, is_weighted)]
+      return (functools.reduce(jnp.add, is_enough),)
 
     low = jnp.zeros(goal.shape, jnp.int32)
-    low, _ = jax.lax.fori_loop(0, _num_passes(), cut, (low, jnp.full_like(low, _HIGHEST)))
-    return jax.lax.bitcast_convert_type(low, jnp.float32)
+    bracket = low, jnp.full_like(low, _HIGHEST)
+    found = search(measure, *bracket, num_sections=_SECTIONS, num_passes=_num_passes())
+    return jax.lax.bitcast_convert_type(found, jnp.float32)
 
 
 def keep_in_rows(find, probs: jax.Array, values: jax.Array, *, interpret: bool = False) -> jax.Array:

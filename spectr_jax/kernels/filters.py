@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.dispatch import launch, operation
 from spectr_jax.kernels.filter_kernels import find_in_rows, is_covered, keep_in_rows
-from spectr_jax.kernels.launch import launch
 from spectr_jax.kernels.thresholds import largest_threshold
 from spectr_jax.sharding import dividing_axes, shards_in_program
 
@@ -100,24 +99,35 @@ def filtered(probs: jax.Array, values: Mapping[str, jax.Array | None]) -> jax.Ar
     return probs
   # The same for all nodes of a row. Numbers of tokens are exact as floats, since no vocabulary has 2^24 of them.
   own = jnp.stack([jnp.asarray(values[name], probs.dtype) for name in names], axis=-1)[:, None]
-  find = functools.partial(_find, names)
-
-  def if_any(keep):
-    def choose(probs, own):
-      is_used = jnp.any(own != jnp.asarray([FILTERS_BY_NAME[name].keeps_all for name in names], probs.dtype))
-      return jax.lax.cond(is_used, keep, lambda probs, _: probs, probs, own)
-
-    return choose
-
   with jax.named_scope(FILTERS):
-    return by_platform(
-      probs,
-      own,
-      # A GPU waits for the host at a choice.
-      gpu=functools.partial(_keep_plainly, functools.partial(find, asks=False)),
-      tpu=if_any(functools.partial(_keep_on_tpu, find)),
-      default=if_any(functools.partial(_keep_plainly, find)),
-    )
+    return apply_filters(probs, own, names)
+
+
+@operation
+def apply_filters(probs: jax.Array, values: jax.Array, names: tuple[str, ...]) -> jax.Array:
+  """Distributions after F filters, of which all rows use some or none.
+
+  Args:
+    probs: `[B, N, V]`.
+    values: `[B, 1, F]`.
+    names: The filters, in their order.
+
+  Returns:
+    Distributions `[B, N, V]`.
+  """
+  return _if_any(_keep_plainly, probs, values, names)
+
+
+def _if_any(keep_fn, probs, values, names):
+  """The distributions as they are if no row uses a filter."""
+  is_used = jnp.any(values != jnp.asarray([FILTERS_BY_NAME[name].keeps_all for name in names], probs.dtype))
+  form = functools.partial(keep_fn, functools.partial(_find, names))
+  return jax.lax.cond(is_used, form, lambda probs, _: probs, probs, values)
+
+
+@apply_filters.form('gpu')
+def _keep_without_asking(probs, values, names):  # a GPU waits for the host at a choice
+  return _keep_plainly(functools.partial(_find, names, asks=False), probs, values)
 
 
 def _find(names: tuple[str, ...], laws: Laws, values: jax.Array, *, asks: bool = True) -> tuple[jax.Array, jax.Array]:
@@ -174,19 +184,24 @@ def _keep_plainly(find, probs, values):
   return _keep(probs, *find(_PlainLaws(probs), values))
 
 
-def _keep_on_tpu(find, probs, values):
+def _takes_rows(probs, values, names):
+  """Whether a TPU's kernel takes the rows: whole ones, or all divided over the devices of one axis."""
+  axes = dividing_axes()
+  return is_covered(probs) and (not axes or (len(axes) == 1 and shards_in_program(probs.shape[-1]) > 1))
+
+
+@apply_filters.form('tpu', takes=_takes_rows)
+def _keep_on_tpu(probs, values, names):
+  return _if_any(_keep_by_kernel, probs, values, names)
+
+
+def _keep_by_kernel(find, probs, values):
   """By a kernel, which takes whole rows. Of rows that are divided over devices each device gets some, whole."""
-  num_shards, axes = shards_in_program(probs.shape[-1]), dividing_axes()
-  if not is_covered(probs) or len(axes) > 1 or (axes and num_shards == 1):
-    return _keep_plainly(find, probs, values)
-  rows = probs.reshape(-1, probs.shape[-1])
+  rows, axes = probs.reshape(-1, probs.shape[-1]), dividing_axes()
   values = jnp.broadcast_to(values, (*probs.shape[:-1], values.shape[-1])).reshape(len(rows), -1)
   if not axes:
-
-    def keep_by_kernel(*rows, **options):
-      return (keep_in_rows(find, *rows, **options),)
-
-    return launch(lambda *rows: (_keep_plainly(find, *rows),), keep_by_kernel, rows, values)[0].reshape(probs.shape)
+    kernel = functools.partial(keep_in_rows, find)
+    return launch(functools.partial(_keep_plainly, find), kernel, rows, values).reshape(probs.shape)
 
   found = jax.shard_map(
     functools.partial(_find_divided, find, axes[0]),
@@ -208,10 +223,7 @@ def _find_divided(find, axis, probs, values):
   values = jax.lax.dynamic_slice_in_dim(values, jax.lax.axis_index(axis) * own, own)
 
   def find_plainly(parts, values):
-    return (jnp.concatenate(find(_PlainLaws(parts.reshape(own, -1)), values), axis=-1),)
+    return jnp.concatenate(find(_PlainLaws(parts.reshape(own, -1)), values), axis=-1)
 
-  def find_by_kernel(*rows, **options):
-    return (find_in_rows(find, *rows, **options),)
-
-  (found,) = launch(find_plainly, find_by_kernel, jnp.swapaxes(parts, 0, 1), values)
+  found = launch(find_plainly, functools.partial(find_in_rows, find), jnp.swapaxes(parts, 0, 1), values)
   return jax.lax.all_gather(found, axis, tiled=True)[:num_rows]

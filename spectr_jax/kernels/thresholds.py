@@ -1,18 +1,22 @@
 """Thresholds on probabilities, for top-k and top-p.
 
-A search over the bits of a float finds them, without a sort. A CPU searches row by row, since several rows do not fit
-into its cache together, and no row waits for the slowest. An accelerator tries many thresholds in one pass over the
-distributions, which on a mesh is one transfer between devices; so does a CPU where rows are short.
+A search over the bits of a float finds them, without a sort: floats that are not negative order like their bits. It
+cuts the bracket of a threshold into equal sections, over and over, and keeps the one with the threshold. An accelerator
+tries all points between sections in one pass over the distributions, which on a mesh is one transfer between devices; a
+GPU makes a fixed number of passes, since it waits for the host whenever it asks whether a search is done. A CPU
+searches row by row, since several rows do not fit into its cache together, and no row waits for the slowest; there one
+point is tried at a time, so that points are interpolated.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.kernels.dispatch import by_platform
+from spectr_jax.kernels.dispatch import operation
 from spectr_jax.sharding import shards_in_program
 
 THRESHOLDS = 'thresholds'  # the search's scope in compiled programs
@@ -25,6 +29,60 @@ _MOST_GUESSES = 32  # of a search that interpolates, before it bisects
 _SHORT_ROW = 64  # the most tokens of rows that a CPU searches together: a search of each takes up to 75 times as long
 
 
+def search(
+  measure: Callable[..., tuple[jax.Array, ...]],
+  low: jax.Array,
+  high: jax.Array,
+  counts: tuple[jax.Array, ...] = (),
+  *,
+  num_sections: int,
+  num_passes: int | None = None,
+) -> jax.Array:
+  """The bits of the largest floats from which on there are enough tokens.
+
+  With 16 sections, 15 points lie between them. If 6 of these have enough, the bracket becomes that of points 6 and 7.
+  Rounded sums, too, do not grow as tokens are left out, so those with enough are the first ones.
+
+  Args:
+    measure: Takes a function from the numbers of points, from 1 to S - 1, to their bits, in ascending order, and the
+      counts. Returns the number of points from which on there are enough, and the counts of the new bracket.
+    low: The bits of a float from which on there are enough tokens, or 0.
+    high: Those of a larger one from which on there are not enough.
+    counts: The number of tokens from `low` on and that from `high` on; `()` with a number of passes.
+    num_sections: S, the sections of a bracket.
+    num_passes: How often it is cut; None as long as more than one token and a float lie within any bracket.
+  """
+
+  def cut(low, high, *counts):
+    step = jax.lax.div(high - low + num_sections - 1, jnp.full_like(low, num_sections))
+
+    def point(number):
+      return low + jnp.minimum(number * step, high - low)
+
+    num_enough, *counts = measure(point, *counts)
+    num_enough = num_enough.astype(low.dtype)
+    return point(num_enough), point(num_enough + 1), *counts
+
+  def is_unsettled(bracket):
+    low, high, low_count, high_count = bracket
+    return jnp.any((high - low > 1) & (low_count - high_count > 1))
+
+  bracket = low, high, *counts
+  if num_passes is None:
+    return jax.lax.while_loop(is_unsettled, lambda bracket: cut(*bracket), bracket)[0]
+  return jax.lax.fori_loop(0, num_passes, lambda _, bracket: cut(*bracket), bracket)[0]
+
+
+def _bits(probs):
+  return jax.lax.bitcast_convert_type(probs, {4: jnp.int32, 8: jnp.int64}[probs.dtype.itemsize])
+
+
+def _bracket(probs, above):
+  high = _bits(jnp.max(probs, axis=-1, keepdims=True)) + 1
+  return jnp.zeros_like(high) if above is None else jnp.minimum(_bits(above[0]), high - 1), high
+
+
+@operation
 def largest_threshold(
   probs: jax.Array, goal: jax.Array, *, is_weighted: bool, above: tuple[jax.Array, jax.Array] | None = None
 ) -> jax.Array:
@@ -32,7 +90,7 @@ def largest_threshold(
 
   Args:
     probs: `[..., V]`, not negative; distributions if `is_weighted`.
-    goal: `[...]`, or broadcastable to it.
+    goal: `[...]`.
     is_weighted: Whether tokens weigh their probability; otherwise each weighs 1.
     above: None, or a number `[..., 1]` that t is known to be no less than, which shortens the search, and the weight
       `[...]` of the tokens with at least that probability.
@@ -40,84 +98,46 @@ def largest_threshold(
   Returns:
     `[..., 1]`, t; the tokens to keep are those with probability at least t. 0 where all tokens together weigh less.
   """
-  goal = jnp.broadcast_to(goal, probs.shape[:-1])
-  on_cpu = _together if probs.shape[-1] <= _SHORT_ROW else _row_by_row
-  forms = {'cpu': on_cpu, 'gpu': _without_asking, 'default': _together}
-  forms = {platform: functools.partial(form, is_weighted=is_weighted) for platform, form in forms.items()}
-  arguments = (probs, goal) if above is None else (probs, goal, above)
-  return by_platform(*arguments, **forms)
 
+  def measure(point, low_count, high_count):
+    num_enough = jnp.zeros_like(low_count)
+    for number in range(1, _NUM_SECTIONS):
+      kept = probs >= jax.lax.bitcast_convert_type(point(number), probs.dtype)
+      # As floats, which hold numbers of tokens up to 2^24 exactly and are added up with the masses.
+      ones = kept.astype(probs.dtype)
+      count, weight = (
+        jnp.sum(x, axis=-1, keepdims=True) for x in (ones, jnp.where(kept, probs, 0) if is_weighted else ones)
+      )
+      is_enough, count = weight >= goal[..., None], count.astype(jnp.int32)
+      num_enough += is_enough
+      low_count = jnp.where(is_enough, count, low_count)
+      high_count = jnp.where(is_enough, high_count, jnp.maximum(count, high_count))
+    return num_enough, low_count, high_count
 
-def _bits(probs):
-  """Floats that are not negative order like their bits. Searches are over bits, which they compare as floats."""
-  return jax.lax.bitcast_convert_type(probs, {4: jnp.int32, 8: jnp.int64}[probs.dtype.itemsize])
-
-
-def _together(probs, goal, above=None, *, is_weighted):
-  """One search for all rows, which ends with the slowest of them; the plain form.
-
-  It cuts the bracket of each row into equal sections, over and over, and keeps the one with the threshold.
-  """
-  goal = goal[..., None]
-
-  def measure(point):
-    kept = probs >= jax.lax.bitcast_convert_type(point, probs.dtype)
-    # As floats, which hold numbers of tokens up to 2^24 exactly and are added up with the masses.
-    number = kept.astype(probs.dtype)
-    count, weight = (
-      jnp.sum(x, axis=-1, keepdims=True) for x in (number, jnp.where(kept, probs, 0) if is_weighted else number)
-    )
-    return weight >= goal, count.astype(jnp.int32)
-
-  def unsettled(carry):
-    low, high, low_count, high_count = carry
-    # Settled: the next float, or at most one token between the two.
-    return jnp.any((high - low > 1) & (low_count - high_count > 1))
-
-  def cut(carry):
-    low, high, low_count, high_count = carry
-    step = (high - low + _NUM_SECTIONS - 1) // _NUM_SECTIONS
-    points = [low + jnp.minimum(i * step, high - low) for i in range(1, _NUM_SECTIONS)]
-    for point, (is_enough, count) in zip(points, map(measure, points)):
-      # From the lowest on: those with enough raise the lower end, up to the first without, which is the upper one.
-      raises, ends = is_enough & (point < high), ~is_enough & (point < high)
-      low, low_count = jnp.where(raises, point, low), jnp.where(raises, count, low_count)
-      high, high_count = jnp.where(ends, point, high), jnp.where(ends, count, high_count)
-    return low, high, low_count, high_count
-
-  high = _bits(jnp.max(probs, axis=-1, keepdims=True)) + 1
-  low = jnp.zeros_like(high) if above is None else jnp.minimum(_bits(above[0]), high - 1)
+  low, high = _bracket(probs, above)
   everything = jnp.full(low.shape, probs.shape[-1], jnp.int32)
   with jax.named_scope(THRESHOLDS):
-    low, *_ = jax.lax.while_loop(unsettled, cut, (low, high, everything, jnp.zeros_like(everything)))
-  return jax.lax.bitcast_convert_type(low, probs.dtype)
+    found = search(measure, low, high, (everything, jnp.zeros_like(everything)), num_sections=_NUM_SECTIONS)
+  return jax.lax.bitcast_convert_type(found, probs.dtype)
 
 
-def _without_asking(probs, goal, above=None, *, is_weighted):
-  """`_together` for a GPU, which waits for the host whenever it asks whether a search is done: always all passes."""
-  goal = goal[..., None]
-
-  def weigh(points):
+@largest_threshold.form('gpu')
+def _without_asking(probs, goal, *, is_weighted, above=None):
+  def measure(point):
+    points = point(jnp.arange(1, _NUM_SECTIONS, dtype=low.dtype))
     kept = probs[..., None, :] >= jax.lax.bitcast_convert_type(points, probs.dtype)[..., None]
-    return jnp.sum(jnp.where(kept, probs[..., None, :] if is_weighted else 1.0, 0.0), axis=-1)
+    weights = jnp.sum(jnp.where(kept, probs[..., None, :] if is_weighted else 1.0, 0.0), axis=-1)
+    return (jnp.sum(weights >= goal[..., None], axis=-1, keepdims=True),)
 
-  def cut(_, bracket):
-    low, high = bracket
-    step = (high - low + _NUM_SECTIONS - 1) // _NUM_SECTIONS
-    points = low + jnp.minimum(jnp.arange(1, _NUM_SECTIONS, dtype=low.dtype) * step, high - low)
-    is_enough = weigh(points) >= goal
-    # Rounded sums, too, do not grow as tokens are left out, so those with enough are the first ones.
-    found = jnp.max(jnp.where(is_enough, points, low), axis=-1, keepdims=True)
-    return found, jnp.min(jnp.where(is_enough, high, points), axis=-1, keepdims=True)
-
-  high = _bits(jnp.max(probs, axis=-1, keepdims=True)) + 1
-  low = jnp.zeros_like(high) if above is None else jnp.minimum(_bits(above[0]), high - 1)
+  low, high = _bracket(probs, above)
+  num_passes = THRESHOLD_PASSES * probs.dtype.itemsize // 4
   with jax.named_scope(THRESHOLDS):
-    low, _ = jax.lax.fori_loop(0, THRESHOLD_PASSES * probs.dtype.itemsize // 4, cut, (low, high))
-  return jax.lax.bitcast_convert_type(low, probs.dtype)
+    found = search(measure, low, high, num_sections=_NUM_SECTIONS, num_passes=num_passes)
+  return jax.lax.bitcast_convert_type(found, probs.dtype)
 
 
-def _row_by_row(probs, goal, above=None, *, is_weighted):
+@largest_threshold.form('cpu', takes=lambda probs, *_, **__: probs.shape[-1] > _SHORT_ROW)
+def _row_by_row(probs, goal, *, is_weighted, above=None):
   """The search of each row by itself, in parts, which a CPU adds up as vectors, and a whole row number by number.
 
   Each shard of a mesh has parts of its own, so one sum per shard is all that devices exchange. To move parts between

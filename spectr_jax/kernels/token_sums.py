@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from spectr_jax.kernels.dispatch import by_platform
-from spectr_jax.kernels.launch import launch
+from spectr_jax.kernels.dispatch import launch, operation
 from spectr_jax.kernels.on_demand import rows_at
 from spectr_jax.sharding import dividing_axes, shards_in_program
 
@@ -31,6 +30,7 @@ _MEMORY = 64 * 2**20
 TokenFn = Callable[[Sequence[jax.Array]], Callable[[Sequence[jax.Array]], Sequence[jax.Array]]]
 
 
+@operation
 def token_sums(
   plain: Callable[..., jax.Array],
   token_fns: Sequence[TokenFn],
@@ -51,49 +51,55 @@ def token_sums(
   Returns:
     `[K]`.
   """
-  of_params = plain
-  if params is None:  # a kernel has no arrays without entries
-    params, of_params = jnp.zeros(1, jnp.float32), lambda *arrays: plain(*arrays[:-1])
-  kernel = functools.partial(_by_kernel, plain=of_params, token_fns=tuple(token_fns))
-  return by_platform(*values, params, tpu=kernel, default=of_params)
+  return plain(*values) if params is None else plain(*values, params)
 
 
-def _by_kernel(*arrays, plain, token_fns):
-  def sums(*arrays):
-    plain_rows = jax.vmap(lambda *row: (plain(*row),))
-    kernel = functools.partial(token_sums_kernel, token_fns=token_fns)
-    return launch(plain_rows, kernel, *(x[None] for x in arrays))[0][0]
+def _are_covered(*arrays: jax.Array) -> bool:
+  """Whether kernels take arrays `[..., V]`, and the parameters: whole, or with tokens divided over one axis."""
+  size, axes = arrays[0].shape[-1], dividing_axes()
+  num_shards = shards_in_program(size)
+  if any(x.dtype.itemsize != 4 for x in arrays) or size % (num_shards * _LANES) or size // num_shards > _MOST_TOKENS:
+    return False
+  return not axes or (len(axes) == 1 and num_shards > 1)
 
-  return _on_each_part(plain, sums, *arrays)
 
-
-def _on_each_part(plain, sums, *arrays):
-  """`sums` of the tokens on each device, added up; or `plain`, where the kernel does not take the arrays.
+def _on_each_part(sums, *arrays):
+  """`sums` of the tokens on each device, added up.
 
   Args:
-    plain, sums: Functions of the arrays.
+    sums: A function of the arrays.
     *arrays: Arrays `[..., V]`, and the parameters.
   """
-  values, axes = arrays[:-1], dividing_axes()
-  size = values[0].shape[-1]
-  num_shards = shards_in_program(size)
-  is_whole = not axes
-  is_divided = len(axes) == 1 and num_shards > 1
-  is_covered = size % (num_shards * _LANES) == 0 and size // num_shards <= _MOST_TOKENS
-  if any(x.dtype.itemsize != 4 for x in arrays) or not is_covered or not (is_whole or is_divided):
-    return plain(*arrays)
-  if is_whole:
+  axes = dividing_axes()
+  if not axes:
     return sums(*arrays)
   return jax.shard_map(
     lambda *arrays: jax.lax.psum(sums(*arrays), axes),
-    in_specs=(*(PartitionSpec(*[None] * (x.ndim - 1), axes[0]) for x in values), PartitionSpec()),
+    in_specs=(*(PartitionSpec(*[None] * (x.ndim - 1), axes[0]) for x in arrays[:-1]), PartitionSpec()),
     out_specs=PartitionSpec(),
     axis_names=set(axes),
     check_vma=False,
   )(*arrays)
 
 
-def token_sums_kernel(*arrays: jax.Array, token_fns: Sequence[TokenFn], interpret: bool = False) -> tuple[jax.Array]:
+def _takes_values(plain, token_fns, values, params=None):
+  return _are_covered(*values, *([] if params is None else [params]))
+
+
+@token_sums.form('tpu', takes=_takes_values)
+def _token_sums(plain, token_fns, values, params=None):
+  of_params = plain
+  if params is None:  # a kernel has no arrays without entries
+    params, of_params = jnp.zeros(1, jnp.float32), lambda *arrays: plain(*arrays[:-1])
+
+  def sums(*arrays):
+    kernel = functools.partial(token_sums_kernel, token_fns=tuple(token_fns))
+    return launch(jax.vmap(of_params), kernel, *(x[None] for x in arrays))[0]
+
+  return _on_each_part(sums, *values, params)
+
+
+def token_sums_kernel(*arrays: jax.Array, token_fns: Sequence[TokenFn], interpret: bool = False) -> jax.Array:
   """`token_sums` of M rows as a TPU kernel.
 
   Args:
@@ -159,9 +165,10 @@ def token_sums_kernel(*arrays: jax.Array, token_fns: Sequence[TokenFn], interpre
     interpret=interpret,
     name='token_sums',
   )(params, *values)
-  return (sums[:num_rows],)
+  return sums[:num_rows]
 
 
+@operation
 def sums_of_rows(
   token_fn: TokenFn, tables: Sequence[jax.Array], rows: Sequence[np.ndarray], params: jax.Array
 ) -> jax.Array:
@@ -176,17 +183,21 @@ def sums_of_rows(
   Returns:
     `[M]`.
   """
+  (numbers,) = token_fn(jnp.split(params, params.shape[1], axis=1))([*map(rows_at, tables, rows)])
+  return jnp.sum(numbers, axis=1)
 
+
+@sums_of_rows.form('tpu', takes=lambda token_fn, tables, rows, params: _are_covered(*tables, params))
+def _sums_of_rows(token_fn, tables, rows, params):
   def plain(*arrays):
     *tables, params = arrays
-    (numbers,) = token_fn(jnp.split(params, params.shape[1], axis=1))([*map(rows_at, tables, rows)])
-    return jnp.sum(numbers, axis=1)
+    return sums_of_rows.plain(token_fn, tables, rows, params)
 
   def sums(*arrays):
     kernel = functools.partial(sums_of_rows_kernel, token_fn=token_fn, runs=_runs(rows))
-    return launch(lambda *arrays: (jax.vmap(plain)(*arrays),), kernel, *(x[None] for x in arrays))[0][0]
+    return launch(jax.vmap(plain), kernel, *(x[None] for x in arrays))[0]
 
-  return by_platform(*tables, params, tpu=functools.partial(_on_each_part, plain, sums), default=plain)
+  return _on_each_part(sums, *tables, params)
 
 
 def _runs(rows):
@@ -207,7 +218,7 @@ def sums_of_rows_kernel(
   token_fn: TokenFn,
   runs: Sequence[tuple[int, tuple[int, ...], int]],
   interpret: bool = False,
-) -> tuple[jax.Array]:
+) -> jax.Array:
   """`sums_of_rows` of B groups of entries as a TPU kernel.
 
   Args:
@@ -276,17 +287,17 @@ def sums_of_rows_kernel(
       add_up(runs[i : i + _MOST_TOTALS])
 
   width = at_once * _LANES
-  (sums,) = pl.pallas_call(
+  sums = pl.pallas_call(
     kernel,
     grid=(num_groups, num_parts),
     in_specs=[
       pl.BlockSpec((None, *params.shape[1:]), lambda i, _: (i, 0, 0)),
       *(pl.BlockSpec((None, x.shape[1], width), lambda i, j: (i, 0, j)) for x in tables),
     ],
-    out_specs=[pl.BlockSpec((None, num_entries, 1), lambda i, _: (i, 0, 0))],
-    out_shape=[jax.ShapeDtypeStruct((num_groups, num_entries, 1), jnp.float32)],
+    out_specs=pl.BlockSpec((None, num_entries, 1), lambda i, _: (i, 0, 0)),
+    out_shape=jax.ShapeDtypeStruct((num_groups, num_entries, 1), jnp.float32),
     compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY),
     interpret=interpret,
     name='sums_of_rows',
   )(params, *tables)
-  return (sums[..., 0],)
+  return sums[..., 0]

@@ -7,20 +7,22 @@ unrolled, and becomes part of what is launched together.
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.kernels.dispatch import by_platform
-from spectr_jax.kernels.launch import as_kernel, expm1
+from spectr_jax.kernels.dispatch import operation
+from spectr_jax.kernels.expm1 import expm1
 
 _ROWS_TOGETHER = 8  # for which a kernel goes through the depths at the same time, at most
 _MOST_BYTES = 4 * 2**20  # of these rows, which are in the vector memory twice
 _LANES = 128
 
 
+@operation
 def race_credits(
   is_candidate: jax.Array,
   is_before: jax.Array,
@@ -41,13 +43,7 @@ def race_credits(
   Returns:
     log P by slot, `[L + 1, W]`; -inf where it is 0.
   """
-  arrays = is_candidate, is_before, is_sibling, shares, log_ratios
-  if shares.dtype != jnp.float32:
-    return _credits(*arrays)[0]
-  return as_kernel(_credits, credits_kernel, *arrays)[0]
 
-
-def _credits(is_candidate, is_before, is_sibling, shares, log_ratios):
   def next_depth(log_credit, depth):
     is_candidate, is_before, is_sibling, shares, log_ratios = depth
     log_above = jnp.sum(jnp.where(is_candidate, log_credit[:, None], 0), axis=0)
@@ -64,16 +60,27 @@ def _credits(is_candidate, is_before, is_sibling, shares, log_ratios):
   root = jnp.where(jnp.arange(shares.shape[1]) == 0, 0, -jnp.inf).astype(shares.dtype)
   depths = is_candidate, is_before, is_sibling, shares, log_ratios
   with jax.named_scope('credits'):
-    return (jnp.concatenate([root[None], _scan(next_depth, root, depths)[1]]),)
+    return jnp.concatenate([root[None], scan_depths(next_depth, root, depths)[1]])
 
 
-def _scan(step, start, depths, *, reverse=False):
-  scan = functools.partial(jax.lax.scan, step, reverse=reverse)
-  return by_platform(start, depths, gpu=functools.partial(scan, unroll=True), default=scan)
+@operation
+def scan_depths(step: Callable[..., Any], start: Any, depths: Any, *, reverse: bool = False) -> Any:
+  """`jax.lax.scan`."""
+  return jax.lax.scan(step, start, depths, reverse=reverse)
 
 
+@scan_depths.form('gpu')
+def _unrolled(step, start, depths, *, reverse=False):
+  return jax.lax.scan(step, start, depths, reverse=reverse, unroll=True)
+
+
+def _is_float32(is_candidate, is_before, is_sibling, shares, log_ratios):
+  return shares.dtype == jnp.float32
+
+
+@race_credits.kernel('tpu', takes=_is_float32)
 def credits_kernel(is_candidate, is_before, is_sibling, shares, log_ratios, *, interpret: bool = False):
-  """`race_credits` of M rows as a kernel; arguments and result as a tuple, each with M in front.
+  """`race_credits` of M rows as a kernel; all arguments and the result with M in front.
 
   Args:
     is_candidate, is_before, is_sibling, shares, log_ratios: As of `race_credits`.
@@ -103,6 +110,7 @@ def credits_kernel(is_candidate, is_before, is_sibling, shares, log_ratios, *, i
   return _by_rows(kernel, shape, interpret, 'race_credits')(*masks, shares, log_ratios)
 
 
+@operation
 def first_kept(is_child: jax.Array, is_before: jax.Array, is_kept: jax.Array, nodes: jax.Array) -> jax.Array:
   """The first kept context in the order of visits: children before parents, siblings by `is_before`.
 
@@ -115,15 +123,6 @@ def first_kept(is_child: jax.Array, is_before: jax.Array, is_kept: jax.Array, no
   Returns:
     The node of that context, int32 scalar.
   """
-  return as_kernel(_first_kept, first_kept_kernel, is_child, is_before, is_kept, nodes)[0][0]
-
-
-def _ranked(nodes):
-  """More than any node, so that a rank times this and a node are in order of the rank first."""
-  return nodes.shape[-2] * nodes.shape[-1]
-
-
-def _first_kept(is_child, is_before, is_kept, nodes):
   ranks = jnp.sum(is_before, axis=-1, dtype=jnp.int32)
   scale, none = _ranked(nodes), nodes.shape[1] * _ranked(nodes)
 
@@ -138,12 +137,18 @@ def _first_kept(is_child, is_before, is_kept, nodes):
 
   leaves = jnp.where(is_kept[-1], nodes[-1], -1)
   with jax.named_scope('visits'):
-    found, _ = _scan(shallower, leaves, (is_child, ranks, is_kept[:-1], nodes[:-1]), reverse=True)
-  return (found[:1],)
+    found, _ = scan_depths(shallower, leaves, (is_child, ranks, is_kept[:-1], nodes[:-1]), reverse=True)
+  return found[0]
 
 
+def _ranked(nodes):
+  """More than any node, so that a rank times this and a node are in order of the rank first."""
+  return nodes.shape[-2] * nodes.shape[-1]
+
+
+@first_kept.kernel('tpu')
 def first_kept_kernel(is_child, is_before, is_kept, nodes, *, interpret: bool = False):
-  """`first_kept` of M rows as a kernel; arguments and result as a tuple, each with M in front, the result `[M, 1]`.
+  """`first_kept` of M rows as a kernel; all arguments with M in front, the result `[M]`.
 
   Args:
     is_child, is_before, is_kept, nodes: As of `first_kept`.
@@ -168,8 +173,7 @@ def first_kept_kernel(is_child, is_before, is_kept, nodes, *, interpret: bool = 
   own = jnp.where(is_kept, nodes, -1)
   masks = (x.astype(jnp.int32) for x in (is_child, is_before))
   shape = jax.ShapeDtypeStruct((len(own), 1, width), jnp.int32)
-  (found,) = _by_rows(kernel, shape, interpret, 'first_kept')(*masks, own)
-  return (found[:, 0, :1],)
+  return _by_rows(kernel, shape, interpret, 'first_kept')(*masks, own)[:, 0, 0]
 
 
 def _by_rows(kernel, result: jax.ShapeDtypeStruct, interpret: bool, name: str):
@@ -191,8 +195,8 @@ def _by_rows(kernel, result: jax.ShapeDtypeStruct, interpret: bool, name: str):
       kernel,
       grid=(num_rows // num_together,),
       in_specs=[block(x.shape) for x in arrays],
-      out_specs=[block(result.shape)],
-      out_shape=[result],
+      out_specs=block(result.shape),
+      out_shape=result,
       interpret=interpret,
       name=name,
     )(*arrays)

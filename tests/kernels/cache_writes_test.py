@@ -9,7 +9,12 @@ from spectr_jax.kernels import cache_writes
 
 @pytest.mark.parametrize(
   ('way', 'dtype'),
-  [('_scatter', 'float32'), ('_scatter_integers', 'bfloat16'), ('_select', 'float32'), ('_select', 'bfloat16')],
+  [
+    (cache_writes.write_slots.plain, 'float32'),
+    (cache_writes._write_slots_as_integers, 'bfloat16'),
+    (cache_writes._select, 'float32'),
+    (cache_writes._select, 'bfloat16'),
+  ],
 )
 @pytest.mark.parametrize('axis', [2, 3])
 def test_every_way_to_write_a_cache_writes_the_same(way, dtype, axis):
@@ -31,6 +36,6 @@ def test_every_way_to_write_a_cache_writes_the_same(way, dtype, axis):
     for node, place in zip(nodes, places):
       if place < size:
         np.moveaxis(expected[row], axis - 1, 0)[place] = np.moveaxis(np.asarray(pending)[row], axis - 1, 0)[node]
-  written = getattr(cache_writes, way)(array, pending, path, slots, axis=axis)
+  written = way(array, pending, path, slots, axis)
   assert written.dtype == array.dtype
   np.testing.assert_array_equal(written, expected)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.kernels import filter_kernels, filters
+from spectr_jax.kernels import filter_kernels, filters, thresholds
 from spectr_jax.kernels.dispatch import made_for
 from tests.kernels.interpreted import launch_into
 
@@ -155,10 +155,14 @@ def test_passes_are_enough():
   highest = filter_kernels._HIGHEST
   low, high = jnp.zeros(100, jnp.int32), jnp.full(100, highest)
   goal = jnp.asarray(np.random.default_rng(0).integers(0, highest, 100), jnp.int32)
-  for _ in range(filter_kernels._num_passes()):
-    points = filter_kernels._points(low, high)
-    low, high = jax.jit(filter_kernels._narrow)(low, high, points, [point <= goal for point in points])
-  np.testing.assert_array_equal(low, goal)
+  found = thresholds.search(
+    lambda point: (sum((point(i) <= goal).astype(jnp.int32) for i in range(1, filter_kernels._SECTIONS)),),
+    low,
+    high,
+    num_sections=filter_kernels._SECTIONS,
+    num_passes=filter_kernels._num_passes(),
+  )
+  np.testing.assert_array_equal(found, goal)
 
 
 @pytest.mark.slow

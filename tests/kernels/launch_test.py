@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.kernels.launch import launch
+from spectr_jax.kernels.dispatch import launch
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,11 @@ def test_a_kernel_is_lowered_for_its_platform_alone(platform, lowered_for, has_k
 
   def kernel(x):
     called.append(x.shape)
-    return (x + 1,)
+    return x + 1
 
   @jax.jit
   def apply(x):
-    return launch(lambda x: (x + 1,), kernel, x, platform=platform)[0]
+    return launch(lambda x: x + 1, kernel, x, platform=platform)
 
   apply.trace(jnp.zeros((3, 2))).lower(lowering_platforms=(lowered_for,))
   assert called == ([(3, 2)] if has_kernel else [])
@@ -38,7 +38,7 @@ def test_a_kernel_is_lowered_for_its_platform_alone(platform, lowered_for, has_k
 
 def test_entries_of_rows_are_entries_of_one_call():
   """Also where no platform has the kernel, and the plain form takes its place."""
-  found = jax.vmap(lambda x, y: launch(lambda x, y: (x * y,), None, x, y, platform='gpu')[0], (0, None))(
+  found = jax.vmap(lambda x, y: launch(lambda x, y: x * y, None, x, y, platform='gpu'), (0, None))(
     jnp.arange(12.0).reshape(2, 3, 2), jnp.full((3, 2), 2.0)
   )
   np.testing.assert_array_equal(found, 2 * np.arange(12).reshape(2, 3, 2))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.couplings.race import Race
-from spectr_jax.kernels.race_fit import fit_races
+from spectr_jax.kernels.race_fit import fit_races_kernel
 from tests.slow import slow
 
 
@@ -38,14 +38,13 @@ def test_the_kernel_fits_as_well_and_its_distribution_is_that_of_its_weights(rac
   masses = _masses(num_races, race.num_classes)
   masses[0] = [[1, 1]] + [[0, 0]] * (race.num_classes - 1)
   number = np.float32(np.random.default_rng(1).integers(2, 9, num_races))
-  nodes, spacing = race._integral(jnp.float32)
-  options = {'num_rounds': race.num_rounds, 'step': race.step, 'log_range': race.log_range}
-  found = jax.jit(lambda *x: fit_races(*x, nodes=nodes, spacing=spacing, interpret=True, **options))(masses, number)
+  options = race.fit_options(jnp.float32)
+  found = jax.jit(lambda *x: fit_races_kernel(*x, interpret=True, **options))(masses, number)
   for row, (log_weights, is_high, law) in enumerate(zip(*map(np.asarray, found))):
     expected = _distribution(masses[row, :, 0], log_weights, is_high, number[row])
     np.testing.assert_allclose(law, expected, rtol=4e-6, atol=1e-7)
   # Rounding decides on which side of the cut classes are between which nothing is in excess.
-  plain = jax.jit(jax.vmap(race._fit))(masses, number)
+  plain = jax.jit(jax.vmap(race.fit))(masses, number)
   accepted, wanted = (np.minimum(law, masses[..., 1]).sum(1) for law in (found[2], plain[2]))
   np.testing.assert_allclose(accepted, wanted, atol=2e-6)
 

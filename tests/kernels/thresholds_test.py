@@ -8,6 +8,13 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import thresholds
+from spectr_jax.kernels.dispatch import made_for
+
+_FORMS = {
+  'together': thresholds.largest_threshold.plain,
+  'without asking': thresholds._without_asking,
+  'row by row': thresholds._row_by_row,
+}
 
 
 def _by_sorting(probs, goal, weights):
@@ -18,7 +25,7 @@ def _by_sorting(probs, goal, weights):
   return 0.0
 
 
-@pytest.mark.parametrize('form', ['_together', '_without_asking', '_row_by_row'])
+@pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)
 @pytest.mark.parametrize('is_weighted', [False, True])
 @pytest.mark.parametrize('vocab_size', [24, 64])  # a multiple of the parts of a sum, and none
 def test_every_form_keeps_what_sorting_keeps(form, is_weighted, vocab_size):
@@ -28,9 +35,7 @@ def test_every_form_keeps_what_sorting_keeps(form, is_weighted, vocab_size):
   weights = probs if is_weighted else np.ones_like(probs)
   goal = np.float32(rng.integers(1, 8, (3, 5)))
   goal[-1] = 100
-  found = np.asarray(
-    jax.jit(getattr(thresholds, form), static_argnames='is_weighted')(probs, goal, is_weighted=is_weighted)
-  )
+  found = np.asarray(jax.jit(form, static_argnames='is_weighted')(probs, goal, is_weighted=is_weighted))
   assert found.shape == (3, 5, 1)
   expected = np.array([_by_sorting(*row) for row in zip(*(x.reshape(15, -1) for x in (probs, goal, weights)))])
   kept = probs >= found
@@ -39,7 +44,7 @@ def test_every_form_keeps_what_sorting_keeps(form, is_weighted, vocab_size):
   assert not kept.all()
 
 
-@pytest.mark.parametrize('form', ['_together', '_without_asking', '_row_by_row'])
+@pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)
 @pytest.mark.parametrize('is_weighted', [False, True])
 def test_thresholds_among_probabilities_of_many_sizes_and_neighbouring_ones(form, is_weighted):
   """Multiples of 2^-24 whose sums are exact in any order, some of them neighbouring floats."""
@@ -49,21 +54,19 @@ def test_thresholds_among_probabilities_of_many_sizes_and_neighbouring_ones(form
   probs = np.float32(sizes / 2**24)
   weights = probs if is_weighted else np.ones_like(probs)
   goal = np.float32(weights.sum(-1) * [0.999, 0.95, 0.9, 0.5, 0.1, 0.001])
-  found = np.asarray(
-    jax.jit(getattr(thresholds, form), static_argnames='is_weighted')(probs, goal, is_weighted=is_weighted)
-  )
+  found = np.asarray(jax.jit(form, static_argnames='is_weighted')(probs, goal, is_weighted=is_weighted))
   expected = np.array([_by_sorting(*row) for row in zip(probs, goal, weights)])
   np.testing.assert_array_equal(probs >= found, probs >= expected[:, None])
 
 
-@pytest.mark.parametrize('form', ['_together', '_without_asking', '_row_by_row'])
+@pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)
 @pytest.mark.parametrize('is_weighted', [False, True])
 def test_a_bound_from_below_changes_nothing(form, is_weighted):
   rng = np.random.default_rng(4)
   probs = np.float32(np.int64(2.0 ** rng.uniform(0, 17, (6, 1000))) / 2**24)
   weights = probs if is_weighted else np.ones_like(probs)
   goal = np.float32(weights.sum(-1) * 0.01)
-  search = functools.partial(jax.jit(getattr(thresholds, form), static_argnames='is_weighted'), is_weighted=is_weighted)
+  search = functools.partial(jax.jit(form, static_argnames='is_weighted'), is_weighted=is_weighted)
   expected = np.asarray(search(probs, goal))
   # The threshold itself, the largest number below it, one far below, one between two of its tokens, 0.
   ranked = np.sort(probs, axis=-1)
@@ -76,7 +79,7 @@ def test_a_bound_from_below_changes_nothing(form, is_weighted):
   ):
     weight = np.sum(np.where(probs >= bound, weights, 0), axis=-1, dtype=np.float32)
     assert (weight >= goal).all()
-    found = np.asarray(search(probs, goal, (jnp.asarray(bound), jnp.asarray(weight))))
+    found = np.asarray(search(probs, goal, above=(jnp.asarray(bound), jnp.asarray(weight))))
     np.testing.assert_array_equal(probs >= found, probs >= expected)
 
 
@@ -101,7 +104,7 @@ def test_an_accelerator_needs_no_more_passes_than_it_says(passes):
   probs /= probs.sum(-1, keepdims=True)
   probs[0] = (np.float32(1 / 400).view(np.int32) + np.arange(400, dtype=np.int32)).view(np.float32)
   for goal in (0.5, 0.95, 1.0):
-    jax.block_until_ready(thresholds._together(probs, jnp.full(20, goal), is_weighted=True))
+    jax.block_until_ready(thresholds.largest_threshold.plain(probs, jnp.full(20, goal), is_weighted=True))
   jax.effects_barrier()
   assert max(passes) == thresholds.THRESHOLD_PASSES
 
@@ -138,22 +141,23 @@ def test_a_bound_from_below_shortens_the_search(passes):
   probs = np.asarray(jax.nn.softmax(jnp.float32(np.random.default_rng(5).normal(0, 3, (8, 8192)))))
   bound = np.sort(probs, axis=-1)[:, -40:-39]
   mass = np.sum(np.where(probs >= bound, probs, 0), axis=-1, dtype=np.float32)
-  jax.block_until_ready(thresholds._row_by_row(probs, jnp.asarray(0.95 * mass), (bound, mass), is_weighted=True))
+  jax.block_until_ready(thresholds._row_by_row(probs, jnp.asarray(0.95 * mass), is_weighted=True, above=(bound, mass)))
   jax.effects_barrier()
   assert np.mean(passes) < 6
 
 
-@pytest.mark.parametrize(('vocab_size', 'on_cpu'), [(64, '_together'), (65, '_row_by_row')])
-def test_every_platform_has_its_form(vocab_size, on_cpu, monkeypatch):
+@pytest.mark.parametrize(
+  ('platform', 'vocab_size', 'form'),
+  [
+    ('cpu', 64, 'together'),
+    ('cpu', 65, 'row by row'),
+    ('gpu', 64, 'without asking'),
+    ('gpu', 65, 'without asking'),
+    ('tpu', 65, 'together'),
+  ],
+)
+def test_every_platform_has_its_form(platform, vocab_size, form):
   """Short rows are searched together on a CPU, too."""
-  chosen = []
-
-  def choose(*arguments, cpu, gpu, default):
-    chosen.append((cpu, gpu, default))
-    return default(*arguments)
-
-  monkeypatch.setattr(thresholds, 'by_platform', choose)
-  probs = jax.ShapeDtypeStruct((2, vocab_size), jnp.float32)
-  found = jax.eval_shape(lambda probs: thresholds.largest_threshold(probs, jnp.array(2), is_weighted=False), probs)
-  assert found.shape == (2, 1)
-  assert [tuple(form.func.__name__ for form in forms) for forms in chosen] == [(on_cpu, '_without_asking', '_together')]
+  with made_for(platform):
+    found = thresholds.largest_threshold.form_for(jnp.zeros((2, vocab_size)), jnp.ones(2), is_weighted=False)
+  assert found is _FORMS[form]

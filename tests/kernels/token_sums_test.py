@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.couplings import kseq
-from spectr_jax.kernels import class_sums, gamma_sections, token_sums
+from spectr_jax.kernels import class_sums, gamma, token_sums
+from spectr_jax.kernels.dispatch import made_for
 
 
 @pytest.fixture
@@ -21,12 +21,9 @@ def kernels(monkeypatch):
     seen.append([x.shape for x in arrays])
     return kernel(*arrays, interpret=True)
 
-  def by_platform(*arguments, tpu, default):
-    return tpu(*arguments)
-
   monkeypatch.setattr(token_sums, 'launch', launch)
-  monkeypatch.setattr(token_sums, 'by_platform', by_platform)
-  return seen
+  with made_for('tpu'):
+    yield seen
 
 
 def _laws(num_rows, vocab_size):
@@ -39,7 +36,7 @@ def _laws(num_rows, vocab_size):
 def test_the_kernel_adds_up_classes(kernels, vocab_size):
   p, q = _laws(1, vocab_size)[:, 0]
   classes = np.int32(np.random.default_rng(1).integers(0, 19, vocab_size))  # 8 at a time and a rest
-  found = class_sums._compare(p, q, classes, num_classes=19)
+  found = class_sums.sums_by_class((p, q), classes, 19)
   expected = [np.bincount(classes, own.astype(np.float64), 19) for own in (p, q)]
   np.testing.assert_allclose(found, np.transpose(expected), rtol=2e-6)
   assert kernels == [[(1, vocab_size)] * 3 + [(1, 1)]]
@@ -48,16 +45,16 @@ def test_the_kernel_adds_up_classes(kernels, vocab_size):
 def test_the_kernel_finds_the_thresholds_of_k_seq(kernels):
   p, q = _laws(1, 1280)[:, 0]
   number = jnp.asarray(4)
-  found = kseq._by_sections(p, q, number, num_rounds=16)
+  found = gamma.solve_gamma(p, q, number, num_rounds=16)
   assert len(kernels) == 1  # traced once for all passes
-  np.testing.assert_allclose(found, kseq._by_chords(p, q, number, num_rounds=16), atol=3 / 2**15)
+  np.testing.assert_allclose(found, gamma._by_chords(p, q, number, num_rounds=16), atol=3 / 2**15)
 
 
 @pytest.mark.parametrize('num_rows', [1, 8, 11])  # fewer rows than a register has, as many, and a rest
 def test_rows_have_sums_of_their_own(num_rows):
   p, q = _laws(num_rows, 640)
   gammas = np.float32(np.linspace(1, 3, num_rows * 5).reshape(num_rows, 5))
-  (found,) = token_sums.token_sums_kernel(p, q, gammas, token_fns=[kseq._overlaps_of_token], interpret=True)
+  found = token_sums.token_sums_kernel(p, q, gammas, token_fns=[gamma._overlaps_of_token], interpret=True)
   expected = [[np.minimum(a, b / gamma).sum() for gamma in own] for a, b, own in zip(p, q, gammas)]
   assert found.shape == (num_rows, 5)
   np.testing.assert_allclose(found, expected, rtol=2e-6)
@@ -66,10 +63,10 @@ def test_rows_have_sums_of_their_own(num_rows):
 def test_what_does_not_fit_is_computed_by_the_plain_form(kernels):
   p, q = _laws(1, 130)[:, 0]
   classes = np.int32(np.arange(130) % 3)
-  found = class_sums._compare(p, q, classes, num_classes=3)
+  found = class_sums.sums_by_class((p, q), classes, 3)
   np.testing.assert_allclose(found[:, 0], np.bincount(classes, p, 3), rtol=2e-6)
   with jax.enable_x64(True):
-    found = class_sums._compare(*jnp.float64(_laws(1, 128)[:, 0]), jnp.zeros(128, jnp.int32), num_classes=1)
+    found = class_sums.sums_by_class(tuple(jnp.float64(_laws(1, 128)[:, 0])), jnp.zeros(128, jnp.int32), 1)
   assert found.dtype == np.float64
   rows = [np.asarray([1, 0]), np.arange(2)]
   arrays = *_laws(2, 130), np.ones((2, 2), np.float32)
@@ -115,7 +112,7 @@ def test_groups_of_entries_and_parts_of_the_tokens_have_sums_of_their_own(monkey
   first, second = (table.reshape(2, 9, 1280) for table in _laws(18, 1280))
   params = np.float32(np.random.default_rng(0).uniform((0, 0), (2, 0.1), (2, 9, 2)))
   monkeypatch.setattr(token_sums, '_MOST_BYTES', most * 4 * 128 * 18)
-  (found,) = token_sums.sums_of_rows_kernel(
+  found = token_sums.sums_of_rows_kernel(
     first, second, params, token_fn=_kept_fn, runs=token_sums._runs(rows), interpret=True
   )
   expected = jax.vmap(functools.partial(_kept_plainly, rows=rows))(first, second, params)
@@ -137,11 +134,11 @@ def test_devices_add_up_their_parts():
 def test_a_kernel_narrows_the_brackets_of_k_seq(num_rows):
   rng = np.random.default_rng(num_rows)
   number = np.float32(rng.integers(1, 9, (num_rows, 1)))
-  points = np.asarray(gamma_sections.sections(jnp.ones((num_rows, 1)), jnp.asarray(number), 16))
+  points = np.asarray(gamma.sections(jnp.ones((num_rows, 1)), jnp.asarray(number), 16))
   assert (points[:, -1:] == number).all()
   betas = np.float32(rng.random((num_rows, 1)) / points)
-  (found,) = gamma_sections.narrow_kernel(betas, points, number, interpret=True)
-  expected = jax.vmap(gamma_sections.narrow_sections)(betas, points, number[:, 0])
+  found = gamma.narrow_kernel(betas, points, number[:, 0], interpret=True)
+  expected = jax.vmap(gamma.narrow_sections)(betas, points, number[:, 0])
   np.testing.assert_allclose(found, expected, rtol=1e-6)
   excess = 1 - (1 - betas) ** number - points * betas
   for row, own, gammas in zip(found, excess, points):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.models import packed_attention
-from spectr_jax.models.layers import attend
+from spectr_jax.kernels import packed_attention
+from spectr_jax.kernels.attention import attend
 from spectr_jax.sharding import make_mesh
 
 

@@ -10,14 +10,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from spectr_jax.kernels.dispatch import by_platform
-from spectr_jax.models.layers import attend_causally
+from spectr_jax.kernels.attention import attend_causally
+from spectr_jax.kernels.dispatch import operation
 from spectr_jax.sharding import DATA, MODEL
 
 _LANES = 128  # the kernel's blocks are multiples
 _MAX_BLOCK = 512  # of queries and of keys; with 256 the kernel takes 1.3 times the cycles
 
 
+@operation
 def attend_packed(
   query: jax.Array, keys: jax.Array, values: jax.Array, documents: jax.Array, *, mesh: Mesh | None = None
 ) -> jax.Array:
@@ -36,18 +37,28 @@ def attend_packed(
   Returns:
     `[B, N, H, head_dim]` in the query's dtype.
   """
-  if not _takes(query.shape[1], query.dtype):
-    return _by_blocks(query, keys, values, documents)
-  kernel, heads = by_kernel, _axis_of_heads(query.shape[2], mesh)
-  if mesh is not None:  # XLA does not divide kernels
-    by_head = PartitionSpec(DATA, heads)
-    kernel = jax.shard_map(
-      by_kernel, mesh=mesh, in_specs=(PartitionSpec(DATA, None, heads), by_head, by_head, PartitionSpec(DATA)),
-      out_specs=PartitionSpec(DATA, None, heads), check_vma=False,
-    )  # fmt: skip
-  return by_platform(query, keys, values, documents, tpu=kernel, default=_by_blocks)
+  places = jnp.arange(documents.shape[-1])
+  mask = (jnp.swapaxes(documents, 1, 2) == documents) & (places[:, None] >= places)
+  return attend_causally(query, keys, values, mask)
 
 
+def _takes_queries(query, *arguments, mesh=None):
+  return _takes(query.shape[1], query.dtype)
+
+
+@attend_packed.form('tpu', takes=_takes_queries)
+def _attend_by_kernel(query, keys, values, documents, *, mesh=None):
+  if mesh is None:
+    return by_kernel(query, keys, values, documents)
+  heads = _axis_of_heads(query.shape[2], mesh)
+  by_head = PartitionSpec(DATA, heads)
+  return jax.shard_map(  # XLA does not divide kernels
+    by_kernel, mesh=mesh, in_specs=(PartitionSpec(DATA, None, heads), by_head, by_head, PartitionSpec(DATA)),
+    out_specs=PartitionSpec(DATA, None, heads), check_vma=False,
+  )(query, keys, values, documents)  # fmt: skip
+
+
+@operation
 def arrange_packed(qkv: jax.Array, *, mesh: Mesh | None = None) -> jax.Array:
   """Puts the tokens side by side in memory on TPUs, as the kernel reads them, and those of the gradient.
 
@@ -57,16 +68,18 @@ def arrange_packed(qkv: jax.Array, *, mesh: Mesh | None = None) -> jax.Array:
     qkv: `[B, N, H, 3 head_dim]`.
     mesh: As for `attend_packed`.
   """
-  if not _takes(qkv.shape[1], qkv.dtype):
-    return qkv
+  return qkv
 
+
+@arrange_packed.form('tpu', takes=lambda qkv, *, mesh=None: _takes(qkv.shape[1], qkv.dtype))
+def _side_by_side(qkv, *, mesh=None):
   def arrange(qkv):
     return with_layout_constraint(qkv, Layout(major_to_minor=(0, 2, 3, 1)))
 
   if mesh is not None:
     divided = PartitionSpec(DATA, None, _axis_of_heads(qkv.shape[2], mesh))
     arrange = jax.shard_map(arrange, mesh=mesh, in_specs=divided, out_specs=divided, check_vma=False)
-  return by_platform(qkv, tpu=arrange, default=lambda qkv: qkv)
+  return arrange(qkv)
 
 
 def _takes(num_tokens: int, dtype: DTypeLike) -> bool:
@@ -77,12 +90,6 @@ def _takes(num_tokens: int, dtype: DTypeLike) -> bool:
 def _axis_of_heads(num_heads: int, mesh: Mesh | None) -> str | None:
   """The axis that heads are sharded over. If they are no multiple of it, each of its devices attends to all of them."""
   return None if mesh is None or num_heads % mesh.shape[MODEL] else MODEL
-
-
-def _by_blocks(query, keys, values, documents):
-  places = jnp.arange(documents.shape[-1])
-  mask = (jnp.swapaxes(documents, 1, 2) == documents) & (places[:, None] >= places)
-  return attend_causally(query, keys, values, mask)
 
 
 def by_kernel(

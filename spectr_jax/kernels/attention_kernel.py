@@ -44,7 +44,7 @@ def attend_by_kernel(
   *,
   soft_cap: float | None,
   interpret: bool = False,
-) -> tuple[jax.Array]:
+) -> jax.Array:
   """Attention by the kernel; query head h reads key-value head h // (H / K).
 
   Args:
@@ -155,8 +155,8 @@ def attend_by_kernel(
     visible.astype(jnp.int8),
   )  # fmt: skip
   if num_parts == 1:
-    return (out[0].reshape(query.shape),)
+    return out[0].reshape(query.shape)
   mixed, top, total = out
   weights = jnp.exp(top - jnp.max(top, axis=0))
   mixed = jnp.sum(weights[..., None] * mixed, axis=0) / jnp.sum(weights * total, axis=0)[..., None]
-  return (mixed.reshape(query.shape).astype(query.dtype),)
+  return mixed.reshape(query.shape).astype(query.dtype)

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.kernels import tree_attention
+from spectr_jax.kernels import attention, attention_kernel
+from spectr_jax.kernels.attention_kernel import attend_by_kernel
 from spectr_jax.kernels.dispatch import made_for
-from spectr_jax.kernels.tree_attention import attend_by_kernel
-from spectr_jax.models import layers
 
 
 def _inputs(*, batch_size, num_queries, num_heads, num_kv_heads, head_dim, num_new, num_slots, has_window=False):
@@ -80,7 +79,7 @@ _SIZES = {
 def test_is_attention(sizes, has_window, soft_cap):
   query, new_keys, new_values, mask, prefix = inputs = _inputs(batch_size=3, has_window=has_window, **sizes)
   kernel = functools.partial(attend_by_kernel, soft_cap=soft_cap, interpret=True)
-  (found,) = kernel(query, new_keys, new_values, mask, *prefix)
+  found = kernel(query, new_keys, new_values, mask, *prefix)
   assert found.shape == query.shape
   assert found.dtype == query.dtype
   expected = _in_float64(*inputs, soft_cap)
@@ -95,7 +94,7 @@ def test_unused_slots_are_not_read():
   query, new_keys, new_values, mask, (keys, values, visible) = _inputs(batch_size=3, **sizes)
   is_far = np.arange(200) >= 128  # the third row uses 66 slots, two blocks of 64
   keys, values = jnp.where(is_far, jnp.nan, keys), jnp.where(is_far[:, None], jnp.nan, values)
-  (found,) = attend_by_kernel(query, new_keys, new_values, mask, keys, values, visible, soft_cap=None, interpret=True)
+  found = attend_by_kernel(query, new_keys, new_values, mask, keys, values, visible, soft_cap=None, interpret=True)
   assert np.isfinite(np.asarray(found[2], np.float32)).all()
   assert np.isnan(np.asarray(found[1], np.float32)).any()
 
@@ -112,7 +111,7 @@ def test_unused_slots_are_not_read():
   ],
 )
 def test_which_heads_it_takes(head_dim, query_dtype, cache_dtype, is_taken):
-  assert tree_attention.takes(head_dim, jnp.dtype(query_dtype), jnp.dtype(cache_dtype)) == is_taken
+  assert attention_kernel.takes(head_dim, jnp.dtype(query_dtype), jnp.dtype(cache_dtype)) == is_taken
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_attention_over_a_cache_is_a_kernel_on_gpus(platform, dtype, has_prefix,
   prefix = (*(x.astype(dtype) for x in prefix[:2]), prefix[2])
 
   def attend(*arrays):
-    return layers.attend(*arrays, mask[:1], prefix if has_prefix else None, soft_cap=2.0)
+    return attention.attend(*arrays, mask[:1], prefix if has_prefix else None, soft_cap=2.0)
 
   with made_for(platform):
     program = jax.make_jaxpr(attend)(*arrays)
@@ -158,7 +157,7 @@ def test_can_be_lowered_for_gpus_that_are_not_there():
 def test_the_compiler_divides_no_kernel(monkeypatch):
   sizes = dict(num_queries=3, num_heads=2, num_kv_heads=2, head_dim=16, num_new=3, num_slots=8)
   query, new_keys, new_values, mask, prefix = _inputs(batch_size=2, **sizes)
-  monkeypatch.setattr(layers, 'dividing_axes', lambda: ['model'])
+  monkeypatch.setattr(attention, 'dividing_axes', lambda: ['model'])
   with made_for('gpu'):
-    program = jax.make_jaxpr(lambda query: layers.attend(query, new_keys, new_values, mask, prefix))(query)
+    program = jax.make_jaxpr(lambda query: attention.attend(query, new_keys, new_values, mask, prefix))(query)
   assert 'platform=gpu' not in str(program)
