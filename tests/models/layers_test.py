@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import attention
-from spectr_jax.models import layers
 from spectr_jax.models.products import matmul
 
 B, N, H, D, S = 3, 7, 2, 4, 21
@@ -30,7 +29,7 @@ def _inputs(dtype, *, num_committed=(0, 5, S), window=None):
 @pytest.mark.parametrize('window', [None, 6])
 def test_blocks_of_the_prefix_are_the_whole(monkeypatch, size, soft_cap, window):
   """Ragged rows, one of them without a prefix and one whose prefix fills the cache, which no block size divides."""
-  monkeypatch.setattr(layers, '_BLOCK_SLOTS', size)
+  monkeypatch.setattr(attention, '_BLOCK_SLOTS', size)
   inputs = _inputs('float32', window=window)
   expected = attention._attend(*inputs, soft_cap=soft_cap)
   found = jax.jit(lambda *x: attention._attend_in_blocks(*x, soft_cap=soft_cap))(*inputs)
@@ -47,7 +46,7 @@ def test_blocks_multiply_in_the_type_of_the_queries():
 
 def test_slots_that_no_query_sees_are_not_visited(monkeypatch):
   """NaN behind the committed tokens of the longest row, but for the last block with any of them."""
-  monkeypatch.setattr(layers, '_BLOCK_SLOTS', 7)
+  monkeypatch.setattr(attention, '_BLOCK_SLOTS', 7)
   query, keys, values, mask, (old_keys, old_values, slots) = _inputs('float32', num_committed=(0, 5, 9))
   bad = jnp.arange(S) >= 14
   old_keys = jnp.where(bad, jnp.nan, old_keys)
