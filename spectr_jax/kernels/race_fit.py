@@ -82,7 +82,8 @@ def fit_race(
 
   sums = _Sums(jnp.cumsum, jax.lax.cummax, functools.partial(jax.lax.cummax, reverse=True), jnp.power, jnp.expm1)
   options = {'num_rounds': num_rounds, 'step': step, 'log_range': log_range}
-  return _fit(sums, law, masses[:, 0], masses[:, 1], num_candidates, has_given, **options)
+  mass, target = masses.T
+  return _fit(sums, law, mass, target, num_candidates, has_given, **options)
 
 
 @dataclasses.dataclass(frozen=True)
