@@ -40,13 +40,13 @@ from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.io.content import files_of
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.io.load import hub_folder
+from spectr_jax.kernels.filters import FILTERS, FILTERS_BY_NAME
+from spectr_jax.kernels.thresholds import THRESHOLD_PASSES, THRESHOLDS
 from spectr_jax.methods import METHODS, Method, get_method
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
-from spectr_jax.ops.filters import FILTERS, FILTERS_BY_NAME
-from spectr_jax.ops.thresholds import THRESHOLD_PASSES, THRESHOLDS
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
 from train import config_flag

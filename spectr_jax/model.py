@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from spectr_jax.ops.cache_writes import write_slots
+from spectr_jax.kernels.cache_writes import write_slots
 from spectr_jax.sharding import DATA, MODEL, Rules
 
 

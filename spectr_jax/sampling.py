@@ -9,26 +9,19 @@ uniform and no noise of the size of the vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from spectr_jax.ops.filters import FILTERS_BY_NAME, filtered
-from spectr_jax.ops.first_above import first_above, search
-from spectr_jax.ops.kernels import launch
-from spectr_jax.ops.platforms import by_platform
-from spectr_jax.sharding import dividing_axes, fetch, shards_in_program
-
-_BLOCK = 128  # tokens whose sum or minimum is taken at a time
-_SMALL = 4 * _BLOCK  # vocabularies that are not cut into blocks
-_MOST_DRAWS = 16  # from one distribution that a kernel takes
+from spectr_jax.kernels.blocks import argmin
+from spectr_jax.kernels.draws import draw_several
+from spectr_jax.kernels.filters import FILTERS_BY_NAME, filtered
+from spectr_jax.kernels.softmax import softmax
+from spectr_jax.sharding import fetch
 
 
 @jax.tree_util.register_dataclass
@@ -124,95 +117,8 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   temperature = sampling.temperature[:, None]
   is_greedy = temperature == 0
   scale = jnp.where(is_greedy, 1, jnp.maximum(temperature, 1e-30)).astype(logits.dtype)  # 1/scale must be finite
-  probs = _softmax(logits, scale, is_greedy)
+  probs = softmax(logits, scale, is_greedy)
   return filtered(probs, {name: getattr(sampling, name) for name in FILTERS_BY_NAME})
-
-
-def _softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.Array:
-  """The softmax of logits `[B, N, V]` divided by `[B, 1]`; or, where `is_greedy` `[B, 1]`, the first largest."""
-
-  def of_rows(logits, scale):
-    # The maximum is subtracted before the division. After it, logits at a small temperature could overflow; and a fused
-    # program may divide twice with different rounding, so that logits would differ from their own maximum.
-    weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / scale[..., None])
-    return (weights / jnp.sum(weights, axis=-1, keepdims=True),)
-
-  def find_points(logits, is_greedy):
-    return jnp.where(is_greedy, _first_largest(logits), -1)
-
-  def at_points(probs, points):
-    points = points[..., None]
-    is_point = jax.lax.broadcasted_iota(jnp.int32, probs.shape, probs.ndim - 1) == points
-    return jnp.where(points < 0, probs, is_point.astype(probs.dtype))
-
-  def plain(logits, scale, is_greedy):
-    # Only indices pass through the choice: one between distributions would copy them.
-    none = functools.partial(jnp.full, logits.shape[:-1], -1, jnp.int32)
-    points = jax.lax.cond(jnp.any(is_greedy), lambda: find_points(logits, is_greedy), none)
-    return at_points(of_rows(logits, scale)[0], points)
-
-  def by_kernel(logits, scale, is_greedy):
-    # XLA hands the kernel the logits in fast memory if nothing else needs them, and copies no result of a kernel.
-    scales = jnp.broadcast_to(scale, logits.shape[:-1]).reshape(-1)
-    probs = launch(of_rows, scaled, logits.reshape(-1, logits.shape[-1]), scales)[0].reshape(logits.shape)
-    return jax.lax.cond(
-      jnp.any(is_greedy), lambda probs: at_points(probs, find_points(logits, is_greedy)), lambda probs: probs, probs
-    )
-
-  def scaled(logits, scale):
-    from spectr_jax.ops.softmax import scaled_softmax
-
-    return (scaled_softmax(logits, scale),)
-
-  def without_choice(logits, scale, is_greedy):
-    # A GPU waits for the host at a choice, longer than the search takes.
-    return at_points(of_rows(logits, scale)[0], find_points(logits, is_greedy))
-
-  forms = {'tpu': by_kernel} if _fits_kernels(logits) else {}
-  return by_platform(logits, scale, is_greedy, gpu=without_choice, default=plain, **forms)
-
-
-def _fits_kernels(weights: jax.Array) -> bool:
-  """Whether kernels take distributions `[..., V]`: in float32, of whole registers, and not divided over devices."""
-  width = weights.shape[-1]
-  return weights.dtype == jnp.float32 and width > _SMALL and width % _BLOCK == 0 and not dividing_axes()
-
-
-def _first_largest(logits: jax.Array) -> jax.Array:
-  """The index of the first largest of `logits` `[B, N, V]`, int32 `[B, N]`; -1 where the largest is not finite."""
-  largest = jnp.max(logits, axis=-1, keepdims=True)
-
-  def in_blocks(logits, largest):  # an argmin over a whole vocabulary is not vectorised on CPU
-    del largest
-    return jax.vmap(jax.vmap(_argmin))(-logits)
-
-  def by_comparison(logits, largest):
-    place = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    return jnp.min(jnp.where(logits == largest, place, logits.shape[-1] - 1), axis=-1)
-
-  first = by_platform(logits, largest, cpu=in_blocks, default=by_comparison)
-  return jnp.where(jnp.isfinite(largest[..., 0]), first, -1).astype(jnp.int32)
-
-
-def _in_blocks(values: jax.Array, fill: float) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-  """`values` `[V]` in order in blocks `[R, _BLOCK]`, and a function from the index of a block to its first token.
-
-  Args:
-    values: `[V]`.
-    fill: Value of the padding at the end of each shard.
-  """
-  num_shards = shards_in_program(values.shape[0])
-  width = values.shape[0] // num_shards
-  padded = jnp.pad(values.reshape(num_shards, width), ((0, 0), (0, -width % _BLOCK)), constant_values=fill)
-  num_blocks = padded.shape[1] // _BLOCK
-  return padded.reshape(-1, _BLOCK), lambda row: row // num_blocks * width + row % num_blocks * _BLOCK
-
-
-def _on_each_device(values: jax.Array) -> jax.Array:
-  """`values` of the blocks of a distribution, sent to every device at once; each then goes on by itself."""
-  if not dividing_axes():
-    return values
-  return jax.lax.with_sharding_constraint(values, PartitionSpec())
 
 
 def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
@@ -226,42 +132,6 @@ def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
     The token, int32 scalar; never one of weight 0.
   """
   return draw_several(uniform[None], weights)[0]
-
-
-def draw_several(uniforms: jax.Array, weights: jax.Array) -> jax.Array:
-  """Draws tokens from one distribution, each as `draw` does.
-
-  Args:
-    uniforms: `[K]`, in [0, 1).
-    weights: `[V]`, not negative, with any positive sum.
-
-  Returns:
-    int32 `[K]`; never a token of weight 0.
-  """
-
-  def plain(uniforms, weights):
-    return jax.vmap(_draw, (0, None))(uniforms, weights)
-
-  def kernel(uniforms, laws):
-    from spectr_jax.ops.token_draws import draw_tokens
-
-    return (draw_tokens(uniforms, laws),)
-
-  if not _fits_kernels(weights) or len(uniforms) > _MOST_DRAWS:
-    return plain(uniforms, weights)
-  plain_rows = jax.vmap(lambda *row: (plain(*row),))
-  return launch(plain_rows, kernel, uniforms[None].astype(weights.dtype), weights[None])[0][0]
-
-
-def _draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
-  if weights.shape[0] <= _SMALL:
-    return search(weights, uniform * jnp.sum(weights))[0]
-  blocks, first_of = _in_blocks(weights, 0)
-  sums = _on_each_device(jnp.sum(blocks, axis=-1))
-  level = uniform * jnp.sum(sums)
-  row, before = first_above(sums, level)
-  column, _ = first_above(blocks[row], level - before)
-  return (first_of(row) + column).astype(jnp.int32)
 
 
 def _exponentials(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
@@ -293,20 +163,9 @@ def arrivals(key: jax.Array, probs: jax.Array) -> jax.Array:
   return jnp.where(is_possible, exponentials / jnp.where(is_possible, probs, 1), jnp.inf)
 
 
-def _argmin(values: jax.Array) -> jax.Array:
-  """The index of the smallest of `values` `[V]`, int32 scalar; of equal ones the lowest.
-
-  It takes the minimum of every block, then the index within the first block that has the smallest. An argmin over the
-  whole vocabulary is not vectorised on CPU.
-  """
-  blocks, first_of = _in_blocks(values, jnp.inf)
-  row = jnp.argmin(_on_each_device(jnp.min(blocks, axis=-1)))
-  return (first_of(row) + jnp.argmin(blocks[row])).astype(jnp.int32)
-
-
 def first_arrival(times: jax.Array) -> jax.Array:
   """The token that arrives first, int32 scalar; of equal times `[V]` the one with the lowest index."""
-  return _argmin(times)
+  return argmin(times)
 
 
 def positive_part(weights: jax.Array) -> jax.Array:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax import verifiers
+from spectr_jax.kernels.layouts import in_rows
 from spectr_jax.methods import Method, get_method
-from spectr_jax.ops.layouts import in_rows
 from spectr_jax.proposal import Proposal
 from spectr_jax.tree import TokenTree
 from spectr_jax.verifiers import Record, Verdict, Verifier

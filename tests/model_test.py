@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spectr_jax.kernels import attention, processor, products
 from spectr_jax.model import KVCache, Model
-from spectr_jax.models import decoding_form, layers, table, transformer
+from spectr_jax.models import table, transformer
 from spectr_jax.models.products import matmul
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.tree import TokenTree
@@ -240,8 +241,8 @@ def test_bfloat16_follows_float32(target):
   'num_tokens', slow_but([13], [1, 2, 12, 13, 40])
 )  # products have forms of their own for few rows
 def test_a_model_for_decoding_has_the_same_logits(target, num_tokens, dtype, tolerance, monkeypatch):
-  monkeypatch.setattr(decoding_form, 'LARGE', 1)
-  monkeypatch.setattr(decoding_form, 'multiplies_bfloat16', lambda: True)
+  monkeypatch.setattr(products, 'LARGE', 1)
+  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: True)
   config = dataclasses.replace(transformer.config_of(target), dtype=dtype)
   plain = transformer.transformer_model(target.params, config)
   fast = transformer.for_decoding(plain)
@@ -261,7 +262,7 @@ def test_a_model_for_decoding_has_the_same_logits(target, num_tokens, dtype, tol
 
 def test_a_model_for_decoding_is_so_already(target, monkeypatch):
   assert transformer.for_decoding(target) is target  # its kernels are small
-  monkeypatch.setattr(decoding_form, 'LARGE', 1)
+  monkeypatch.setattr(products, 'LARGE', 1)
   fast = transformer.for_decoding(target)
   assert transformer.for_decoding(fast) is fast
   with pytest.raises(ValueError, match='not a model made by transformer_model'):
@@ -447,6 +448,6 @@ def test_causal_attention_in_blocks_is_that_of_all_tokens(num_tokens):
 
   found, expected = (
     jax.jit(jax.value_and_grad(loss(attend), (0, 1, 2)))(query, new_keys, values)
-    for attend in (layers.attend_causally, layers.attend)
+    for attend in (attention.attend_causally, attention.attend)
   )
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from scipy import stats
 
 from spectr_jax import sampling as sampling_module
-from spectr_jax.ops.platforms import made_for
+from spectr_jax.kernels.dispatch import made_for
 from spectr_jax.sampling import SamplingParams, arrivals, draw, first_arrival, logits_to_probs, positive_part_or
 from spectr_jax.sharding import shards_in_program
 

@@ -9,7 +9,7 @@ import pytest
 
 import spectr_jax
 from spectr_jax import METHODS, TokenTree
-from spectr_jax.ops.platforms import made_for
+from spectr_jax.kernels.dispatch import made_for
 from spectr_jax.verify import decide_rows
 from tests.slow import slow_but
 

@@ -28,8 +28,8 @@ from spectr_jax.aot.hlo_report import Memory, ProgramReport
 from spectr_jax.aot.kernels import take_schedules
 from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.io.model_files import read_config
+from spectr_jax.kernels.dispatch import made_for
 from spectr_jax.models.transformer import init_params, transformer_model
-from spectr_jax.ops.platforms import made_for
 from spectr_jax.sharding import shardings
 from train import config_flag, plan
 from train.run import make_config_mesh

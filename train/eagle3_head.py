@@ -14,11 +14,11 @@ from spectr_jax.draft import Drafter, head_drafter
 from spectr_jax.draft.head_drafter import config_of
 from spectr_jax.io.heads.save import eagle3_spec
 from spectr_jax.io.load import ModelFiles
+from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, head
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
-from spectr_jax.models.products import accumulation_dtype
 from train.config_rules import at_least, finite_at_least_0
 from train.draft_kind import Head, cast
 from train.head_step import HeadBatch, Step

@@ -9,7 +9,8 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.models.products import accumulation_dtype, matmul
+from spectr_jax.kernels.products import accumulation_dtype
+from spectr_jax.models.products import matmul
 from train.blocks import sum_over_blocks
 
 # Inputs of an output head, `[B, T, D]`, and the output head, `[D, Vd]`.

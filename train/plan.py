@@ -8,7 +8,7 @@ import math
 import jax
 from jax.sharding import Mesh
 
-from spectr_jax.models.layers import CAUSAL_BLOCK
+from spectr_jax.kernels.attention import CAUSAL_BLOCK
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.sharding import shardings
 from train.step import init_state, make_optimizer

@@ -13,8 +13,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax.aot import hlo_report as compiled
+from spectr_jax.kernels.packed_attention import arrange_packed, attend_packed
 from spectr_jax.models.layers import unembed
-from spectr_jax.models.packed_attention import arrange_packed, attend_packed
 from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params
 from spectr_jax.sharding import DATA, divide_rows, replicated, shardings, shards_in_program
 from train.blocks import sum_over_blocks

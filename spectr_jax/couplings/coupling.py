@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.couplings.explanation import Explanation
-from spectr_jax.ops.on_demand import where_needed
+from spectr_jax.kernels.on_demand import where_needed
 from spectr_jax.proposal import ProposalRule
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from spectr_jax.couplings.coupling import ratio
 from spectr_jax.couplings.explanation import SelectionExplanation
 from spectr_jax.couplings.given import given_set, with_given
-from spectr_jax.couplings.kseq import any_accepted
 from spectr_jax.couplings.selection import Pick, Selection
-from spectr_jax.ops.class_sums import sums_by_class
-from spectr_jax.ops.kernels import as_kernel
-from spectr_jax.ops.on_demand import where_needed
-from spectr_jax.ops.platforms import by_platform
-from spectr_jax.ops.race_fit import fit_races
+from spectr_jax.kernels.class_sums import entries_of, sums_by_class
+from spectr_jax.kernels.on_demand import where_needed
+from spectr_jax.kernels.race_fit import fit_race
 
 _FINER_BITS = 2  # by which the octaves near 1 are finer
 
@@ -50,56 +48,6 @@ def _classes(
     passed = jnp.clip(leading(ratios, octave_bits + _FINER_BITS), first, last) - first
     classes += passed - (passed >> _FINER_BITS)
   return jnp.clip(classes, 0, num_classes - 1).astype(jnp.int32)
-
-
-def _entries_by_comparison(scale, classes):
-  """`scale[classes]` for a TPU, which looks up entry by entry, and compares in passing."""
-  if classes.ndim == 0:
-    return jnp.sum(jnp.where(classes == jnp.arange(len(scale)), scale, 0))
-  entries = jnp.broadcast_to(scale[0], classes.shape)
-  for c in range(1, len(scale)):
-    entries = jnp.where(classes == c, scale[c], entries)
-  return entries
-
-
-def _occurs(mass: jax.Array, num_candidates: jax.Array, has_given: jax.Array | None) -> jax.Array:
-  """The probability that a candidate of a class is there, `[C]`, from the draft's masses; the others as for `_goal`."""
-  occurs = any_accepted(mass, num_candidates)
-  return occurs if has_given is None else occurs.at[0].set(has_given)
-
-
-def _goal(
-  masses: jax.Array, num_candidates: jax.Array, has_given: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The best distribution of the picked class that any selection can reach, and the set of classes that it cuts off.
-
-  For example, with two candidates, p = (.75, .25) and q = (.5, .5) in two classes, both candidates lie in the lower
-  class with probability .5625. So it is picked at least that often, .0625 more than the target wants, and the goal is
-  (.5625, .4375), which overlaps with q by the optimum .9375. The lower class is cut off: a candidate of the upper one
-  is picked wherever it occurs.
-
-  Args:
-    masses: `[C, 2]`, the masses of draft and target by class, in ascending order of q/p.
-    num_candidates: n.
-    has_given: bool scalar, whether the first class is that of given candidates, which are always there; None if there
-      is no such class.
-
-  Returns:
-    The distribution `[C]`; bool `[C]`, the classes that are picked wherever they occur; the draft's mass in the others.
-  """
-  below, target_below = jnp.cumsum(masses, axis=0).T
-  # If all candidates lie in a set, the picked class does too. This is by how much that probability exceeds the target's
-  # mass of the set.
-  excess = jnp.maximum(jnp.minimum(below, 1) ** num_candidates - target_below, 0)
-  place = jnp.arange(len(excess))
-  tightest = jnp.argmax(excess)
-  reserved = jnp.where(place <= tightest, jax.lax.cummax(excess), jax.lax.cummax(excess, reverse=True))
-  law = masses[:, 1] + jnp.diff(reserved, prepend=jnp.zeros((), excess.dtype))
-  # No class is picked more often than it occurs. Rounded sums can ask for more of a very rare class, whose weight would
-  # then grow until all others are cut off.
-  law = jnp.clip(law, 0, _occurs(masses[:, 0], num_candidates, has_given))
-  is_excess = excess[tightest] > 0
-  return law, ~is_excess | (place > tightest), jnp.where(is_excess, below[tightest], 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +193,7 @@ class Race(Selection):
       Probabilities of the tokens' shape.
     """
     classes = self._classes(draft_probs, target_probs)
-    return draft_probs * by_platform(scale, classes, tpu=_entries_by_comparison, default=lambda scale, of: scale[of])
+    return draft_probs * entries_of(scale, classes)
 
   def select(
     self,
@@ -297,35 +245,15 @@ class Race(Selection):
   def fit(
     self, masses: jax.Array, num_candidates: jax.Array, has_given: jax.Array | None = None
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The fitted weights, and the distribution of the class that is picked with them.
+    """`kernels.race_fit.fit_race` with the options of this race; arguments and results as there."""
+    given = () if has_given is None else (has_given,)
+    return fit_race(masses, num_candidates, *given, **self.fit_options(masses.dtype))
 
-    Each round computes the distribution that the weights give, and multiplies every weight by a power of the factor
-    that its class lacks. In the example of `_goal` each side of the cut holds one class. So every weight is the largest
-    of its side and stays 1, and the distribution is the goal from the start. Suppose instead that one of three classes
-    above the cut is picked half as often as the goal asks. Its log weight rises by `step` log 2, minus the rise of the
-    largest of the three.
-
-    Beside given candidates it is the factor that the odds lack with which a class is picked where it occurs. A single
-    drawn candidate has odds of w/W against the given ones. Where these are 9 and should be 99, the probability lacks a
-    tenth alone, and the weight eleven times.
-
-    Args:
-      masses: `[C, 2]`, the masses of draft and target by class, in ascending order of q/p.
-      num_candidates: n, above 1; with given candidates the number of the drawn ones, at least 1.
-      has_given: bool scalar, whether there are given candidates; their class is the first. None if there is no such
-        class.
-
-    Returns:
-      Log weights `[C]`; bool `[C]`, the classes that win against the others; the distribution `[C]` of the picked
-      class.
-    """
-    if has_given is not None or masses.dtype != jnp.float32:
-      return self._fit(masses, num_candidates, has_given)
-    nodes, spacing = self._integral(masses.dtype)
+  def fit_options(self, dtype: DTypeLike) -> dict[str, Any]:
+    """The options of `fit_race` for masses of a type."""
+    nodes, spacing = self._integral(dtype)
     options = {'num_rounds': self.num_rounds, 'step': self.step, 'log_range': self.log_range}
-    kernel = functools.partial(fit_races, nodes=nodes, spacing=spacing, **options)
-    log_weights, is_high, law = as_kernel(self._fit, kernel, masses, num_candidates)
-    return log_weights, is_high, law
+    return {'nodes': nodes, 'spacing': spacing, **options}
 
   def _integral(self, dtype):
     """The points of the integral and their weights, of a trapezoidal sum."""
@@ -339,55 +267,3 @@ class Race(Selection):
     spacing[[0, -1]] /= 2
     spacing[0] += nodes[0]
     return nodes.astype(dtype), spacing.astype(dtype)
-
-  def _fit(self, masses, num_candidates, has_given=None):
-    """`fit` of one race, the plain form."""
-    dtype = masses.dtype
-    goal, is_high, low_mass = _goal(masses, num_candidates, has_given)
-    mass = masses[:, 0]
-    is_possible = mass > 0 if has_given is None else (mass > 0).at[0].set(has_given)
-    nodes, spacing = self._integral(dtype)
-    sides = jnp.stack([is_high, ~is_high])
-
-    # Full precision, since losslessness depends on the distribution that these products give.
-    multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-
-    def winner(log_weights):
-      weights = jnp.exp(log_weights)
-      decay = jnp.exp(-weights[:, None] * nodes)
-      # Samples that fall among the given candidates hold no ticket, so they never arrive.
-      arrival = decay if has_given is None else decay.at[0].set(1)
-      phi = multiply(jnp.where(sides, mass, 0), arrival) + np.array([1, 0], dtype)[:, None] * low_mass
-      others = jnp.exp((num_candidates - 1) * jnp.log(jnp.maximum(phi, jnp.finfo(dtype).tiny))) * spacing
-      if has_given is not None:  # their ticket competes on its own side
-        others *= jnp.where(sides[:, :1] & has_given, decay[0], 1)
-      both = multiply(others, decay.T)
-      integral = jnp.where(is_high, both[0], both[1])
-      law = num_candidates * mass * weights * integral
-      if has_given is not None:
-        law = law.at[0].set(weights[0] * jnp.sum(jnp.where(sides[:, :1], others * phi, 0)))
-      return jnp.where(is_possible, law, 0)
-
-    def measure(law):
-      log_law = jnp.log(jnp.maximum(law, 1e-30))
-      if has_given is None:
-        return log_law
-      # With some slack, since a class that is nearly always picked where it occurs has nothing to gain: its weight
-      # would grow without end and leave no range to the others.
-      occurs = _occurs(mass, num_candidates, has_given)
-      return log_law - jnp.log(jnp.maximum(occurs - law, 0) + 0.01 * occurs + 1e-4)
-
-    wanted = measure(goal)
-
-    def improve(_, log_weights):
-      moved = log_weights + self.step * (wanted - measure(winner(log_weights)))
-      moved = jnp.where(is_possible, moved, -jnp.inf)
-      largest = jnp.max(jnp.where(sides, moved, -jnp.inf), axis=-1)
-      largest = jnp.where(is_high, largest[0], largest[1])
-      # A side without any possible class has no largest weight and needs none.
-      relative = moved - jnp.where(jnp.isfinite(largest), largest, 0)
-      return jnp.maximum(relative, -self.log_range)
-
-    log_weights = jax.lax.fori_loop(0, self.num_rounds, improve, jnp.zeros_like(mass))
-    # The distribution must belong to the final weights; then every choice of weights is lossless.
-    return log_weights, is_high, winner(log_weights)

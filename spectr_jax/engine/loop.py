@@ -24,9 +24,9 @@ from spectr_jax.engine.result import (
 from spectr_jax.engine.sharding import on_platform_of, platform_of
 from spectr_jax.engine.state import DecodeState, constrain
 from spectr_jax.engine.statistics import round_statistics
+from spectr_jax.kernels.cache_writes import write_rows
+from spectr_jax.kernels.layouts import in_rows
 from spectr_jax.model import ModelOutput
-from spectr_jax.ops.layouts import in_rows
-from spectr_jax.ops.platforms import by_platform
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree
@@ -184,22 +184,6 @@ def _failures(state: DecodeState, proposal: Proposal, target_probs: jax.Array) -
   return jnp.where(state.is_done, 0, failures).astype(jnp.int32)
 
 
-def _put(rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-  """`rows` `[B, S, ...]` with `values` `[B, D, ...]` at `slots` `[B, D]`; slots beyond S are dropped."""
-
-  def put(rows, values):
-    return jax.vmap(lambda row, slots, values: row.at[slots].set(values, mode='drop'))(rows, slots, values)
-
-  def put_bits(rows, values):
-    bits = [jax.lax.bitcast_convert_type(array, jnp.uint16) for array in (rows, values)]
-    return jax.lax.bitcast_convert_type(put(*bits), jnp.bfloat16)
-
-  if rows.dtype != jnp.bfloat16:
-    return put(rows, values)
-  # XLA's CPU backend would convert all rows to float32 and back.
-  return by_platform(rows, values, cpu=put_bits, default=put)
-
-
 def _log_probs(output: ModelOutput, path: jax.Array, tokens: jax.Array) -> jax.Array:
   """The target's log probability `[B, L + 1]` of each of a round's tokens, after the nodes `path` of equal shape."""
   logits = jax.vmap(lambda row, nodes: row[nodes])(output.logits, path)
@@ -248,15 +232,15 @@ def _record(
   is_done = state.is_done | has_eos | (lengths >= max_new_tokens)
   result = dataclasses.replace(
     result,
-    tokens=_put(result.tokens, slots, tokens),
+    tokens=write_rows(result.tokens, slots, tokens),
     lengths=lengths,
     num_target_calls=result.num_target_calls + ~state.is_done,
     accepted_by_depth=result.accepted_by_depth + (is_kept & (places < accepted))[:, : tree.max_depth],
-    origins=_put(result.origins, slots, origins),
+    origins=write_rows(result.origins, slots, origins),
     failures=failures,
   )
   if result.logprobs is not None:
-    result = dataclasses.replace(result, logprobs=_put(result.logprobs, slots, _log_probs(output, path, tokens)))
+    result = dataclasses.replace(result, logprobs=write_rows(result.logprobs, slots, _log_probs(output, path, tokens)))
   return result, is_done
 
 
@@ -316,10 +300,10 @@ def _extend_context(state: DecodeState, output: ModelOutput, tokens, path, num_c
   is_new = places < num_committed[:, None]
   text, features = state.text, state.features
   if text is not None:  # the tokens after the root
-    text = _put(text, jnp.where(is_new, state.root_position[:, None] + 1 + places, text.shape[1]), tokens)
+    text = write_rows(text, jnp.where(is_new, state.root_position[:, None] + 1 + places, text.shape[1]), tokens)
   if features is not None:  # those of the root and of the accepted nodes
     slots = jnp.where(is_new, state.root_position[:, None] + places, features.shape[1])
-    features = _put(features, slots, jax.vmap(lambda row, nodes: row[nodes])(output.features, path))
+    features = write_rows(features, slots, jax.vmap(lambda row, nodes: row[nodes])(output.features, path))
   return dataclasses.replace(state, text=text, features=features)
 
 

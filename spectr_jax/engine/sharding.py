@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax.draft import Drafter
+from spectr_jax.kernels.dispatch import default_platform, made_for
 from spectr_jax.model import Model
-from spectr_jax.ops.platforms import default_platform, made_for
 from spectr_jax.sharding import DATA, MODEL, only_over, put, replicated, shardings
 
 # By the compiler's count, with transfers between TPUs taken to last 3 microseconds each: alone eight rows of a draft of

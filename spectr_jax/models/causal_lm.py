@@ -13,15 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 
+from spectr_jax.kernels.attention import Rotation, attend, rotary_angles
+from spectr_jax.kernels.layouts import heads_in_order
+from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import functions, layers
 from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, init_params, param_shapes
 from spectr_jax.models.decoding_form import JOINED, params_for_decoding
 from spectr_jax.models.functions import model_functions
-from spectr_jax.models.products import accumulation_dtype, matmul
-from spectr_jax.ops.platforms import by_platform
+from spectr_jax.models.products import matmul
 from spectr_jax.sharding import CAUSAL_LM_RULES
 
 __all__ = [
@@ -68,13 +69,7 @@ def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, wid
   if joined is None:
     return [linear(params[name], x) for name in names]
 
-  def in_order(products):
-    # XLA would compute all in the order of the keys in a cache, side by side for one number of a head.
-    return with_layout_constraint(products, Layout(major_to_minor=tuple(range(products.ndim))))
-
-  products = linear(joined, x)
-  if products.shape[-2] > 1:
-    products = by_platform(products, gpu=in_order, default=lambda products: products)
+  products = heads_in_order(linear(joined, x))
   return jnp.split(products, np.cumsum(widths)[:-1], axis=-1)
 
 
@@ -129,7 +124,7 @@ def visible_slots(window: int | None, positions: jax.Array, cache: KVCache) -> j
   return slots & (positions[:, :, None] - jnp.arange(num_slots) < window)
 
 
-def rotation_of(rope: Rope | None, positions: jax.Array) -> layers.Rotation | None:
+def rotation_of(rope: Rope | None, positions: jax.Array) -> Rotation | None:
   """The angles of rotary positions; None for learned ones.
 
   Args:
@@ -138,10 +133,10 @@ def rotation_of(rope: Rope | None, positions: jax.Array) -> layers.Rotation | No
   """
   if rope is None:
     return None
-  return layers.rotation(positions, jnp.asarray(rope.frequencies, jnp.float32), magnitude=rope.magnitude)
+  return rotary_angles(positions, jnp.asarray(rope.frequencies, jnp.float32), magnitude=rope.magnitude)
 
 
-def project(params, config: CausalLMConfig, x: jax.Array, rotation: layers.Rotation | None) -> tuple[jax.Array, ...]:
+def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, ...]:
   """Queries `[B, N, H, head_dim]`, and keys and values `[B, N, K, head_dim]`, normalised and rotated.
 
   Args:
@@ -181,7 +176,7 @@ def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, 
   if cache is not None:
     keys, values = cache.append(layer, keys, values, num_pending_slots=pending_mask.shape[-1])
     prefix = cache.keys[layer], cache.values[layer], slots
-  mixed = layers.attend(
+  mixed = attend(
     query, keys, values, pending_mask, prefix, scale=config.query_scale, soft_cap=config.attention_soft_cap
   )
   return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values

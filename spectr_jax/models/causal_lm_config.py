@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.models.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantised
-from spectr_jax.models.products import accumulation_dtype
 from spectr_jax.sharding import MODEL
 
 ACTIVATIONS = {

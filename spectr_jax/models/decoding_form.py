@@ -4,7 +4,7 @@ XLA's CPU backend reads a kernel `[out, in]` as it stands, where it rearranges o
 and a product of few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the
 caches are transposed, and those that multiply the same input become one. Without units for bfloat16 products (AMX) a
 single token takes half as long in the order `[in, out]`, and several take two thirds as long in the other one, prompts
-longer: there bfloat16 kernels are kept in both. `products.matmul` has the forms of the product; jax 0.10 was measured.
+longer: there bfloat16 kernels are kept in both. `kernels.products` has the forms of the product; jax 0.10 was measured.
 
 On a GPU, too, kernels of the same input become one. XLA would multiply by all of them at once, and may copy them side
 by side for it in every step.
@@ -13,23 +13,20 @@ by side for it in every step.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.kernels import processor, products
+from spectr_jax.kernels.dispatch import operation
 from spectr_jax.models.int8 import Int8Kernel, is_int8
-from spectr_jax.ops.platforms import default_platform
 
 # The name of the products that become one, by theirs.
 JOINED = {('q', 'k', 'v'): 'qkv', ('gate', 'up'): 'gate_up'}
-LARGE = 2**17  # numbers of a kernel; smaller ones stay as they are
 MOST_DOUBLED = 2**31  # bytes of kernels that a model keeps in both orders; with more, it keeps them in their own
-_CPU_INFO = pathlib.Path('/proc/cpuinfo')
 
 
 @jax.tree_util.register_dataclass
@@ -78,18 +75,9 @@ def _transposed(kernel) -> TransposedKernel:
   return TransposedKernel(kernel.T)
 
 
-@functools.cache
-def multiplies_bfloat16() -> bool:
-  """Whether this processor has units for products of bfloat16 matrices (AMX), as far as Linux says so."""
-  try:
-    return 'amx_bf16' in _CPU_INFO.read_text()
-  except OSError:
-    return False
-
-
 def _wants_both(kernel: Any) -> bool:
   """Whether the fastest products with a kernel read it in both orders."""
-  return not is_int8(kernel) and kernel.dtype == jnp.bfloat16 and not multiplies_bfloat16()
+  return not is_int8(kernel) and kernel.dtype == jnp.bfloat16 and not processor.multiplies_bfloat16()
 
 
 def _has_room_twice(arrays: Sequence[jax.Array]) -> bool:
@@ -101,11 +89,52 @@ def _has_room_twice(arrays: Sequence[jax.Array]) -> bool:
   return 2 * sum(array.nbytes for array in arrays) <= memory.get('bytes_limit', math.inf)
 
 
+@operation
+def kernels_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Parameters whose matrices are in the form that the default device multiplies fastest.
+
+  For CPUs large matrices `kernel` and `unembedding` are joined and transposed. Kernels in both orders take twice the
+  memory; a model with more than `MOST_DOUBLED` bytes of them keeps their order. For GPUs kernels are joined, if all
+  parameters are on one device that could hold them twice.
+
+  Args:
+    params: A nested dict, which is returned as it is on TPUs, or if it is in this form.
+  """
+  return params
+
+
+@operation
+def params_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The parameters of a network in the form that the default device decodes fastest.
+
+  Beside `kernels_for_decoding`, on a CPU a bfloat16 embedding becomes integers of the same bits, and the output head,
+  if it is tied, an array of its own: to take rows of bfloat16, XLA would convert all of them to float32, once in every
+  program.
+
+  Args:
+    params: A nested dict with `embedding` `[V, D]` and perhaps `unembedding` `[D, V]`.
+  """
+  return kernels_for_decoding(params)
+
+
+def _has_bfloat16_embedding(params):
+  return not is_int8(params['embedding']) and params['embedding'].dtype == jnp.bfloat16
+
+
+@params_for_decoding.form('cpu', takes=_has_bfloat16_embedding)
+def _with_bits_of_embedding(params):
+  embedding = params['embedding']
+  bits = jax.lax.bitcast_convert_type(embedding, jnp.uint16)
+  return {**kernels_for_decoding({'unembedding': embedding.T, **params}), 'embedding': bits}
+
+
+@kernels_for_decoding.form('gpu')
 def _joined_for_gpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   is_joined = jax.tree.structure(jax.eval_shape(_joined, params)) == jax.tree.structure(params)
   return params if is_joined or not _has_room_twice(jax.tree.leaves(params)) else _joined(params)
 
 
+@kernels_for_decoding.form('cpu')
 def _transposed_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   def is_whole(node):
     return is_int8(node) or isinstance(node, TransposedKernel)
@@ -113,7 +142,7 @@ def _transposed_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   def is_slow(keys, node):
     if isinstance(node, TransposedKernel) or keys[-1].key not in ('kernel', 'unembedding'):
       return False
-    return len(node.shape) == 2 and node.size >= LARGE
+    return len(node.shape) == 2 and node.size >= products.LARGE
 
   def convert(keys, node):
     if not is_slow(keys, node):
@@ -125,34 +154,3 @@ def _transposed_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   is_doubled = sum(node.nbytes for keys, node in leaves if is_slow(keys, node) and _wants_both(node)) <= MOST_DOUBLED
   converted = jax.tree_util.tree_map_with_path(convert, joined, is_leaf=is_whole)
   return params if jax.tree.structure(converted) == jax.tree.structure(params) else converted
-
-
-def kernels_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
-  """Parameters whose matrices are in the form that the default device multiplies fastest.
-
-  For CPUs large matrices `kernel` and `unembedding` are joined and transposed. Kernels in both orders take twice the
-  memory; a model with more than `MOST_DOUBLED` bytes of them keeps their order. For GPUs kernels are joined, if all
-  parameters are on one device that could hold them twice.
-
-  Args:
-    params: A nested dict, which is returned as it is on TPUs, or if it is in this form.
-  """
-  forms = {'cpu': _transposed_for_cpu, 'gpu': _joined_for_gpu}
-  return forms.get(default_platform(), lambda params: params)(params)
-
-
-def params_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
-  """The parameters of a network in the form that the default device decodes fastest.
-
-  Beside `kernels_for_decoding`, on a CPU a bfloat16 embedding becomes integers of the same bits, and the output head,
-  if it is tied, an array of its own: to take rows of bfloat16, XLA would convert all of them to float32, once in every
-  program.
-
-  Args:
-    params: A nested dict with `embedding` `[V, D]` and perhaps `unembedding` `[D, V]`.
-  """
-  embedding = params['embedding']
-  if default_platform() != 'cpu' or is_int8(embedding) or embedding.dtype != jnp.bfloat16:
-    return kernels_for_decoding(params)
-  bits = jax.lax.bitcast_convert_type(embedding, jnp.uint16)
-  return {**kernels_for_decoding({'unembedding': embedding.T, **params}), 'embedding': bits}

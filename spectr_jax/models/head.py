@@ -19,8 +19,9 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.kernels import attention
 from spectr_jax.model import KVCache
-from spectr_jax.models import causal_lm, layers
+from spectr_jax.models import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, check_sizes
 from spectr_jax.models.products import matmul
 
@@ -274,7 +275,8 @@ def apply(
     window = block.window(0)
     seen = causal_lm.visible_tokens(window, mask)
     prefix = cache.keys[0], cache.values[0], causal_lm.visible_slots(window, positions, cache)
-    mixed = layers.attend(query, keys, values, seen, prefix, scale=block.query_scale, soft_cap=block.attention_soft_cap)
+    options = {'scale': block.query_scale, 'soft_cap': block.attention_soft_cap}
+    mixed = attention.attend(query, keys, values, seen, prefix, **options)
     return mixed, (keys, values)
 
   hidden, output, (keys, values) = advance(params, config, embedded, hidden, positions, attend)

@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.kernels.attention import attend, attend_causally, rotary_angles
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import functions, layers
 from spectr_jax.models.decoding_form import params_for_decoding
@@ -56,7 +57,7 @@ class Block(nn.Module):
   config: TransformerConfig
   layer: int
   dropout: float = 0.0
-  attend_fn: Callable[..., jax.Array] = layers.attend_causally
+  attend_fn: Callable[..., jax.Array] = attend_causally
   arrange_fn: Callable[[jax.Array], jax.Array] = lambda x: x
 
   @nn.compact
@@ -79,7 +80,7 @@ class Block(nn.Module):
       keys, values = cache.append(self.layer, keys, values, num_pending_slots=mask.shape[-1])
       committed = layers.committed_slots(cache.keys[self.layer].shape[-1], cache.lengths)
       prefix = cache.keys[self.layer], cache.values[self.layer], committed
-      mixed = layers.attend(query, keys, values, mask, prefix)
+      mixed = attend(query, keys, values, mask, prefix)
     x = x + drop(Linear(cfg.embed_dim, dtype, residual_scale, name='attention_out')(mixed.reshape(x.shape)))
     hidden = Linear(cfg.mlp_dim, dtype, name='mlp_in')(RMSNorm(name='mlp_norm')(x))
     x = x + drop(Linear(cfg.embed_dim, dtype, residual_scale, name='mlp_out')(nn.gelu(hidden)))
@@ -104,7 +105,7 @@ class Transformer(nn.Module):
   constrain_fn: Callable[[jax.Array], jax.Array] = lambda x: x
   dropout: float = 0.0
   feature_layers: tuple[int, ...] = ()
-  attend_fn: Callable[..., jax.Array] = layers.attend_causally
+  attend_fn: Callable[..., jax.Array] = attend_causally
   arrange_fn: Callable[[jax.Array], jax.Array] = lambda x: x
 
   @nn.compact
@@ -119,7 +120,7 @@ class Transformer(nn.Module):
     mask = mask[None] if mask.ndim == 2 else mask
     # Whole heads are rotated, with base 10000.
     half = cfg.head_dim // 2
-    rotation = layers.rotation(positions, 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half))
+    rotation = rotary_angles(positions, 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half))
     pending, streams = [], [x]
     for layer in range(cfg.num_layers):
       network = block(cfg, layer, self.dropout, self.attend_fn, self.arrange_fn, name=f'layer_{layer}')

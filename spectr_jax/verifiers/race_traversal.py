@@ -12,9 +12,9 @@ from spectr_jax.couplings.coupling import ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.given import with_given
 from spectr_jax.couplings.race import Race
-from spectr_jax.ops.on_demand import map_needed
-from spectr_jax.ops.token_sums import sums_of_rows
-from spectr_jax.ops.tree_steps import first_kept, race_credits
+from spectr_jax.kernels.on_demand import map_needed
+from spectr_jax.kernels.token_sums import sums_of_rows
+from spectr_jax.kernels.tree_steps import first_kept, race_credits
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import Tree

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,8 @@ import numpy as np
 from spectr_jax.couplings.coupling import Coupling, Outcome, ThresholdCoupling, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.given import Given
-from spectr_jax.ops.on_demand import map_needed
-from spectr_jax.ops.platforms import by_platform
+from spectr_jax.kernels.dispatch import operation
+from spectr_jax.kernels.on_demand import map_needed
 from spectr_jax.proposal import Independent, Proposal, ProposalRule
 from spectr_jax.sampling import draw
 from spectr_jax.tree import Tree
@@ -160,15 +159,11 @@ class Walk(RecordedVerifier):
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[0, 1], state, {})
 
-    def by_steps():
-      (node, depth, _), decisions = self._path(tree, proposal, target_probs, uniforms, is_explained=is_explained)
-      return (node, depth, self._step(tree, proposal, target_probs, node)[1].residual), decisions
-
-    if is_explained or not isinstance(self.coupling, ThresholdCoupling) or proposal.is_given is not None:
-      (node, depth, residual), decisions = by_steps()
+    if is_explained:
+      (node, depth, _), decisions = self._path(tree, proposal, target_probs, uniforms, is_explained=True)
+      residual = self._step(tree, proposal, target_probs, node)[1].residual
     else:
-      table = functools.partial(self._by_table, self.coupling, tree, proposal, target_probs, uniforms)
-      node, depth, residual = by_platform(cpu=lambda: by_steps()[0], default=table)
+      node, depth, residual = _end_of_walk(self, tree, proposal, target_probs, uniforms)
       decisions = None
     decisions = {} if decisions is None else {'accept': decisions}
     return stop_at(tree, node, residual, uniforms[depth, 1], state, decisions)
@@ -264,3 +259,20 @@ class Walk(RecordedVerifier):
     start = jnp.zeros(size, target_probs.dtype).at[0].set(1)
     _, (nodes, laws) = jax.lax.scan(at_node, start, jnp.arange(size))
     return jnp.zeros_like(target_probs).at[nodes].add(laws)
+
+
+@operation
+def _end_of_walk(walk: Walk, tree: Tree, proposal: Proposal, target_probs: jax.Array, uniforms: jax.Array):
+  """The node where a walk stops, its depth, and the residual there, step by step."""
+  (node, depth, _), _ = walk._path(tree, proposal, target_probs, uniforms, is_explained=False)
+  return node, depth, walk._step(tree, proposal, target_probs, node)[1].residual
+
+
+def _has_table(walk, tree, proposal, target_probs, uniforms):
+  return isinstance(walk.coupling, ThresholdCoupling) and proposal.is_given is None
+
+
+@_end_of_walk.form('gpu', takes=_has_table)
+@_end_of_walk.form('tpu', takes=_has_table)
+def _end_by_table(walk, tree, proposal, target_probs, uniforms):
+  return walk._by_table(walk.coupling, tree, proposal, target_probs, uniforms)

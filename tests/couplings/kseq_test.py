@@ -15,11 +15,12 @@ from enumerated import (
   optimal_by_sets,
 )
 
-from spectr_jax.couplings import KSeq, kseq
+from spectr_jax.couplings import KSeq
 from spectr_jax.couplings.kseq import any_accepted, overlap
+from spectr_jax.kernels import gamma
 
 # Of every platform.
-_FORMS = {'by chords': kseq._by_chords, 'by sections': kseq._by_sections}
+_FORMS = {'by chords': gamma._by_chords, 'by sections': gamma.solve_gamma.plain}
 
 
 @functools.partial(jax.jit, static_argnums=0)

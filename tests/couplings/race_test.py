@@ -18,7 +18,7 @@ from enumerated import (
   optimal_by_sets,
 )
 
-from spectr_jax.couplings import MaximalAfter, Race, SingleDraft, race
+from spectr_jax.couplings import MaximalAfter, Race, SingleDraft
 from spectr_jax.proposal import Independent
 from spectr_jax.theory import optimal_acceptance, race_acceptance
 from tests.slow import slow
@@ -108,11 +108,3 @@ def test_a_race_comes_close_to_the_optimum_at_every_position(temperature):
   p, q = (np.float32(x) for x in jax.nn.softmax(jnp.stack([drafted, logits]) / temperature))
   for n in (2, 8):
     assert np.min(race_acceptance(p, q, n) / optimal_acceptance(p, q, n)) > 0.96
-
-
-def test_a_tpu_compares_where_others_look_up():
-  scale = np.random.default_rng(0).random(7).astype(np.float32)
-  classes = np.arange(7)[::-1].repeat(3)
-  np.testing.assert_array_equal(race._entries_by_comparison(jnp.asarray(scale), classes), scale[classes])
-  for c in classes:
-    assert race._entries_by_comparison(jnp.asarray(scale), jnp.asarray(c)) == scale[c]

@@ -16,6 +16,7 @@ from spectr_jax.draft.head_drafter import head_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
+from spectr_jax.kernels import products
 from spectr_jax.models import causal_lm, decoding_form, head
 from tests.slow import slow_but
 
@@ -106,7 +107,7 @@ def _reference(target, drafter, config, text, guesses):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', _CONFIGS)
 def test_guesses_of_three_rounds_are_those_of_a_plain_computation(target, name, monkeypatch):
-  monkeypatch.setattr(decoding_form, 'LARGE', 1)
+  monkeypatch.setattr(products, 'LARGE', 1)
   config = _CONFIGS[name]
   drafter = _drafter(config)
   tree = TokenTree.from_parents((0, 0, 1, 1, 2, 3, 6))
@@ -135,7 +136,7 @@ def test_guesses_of_three_rounds_are_those_of_a_plain_computation(target, name, 
 
 
 def test_lookup_beside_a_head_has_it_in_the_form_for_decoding(monkeypatch):
-  monkeypatch.setattr(decoding_form, 'LARGE', 1)
+  monkeypatch.setattr(products, 'LARGE', 1)
   drafter = _drafter(_WIDE)
   beside = lookup_beside(drafter).for_decoding()
   assert beside.params.drafter.params.keys() == drafter.for_decoding().params.keys()

@@ -10,9 +10,9 @@ from slow import slow_but
 import spectr_jax
 from spectr_jax import TokenTree
 from spectr_jax.engine import sharding
+from spectr_jax.kernels import on_demand
 from spectr_jax.methods import METHODS
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
-from spectr_jax.ops import on_demand
 
 _CONFIG = TransformerConfig(vocab_size=300, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, max_length=64)
 _TREE = {1: TokenTree.chains(1, 3), 3: TokenTree.chains(3, 3)}

@@ -10,8 +10,9 @@ import pytest
 from hub_specs import SPECS
 
 from spectr_jax.io.hub.families import FAMILIES, read_spec
+from spectr_jax.kernels import processor, products
 from spectr_jax.model import Model
-from spectr_jax.models import decoding_form, table
+from spectr_jax.models import table
 from spectr_jax.models.causal_lm import causal_lm, config_of, hidden_states, mlp
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope, init_params, param_shapes
 from spectr_jax.tree import TokenTree
@@ -169,8 +170,8 @@ def test_parameters_are_of_one_dtype():
   'name', slow_but(['llama', 'gpt2'], ['llama', 'gemma2', 'qwen2', 'gpt2'])
 )  # tied and not, with biases, without gates
 def test_a_model_for_decoding_has_the_same_logits(name, dtype, has_units, monkeypatch):
-  monkeypatch.setattr(decoding_form, 'LARGE', 1)
-  monkeypatch.setattr(decoding_form, 'multiplies_bfloat16', lambda: has_units)
+  monkeypatch.setattr(products, 'LARGE', 1)
+  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: has_units)
   config = dataclasses.replace(read_spec(SPECS[name])[1], dtype=dtype)
   model = causal_lm(_model(name).params, config)
   fast = model.for_decoding()

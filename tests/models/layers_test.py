@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.models import layers
+from spectr_jax.kernels import attention
 from spectr_jax.models.products import matmul
 
 B, N, H, D, S = 3, 7, 2, 4, 21
@@ -29,29 +29,29 @@ def _inputs(dtype, *, num_committed=(0, 5, S), window=None):
 @pytest.mark.parametrize('window', [None, 6])
 def test_blocks_of_the_prefix_are_the_whole(monkeypatch, size, soft_cap, window):
   """Ragged rows, one of them without a prefix and one whose prefix fills the cache, which no block size divides."""
-  monkeypatch.setattr(layers, '_BLOCK_SLOTS', size)
+  monkeypatch.setattr(attention, '_BLOCK_SLOTS', size)
   inputs = _inputs('float32', window=window)
-  expected = layers._attend(*inputs, soft_cap=soft_cap)
-  found = jax.jit(lambda *x: layers._attend_in_blocks(*x, soft_cap=soft_cap))(*inputs)
+  expected = attention._attend(*inputs, soft_cap=soft_cap)
+  found = jax.jit(lambda *x: attention._attend_in_blocks(*x, soft_cap=soft_cap))(*inputs)
   np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 def test_blocks_multiply_in_the_type_of_the_queries():
   inputs = _inputs('bfloat16')
-  expected = layers._attend(*inputs, soft_cap=None)
-  found = layers._attend_in_blocks(*inputs, soft_cap=None)
+  expected = attention._attend(*inputs, soft_cap=None)
+  found = attention._attend_in_blocks(*inputs, soft_cap=None)
   assert found.dtype == jnp.bfloat16
   np.testing.assert_allclose(found.astype('float32'), expected.astype('float32'), atol=2e-2)
 
 
 def test_slots_that_no_query_sees_are_not_visited(monkeypatch):
   """NaN behind the committed tokens of the longest row, but for the last block with any of them."""
-  monkeypatch.setattr(layers, '_BLOCK_SLOTS', 7)
+  monkeypatch.setattr(attention, '_BLOCK_SLOTS', 7)
   query, keys, values, mask, (old_keys, old_values, slots) = _inputs('float32', num_committed=(0, 5, 9))
   bad = jnp.arange(S) >= 14
   old_keys = jnp.where(bad, jnp.nan, old_keys)
   old_values = jnp.where(bad[:, None], jnp.nan, old_values)
-  found = layers._attend_in_blocks(query, keys, values, mask, (old_keys, old_values, slots), soft_cap=None)
+  found = attention._attend_in_blocks(query, keys, values, mask, (old_keys, old_values, slots), soft_cap=None)
   assert np.isfinite(found).all()
 
 
@@ -59,7 +59,7 @@ def test_slots_that_no_query_sees_are_not_visited(monkeypatch):
 def test_angles_are_those_of_the_positions(positions):
   """On a CPU they are the result of a branch."""
   positions, frequencies = jnp.array(positions), jnp.array([1.0, 0.1], jnp.float32)
-  sin, cos = jax.jit(lambda x: layers.rotation(x, frequencies, magnitude=1.5))(positions)
+  sin, cos = jax.jit(lambda x: attention.rotary_angles(x, frequencies, magnitude=1.5))(positions)
   angles = np.asarray(positions, np.float32)[:, :, None, None] * np.asarray(frequencies)
   np.testing.assert_allclose(sin, 1.5 * np.sin(angles), atol=1e-5)
   np.testing.assert_allclose(cos, 1.5 * np.cos(angles), atol=1e-5)

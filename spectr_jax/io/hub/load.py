@@ -16,12 +16,12 @@ from spectr_jax.io.foreign import named, read_object
 from spectr_jax.io.hub.families import Family, read_spec
 from spectr_jax.io.hub.sources import Source, output_ranges, source_of, telling_names
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
+from spectr_jax.kernels.dispatch import default_platform, made_for, operation
+from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
 from spectr_jax.models.int8 import Int8Kernel, is_int8, quantise
-from spectr_jax.models.products import accumulation_dtype
-from spectr_jax.ops.platforms import default_platform
 from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL, only_over, shardings
 
 _MOST_AT_ONCE = 2**22  # numbers quantised together
@@ -95,9 +95,18 @@ def for_platform(config: CausalLMConfig, mesh: Mesh | None) -> CausalLMConfig:
     config: The configuration.
     mesh: The devices; None for the default device.
   """
-  platform = default_platform() if mesh is None else mesh.devices.flat[0].platform
-  is_copied = platform == 'cpu' and config.dtype == 'bfloat16'
-  return dataclasses.replace(config, cache_dtype='float32') if is_copied else config
+  with made_for(default_platform() if mesh is None else mesh.devices.flat[0].platform):
+    return _with_fast_cache(config)
+
+
+@operation
+def _with_fast_cache(config: CausalLMConfig) -> CausalLMConfig:
+  return config
+
+
+@_with_fast_cache.form('cpu', takes=lambda config: config.dtype == 'bfloat16')
+def _with_wide_cache(config):
+  return dataclasses.replace(config, cache_dtype='float32')
 
 
 def make_model(

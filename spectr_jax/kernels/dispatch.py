@@ -1,0 +1,252 @@
+"""Operations and their forms: the one place where the library tells platforms apart.
+
+An operation is a function with a plain form, which defines its result, and with forms that are faster on some platform.
+Whoever needs it calls it, and nobody else asks for a platform. For example:
+
+    @operation
+    def largest(probs):
+      return jnp.max(probs, axis=-1)
+
+    largest.register('cpu', native.largest, takes=lambda probs: native.is_built() and probs.dtype == jnp.float32)
+
+The form is chosen when a program is traced: for the default platform, or for the one that `made_for` names. Forms are
+right everywhere, so a program that runs on another platform than it was traced for is slower and not wrong. Choosing
+when it is lowered, as `jax.lax.platform_dependent` does, would trace every form of each function.
+
+A form may be a kernel in Pallas, for TPUs or GPUs. A kernel is one launch, where XLA would make a launch of every few
+operations: on a v5e that takes 1,800 cycles, more than the operations on a few thousand numbers. It can run on its own
+platform alone, so elsewhere, and where the compiler divides work over devices, its call is lowered as the plain form.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec
+
+from spectr_jax.sharding import automatic_axes
+
+PLATFORMS = 'cpu', 'gpu', 'tpu'
+OPERATIONS: dict[str, Operation] = {}  # all that have been imported, by name
+
+_P = ParamSpec('_P')
+_R = TypeVar('_R')
+_F = TypeVar('_F', bound=Callable[..., Any])
+_platform = jax.make_user_context(None)  # the caches of `jax.jit` tell its values apart
+
+
+def default_platform() -> str:
+  """The platform of arrays and programs whose devices nobody has named: `cpu`, `gpu` or `tpu`.
+
+  It is that of `jax.default_device`, where that is set, and else of the default backend.
+  """
+  device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue], which it gets when JAX starts
+  if device is None:
+    return jax.default_backend()
+  return (jax.local_devices(backend=device)[0] if isinstance(device, str) else device).platform
+
+
+def made_for(platform: str) -> AbstractContextManager[None]:
+  """A context in which programs are traced that will run on one platform alone.
+
+  Args:
+    platform: `cpu`, `gpu` or `tpu`.
+  """
+  return _platform(platform)
+
+
+class Operation(Generic[_P, _R]):
+  """A function with forms for platforms, see `operation`.
+
+  Attributes:
+    name: Its name in `OPERATIONS`.
+    plain: The form that defines its result, and the one of a platform without another that takes the arguments.
+  """
+
+  def __init__(self, plain: Callable[_P, _R]):
+    functools.update_wrapper(self, plain)
+    self.name = plain.__name__.strip('_')
+    self.plain = plain
+    self._forms: list[tuple[str, Callable[..., _R], Callable[..., bool] | None]] = []
+
+  def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    return self.form_for(*args, **kwargs)(*args, **kwargs)
+
+  def form_for(self, *args: _P.args, **kwargs: _P.kwargs) -> Callable[..., _R]:
+    """The form for these arguments, on the platform that programs are traced for."""
+    own = _platform.value or default_platform()
+    for platform, form, takes in reversed(self._forms):
+      if platform == own and (takes is None or takes(*args, **kwargs)):
+        return form
+    return self.plain
+
+  def register(self, platform: str, form: Callable[..., _R], *, takes: Callable[..., bool] | None = None) -> None:
+    """Adds a form. Of those for a platform that take the arguments, the one that was added last is chosen.
+
+    Args:
+      platform: `cpu`, `gpu` or `tpu`.
+      form: Takes the arguments of the plain form and returns the same shapes and dtypes. It is right on every platform.
+      takes: Whether it takes some arguments; of their shapes, dtypes and static values, and of what is there where the
+        program is traced. None if it takes all.
+
+    Raises:
+      ValueError: There is no such platform.
+    """
+    if platform not in PLATFORMS:
+      raise ValueError(f'the platform must be one of {", ".join(PLATFORMS)}, got {platform!r}')
+    self._forms.append((platform, form, takes))
+
+  def form(self, platform: str, *, takes: Callable[..., bool] | None = None) -> Callable[[_F], _F]:
+    """`register` as a decorator."""
+
+    def decorate(form: _F) -> _F:
+      self.register(platform, form, takes=takes)
+      return form
+
+    return decorate
+
+  def kernel(self, platform: str, *, takes: Callable[..., bool] | None = None) -> Callable[[_F], _F]:
+    """A decorator that registers a kernel, for the arguments that are arrays, and options by name; see `as_kernel`."""
+
+    def decorate(kernel: _F) -> _F:
+      def form(*arrays, **options):
+        plain, own = (functools.partial(each, **options) for each in (self.plain, kernel))
+        return as_kernel(plain, own, *arrays, platform=platform)
+
+      self.register(platform, form, takes=takes)
+      return kernel
+
+    return decorate
+
+  def platforms(self) -> list[str]:
+    """The platforms that have forms."""
+    return sorted({platform for platform, *_ in self._forms})
+
+
+def operation(plain: Callable[_P, _R]) -> Operation[_P, _R]:
+  """Makes a function an operation, whose name is the function's.
+
+  Args:
+    plain: The plain form.
+
+  Raises:
+    ValueError: Another module has an operation of this name.
+  """
+  found = Operation(plain)
+  other = OPERATIONS.setdefault(found.name, found)
+  if other.plain.__module__ != plain.__module__:
+    raise ValueError(f'{other.plain.__module__} has an operation {found.name}, so {plain.__module__} can have none')
+  return found
+
+
+# Pallas takes seconds to import, so it is not imported before a program for a platform with a kernel is lowered.
+_kernel_p = Primitive('kernel')
+_kernel_p.multiple_results = True
+
+
+@_kernel_p.def_impl
+def _run(*arrays, **functions):
+  return jax.jit(lambda *arrays: _kernel_p.bind(*arrays, **functions))(*arrays)
+
+
+@_kernel_p.def_abstract_eval
+def _shapes(*arrays, plain, kernel, platform):
+  del arrays, kernel, platform
+  return plain.out_avals
+
+
+def _lower_plainly(context, *arrays, plain, kernel, platform):
+  del kernel, platform
+  return mlir.lower_fun(jaxpr_as_fun(plain), multiple_results=True)(context, *arrays)
+
+
+def _lower(platform_of_program, context, *arrays, plain, kernel, platform):
+  axes = context.module_context.axis_context
+  # Where the compiler divides work over devices, it cannot divide a kernel.
+  is_divided = not hasattr(axes, 'manual_axes') and getattr(axes, 'num_devices', 1) > 1
+  if platform != platform_of_program or is_divided:
+    return _lower_plainly(context, *arrays, plain=plain, kernel=kernel, platform=platform)
+  return mlir.lower_fun(lambda *arrays: jax.tree.leaves(kernel(*arrays)), multiple_results=True)(context, *arrays)
+
+
+mlir.register_lowering(_kernel_p, _lower_plainly)
+for _name, _own in (('tpu', 'tpu'), ('cuda', 'gpu'), ('rocm', 'gpu')):
+  mlir.register_lowering(_kernel_p, functools.partial(_lower, _own), platform=_name)
+
+
+def launch(plain: Callable[..., Any], kernel: Callable[..., Any], *arrays: jax.Array, platform: str = 'tpu') -> Any:
+  """`plain(*arrays)` of the arrays of M entries, on one platform by one call of a kernel; entries of rows are entries.
+
+  Args:
+    plain: Takes arrays `[M, ...]` and returns arrays `[M, ...]`. It must not close over traced values.
+    kernel: Takes the same arrays and returns the same up to rounding. It may import Pallas, since it is called where
+      programs for its platform are lowered.
+    *arrays: The arguments of `plain`.
+    platform: That of the kernel, `tpu` or `gpu`.
+  """
+
+  @jax.custom_batching.custom_vmap
+  def call(*arrays):
+    def bind(*arrays):
+      jaxpr, shapes = jax.make_jaxpr(plain, return_shape=True)(*arrays)
+      found = _kernel_p.bind(*arrays, plain=jaxpr, kernel=kernel, platform=platform)
+      return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return _on_each_device(bind)(*arrays)
+
+  @call.def_vmap
+  def of_rows(num_rows, in_batched, *arrays):
+    arrays = _batched(num_rows, in_batched, arrays)
+    results = launch(plain, kernel, *(x.reshape(-1, *x.shape[2:]) for x in arrays), platform=platform)
+    results = jax.tree.map(lambda x: x.reshape(num_rows, -1, *x.shape[1:]), results)
+    return results, jax.tree.map(lambda _: True, results)
+
+  return call(*arrays)
+
+
+def as_kernel(plain: Callable[..., Any], kernel: Callable[..., Any], *arrays: jax.Array, platform: str = 'tpu') -> Any:
+  """`plain(*arrays)`; under `vmap`, on one platform, all entries by one call of a kernel.
+
+  On a mesh every device computes all of it. So the arrays should be small, or the same on all devices along the axes
+  that the compiler divides work over.
+
+  Args:
+    plain: A function of arrays that returns arrays.
+    kernel: Takes the arrays of M entries, `[M, ...]`, and returns the results of `plain` for each, up to rounding; see
+      `launch`.
+    *arrays: The arguments of `plain`.
+    platform: That of the kernel.
+  """
+
+  @jax.custom_batching.custom_vmap
+  def one(*arrays):
+    return plain(*arrays)
+
+  @one.def_vmap
+  def several(num_entries, in_batched, *arrays):
+    results = launch(jax.vmap(plain), kernel, *_batched(num_entries, in_batched, arrays), platform=platform)
+    return results, jax.tree.map(lambda _: True, results)
+
+  return one(*arrays)
+
+
+def _batched(num_entries, in_batched, arrays):
+  return [
+    x if is_batched else jnp.broadcast_to(x, (num_entries, *jnp.shape(x))) for x, is_batched in zip(arrays, in_batched)
+  ]
+
+
+def _on_each_device(function):
+  """`function` of arrays that are the same on all devices where the compiler divides work; it divides no kernel."""
+  axes = automatic_axes()
+  if not axes:
+    return function
+  whole = PartitionSpec()
+  return jax.shard_map(function, in_specs=whole, out_specs=whole, axis_names=set(axes), check_vma=False)

@@ -1,0 +1,163 @@
+"""Attention over a cache and pending tokens by the kernel for GPUs, run without a GPU, beside the plain form."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax.kernels import attention, attention_kernel
+from spectr_jax.kernels.attention_kernel import attend_by_kernel
+from spectr_jax.kernels.dispatch import made_for
+
+
+def _inputs(*, batch_size, num_queries, num_heads, num_kv_heads, head_dim, num_new, num_slots, has_window=False):
+  """Queries, pending keys, values and mask, and the prefix; among the rows are one without a prefix and a full one."""
+  rng = np.random.default_rng(0)
+
+  def array(*shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+  lengths = np.resize([0, num_slots, num_slots // 3], batch_size)
+  visible = np.arange(num_slots) < lengths[:, None, None]
+  if has_window:
+    visible = visible & (rng.random((batch_size, num_queries, num_slots)) < 0.5)
+  mask = rng.random((batch_size, num_queries, num_new)) < 0.5
+  mask[:, :, rng.integers(num_new)] = True
+  prefix = array(batch_size, num_kv_heads, head_dim, num_slots), array(batch_size, num_kv_heads, num_slots, head_dim)
+  return (
+    head_dim**-0.5 * array(batch_size, num_queries, num_heads, head_dim),
+    array(batch_size, num_kv_heads, head_dim, num_new),
+    array(batch_size, num_kv_heads, num_new, head_dim),
+    jnp.asarray(mask),
+    (*prefix, jnp.asarray(visible)),
+  )
+
+
+def _in_float64(query, new_keys, new_values, mask, prefix, soft_cap):
+  """Attention of every query by itself."""
+  query, new_keys, new_values, old_keys, old_values = (
+    np.asarray(x, np.float64) for x in (query, new_keys, new_values, *prefix[:2])
+  )
+  mask, visible = np.asarray(mask), np.asarray(prefix[2])
+  group = query.shape[2] // new_keys.shape[1]
+  out = np.zeros(query.shape)
+  for row, node, head in np.ndindex(query.shape[:3]):
+    own = head // group
+    seen = np.concatenate([visible[row, node % visible.shape[1]], mask[row, node]])
+    keys = np.concatenate([old_keys[row, own], new_keys[row, own]], axis=1)[:, seen]
+    values = np.concatenate([old_values[row, own], new_values[row, own]])[seen]
+    scores = query[row, node, head] @ keys
+    if soft_cap is not None:
+      scores = soft_cap * np.tanh(scores / soft_cap)
+    weights = np.exp(scores - scores.max())
+    out[row, node, head] = weights @ values / weights.sum()
+  return out
+
+
+_SIZES = {
+  'a tree of grouped heads': dict(num_queries=9, num_heads=6, num_kv_heads=2, head_dim=16, num_new=9, num_slots=50),
+  'one token': dict(num_queries=1, num_heads=4, num_kv_heads=4, head_dim=16, num_new=1, num_slots=70),
+  'more queries than a program has': dict(
+    num_queries=40, num_heads=4, num_kv_heads=2, head_dim=16, num_new=40, num_slots=30
+  ),
+  'more pending tokens than a block': dict(
+    num_queries=3, num_heads=2, num_kv_heads=1, head_dim=32, num_new=150, num_slots=64
+  ),
+  'slots divided among programs': dict(
+    num_queries=2, num_heads=2, num_kv_heads=1, head_dim=16, num_new=5, num_slots=900
+  ),
+  'wide heads': dict(num_queries=2, num_heads=2, num_kv_heads=1, head_dim=256, num_new=3, num_slots=40),
+}
+
+
+@pytest.mark.parametrize('soft_cap', [None, 1.5])
+@pytest.mark.parametrize('has_window', [False, True])
+@pytest.mark.parametrize('sizes', _SIZES.values(), ids=_SIZES)
+def test_is_attention(sizes, has_window, soft_cap):
+  query, new_keys, new_values, mask, prefix = inputs = _inputs(batch_size=3, has_window=has_window, **sizes)
+  kernel = functools.partial(attend_by_kernel, soft_cap=soft_cap, interpret=True)
+  found = kernel(query, new_keys, new_values, mask, *prefix)
+  assert found.shape == query.shape
+  assert found.dtype == query.dtype
+  expected = _in_float64(*inputs, soft_cap)
+  # Weights and results are rounded to bfloat16, 2^-9 of each.
+  np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=0.01)
+  assert np.abs(expected).max() > 0.4
+
+
+def test_unused_slots_are_not_read():
+  """Also where the slots of a row end within a block."""
+  sizes = dict(num_queries=2, num_heads=2, num_kv_heads=1, head_dim=16, num_new=4, num_slots=200)
+  query, new_keys, new_values, mask, (keys, values, visible) = _inputs(batch_size=3, **sizes)
+  is_far = np.arange(200) >= 128  # the third row uses 66 slots, two blocks of 64
+  keys, values = jnp.where(is_far, jnp.nan, keys), jnp.where(is_far[:, None], jnp.nan, values)
+  found = attend_by_kernel(query, new_keys, new_values, mask, keys, values, visible, soft_cap=None, interpret=True)
+  assert np.isfinite(np.asarray(found[2], np.float32)).all()
+  assert np.isnan(np.asarray(found[1], np.float32)).any()
+
+
+@pytest.mark.parametrize(
+  ('head_dim', 'query_dtype', 'cache_dtype', 'is_taken'),
+  [
+    (128, 'bfloat16', 'bfloat16', True),
+    (64, 'float16', 'float16', True),
+    (96, 'bfloat16', 'bfloat16', False),
+    (8, 'bfloat16', 'bfloat16', False),
+    (128, 'float32', 'float32', False),
+    (128, 'bfloat16', 'float32', False),
+  ],
+)
+def test_which_heads_it_takes(head_dim, query_dtype, cache_dtype, is_taken):
+  assert attention_kernel.takes(head_dim, jnp.dtype(query_dtype), jnp.dtype(cache_dtype)) == is_taken
+
+
+@pytest.mark.parametrize(
+  ('platform', 'dtype', 'has_prefix', 'has_kernel'),
+  [
+    ('gpu', 'bfloat16', True, True),
+    ('gpu', 'bfloat16', False, False),
+    ('gpu', 'float32', True, False),
+    ('tpu', 'bfloat16', True, False),
+    ('cpu', 'bfloat16', True, False),
+  ],
+)
+def test_attention_over_a_cache_is_a_kernel_on_gpus(platform, dtype, has_prefix, has_kernel):
+  sizes = dict(num_queries=9, num_heads=6, num_kv_heads=2, head_dim=16, num_new=9, num_slots=50)
+  query, new_keys, new_values, mask, prefix = _inputs(batch_size=3, **sizes)
+  arrays = [x.astype(dtype) for x in (query, new_keys, new_values)]
+  prefix = (*(x.astype(dtype) for x in prefix[:2]), prefix[2])
+
+  def attend(*arrays):
+    return attention.attend(*arrays, mask[:1], prefix if has_prefix else None, soft_cap=2.0)
+
+  with made_for(platform):
+    program = jax.make_jaxpr(attend)(*arrays)
+    found = jax.jit(attend)(*arrays)  # where there is no GPU, the plain form
+  assert ('platform=gpu' in str(program)) == has_kernel
+  np.testing.assert_allclose(
+    np.asarray(found, np.float32), np.asarray(attend(*arrays), np.float32), atol=0.02 if dtype == 'bfloat16' else 1e-5
+  )
+
+
+def test_can_be_lowered_for_gpus_that_are_not_there():
+  described = {'device_kind': 'NVIDIA H200', 'num_cores': 132, 'platform': 'gpu'}
+  names = {field.name for field in dataclasses.fields(jax.sharding.AbstractDevice)}
+  device = jax.sharding.AbstractDevice(**{name: described[name] for name in names})
+  for sizes in _SIZES.values():
+    query, new_keys, new_values, mask, prefix = _inputs(batch_size=2, **sizes)
+    attend = jax.jit(functools.partial(attend_by_kernel, soft_cap=2.0))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+      traced = attend.trace(query, new_keys, new_values, mask, *prefix)
+      assert 'triton' in traced.lower(lowering_platforms=('cuda',)).as_text()
+
+
+def test_the_compiler_divides_no_kernel(monkeypatch):
+  sizes = dict(num_queries=3, num_heads=2, num_kv_heads=2, head_dim=16, num_new=3, num_slots=8)
+  query, new_keys, new_values, mask, prefix = _inputs(batch_size=2, **sizes)
+  monkeypatch.setattr(attention, 'dividing_axes', lambda: ['model'])
+  with made_for('gpu'):
+    program = jax.make_jaxpr(lambda query: attention.attend(query, new_keys, new_values, mask, prefix))(query)
+  assert 'platform=gpu' not in str(program)

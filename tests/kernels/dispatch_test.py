@@ -1,0 +1,132 @@
+"""Operations: which of their forms are traced, and which run."""
+
+import importlib
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spectr_jax.kernels
+from spectr_jax.kernels.dispatch import OPERATIONS, Operation, default_platform, made_for, operation
+
+
+@pytest.fixture
+def operation_with_forms():
+  """An operation whose forms say by their result and by a list which they are."""
+  traced = []
+
+  def form(name, value):
+    def apply(x):
+      traced.append(name)
+      return x + value
+
+    return apply
+
+  found = Operation(form('plain', 3))
+  found.register('cpu', form('cpu', 1))
+  found.register('tpu', form('tpu', 2))
+  return found, traced
+
+
+@pytest.mark.parametrize(('platform', 'value'), [('cpu', 1), ('tpu', 2), ('gpu', 3)])
+def test_the_form_of_the_default_platform_is_traced_alone(monkeypatch, operation_with_forms, platform, value):
+  apply, traced = operation_with_forms
+  monkeypatch.setattr(jax, 'default_backend', lambda: platform)
+  assert jax.jit(lambda x: apply(x))(jnp.zeros(())) == value
+  assert len(traced) == 1
+
+
+@pytest.mark.parametrize(('platform', 'name', 'value'), [('cpu', 'cpu', 1), ('tpu', 'tpu', 2), ('gpu', 'plain', 3)])
+def test_one_form_is_traced_where_it_is(operation_with_forms, platform, name, value):
+  apply, traced = operation_with_forms
+  with made_for(platform):
+    assert jax.jit(lambda x: apply(x))(jnp.zeros(())) == value
+  assert traced == [name]
+
+
+def test_functions_are_traced_anew_for_another_platform(operation_with_forms):
+  apply, _ = operation_with_forms
+  inner = jax.jit(lambda x: apply(x))
+
+  def found(platform):
+    with made_for(platform):
+      return inner(jnp.zeros(()))
+
+  assert [float(found(platform)) for platform in ('cpu', 'tpu', 'cpu')] == [1, 2, 1]
+
+
+def test_the_last_form_that_takes_the_arguments_is_chosen(operation_with_forms):
+  """What a form needs may be a shape, a type, or something that was not there before."""
+  apply, _ = operation_with_forms
+  is_built = False
+  apply.register('cpu', lambda x: x + 4, takes=lambda x: is_built and x.ndim == 1)
+  apply.register('cpu', lambda x: x + 5, takes=lambda x: x.dtype == jnp.int32)
+  with made_for('cpu'):
+    assert [apply(jnp.zeros(())), apply(jnp.zeros((), jnp.int32)), apply(jnp.zeros(1))[0]] == [1, 5, 1]
+    is_built = True
+    assert [apply(jnp.zeros(())), apply(jnp.zeros(1, jnp.int32))[0], apply(jnp.zeros(1))[0]] == [1, 5, 4]
+  with made_for('gpu'):
+    assert apply(jnp.zeros(1))[0] == 3
+
+
+def test_there_is_no_other_platform(operation_with_forms):
+  with pytest.raises(ValueError, match="one of cpu, gpu, tpu, got 'cuda'"):
+    operation_with_forms[0].register('cuda', jnp.sin)
+
+
+def test_a_name_is_that_of_one_operation():
+  def softmax(x):
+    return x
+
+  importlib.import_module('spectr_jax.kernels.softmax')
+  with pytest.raises(ValueError, match=r'spectr_jax.kernels.softmax has an operation softmax, so .*dispatch_test'):
+    operation(softmax)
+
+
+def test_the_table_of_the_library():
+  """Whoever adds or removes a form of a platform says so here."""
+  for module in pkgutil.iter_modules(spectr_jax.kernels.__path__):
+    importlib.import_module(f'spectr_jax.kernels.{module.name}')
+  own = {name: ' '.join(each.platforms()) for name, each in OPERATIONS.items() if '.kernels.' in each.plain.__module__}
+  assert own == {
+    'apply_filters': 'gpu tpu',
+    'arrange_packed': 'tpu',
+    'attend_packed': 'tpu',
+    'draw_several': 'tpu',
+    'entries_of': 'tpu',
+    'first_above': 'tpu',
+    'first_kept': 'tpu',
+    'first_largest': 'cpu',
+    'fit_race': 'tpu',
+    'heads_in_order': 'gpu',
+    'in_rows': 'tpu',
+    'int8_product': 'cpu',
+    'kernel_gradient': 'tpu',
+    'largest_threshold': 'cpu gpu',
+    'map_entries': 'cpu gpu',
+    'map_rows': 'cpu',
+    'narrow_sections': 'tpu',
+    'pick': 'tpu',
+    'product': 'cpu',
+    'race_credits': 'tpu',
+    'rotary_angles': 'cpu',
+    'rows_where_needed': 'cpu',
+    'scan_depths': 'gpu',
+    'softmax': 'gpu tpu',
+    'solve_gamma': 'cpu',
+    'sums_by_class': 'cpu',
+    'sums_of_rows': 'tpu',
+    'token_sums': 'tpu',
+    'tree_attention': 'cpu gpu tpu',
+    'write_rows': 'cpu',
+    'write_slots': 'cpu tpu',
+  }
+
+
+@pytest.mark.parametrize('device', ['cpu', jax.devices('cpu')[0]], ids=['name', 'device'])
+def test_a_default_device_has_another_platform_than_the_default_backend(monkeypatch, device):
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
+  assert default_platform() == 'tpu'
+  with jax.default_device(device):
+    assert default_platform() == 'cpu'
