@@ -1,10 +1,11 @@
 """Parameters in the form that CPUs and GPUs decode fastest.
 
-XLA's CPU backend reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product,
-and a product of few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the
-caches are transposed, and those that multiply the same input become one. Without units for bfloat16 products (AMX) a
-single token takes half as long in the order `[in, out]`, and several take two thirds as long in the other one, prompts
-longer: there bfloat16 kernels are kept in both. `products.matmul` has the forms of the product; jax 0.10 was measured.
+Where `native` has products, large kernels for a CPU are packed for them, once. Elsewhere they are for XLA. Its CPU backend
+reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product, and a product of
+few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the caches are
+transposed, and those that multiply the same input become one. Without units for bfloat16 products (AMX) a single token
+takes half as long in the order `[in, out]`, and several take two thirds as long in the other one, prompts longer: there
+bfloat16 kernels are kept in both. `products.matmul` has the forms of the product; jax 0.10 was measured.
 
 On a GPU, too, kernels of the same input become one. XLA would multiply by all of them at once, and may copy them side
 by side for it in every step.
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spectr_jax import native
 from spectr_jax.models.int8 import Int8Kernel, is_int8
 from spectr_jax.ops.platforms import default_platform
 
@@ -49,6 +51,25 @@ class TransposedKernel:
   def shape(self) -> tuple[int, ...]:
     """`(in, out)`."""
     return self.out_in.shape[::-1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedKernel:
+  """A kernel `[in, out]` in the order in which `native.product` reads it.
+
+  Attributes:
+    panels: What `native.pack` returned.
+    num_out: The number of outputs.
+  """
+
+  panels: jax.Array
+  num_out: int = dataclasses.field(metadata={'static': True})
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """`(in, out)`."""
+    return (math.prod(self.panels.shape[1:]) // native.PANEL, self.num_out)
 
 
 def _side_by_side(kernels: Sequence[Any], axis: int):
@@ -106,23 +127,34 @@ def _joined_for_gpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   return params if is_joined or not _has_room_twice(jax.tree.leaves(params)) else _joined(params)
 
 
-def _transposed_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
+def _is_packed(node: Any) -> bool:
+  """Whether products with a kernel are those of `native`: it is in float32 or bfloat16, and whole on one device."""
+  is_array = isinstance(node, jax.Array) and not isinstance(node, jax.core.Tracer)
+  return is_array and len(node.devices()) == 1 and native.packs(node) and native.form() is not None
+
+
+def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   def is_whole(node):
-    return is_int8(node) or isinstance(node, TransposedKernel)
+    return is_int8(node) or isinstance(node, (TransposedKernel, PackedKernel))
 
   def is_slow(keys, node):
-    if isinstance(node, TransposedKernel) or keys[-1].key not in ('kernel', 'unembedding'):
+    if isinstance(node, (TransposedKernel, PackedKernel)) or keys[-1].key not in ('kernel', 'unembedding'):
       return False
     return len(node.shape) == 2 and node.size >= LARGE
 
   def convert(keys, node):
     if not is_slow(keys, node):
       return node
+    if _is_packed(node):
+      return PackedKernel(native.pack(node), node.shape[1])
     return _transposed(node) if not _wants_both(node) else TransposedKernel(node.T, node) if is_doubled else node
 
   joined = _joined(params)
   leaves = jax.tree_util.tree_leaves_with_path(joined, is_leaf=is_whole)
-  is_doubled = sum(node.nbytes for keys, node in leaves if is_slow(keys, node) and _wants_both(node)) <= MOST_DOUBLED
+  is_doubled = (
+    sum(node.nbytes for keys, node in leaves if is_slow(keys, node) and _wants_both(node) and not _is_packed(node))
+    <= MOST_DOUBLED
+  )
   converted = jax.tree_util.tree_map_with_path(convert, joined, is_leaf=is_whole)
   return params if jax.tree.structure(converted) == jax.tree.structure(params) else converted
 
@@ -137,7 +169,7 @@ def kernels_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
   Args:
     params: A nested dict, which is returned as it is on TPUs, or if it is in this form.
   """
-  forms = {'cpu': _transposed_for_cpu, 'gpu': _joined_for_gpu}
+  forms = {'cpu': _converted_for_cpu, 'gpu': _joined_for_gpu}
   return forms.get(default_platform(), lambda params: params)(params)
 
 

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from spectr_jax import native
 from spectr_jax.models import decoding_form
-from spectr_jax.models.decoding_form import TransposedKernel
+from spectr_jax.models.decoding_form import PackedKernel, TransposedKernel
 from spectr_jax.models.int8 import Int8Kernel
 from spectr_jax.ops.platforms import by_platform
 
-Kernel: TypeAlias = jax.Array | Int8Kernel | TransposedKernel
+Kernel: TypeAlias = jax.Array | Int8Kernel | TransposedKernel | PackedKernel
 # With so many tokens a row they are not joined with the rows. On TPUs attention reads and writes arrays whose minor
 # axis in memory is that of tokens, and XLA would copy these twice to join both axes.
 _MANY_TOKENS = 64
@@ -43,6 +44,9 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
     `[..., out]` in the accumulation's dtype.
   """
   has_many_tokens = x.ndim == 3 and x.shape[1] >= _MANY_TOKENS
+  if isinstance(kernel, PackedKernel):
+    out = native.product(x.reshape(-1, x.shape[-1]), kernel.panels, kernel.num_out)
+    return out.reshape(*x.shape[:-1], kernel.num_out)
   if isinstance(kernel, TransposedKernel):
     if kernel.in_out is not None and (x.size == x.shape[-1] or has_many_tokens):
       return matmul(x, kernel.in_out)

@@ -12,6 +12,7 @@ from hub_specs import SPECS
 from jax.sharding import PartitionSpec
 
 from spectr_jax.io.hub.families import read_spec
+from spectr_jax import native
 from spectr_jax.models import decoding_form
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import init_params
@@ -25,6 +26,12 @@ from spectr_jax.sharding import CAUSAL_LM_RULES, make_mesh, shardings
 @pytest.fixture(autouse=True)
 def all_kernels_are_large(monkeypatch):
   monkeypatch.setattr(decoding_form, 'LARGE', 1)
+
+
+@pytest.fixture(autouse=True)
+def without_native_products(monkeypatch):
+  """The forms for XLA's products, as on a machine without a compiler."""
+  monkeypatch.setattr(native, 'form', lambda: None)
 
 
 # Processors with units for bfloat16 products, and others.
