@@ -1,5 +1,6 @@
 """The package and its products in C++, which are optional; the metadata is in pyproject.toml."""
 
+import os
 import pathlib
 import platform
 
@@ -21,6 +22,10 @@ _FLAGS = {
 class BuildProducts(build_ext):
   """Compiles each file with the flags of its form."""
 
+  def get_ext_filename(self, fullname):
+    """A name that Python does not take for a module's."""
+    return str(pathlib.Path(super().get_ext_filename(fullname)).with_name('products.bin'))
+
   def build_extension(self, ext):
     try:
       import jaxlib  # with XLA's headers
@@ -39,10 +44,12 @@ class BuildProducts(build_ext):
 
 
 def _extensions():
+  if os.environ.get('SPECTR_JAX_BUILD_PRODUCTS') == '0':
+    return []
   if platform.machine() not in ('x86_64', 'AMD64') or platform.system() != 'Linux':
     return []
   sources = [str(_SOURCES / name) for name in _FLAGS]
-  return [setuptools.Extension('spectr_jax.native._products', sources, depends=_HEADERS, optional=True, language='c++')]
+  return [setuptools.Extension('spectr_jax.native.products', sources, depends=_HEADERS, optional=True, language='c++')]
 
 
 setuptools.setup(ext_modules=_extensions(), cmdclass={'build_ext': BuildProducts})

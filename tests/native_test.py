@@ -118,6 +118,6 @@ def test_without_a_library_products_are_those_of_xla(monkeypatch, tmp_path):
   monkeypatch.setattr(native, '__file__', str(tmp_path / '__init__.py'))
   with pytest.raises(native._UnavailableError, match='it was not built'):
     native._load.__wrapped__()
-  (tmp_path / '_products.so').write_bytes(b'no library')
+  (tmp_path / 'products.bin').write_bytes(b'no library')
   with pytest.raises(native._UnavailableError, match='cannot be loaded'):
     native._load.__wrapped__()

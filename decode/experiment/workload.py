@@ -19,7 +19,7 @@ import spectr_jax
 from decode.experiment.options import ROOT, DecodeOptions
 from decode.experiment.prompts import Prompt, encode_prompts, take_first, without_long
 from decode.experiment.settings import Setting
-from spectr_jax import Drafter, Generation, Model, StopStrings, lookup_corpus
+from spectr_jax import Drafter, Generation, Model, StopStrings, lookup_corpus, native
 from spectr_jax.draft import as_drafter, lookup_beside, lookup_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import NotFiniteError
@@ -202,6 +202,7 @@ def describe_machine(num_devices: int = 1) -> dict[str, Any]:
       'kind': device.device_kind,
       'num_cpus': os.cpu_count(),
       'num_devices': num_devices,
+      **({'products': native.form() or 'XLA'} if device.platform == 'cpu' else {}),
     },
   }
 

@@ -31,13 +31,13 @@ class _UnavailableError(RuntimeError):
 @functools.cache
 def _load() -> ctypes.CDLL:
   """The library, registered with XLA."""
-  files = sorted(pathlib.Path(__file__).parent.glob('_products*.so'))
-  if not files:
+  file = pathlib.Path(__file__).with_name('products.bin')
+  if not file.exists():
     raise _UnavailableError('it was not built: there was no C++ compiler, or the processor is not x86-64')
   try:
-    library = ctypes.CDLL(str(files[-1]))
+    library = ctypes.CDLL(str(file))
   except OSError as error:
-    raise _UnavailableError(f'{files[-1].name} cannot be loaded: {error}') from None
+    raise _UnavailableError(f'{file.name} cannot be loaded: {error}') from None
   library.spectr_form.restype = ctypes.c_char_p
   library.spectr_use_form.restype = ctypes.c_bool
   if library.spectr_form() is None:
