@@ -1,11 +1,11 @@
 """Parameters in the form that CPUs and GPUs decode fastest.
 
-Where `native` has products, large kernels for a CPU are packed for them, once. Elsewhere they are for XLA. Its CPU backend
-reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product, and a product of
-few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the caches are
-transposed, and those that multiply the same input become one. Without units for bfloat16 products (AMX) a single token
-takes half as long in the order `[in, out]`, and several take two thirds as long in the other one, prompts longer: there
-bfloat16 kernels are kept in both. `products.matmul` has the forms of the product; jax 0.10 was measured.
+Where `native` has products, large kernels for a CPU are packed for them, once. Elsewhere they are for XLA. Its CPU
+backend reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product, and a
+product of few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the caches
+are transposed, and those that multiply the same input become one. Without units for bfloat16 products (AMX) a single
+token takes half as long in the order `[in, out]`, and several take two thirds as long in the other one, prompts longer:
+there bfloat16 kernels are kept in both. `products.matmul` has the forms of the product; jax 0.10 was measured.
 
 On a GPU, too, kernels of the same input become one. XLA would multiply by all of them at once, and may copy them side
 by side for it in every step.

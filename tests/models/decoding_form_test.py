@@ -12,7 +12,6 @@ from hub_specs import SPECS
 from jax.sharding import PartitionSpec
 
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax import native
 from spectr_jax.models import decoding_form
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import init_params
@@ -28,10 +27,7 @@ def all_kernels_are_large(monkeypatch):
   monkeypatch.setattr(decoding_form, 'LARGE', 1)
 
 
-@pytest.fixture(autouse=True)
-def without_native_products(monkeypatch):
-  """The forms for XLA's products, as on a machine without a compiler."""
-  monkeypatch.setattr(native, 'form', lambda: None)
+pytestmark = pytest.mark.usefixtures('products_of_xla')  # tests/native_test.py has the others
 
 
 # Processors with units for bfloat16 products, and others.
