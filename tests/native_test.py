@@ -1,5 +1,6 @@
 """Products in C++: against NumPy, in every form that this processor has, and as part of a model."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 from spectr_jax import native
-from spectr_jax.models import decoding_form
+from spectr_jax.models import decoding_form, transformer
 from spectr_jax.models.decoding_form import PackedKernel, kernels_for_decoding
 from spectr_jax.models.products import matmul
+from spectr_jax.sharding import make_mesh, shardings
 
 needs_native = pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
 
@@ -89,6 +91,18 @@ def test_large_kernels_are_packed_once(dtype):
   assert kernels_for_decoding(fast) is fast
   rows = jax.random.normal(jax.random.key(0), (2, 3, 48), dtype)
   np.testing.assert_allclose(matmul(rows, fast['a']['kernel']), matmul(rows, kernel), rtol=1e-4, atol=1e-4)
+
+
+@needs_native
+@pytest.mark.usefixtures('all_kernels_are_large')
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_on_a_mesh_packed_kernels_are_whole(target, dtype):
+  model = transformer.transformer_model(target.params, dataclasses.replace(transformer.config_of(target), dtype=dtype))
+  fast = model.for_decoding()
+  places = shardings(make_mesh({}), fast.params, fast.sharding_rules)
+  packed = [place for keys, place in jax.tree_util.tree_leaves_with_path(places) if 'panels' in str(keys)]
+  assert packed
+  assert all(place.is_fully_replicated for place in packed)
 
 
 @needs_native
