@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from spectr_jax import native
 from spectr_jax.models.int8 import Int8Kernel, is_int8
@@ -129,7 +130,7 @@ def _joined_for_gpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _is_packed(node: Any) -> bool:
   """Whether products with a kernel are those of `native`: it is in float32 or bfloat16, and whole on one device."""
-  is_array = isinstance(node, jax.Array) and not isinstance(node, jax.core.Tracer)
+  is_array = isinstance(node, jax.Array) and not isinstance(node, Tracer)
   return is_array and len(node.devices()) == 1 and native.packs(node) and native.form() is not None
 
 
