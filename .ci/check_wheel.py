@@ -7,6 +7,8 @@ import importlib
 import importlib.metadata
 import pathlib
 import pkgutil
+import platform
+import shutil
 import sys
 
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spectr_jax
+from spectr_jax.kernels import native
 
 _ROOT = pathlib.Path(spectr_jax.__file__).parent
 
@@ -29,7 +32,7 @@ def check_files(repository: pathlib.Path) -> None:
   wanted = {
     path.relative_to(repository).as_posix()
     for path in package.rglob('*')
-    if path.is_file() and '__pycache__' not in path.parts
+    if path.is_file() and '__pycache__' not in path.parts and path.suffix not in ('.cc', '.h')
   }
   if installed != wanted:
     sys.exit(f'error: missing in the wheel {sorted(wanted - installed)}, in excess {sorted(installed - wanted)}')
@@ -66,8 +69,16 @@ def check_generate() -> None:
     sys.exit(f'error: decoded {np.asarray(new.tokens)}, not {wanted}')
 
 
+def check_products() -> str:
+  """The form of the products in C++; they must be there where a compiler was."""
+  can_be_built = shutil.which('c++') and platform.machine() == 'x86_64' and platform.system() == 'Linux'
+  if can_be_built and native.form() is None:
+    sys.exit(f'error: no products in C++: {native.why_not()}')
+  return native.form() or 'XLA'
+
+
 if __name__ == '__main__':
   check_files(pathlib.Path(sys.argv[1]))
   count = check_imports()
   check_generate()
-  print(f'spectr_jax {spectr_jax.__version__}: {count} modules, decodes')
+  print(f'spectr_jax {spectr_jax.__version__}: {count} modules, decodes, products of {check_products()}')

@@ -32,6 +32,7 @@ def _matrix(path: str, axes: tuple[str, str], *, channel_axis: int = 1) -> tuple
     (rf'{path}(/values|/in_out)?', axes),
     (rf'{path}/out_in(/values)?', axes[::-1]),
     (rf'{path}(/out_in)?/scale', over_channels),
+    (rf'{path}/panels', (None, None)),  # XLA cannot divide the product; what has a mesh already is not packed
   )
 
 

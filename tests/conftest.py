@@ -14,6 +14,7 @@ import kept_programs
 import numpy as np
 import pytest
 
+from spectr_jax.kernels import native
 from spectr_jax.models import transformer
 
 # Here, since pytest looks for the profile of its flag before it collects tests.
@@ -121,6 +122,12 @@ def optimized():
   jax.config.update('jax_disable_most_optimizations', False)
   yield
   jax.config.update('jax_disable_most_optimizations', before)
+
+
+@pytest.fixture
+def products_of_xla(monkeypatch):
+  """Products as on a machine without a compiler."""
+  monkeypatch.setattr(native, 'form', lambda: None)
 
 
 @pytest.fixture

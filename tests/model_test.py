@@ -240,6 +240,7 @@ def test_bfloat16_follows_float32(target):
 @pytest.mark.parametrize(
   'num_tokens', slow_but([13], [1, 2, 12, 13, 40])
 )  # products have forms of their own for few rows
+@pytest.mark.usefixtures('products_of_xla')
 def test_a_model_for_decoding_has_the_same_logits(target, num_tokens, dtype, tolerance, monkeypatch):
   monkeypatch.setattr(products, 'LARGE', 1)
   monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: True)

@@ -218,6 +218,7 @@ def _headline(run: DecodeRun) -> str:
     f' up to {options.max_new_tokens} new tokens, {", ".join(filters)}{samples},'
     f' {options.num_seeds} seed{"s" * (options.num_seeds > 1)} from {options.seed};'
     f' {device["kind"]}, {device["num_cpus"]} CPU cores'
+    + (f', products of {device["products"]}' if 'products' in device else '')
     + (f', mesh {options.mesh} of {device["num_devices"]} devices' if options.mesh else '')
   )
 

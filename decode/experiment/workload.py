@@ -28,6 +28,7 @@ from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import DecodeState
 from spectr_jax.io.heads.load import HeadFiles, open_head
 from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
+from spectr_jax.kernels import native
 from spectr_jax.models.int8 import is_int8
 from train.text_sources import Files
 
@@ -219,6 +220,7 @@ def describe_machine(num_devices: int = 1) -> dict[str, Any]:
       'kind': device.device_kind,
       'num_cpus': os.cpu_count(),
       'num_devices': num_devices,
+      **({'products': native.form() or 'XLA'} if device.platform == 'cpu' else {}),
     },
   }
 

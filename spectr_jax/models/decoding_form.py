@@ -1,10 +1,11 @@
 """Parameters in the form that CPUs and GPUs decode fastest.
 
-XLA's CPU backend reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product,
-and a product of few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the
-caches are transposed, and those that multiply the same input become one. Without units for bfloat16 products (AMX) a
-single token takes half as long in the order `[in, out]`, and several take two thirds as long in the other one, prompts
-longer: there bfloat16 kernels are kept in both. `kernels.products` has the forms of the product; jax 0.10 was measured.
+Where `kernels.native` has products, large kernels for a CPU are packed for them, once. Elsewhere they are for XLA. Its
+CPU backend reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product, and a
+product of few rows takes some 50 microseconds beside the time of its bytes. So kernels that do not stay in the caches
+are transposed, and those that multiply the same input become one. Without units for bfloat16 products (AMX) a single
+token takes half as long in the order `[in, out]`, and several take two thirds as long in the other one, prompts longer:
+there bfloat16 kernels are kept in both. `kernels.products` has the forms of the product; jax 0.10 was measured.
 
 On a GPU, too, kernels of the same input become one. XLA would multiply by all of them at once, and may copy them side
 by side for it in every step.
@@ -19,8 +20,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from spectr_jax.kernels import processor, products
+from spectr_jax.kernels import native, processor, products
 from spectr_jax.kernels.dispatch import operation
 from spectr_jax.models.int8 import Int8Kernel, is_int8
 
@@ -46,6 +48,25 @@ class TransposedKernel:
   def shape(self) -> tuple[int, ...]:
     """`(in, out)`."""
     return self.out_in.shape[::-1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedKernel:
+  """A kernel `[in, out]` in the order in which `native.product` reads it.
+
+  Attributes:
+    panels: What `native.pack` returned.
+    num_out: The number of outputs.
+  """
+
+  panels: jax.Array
+  num_out: int = dataclasses.field(metadata={'static': True})
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """`(in, out)`."""
+    return (math.prod(self.panels.shape[1:]) // native.PANEL, self.num_out)
 
 
 def _side_by_side(kernels: Sequence[Any], axis: int):
@@ -93,8 +114,8 @@ def _has_room_twice(arrays: Sequence[jax.Array]) -> bool:
 def kernels_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
   """Parameters whose matrices are in the form that the default device multiplies fastest.
 
-  For CPUs large matrices `kernel` and `unembedding` are joined and transposed. Kernels in both orders take twice the
-  memory; a model with more than `MOST_DOUBLED` bytes of them keeps their order. For GPUs kernels are joined, if all
+  For CPUs large matrices `kernel` and `unembedding` are joined, and packed or transposed. Kernels in both orders take
+  twice the memory; a model with more than `MOST_DOUBLED` bytes of them keeps their order. For GPUs kernels are joined, if all
   parameters are on one device that could hold them twice.
 
   Args:
@@ -134,23 +155,34 @@ def _joined_for_gpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   return params if is_joined or not _has_room_twice(jax.tree.leaves(params)) else _joined(params)
 
 
+def _is_packed(node: Any) -> bool:
+  """Whether products with a kernel are those of `native`: it is in float32 or bfloat16, and whole on one device."""
+  is_array = isinstance(node, jax.Array) and not isinstance(node, Tracer)
+  return is_array and len(node.devices()) == 1 and native.packs(node) and native.form() is not None
+
+
 @kernels_for_decoding.form('cpu')
-def _transposed_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
+def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   def is_whole(node):
-    return is_int8(node) or isinstance(node, TransposedKernel)
+    return is_int8(node) or isinstance(node, (TransposedKernel, PackedKernel))
 
   def is_slow(keys, node):
-    if isinstance(node, TransposedKernel) or keys[-1].key not in ('kernel', 'unembedding'):
+    if isinstance(node, (TransposedKernel, PackedKernel)) or keys[-1].key not in ('kernel', 'unembedding'):
       return False
     return len(node.shape) == 2 and node.size >= products.LARGE
 
   def convert(keys, node):
     if not is_slow(keys, node):
       return node
+    if _is_packed(node):
+      return PackedKernel(native.pack(node), node.shape[1])
     return _transposed(node) if not _wants_both(node) else TransposedKernel(node.T, node) if is_doubled else node
 
   joined = _joined(params)
   leaves = jax.tree_util.tree_leaves_with_path(joined, is_leaf=is_whole)
-  is_doubled = sum(node.nbytes for keys, node in leaves if is_slow(keys, node) and _wants_both(node)) <= MOST_DOUBLED
+  is_doubled = (
+    sum(node.nbytes for keys, node in leaves if is_slow(keys, node) and _wants_both(node) and not _is_packed(node))
+    <= MOST_DOUBLED
+  )
   converted = jax.tree_util.tree_map_with_path(convert, joined, is_leaf=is_whole)
   return params if jax.tree.structure(converted) == jax.tree.structure(params) else converted

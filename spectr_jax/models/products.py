@@ -6,11 +6,12 @@ from typing import TypeAlias
 
 import jax
 
+from spectr_jax.kernels import native
 from spectr_jax.kernels.products import MANY_TOKENS, int8_product, multiply
-from spectr_jax.models.decoding_form import TransposedKernel
+from spectr_jax.models.decoding_form import PackedKernel, TransposedKernel
 from spectr_jax.models.int8 import Int8Kernel
 
-Kernel: TypeAlias = jax.Array | Int8Kernel | TransposedKernel
+Kernel: TypeAlias = jax.Array | Int8Kernel | TransposedKernel | PackedKernel
 
 
 def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
@@ -19,12 +20,15 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
   Args:
     x: `[..., in]`.
     kernel: `[in, out]` for axis 0, `[out, in]` for axis 1; of any float dtype, or in int8; or a
-      `TransposedKernel`.
+      `TransposedKernel` or `PackedKernel`.
     axis: The kernel's input axis, where the kernel does not say.
 
   Returns:
     `[..., out]` in the accumulation's dtype.
   """
+  if isinstance(kernel, PackedKernel):
+    out = native.product(x.reshape(-1, x.shape[-1]), kernel.panels, kernel.num_out)
+    return out.reshape(*x.shape[:-1], kernel.num_out)
   if isinstance(kernel, TransposedKernel):
     has_many_tokens = x.ndim == 3 and x.shape[1] >= MANY_TOKENS
     if kernel.in_out is not None and (x.size == x.shape[-1] or has_many_tokens):

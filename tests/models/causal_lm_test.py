@@ -10,11 +10,12 @@ import pytest
 from hub_specs import SPECS
 
 from spectr_jax.io.hub.families import FAMILIES, read_spec
-from spectr_jax.kernels import processor, products
+from spectr_jax.kernels import native, processor, products
 from spectr_jax.model import Model
 from spectr_jax.models import table
 from spectr_jax.models.causal_lm import causal_lm, config_of, hidden_states, mlp
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope, init_params, param_shapes
+from spectr_jax.models.decoding_form import PackedKernel
 from spectr_jax.tree import TokenTree
 from tests.slow import slow, slow_but
 
@@ -164,21 +165,34 @@ def test_parameters_are_of_one_dtype():
   assert output.cache.keys[0].dtype == jnp.bfloat16
 
 
-# Processors with units for bfloat16 products, and others.
-@pytest.mark.parametrize(('dtype', 'has_units'), [slow('float32', False), ('bfloat16', True), slow('bfloat16', False)])
+# Products in C++, and those of XLA on processors with units for bfloat16 products and on others.
+@pytest.mark.parametrize(
+  ('dtype', 'form'),
+  [
+    ('float32', 'native'),
+    slow('float32', 'xla'),
+    slow('bfloat16', 'native'),
+    ('bfloat16', 'units'),
+    slow('bfloat16', 'xla'),
+  ],
+)
 @pytest.mark.parametrize(
   'name', slow_but(['llama', 'gpt2'], ['llama', 'gemma2', 'qwen2', 'gpt2'])
 )  # tied and not, with biases, without gates
-def test_a_model_for_decoding_has_the_same_logits(name, dtype, has_units, monkeypatch):
+def test_a_model_for_decoding_has_the_same_logits(name, dtype, form, monkeypatch):
   monkeypatch.setattr(products, 'LARGE', 1)
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: has_units)
+  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: form == 'units')
+  if form != 'native':
+    monkeypatch.setattr(native, 'form', lambda: None)
   config = dataclasses.replace(read_spec(SPECS[name])[1], dtype=dtype)
   model = causal_lm(_model(name).params, config)
   fast = model.for_decoding()
   assert fast.for_decoding() is fast
-  is_in_both_orders = dtype == 'bfloat16' and not has_units
   for kernel in (fast.params['layer_0']['attention']['out']['kernel'], fast.params.get('unembedding')):
-    assert kernel is None or (kernel.in_out is not None) == is_in_both_orders
+    if native.form() is not None:
+      assert kernel is None or isinstance(kernel, PackedKernel)
+    else:
+      assert kernel is None or (kernel.in_out is not None) == (dtype == 'bfloat16' and form == 'xla')
   assert 'qkv' in fast.params['layer_0']['attention']
   assert 'q' not in fast.params['layer_0']['attention']
   assert ('gate_up' in fast.params['layer_0']['mlp']) == config.is_gated

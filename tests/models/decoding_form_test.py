@@ -28,6 +28,9 @@ def all_kernels_are_large(monkeypatch):
   monkeypatch.setattr(products, 'LARGE', 1)
 
 
+pytestmark = pytest.mark.usefixtures('products_of_xla')  # tests/native_test.py has the others
+
+
 # Processors with units for bfloat16 products, and others.
 @pytest.mark.parametrize(('dtype', 'has_units'), [('float32', False), ('bfloat16', True), ('bfloat16', False)])
 @pytest.mark.parametrize('num_rows', [1, 2, 5, 12, 13, 100])

@@ -1,0 +1,139 @@
+"""Products of a few rows and a packed kernel on CPUs, in C++ on XLA's own threads.
+
+The bound of speculation is that a call on a few tokens costs what a call on one costs. XLA's products on a CPU are far
+from it. Here a kernel is packed once, in the order in which it is read, so that the rows of a tree cost little beside
+its bytes. `products.cc` has the call, `panels.h` the loop.
+
+The library is built at installation, where there is a compiler; `python -m spectr_jax.kernels.native` says whether it is, and
+which form this processor takes. Without it everything works by XLA's products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PANEL = 16  # outputs of a panel, as in product.h
+_TARGET = 'spectr_product'
+_logger = logging.getLogger(__name__)
+
+
+class _UnavailableError(RuntimeError):
+  """There is no library, or none for this processor or version of JAX; the message says why."""
+
+
+@functools.cache
+def _load() -> ctypes.CDLL:
+  """The library, registered with XLA."""
+  file = pathlib.Path(__file__).with_name('products.bin')
+  if not file.exists():
+    raise _UnavailableError('it was not built: there was no C++ compiler, or the processor is not x86-64')
+  try:
+    library = ctypes.CDLL(str(file))
+  except OSError as error:
+    raise _UnavailableError(f'{file.name} cannot be loaded: {error}') from None
+  library.spectr_form.restype = ctypes.c_char_p
+  library.spectr_use_form.restype = ctypes.c_bool
+  if library.spectr_form() is None:
+    raise _UnavailableError('this processor has neither AVX2 nor AVX-512')
+  jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(library.spectr_product), platform='cpu')
+  return library
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL | None, str]:
+  """The library, compared with NumPy, or None and why."""
+  try:
+    library = _load()
+    _check_products()
+  except _UnavailableError as error:
+    _logger.info('products on this CPU are those of XLA: %s', error)
+    return None, str(error)
+  return library, ''
+
+
+def _check_products() -> None:
+  """Compares products with NumPy's, so that no form is used that is wrong here, or made for another XLA."""
+  random = np.random.default_rng(0)
+  rows, kernel = random.standard_normal((3, 64)), random.standard_normal((64, 40))
+  device = jax.local_devices(backend='cpu')[0]
+  for dtype in (jnp.float32, jnp.bfloat16):
+    with jax.default_device(device), jax.ensure_compile_time_eval():
+      operands = jnp.asarray(rows, dtype), jnp.asarray(kernel, dtype)
+      expected = np.asarray(operands[0], np.float64) @ np.asarray(operands[1], np.float64)
+      try:
+        found = product(operands[0], pack(operands[1]), 40)
+      except Exception as error:  # of any kind: XLA refuses a call in its own ways
+        raise _UnavailableError(f'XLA refuses it: {error}') from None
+    if not np.allclose(found, expected, rtol=0, atol=1e-4):
+      raise _UnavailableError('its products differ from those of NumPy')
+
+
+def form() -> str | None:
+  """The form of products for this processor, `avx512_bf16`, `avx512` or `avx2`, or None if there is none."""
+  library, _ = _library()
+  return None if library is None else library.spectr_form().decode()
+
+
+def why_not() -> str:
+  """Why `form` is None."""
+  return _library()[1]
+
+
+def use_form(name: str) -> bool:
+  """Takes another form in place of the processor's best, for tests and comparisons.
+
+  Args:
+    name: `avx512_bf16`, `avx512` or `avx2`.
+
+  Returns:
+    Whether this processor has it; if not, nothing changes.
+  """
+  library, _ = _library()
+  return library is not None and library.spectr_use_form(name.encode())
+
+
+def packs(kernel: jax.Array) -> bool:
+  """Whether a kernel `[in, out]` can be packed: bfloat16 with an even number of inputs, or float32."""
+  return kernel.dtype == jnp.float32 or (kernel.dtype == jnp.bfloat16 and kernel.shape[0] % 2 == 0)
+
+
+def pack(kernel: jax.Array) -> jax.Array:
+  """A kernel in the order in which products read it.
+
+  Args:
+    kernel: `[in, out]`, for which `packs` is true.
+
+  Returns:
+    `[ceil(out / 16), in, 16]` in float32, `[ceil(out / 16), in / 2, 16, 2]` in bfloat16, padded with zeros.
+  """
+  num_in, num_out = kernel.shape
+  padded = jnp.pad(kernel, ((0, 0), (0, -num_out % PANEL)))
+  if kernel.dtype == jnp.float32:
+    return padded.reshape(num_in, -1, PANEL).transpose(1, 0, 2)
+  return padded.reshape(num_in // 2, 2, -1, PANEL).transpose(2, 0, 3, 1)
+
+
+def product(rows: jax.Array, panels: jax.Array, num_out: int) -> jax.Array:
+  """The product of rows and a packed kernel, summed in float32.
+
+  Args:
+    rows: `[N, in]` in float32 or bfloat16.
+    panels: What `pack` returned.
+    num_out: The kernel's outputs.
+
+  Returns:
+    float32 `[N, out]`.
+
+  Raises:
+    RuntimeError: There is no library, or none for this processor.
+  """
+  _load()
+  out = jax.ShapeDtypeStruct((rows.shape[0], num_out), jnp.float32)
+  return jax.ffi.ffi_call(_TARGET, out, vmap_method='sequential')(rows, panels)

@@ -1,0 +1,10 @@
+"""Says which form of products this processor takes."""
+
+import sys
+
+from spectr_jax.kernels import native
+
+if __name__ == '__main__':
+  found = native.form()
+  print(f'products: {found}' if found else f'products: those of XLA, since {native.why_not()}')
+  sys.exit(0 if found else 1)

@@ -1,0 +1,137 @@
+"""Products in C++: against NumPy, in every form that this processor has, and as part of a model."""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spectr_jax.kernels import native, products
+from spectr_jax.models import transformer
+from spectr_jax.models.decoding_form import PackedKernel, kernels_for_decoding
+from spectr_jax.models.products import matmul
+from spectr_jax.sharding import make_mesh, shardings
+
+needs_native = pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
+
+
+@pytest.fixture
+def all_kernels_are_large(monkeypatch):
+  monkeypatch.setattr(products, 'LARGE', 1)
+
+
+@pytest.fixture(params=['avx512_bf16', 'avx512', 'avx2'])
+def form(request):
+  """A form; one that this processor lacks is replaced by its best, which is tested anyway."""
+  best = native.form()
+  native.use_form(request.param)
+  yield request.param
+  native.use_form(best)
+
+
+def _operands(num_rows, num_in, num_out, dtype, kernel_dtype):
+  rows = jax.random.normal(jax.random.key(0), (num_rows, num_in), dtype)
+  return rows, jax.random.normal(jax.random.key(1), (num_in, num_out), kernel_dtype)
+
+
+@needs_native
+@pytest.mark.parametrize(('dtype', 'kernel_dtype'), [('float32',) * 2, ('bfloat16',) * 2, ('float32', 'bfloat16')])
+@pytest.mark.parametrize(('num_in', 'num_out'), [(48, 40), (2, 1), (64, 32), (130, 100), (576, 960)])
+def test_products(num_in, num_out, dtype, kernel_dtype, form):
+  """Of one row, full blocks, blocks and a rest, and many rows."""
+  for num_rows in (1, 2, 4, 5, 6, 7, 12, 13, 25, 100):
+    rows, kernel = _operands(num_rows, num_in, num_out, dtype, kernel_dtype)
+    found = native.product(rows, native.pack(kernel), num_out)
+    expected = np.asarray(rows, np.float64) @ np.asarray(kernel, np.float64)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * num_in**0.5)
+
+
+@needs_native
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_a_row_does_not_depend_on_the_others(dtype):
+  """Bit for bit: so tokens do not depend on the batch as far as products go."""
+  rows, kernel = _operands(33, 576, 1536, dtype, dtype)
+  panels = native.pack(kernel)
+  together = np.asarray(native.product(rows, panels, 1536))
+  alone = np.concatenate([native.product(rows[i : i + 1], panels, 1536) for i in range(33)])
+  np.testing.assert_array_equal(together, alone)
+
+
+@needs_native
+def test_products_beside_each_other_and_in_loops():
+  """Threads of several products at a time take no part of another's, however often they are called."""
+  rows, kernel = _operands(3, 256, 2048, 'float32', 'float32')
+  panels = native.pack(kernel)
+
+  @jax.jit
+  def run(rows):
+    def body(_, rows):
+      left, right = native.product(rows, panels, 2048), native.product(2 * rows, panels, 2048)
+      return rows + 0 * (right - 2 * left)[:, :256]
+
+    return jax.lax.fori_loop(0, 200, body, rows), native.product(rows, panels, 2048)
+
+  unchanged, found = run(rows)
+  np.testing.assert_array_equal(unchanged, rows)
+  np.testing.assert_allclose(found, rows @ kernel, rtol=1e-4, atol=1e-3)
+
+
+@needs_native
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.usefixtures('all_kernels_are_large')
+def test_large_kernels_are_packed_once(dtype):
+  kernel = jax.random.normal(jax.random.key(1), (48, 40), dtype)
+  fast = kernels_for_decoding({'a': {'kernel': kernel}})
+  assert isinstance(fast['a']['kernel'], PackedKernel)
+  assert fast['a']['kernel'].shape == (48, 40)
+  assert kernels_for_decoding(fast) is fast
+  rows = jax.random.normal(jax.random.key(0), (2, 3, 48), dtype)
+  np.testing.assert_allclose(matmul(rows, fast['a']['kernel']), matmul(rows, kernel), rtol=1e-4, atol=1e-4)
+
+
+@needs_native
+@pytest.mark.usefixtures('all_kernels_are_large')
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_on_a_mesh_packed_kernels_are_whole(target, dtype):
+  model = transformer.transformer_model(target.params, dataclasses.replace(transformer.config_of(target), dtype=dtype))
+  fast = model.for_decoding()
+  places = shardings(make_mesh({}), fast.params, fast.sharding_rules)
+  packed = [place for keys, place in jax.tree_util.tree_leaves_with_path(places) if 'panels' in str(keys)]
+  assert packed
+  assert all(place.is_fully_replicated for place in packed)
+
+
+@needs_native
+@pytest.mark.usefixtures('all_kernels_are_large')
+def test_what_is_not_packed():
+  odd = {'kernel': jnp.ones((3, 40), jnp.bfloat16)}  # pairs of inputs stand beside each other
+  half = {'kernel': jnp.ones((4, 40), jnp.float16)}
+  for params in (odd, half):
+    assert not isinstance(kernels_for_decoding(params)['kernel'], PackedKernel)
+
+
+@needs_native
+def test_operands_that_do_not_fit_are_refused():
+  panels = native.pack(jnp.ones((48, 40)))
+  for rows, num_out in ((jnp.ones((1, 47)), 40), (jnp.ones((1, 48)), 65), (jnp.ones((1, 48), jnp.float16), 40)):
+    with pytest.raises(jax.errors.JaxRuntimeError, match='do not fit'):
+      native.product(rows, panels, num_out).block_until_ready()
+
+
+def test_the_command_says_which_form():
+  found = subprocess.run([sys.executable, '-m', 'spectr_jax.kernels.native'], capture_output=True, text=True)
+  expected = f'products: {native.form()}\n' if native.form() else f'products: those of XLA, since {native.why_not()}\n'
+  assert (found.stdout, found.returncode) == (expected, 0 if native.form() else 1)
+
+
+def test_without_a_library_products_are_those_of_xla(monkeypatch, tmp_path):
+  monkeypatch.setattr(native, '__file__', str(tmp_path / '__init__.py'))
+  with pytest.raises(native._UnavailableError, match='it was not built'):
+    native._load.__wrapped__()
+  (tmp_path / 'products.bin').write_bytes(b'no library')
+  with pytest.raises(native._UnavailableError, match='cannot be loaded'):
+    native._load.__wrapped__()
