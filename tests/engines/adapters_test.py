@@ -75,6 +75,12 @@ def test_a_tree_of_sglang_is_followed_as_far_as_the_target_goes():
   assert accepted.tolist() == [3, 2]
 
 
+def test_nodes_beyond_the_widths_are_left_out_with_all_below_them():
+  # 0 -> 1, 2; 1 -> 3; 2 -> 4: node 2 has no slot, so neither has 4. Node 6 hangs below 5, which hangs nowhere.
+  slots = sglang_jax._slots_of(jnp.array([-1, 0, 0, 1, 2, -1, 5]), (1, 2))
+  assert slots.tolist() == [0, 1, -1, 2, -1, -1, -1]
+
+
 @pytest.mark.slow
 def test_trees_of_sglang_are_exact():
   tree = TokenTree((0, 0, 1, 1, 2))
