@@ -1,10 +1,12 @@
-"""Verifiers of other projects as `spectr_jax.testing.check_verifier` calls them; docs/public_verifiers.md has results.
+"""Verifiers of other projects under the conformance kit; docs/public_verifiers.md has results.
 
-  python -m decode.prove --callable=benchmarks.public_verifiers:flashspec --arrays=torch --tree=chains:1,2
+  python -m benchmarks.public_verifiers flashspec [--children=given] [--num_samples=20000]
 
-Each needs its project alone, most of them without dependencies. Nothing of them is changed but what a docstring says.
+Each needs its project, most of them without dependencies, beside jax and numpy. Nothing of them is changed but what a
+docstring says.
 """
 
+import argparse
 import functools
 import types
 import unittest.mock
@@ -14,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import engine_stubs
+from spectr_jax import TokenTree
+from spectr_jax.testing import check_verifier
 
 
 def make_tpu_inference(sampler, metadata_class):
@@ -156,3 +160,27 @@ def seqspecdecod_capped(seed, tokens, draft_probs, target_probs):
   from seqspecdecod import capped_hsd
 
   return _rounds(capped_hsd, capped_hsd.capped_hsd_step, seed, tokens, draft_probs, target_probs)
+
+
+_TORCH, _WHOLE = {'arrays': 'torch'}, {'arrays': 'torch', 'is_ragged': False}
+_OPTIONS = {
+  tpu_inference: {},
+  levanter: {'children': 'given'},
+  transformers: _TORCH,
+  flashspec: _WHOLE,
+  seqspecdecod_standard: _WHOLE,
+  seqspecdecod_capped: _WHOLE,
+}
+
+if __name__ == '__main__':
+  _BY_NAME = {function.__name__: function for function in _OPTIONS}
+  _PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  _PARSER.add_argument('names', nargs='+', choices=_BY_NAME)
+  _PARSER.add_argument('--children', choices=('independent', 'given'))
+  _PARSER.add_argument('--num_samples', type=int, default=20_000)
+  _FLAGS = _PARSER.parse_args()
+  for _name in _FLAGS.names:
+    _own = _OPTIONS[_BY_NAME[_name]] | ({'children': _FLAGS.children} if _FLAGS.children else {})
+    print(
+      check_verifier(_BY_NAME[_name], tree=TokenTree.chains(1, 2), num_samples=_FLAGS.num_samples, **_own), flush=True
+    )

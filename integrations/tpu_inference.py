@@ -24,11 +24,11 @@ class RejectionSampler(engine.RejectionSampler):
   Args:
     mesh: The engine's mesh.
     max_draft_tokens: The most drafted tokens of a request. None reads it from every batch, which waits for the device.
-    method: A method of `spectr_jax.METHODS` for chains. `race_traversal` is block verification on a chain, and takes
-      guesses without draft distributions as well.
+    method: A method of `spectr_jax.METHODS` for chains, for guesses with draft distributions. Without these, and in
+      greedy batches, token by token keeps as many as any method.
   """
 
-  def __init__(self, mesh, max_draft_tokens=None, method='race_traversal'):
+  def __init__(self, mesh, max_draft_tokens=None, method='block'):
     super().__init__(mesh)
     self._depth, self._method = max_draft_tokens, method
 
@@ -62,8 +62,7 @@ def _verify_shard(depth, method, arrays, parameters, key):
   flat = (jnp.cumsum(lengths) - lengths)[:, None] + places[:-1]  # where a request's guesses are among all
   is_there = places < lengths[:, None]
   at = jnp.where(is_there[:, :-1], flat, 0)
-  # In a batch of greedy requests all methods decide alike; this one compiles fastest.
-  method = method if parameters else 'speculative'
+  method = 'speculative' if parameters is None or draft_probs is None else method
   temperature, top_k, top_p = parameters or (jnp.zeros(lengths.shape), None, None)
   sampling = SamplingParams(jnp.maximum(temperature, 0).astype(jnp.float32), top_k=top_k, top_p=top_p)
   target_probs = logits_to_probs(logits.astype(jnp.float32)[at], sampling)

@@ -9,8 +9,6 @@ from integrations import levanter, sglang_jax
 from spectr_jax import TokenTree
 from spectr_jax.testing import check_verifier
 
-pytestmark = pytest.mark.usefixtures('optimized')
-
 
 def _levanter(has_laws):
   verify = jax.jit(levanter.verify_proposals, static_argnames=('logprobs_mode', 'stop_token_ids'))
@@ -25,6 +23,7 @@ def _levanter(has_laws):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('optimized')
 @pytest.mark.parametrize('children', ['independent', 'given'])
 def test_levanter_is_exact(children):
   tree = TokenTree.chains(1, 2)
@@ -82,6 +81,7 @@ def test_nodes_beyond_the_widths_are_left_out_with_all_below_them():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('optimized')
 def test_trees_of_sglang_are_exact():
   tree = TokenTree((0, 0, 1, 1, 2))
   first, sibling = sglang_jax.pointers_of(jnp.array([(-1, *tree.parents)]))
