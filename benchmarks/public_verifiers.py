@@ -1,12 +1,11 @@
 """Verifiers of other projects under the conformance kit; docs/public_verifiers.md has results.
 
-  python -m benchmarks.public_verifiers flashspec [--children=given] [--num_samples=20000]
+  python -m benchmarks.public_verifiers --verifier=flashspec
 
-Each needs its project, most of them without dependencies, beside jax and numpy. Nothing of them is changed but what a
+Each needs its project, most of them without dependencies. Nothing of them is changed but what a
 docstring says.
 """
 
-import argparse
 import functools
 import types
 import unittest.mock
@@ -14,8 +13,10 @@ import unittest.mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
 
 from benchmarks import engine_stubs
+from common import command_line
 from spectr_jax import TokenTree
 from spectr_jax.testing import check_verifier
 
@@ -174,13 +175,14 @@ _OPTIONS = {
 
 if __name__ == '__main__':
   _BY_NAME = {function.__name__: function for function in _OPTIONS}
-  _PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  _PARSER.add_argument('names', nargs='+', choices=_BY_NAME)
-  _PARSER.add_argument('--children', choices=('independent', 'given'))
-  _PARSER.add_argument('--num_samples', type=int, default=20_000)
-  _FLAGS = _PARSER.parse_args()
-  for _name in _FLAGS.names:
-    _own = _OPTIONS[_BY_NAME[_name]] | ({'children': _FLAGS.children} if _FLAGS.children else {})
-    print(
-      check_verifier(_BY_NAME[_name], tree=TokenTree.chains(1, 2), num_samples=_FLAGS.num_samples, **_own), flush=True
-    )
+  _VERIFIER = flags.DEFINE_enum('verifier', None, [*_BY_NAME], 'Whose verification.', required=True)
+  _CHILDREN = flags.DEFINE_enum('children', None, ('independent', 'given'), 'How guesses are drawn, if not as usual.')
+  _NUM_SAMPLES = flags.DEFINE_integer('num_samples', 20_000, 'Rows of every kind.', lower_bound=1)
+
+  def main(argv):
+    del argv
+    function = _BY_NAME[_VERIFIER.value]
+    options = _OPTIONS[function] | ({'children': _CHILDREN.value} if _CHILDREN.value else {})
+    print(check_verifier(function, tree=TokenTree.chains(1, 2), num_samples=_NUM_SAMPLES.value, **options))
+
+  command_line.run(main)
