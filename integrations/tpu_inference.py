@@ -38,7 +38,7 @@ class RejectionSampler(engine.RejectionSampler):
     """As the engine's: tokens `[num_tokens + batch_size]`, main ones and bonus ones, with placeholders between."""
     own = sampling_metadata
     if key is None and own.do_sampling:
-      raise ValueError('sampling needs a key')
+      raise ValueError('A random key must be provided for sampling.')  # as the engine says it
     key = jax.random.key(0) if key is None else key
     key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
     if not len(draft_token_ids):
