@@ -53,9 +53,8 @@ def verify_proposals(
   lengths = jnp.where(cancelled, 0, lengths)
   is_kept = jnp.arange(width) < lengths[:, None]
   tokens = jnp.where(is_kept, found.tokens, -1)
-  scale = (
-    jnp.where(temperature > 0, temperature, 1) if logprobs_mode == 'processed_logprobs' else jnp.ones(len(lengths))
-  )
-  log_probs = jax.nn.log_softmax(logits / scale[:, None, None])
+  if logprobs_mode == 'processed_logprobs':
+    logits /= jnp.where(temperature > 0, temperature, 1)[:, None, None]
+  log_probs = jax.nn.log_softmax(logits)
   scores = jnp.take_along_axis(log_probs, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
   return VerifiedTokens(tokens, jnp.where(is_kept, scores, 0), lengths, jnp.minimum(found.num_accepted, lengths))

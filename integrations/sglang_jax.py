@@ -50,7 +50,7 @@ def verify_tree(key, tokens, next_token, next_sibling, target_probs, *, widths, 
     tokens: int32 `[B, N]`, the nodes' tokens; that of the root is not read.
     next_token, next_sibling: int32 `[B, N]`.
     target_probs: `[B, N, V]`, the target's distributions after the nodes.
-    widths: The most nodes at depth 1, 2, ..., static; nodes beyond them are left out.
+    widths: The most nodes at depth 1, 2, ..., static; nodes beyond them are left out, with all below them.
     method: A method that takes given guesses and trees of the rows' own.
 
   Returns:
@@ -58,30 +58,25 @@ def verify_tree(key, tokens, next_token, next_sibling, target_probs, *, widths, 
     -1; int32 `[B]`, the number of accepted guesses.
   """
   bounds, parents = TokenTree.slots(widths), parents_of(next_token, next_sibling)
-  depths = jnp.zeros_like(parents)
-  above = parents
-  for _ in widths:
-    depths += above >= 0
-    above = jnp.where(above >= 0, jnp.take_along_axis(parents, jnp.maximum(above, 0), axis=1), -1)
-  is_there = (parents >= 0) & (depths <= len(widths)) & (above < 0)
-  earlier = (depths[:, None, :] == depths[:, :, None]) & jnp.tri(parents.shape[1], k=-1, dtype=bool)
-  rank = (earlier & is_there[:, None, :]).sum(axis=2)
-  starts = jnp.cumsum(jnp.array((1, *widths))) - jnp.array((1, *widths))  # the first slot of each depth
-  fits = is_there & (rank < jnp.array((1, *widths))[depths])
-  slots = jnp.where(fits, starts[depths] + rank, bounds.num_nodes + 1)
-  slots = slots.at[:, 0].set(0)
-  nodes = jax.vmap(lambda row: jnp.full(bounds.num_nodes + 1, -1).at[row].set(jnp.arange(len(row)), mode='drop'))(slots)
-  own = jnp.maximum(nodes, 0)
-  found = verify(
-    key,
-    bounds,
-    jnp.where(nodes < 0, -1, jnp.take_along_axis(tokens, own, axis=1))[:, 1:],
-    None,
-    jnp.take_along_axis(target_probs, own[..., None], axis=1),
-    parents=jnp.where(
-      nodes < 0, -1, jnp.take_along_axis(slots, jnp.maximum(jnp.take_along_axis(parents, own, axis=1), 0), axis=1)
-    )[:, 1:],
-    method=method,
+  size = bounds.num_nodes + 1
+  slots = jax.vmap(lambda row: _slots_of(row, widths))(parents)
+  at = jax.vmap(lambda values, index: jnp.where(index < 0, -1, values[index]))
+  nodes = jax.vmap(lambda row: jnp.full(size, -1).at[row].set(jnp.arange(len(row)), mode='drop'))(
+    jnp.where(slots < 0, size, slots)
   )
-  path = jnp.where(found.path < 0, -1, jnp.take_along_axis(nodes, jnp.maximum(found.path, 0), axis=1))
-  return jnp.pad(path, ((0, 0), (1, 0))), found.tokens, found.num_accepted
+  laws = jnp.take_along_axis(target_probs, jnp.maximum(nodes, 0)[..., None], axis=1)
+  own_parents = at(slots, at(parents, nodes))[:, 1:]
+  found = verify(key, bounds, at(tokens, nodes)[:, 1:], None, laws, parents=own_parents, method=method)
+  return jnp.pad(at(nodes, found.path), ((0, 0), (1, 0))), found.tokens, found.num_accepted
+
+
+def _slots_of(parents, widths):
+  """Of one row: int32 `[N]`, each node's slot in `TokenTree.slots(widths)`; -1 for nodes that have none."""
+  slots, above, start = jnp.where(jnp.arange(len(parents)) == 0, 0, -1), 0, 1
+  for width in widths:
+    of_parents = jnp.where(parents < 0, -1, slots[parents])
+    is_here = (of_parents >= above) & (of_parents < start)
+    rank = jnp.cumsum(is_here) - 1
+    slots = jnp.where(is_here & (rank < width), start + rank, slots)
+    above, start = start, start + width
+  return slots

@@ -23,57 +23,60 @@ class RejectionSampler(engine.RejectionSampler):
 
   Args:
     mesh: The engine's mesh.
-    max_draft_tokens: The most drafted tokens of a request; None for as many as the batch has, which takes memory for
-      as many in every request.
-    method: A method of `spectr_jax.METHODS` for chains. `race_traversal` is block verification on a chain, and takes
-      guesses without draft distributions as well.
+    max_draft_tokens: The most drafted tokens of a request. None reads it from every batch, which waits for the device.
+    method: A method of `spectr_jax.METHODS` for chains, for guesses with draft distributions. Without these, and in
+      greedy batches, token by token keeps as many as any method.
   """
 
-  def __init__(self, mesh, max_draft_tokens=None, method='race_traversal'):
+  def __init__(self, mesh, max_draft_tokens=None, method='block'):
     super().__init__(mesh)
-    self._length, self._method = max_draft_tokens, method
+    self._depth, self._method = max_draft_tokens, method
 
-  @functools.partial(jax.jit, static_argnums=0)
   def forward(
     self, draft_token_ids, num_draft_tokens, draft_probs, target_logits, bonus_token_ids, sampling_metadata, key=None
   ):
     """As the engine's: tokens `[num_tokens + batch_size]`, main ones and bonus ones, with placeholders between."""
-    if key is None and sampling_metadata.do_sampling:
-      raise ValueError('sampling needs a key')
+    own = sampling_metadata
+    if key is None and own.do_sampling:
+      raise ValueError('A random key must be provided for sampling.')  # as the engine says it
     key = jax.random.key(0) if key is None else key
     key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    if not len(draft_token_ids):
+      return bonus_token_ids  # no request has a guess
+    depth = max(1, int(jnp.max(num_draft_tokens)) if self._depth is None else self._depth)
     arrays = draft_token_ids, num_draft_tokens, draft_probs, target_logits, bonus_token_ids
-    rows, whole = PartitionSpec(ShardingAxisName.ATTN_DATA), PartitionSpec()
-    local = jax.shard_map(self._local, mesh=self.mesh, in_specs=(rows, rows, whole), out_specs=rows, check_vma=False)
-    parameters = tuple(getattr(sampling_metadata, name) for name in ('temperature', 'top_k', 'top_p'))
-    return local(arrays, parameters if sampling_metadata.do_sampling else None, key)
+    return self._verify(depth, arrays, (own.temperature, own.top_k, own.top_p) if own.do_sampling else None, key)
 
-  def _local(self, arrays, parameters, key):
-    draft_tokens, lengths, draft_probs, logits, bonus_tokens = arrays
-    size = draft_tokens.shape[0]
-    depth = max(1, min(self._length or size, size))
-    places = (jnp.cumsum(lengths) - lengths)[:, None] + jnp.arange(depth)  # of a request's guesses among all
-    is_there = jnp.arange(depth) < lengths[:, None]
-    if not size:  # no request has a guess
-      draft_tokens, logits = jnp.zeros(1, jnp.int32), jnp.zeros((1, logits.shape[-1]), logits.dtype)
-      draft_probs = None if draft_probs is None else jnp.zeros_like(logits)
-    at = jnp.where(is_there, places, 0)
-    temperature, top_k, top_p = parameters or (jnp.zeros(lengths.shape), None, None)
-    sampling = SamplingParams(jnp.maximum(temperature, 0).astype(jnp.float32), top_k=top_k, top_p=top_p)
-    target_probs = logits_to_probs(logits.astype(jnp.float32)[at], sampling)
-    # The engine has drawn the token after the last guess already.
-    bonus = jax.nn.one_hot(bonus_tokens, logits.shape[-1])[:, None]
-    target_probs = jnp.concatenate([target_probs, bonus], axis=1)
-    target_probs = jnp.where((jnp.arange(depth + 1) < lengths[:, None])[..., None], target_probs, bonus)
-    found = verify(
-      jax.random.fold_in(key, jax.lax.axis_index(ShardingAxisName.ATTN_DATA)),
-      TokenTree.chains(1, depth),
-      jnp.where(is_there, draft_tokens[at], -1),
-      None if draft_probs is None else draft_probs.astype(jnp.float32)[at],
-      target_probs,
-      method=self._method,
+  @functools.partial(jax.jit, static_argnums=(0, 1))
+  def _verify(self, depth, arrays, parameters, key):
+    rows, whole = PartitionSpec(ShardingAxisName.ATTN_DATA), PartitionSpec()
+    verify_shard = functools.partial(_verify_shard, depth, self._method)
+    return jax.shard_map(verify_shard, mesh=self.mesh, in_specs=(rows, rows, whole), out_specs=rows, check_vma=False)(
+      arrays, parameters, key
     )
-    main = jnp.full(size, engine.PLACEHOLDER_TOKEN_ID)
-    main = main.at[jnp.where(is_there, places, size)].set(found.tokens[:, :-1], mode='drop')
-    is_whole = found.num_accepted == lengths
-    return jnp.concatenate([main, jnp.where(is_whole, bonus_tokens, engine.PLACEHOLDER_TOKEN_ID)])
+
+
+def _verify_shard(depth, method, arrays, parameters, key):
+  draft_tokens, lengths, draft_probs, logits, bonus_tokens = arrays
+  size, places = draft_tokens.shape[0], jnp.arange(depth + 1)
+  flat = (jnp.cumsum(lengths) - lengths)[:, None] + places[:-1]  # where a request's guesses are among all
+  is_there = places < lengths[:, None]
+  at = jnp.where(is_there[:, :-1], flat, 0)
+  method = 'speculative' if parameters is None or draft_probs is None else method
+  temperature, top_k, top_p = parameters or (jnp.zeros(lengths.shape), None, None)
+  sampling = SamplingParams(jnp.maximum(temperature, 0).astype(jnp.float32), top_k=top_k, top_p=top_p)
+  target_probs = logits_to_probs(logits.astype(jnp.float32)[at], sampling)
+  # The engine has drawn the token after the last guess already.
+  bonus = jax.nn.one_hot(bonus_tokens, logits.shape[-1])[:, None]
+  target_probs = jnp.where(is_there[..., None], jnp.pad(target_probs, ((0, 0), (0, 1), (0, 0))), bonus)
+  found = verify(
+    jax.random.fold_in(key, jax.lax.axis_index(ShardingAxisName.ATTN_DATA)),
+    TokenTree.chains(1, depth),
+    jnp.where(is_there[:, :-1], draft_tokens[at], -1),
+    None if draft_probs is None else draft_probs.astype(jnp.float32)[at],
+    target_probs,
+    method=method,
+  )
+  main = jnp.full(size, engine.PLACEHOLDER_TOKEN_ID)
+  main = main.at[jnp.where(is_there[:, :-1], flat, size)].set(found.tokens[:, :-1], mode='drop')
+  return jnp.concatenate([main, jnp.where(found.num_accepted == lengths, bonus_tokens, engine.PLACEHOLDER_TOKEN_ID)])

@@ -62,8 +62,9 @@ def verify(
   fixed before the first of them is drawn. And keys are new in every round: a key may derive from the row and the number
   of tokens committed so far, never from the position of the token that it decides.
 
-  It is a pure function for `jit`, `vmap`, `scan`, `shard_map` and meshes. `tree` and `method` are static. Programs use
-  the forms of functions that are fastest on the default platform, and give the same results on every other.
+  It is a pure function for `jit`, `vmap`, `scan`, `shard_map` (with `check_vma=False`) and meshes. `tree` and `method`
+  are static. Programs use the forms of functions that are fastest on the default platform, and give the same results on
+  every other.
 
   Args:
     key: A typed key for all rows, `[B]` keys of the rows, or `[B, L + 1]` keys of their depths. With keys of its own a

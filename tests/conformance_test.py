@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax import METHODS, SamplingParams, TokenTree, logits_to_probs, verify
+from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, logits_to_probs, verify
 from spectr_jax.testing import check_verifier
 from tests.slow import slow_but
 
@@ -75,7 +75,7 @@ def test_methods_for_chains_pass(method):
 @pytest.mark.parametrize('method', ['race_traversal', 'spectr', 'traversal', 'race_block'])
 def test_methods_for_trees_pass(method):
   tree = TokenTree((0, 0, 1, 1, 2))
-  found = check_verifier(_ours(method, tree), tree=tree, num_samples=5_000)
+  found = check_verifier(_ours(method, tree), tree=tree, num_samples=2_000)
   assert found.is_passed, found
 
 
@@ -123,14 +123,17 @@ def test_noise_by_position_is_caught():
   assert not check_verifier(by_position, tree=tree, num_samples=100_000).is_passed
 
 
+@jax.jit
+def _from_logits(key, tokens, draft_probs, target_logits, temperature, top_k, top_p):
+  target_probs = logits_to_probs(target_logits, SamplingParams(temperature, top_k=top_k, top_p=top_p))
+  return verify(key, _CHAIN, tokens, draft_probs, target_probs, method='speculative').tokens
+
+
 def _with_parameters(change):
   """A verifier from logits and parameters, which `change` may spoil."""
-  decide = jax.jit(lambda *x: verify(x[0], _CHAIN, *x[1:], method='speculative').tokens)
 
   def from_logits(key, tokens, draft_probs, target_logits, temperature, top_k, top_p):
-    temperature, top_k, top_p = change(temperature, top_k, top_p)
-    sampling = SamplingParams(jnp.asarray(temperature), top_k=jnp.asarray(top_k), top_p=jnp.asarray(top_p))
-    return decide(key, tokens, draft_probs, logits_to_probs(jnp.asarray(target_logits), sampling))
+    return _from_logits(key, tokens, draft_probs, target_logits, *change(temperature, top_k, top_p))
 
   return from_logits
 
@@ -144,12 +147,12 @@ def test_parameters_of_a_neighbour_are_caught():
 
 @pytest.mark.slow
 def test_filters_in_another_order_than_in_plain_sampling_are_caught():
+  @jax.jit
   def plain(logits, temperature, top_k, top_p):
     """Top-p before the temperature."""
-    ones = SamplingParams(jnp.ones(len(logits)), top_k=jnp.asarray(top_k), top_p=jnp.asarray(top_p))
-    kept = logits_to_probs(jnp.asarray(logits)[:, None], ones) > 0
-    masked = jnp.where(kept, jnp.asarray(logits)[:, None], -jnp.inf)
-    return logits_to_probs(masked, SamplingParams(jnp.asarray(temperature)))[:, 0]
+    ones = SamplingParams(jnp.ones(len(logits)), top_k=top_k, top_p=top_p)
+    masked = jnp.where(logits_to_probs(logits[:, None], ones) > 0, logits[:, None], -jnp.inf)
+    return logits_to_probs(masked, SamplingParams(temperature))[:, 0]
 
   ours = _with_parameters(lambda *own: own)
   assert _failed(_check(ours, plain_fn=plain)) == {'temperature 0.7, top-p 0.8'}
@@ -174,26 +177,21 @@ def test_guesses_from_another_distribution_are_caught():
 @pytest.mark.slow
 def test_drafts_are_enumerated_where_the_distribution_is_given():
   verifier = METHODS['speculative'].verifier
+  enumerated = jax.jit(lambda tokens, *laws: verifier.law(_CHAIN, Proposal(tokens, laws[0]), laws[1], ()))
 
-  def law(tokens, draft_probs, target_probs):
+  def law(*arrays):
     with jax.enable_x64(True):
-      proposal = spectr_proposal(tokens, draft_probs)
-      return np.asarray(verifier.law(_CHAIN, proposal, jnp.asarray(target_probs), ()))
+      return np.asarray(enumerated(*arrays))
 
-  def wrong(*laws):
-    return law(*laws) * 0.5 + law(*laws)[::-1] * 0.5
+  def wrong(*arrays):
+    return (law(*arrays) + law(*arrays)[::-1]) / 2
 
-  found = _check(_ours('speculative'), law_fn=law, num_samples=2000)
+  ours = _ours('speculative')
+  found = _check(ours, law_fn=law, num_samples=1000)
   exact = [check for check in found.checks if check.part == 'exact']
   assert len(exact) == 2
   assert all(check.is_passed and check.value < 1e-10 for check in exact), found
-  assert not all(check.is_passed for check in _check(_ours(), law_fn=wrong, num_samples=2000).checks[:2])
-
-
-def spectr_proposal(tokens, draft_probs):
-  from spectr_jax import Proposal
-
-  return Proposal(jnp.asarray(tokens), jnp.asarray(draft_probs))
+  assert not any(check.is_passed for check in _check(ours, law_fn=wrong, num_samples=1000).checks[:2])
 
 
 @pytest.mark.parametrize(

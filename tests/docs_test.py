@@ -335,6 +335,7 @@ _NOT_RUN = {
   'benchmarks.real_models': 'needs a public model: tests/benchmarks_test.py',
   'benchmarks.drafters': 'needs a public model: tests/benchmarks_test.py',
   'benchmarks.share_of_optimum': 'tests/decode/run_test.py measures such shares',
+  'benchmarks.public_verifiers': "needs other projects' packages: tests/engines",
   **dict.fromkeys(
     ('benchmarks.auto', 'benchmarks.growth', 'benchmarks.refill', 'benchmarks.speed'),
     'times large models or many settings: tests/benchmarks_test.py',
@@ -406,7 +407,8 @@ _NOT_RECORDED = {
   **dict.fromkeys(
     (
       'train.tokenizer --config=configs/pretrained_pair.py', 'runs/t1_k8_l8.jsonl', 'benchmarks.share_of_optimum',
-      'benchmarks.verification', 'benchmarks.speed', 'benchmarks.refill', 'benchmarks.real_models',
+      'benchmarks.verification', 'benchmarks.public_verifiers', 'benchmarks.speed', 'benchmarks.refill',
+      'benchmarks.real_models',
       '--num_prompts=16 --dtype=bfloat16', '--method=auto,autoregressive', '--xla_backend_optimization_level=0',
     ),
     'measured, but not timed: named at the end of the page',

@@ -11,6 +11,7 @@ import spectr_jax
 from spectr_jax import METHODS, TokenTree
 from spectr_jax.kernels.dispatch import made_for
 from spectr_jax.verify import decide_rows
+from tests import commands
 from tests.slow import slow_but
 
 _VOCAB = 5
@@ -225,6 +226,11 @@ def test_it_is_a_pure_function_under_every_transformation():
     lambda carry, row: (carry, apply(*row)), None, (in_two(_keys(6)), *map(in_two, (tokens, *laws)))
   )
   check(jax.tree.map(lambda x: x.reshape(6, *x.shape[2:]), scanned))
+
+
+@pytest.mark.slow
+def test_two_devices_decide_as_one():
+  assert commands.succeed('tests.verify_on_two_devices', num_devices=2).strip() == 'equal'
 
 
 def test_only_the_form_of_the_platform_is_traced(monkeypatch):

@@ -25,8 +25,8 @@ class Check:
   Attributes:
     part: `exact`, `sampling` or `engine`.
     compared: The tree, and the joint distribution or tokens that were compared.
-    measure: The quantity measured: `error`, the largest difference between two joint distributions; `differing tokens`;
-      or `p-value`.
+    measure: The quantity measured: `error`, the largest difference between two joint distributions; `differing tokens`
+      or `differing texts`; or `p-value`.
     value: The measured value.
     limit: The largest error or number of differing tokens, or the smallest p-value, that passes.
     num_samples: Rows drawn, or 0 if all outcomes were enumerated.
@@ -52,7 +52,7 @@ def table_of(checks: Sequence[Check]) -> str:
   """A table of comparisons, one a line."""
   rows = [('part', 'compared', 'result', 'limit', 'rows', 'detects', '')]
   for check in checks:
-    is_count = check.measure == 'differing tokens'
+    is_count = check.measure.startswith('differing')
     rows.append(
       (
         check.part,

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.sampling import SamplingParams, logits_to_probs
@@ -59,10 +58,10 @@ def kinds_of_rows(seed: int, vocab_size: int, max_length: int) -> list[Kind]:
   ]
 
 
-def plain_law(logits, temperature, top_k, top_p) -> np.ndarray:
+@jax.jit
+def plain_law(logits, temperature, top_k, top_p) -> jax.Array:
   """The distributions of this library's own sampling: temperature, top-k, then top-p of the tokens that are left."""
-  sampling = SamplingParams(jnp.asarray(temperature), top_k=jnp.asarray(top_k), top_p=jnp.asarray(top_p))
-  return np.asarray(logits_to_probs(jnp.asarray(logits)[:, None], sampling))[:, 0]
+  return logits_to_probs(logits[:, None], SamplingParams(temperature, top_k=top_k, top_p=top_p))[:, 0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,6 @@ from integrations import levanter, sglang_jax
 from spectr_jax import TokenTree
 from spectr_jax.testing import check_verifier
 
-pytestmark = pytest.mark.usefixtures('optimized')
-
 
 def _levanter(has_laws):
   verify = jax.jit(levanter.verify_proposals, static_argnames=('logprobs_mode', 'stop_token_ids'))
@@ -25,6 +23,7 @@ def _levanter(has_laws):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('optimized')
 @pytest.mark.parametrize('children', ['independent', 'given'])
 def test_levanter_is_exact(children):
   tree = TokenTree.chains(1, 2)
@@ -75,7 +74,14 @@ def test_a_tree_of_sglang_is_followed_as_far_as_the_target_goes():
   assert accepted.tolist() == [3, 2]
 
 
+def test_nodes_beyond_the_widths_are_left_out_with_all_below_them():
+  # 0 -> 1, 2; 1 -> 3; 2 -> 4: node 2 has no slot, so neither has 4. Node 6 hangs below 5, which hangs nowhere.
+  slots = sglang_jax._slots_of(jnp.array([-1, 0, 0, 1, 2, -1, 5]), (1, 2))
+  assert slots.tolist() == [0, 1, -1, 2, -1, -1, -1]
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures('optimized')
 def test_trees_of_sglang_are_exact():
   tree = TokenTree((0, 0, 1, 1, 2))
   first, sibling = sglang_jax.pointers_of(jnp.array([(-1, *tree.parents)]))

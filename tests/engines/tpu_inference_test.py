@@ -10,12 +10,12 @@ import shutil
 import subprocess
 import sys
 
-import engine_stubs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import engine_stubs, public_verifiers
 from spectr_jax import SamplingParams, TokenTree, logits_to_probs
 from spectr_jax.testing import check_verifier
 
@@ -29,9 +29,9 @@ pytestmark = [
 _DEPTH = 2
 _CONFTEST = """
 import sys
-sys.path[:0] = [{stubs!r}, {root!r}]
-import engine_stubs
-engine_stubs.install_tpu_inference({folder!r})
+sys.path.insert(0, {root!r})
+from benchmarks import engine_stubs
+engine_stubs.install_tpu_inference()
 from tpu_inference.layers.jax.sample import rejection_sampler
 from integrations.tpu_inference import RejectionSampler
 rejection_sampler.RejectionSampler = RejectionSampler
@@ -40,7 +40,7 @@ rejection_sampler.RejectionSampler = RejectionSampler
 
 @pytest.fixture(scope='module')
 def samplers():
-  engine_stubs.install_tpu_inference(_FOLDER)
+  engine_stubs.install_tpu_inference()
   from tpu_inference.layers.jax.sample import rejection_sampler as theirs
   from tpu_inference.layers.jax.sample.sampling_metadata import TPUSupportedSamplingMetadata
 
@@ -57,8 +57,7 @@ def _suite_of(folder):
 
 def test_the_engines_own_suite_passes_with_ours_in_its_place(tmp_path):
   shutil.copy(_suite_of(_FOLDER), tmp_path)
-  stubs = str(pathlib.Path(engine_stubs.__file__).parent)
-  (tmp_path / 'conftest.py').write_text(_CONFTEST.format(stubs=stubs, root=str(_ROOT), folder=str(_FOLDER)))
+  (tmp_path / 'conftest.py').write_text(_CONFTEST.format(root=str(_ROOT)))
   ran = subprocess.run(
     [sys.executable, '-m', 'pytest', '-q', '-o', 'addopts=', f'--rootdir={tmp_path}', str(tmp_path)],
     cwd=tmp_path, env={**os.environ, 'JAX_PLATFORMS': 'cpu'}, capture_output=True, text=True, timeout=1200,
@@ -78,48 +77,9 @@ def _plain_law(logits, temperature, top_k, top_p):
   return np.asarray(jnp.where((temperature > 0)[:, None], jax.nn.softmax(logits), greedy))
 
 
-def _as_callable(sampler, metadata_class, has_laws=True):
-  """The engine's calling convention: flat rows of guesses, and a bonus token that plain sampling has drawn."""
-
-  def rejection_sampler(seed, tokens, lengths, draft_probs, target_logits, target_probs, temperature, top_k, top_p):
-    rng = np.random.default_rng(seed)
-    num_rows, depth = tokens.shape
-    is_there = np.arange(depth) < lengths[:, None]
-    flat = np.concatenate([tokens[is_there], np.zeros(num_rows * depth - is_there.sum(), np.int32)])
-
-    def packed(array):
-      return np.concatenate([array[is_there], np.zeros((len(flat) - is_there.sum(), array.shape[-1]), array.dtype)])
-
-    last = target_probs[np.arange(num_rows), lengths].astype(np.float64)
-    sums = np.cumsum(last, axis=1)
-    bonus = (rng.random((num_rows, 1)) * sums[:, -1:] >= sums).sum(axis=1).astype(np.int32)
-    metadata = metadata_class(
-      temperature=jnp.where(temperature > 0, temperature, -1), top_k=jnp.asarray(top_k), top_p=jnp.asarray(top_p),
-      do_sampling=True,
-    )  # fmt: skip
-    out = np.asarray(
-      sampler(
-        jnp.asarray(flat), jnp.asarray(lengths), jnp.asarray(packed(draft_probs)) if has_laws else None,
-        jnp.asarray(packed(np.nan_to_num(target_logits[:, :-1], neginf=-1e9))), jnp.asarray(bonus), metadata,
-        jax.random.key(seed),
-      )
-    )  # fmt: skip
-    main = np.full((num_rows, depth), -1)
-    main[is_there] = out[: is_there.sum()]
-    found = np.concatenate([main, np.full((num_rows, 1), -1)], axis=1)
-    found[np.arange(num_rows), lengths] = out[len(flat) :]
-    # A correction stands in the place of the guess that it replaces.
-    return found.astype(np.int32)
-
-  return rejection_sampler
-
-
 def _check(sampler, metadata_class, **options):
-  function = _as_callable(sampler, metadata_class, has_laws=options.get('children') != 'given')
-  return check_verifier(
-    function, tree=TokenTree.chains(1, _DEPTH), plain_fn=_plain_law, num_samples=options.pop('num_samples', 20_000),
-    **options,
-  )  # fmt: skip
+  function = public_verifiers.make_tpu_inference(sampler, metadata_class)
+  return check_verifier(function, tree=TokenTree.chains(1, _DEPTH), plain_fn=_plain_law, num_samples=5_000, **options)
 
 
 @pytest.mark.parametrize('children', ['independent', 'given'])
