@@ -115,8 +115,8 @@ def kernels_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
   """Parameters whose matrices are in the form that the default device multiplies fastest.
 
   For CPUs large matrices `kernel` and `unembedding` are joined, and packed or transposed. Kernels in both orders take
-  twice the memory; a model with more than `MOST_DOUBLED` bytes of them keeps their order. For GPUs kernels are joined, if all
-  parameters are on one device that could hold them twice.
+  twice the memory; a model with more than `MOST_DOUBLED` bytes of them keeps their order. For GPUs kernels are joined,
+  if all parameters are on one device that could hold them twice.
 
   Args:
     params: A nested dict, which is returned as it is on TPUs, or if it is in this form.

@@ -4,8 +4,8 @@ The bound of speculation is that a call on a few tokens costs what a call on one
 from it. Here a kernel is packed once, in the order in which it is read, so that the rows of a tree cost little beside
 its bytes. `products.cc` has the call, `panels.h` the loop.
 
-The library is built at installation, where there is a compiler; `python -m spectr_jax.kernels.native` says whether it is, and
-which form this processor takes. Without it everything works by XLA's products.
+The library is built at installation, where there is a compiler; `python -m spectr_jax.kernels.native` says whether it
+is, and which form this processor takes. Without it everything works by XLA's products.
 """
 
 from __future__ import annotations
