@@ -124,8 +124,8 @@ def shape_name(tree: TokenTree) -> str:
 def _setting(name: str, factors: Factors) -> Setting:
   tree = TokenTree.prefix(factors)
   if tree.is_chains:
-    return Setting(get_method(name), TreeSpec('chains'), factors[0], len(factors), tree)
-  return Setting(get_method(name), TreeSpec('prefix', factors), 0, len(factors), tree)
+    return Setting(get_method(name), factors[0], len(factors), tree, spec=TreeSpec('chains'))
+  return Setting(get_method(name), 0, len(factors), tree, spec=TreeSpec('prefix', factors))
 
 
 def settings_of_grid(num_nodes: int) -> dict[str, list[Setting]]:

@@ -71,12 +71,12 @@ def test_siblings_without_replacement_have_rates_of_their_own():
 
 
 def test_the_best_shapes():
-  setting = Setting(METHODS['race'], TreeSpec('optimal', (6,)))
+  setting = Setting(METHODS['race'], spec=TreeSpec('optimal', (6,)))
   # 2,1,1: .8 + .8 * .5 + .8 * .25 = 1.4 in six nodes; 1 x 6: below 1; 2,2: .8 + .64 = 1.44.
   chosen = choose_tree(setting, [[0.5, 0.8]])
   assert chosen.tree == TokenTree.prefix((2, 2))
   assert chosen.shape == 'prefix:2,2'
-  chosen = choose_tree(Setting(METHODS['gsd'], TreeSpec('optimal', (4,))), [[0.6, 0.2], [0.5, 0.1]])
+  chosen = choose_tree(Setting(METHODS['gsd'], spec=TreeSpec('optimal', (4,))), [[0.6, 0.2], [0.5, 0.1]])
   # The four largest products: .6, .6 * .5 = .3, .2, .6 * .5 * .5 = .15.
   assert chosen.tree == TokenTree((0, 0, 1, 3))
   assert chosen.draft_length == 3
@@ -84,7 +84,7 @@ def test_the_best_shapes():
 
 def test_a_tree_has_no_nodes_that_are_never_accepted():
   # As at temperature 0: the first child or none.
-  chosen = choose_tree(Setting(METHODS['gsd'], TreeSpec('optimal', (64,))), [[0.6, 0.0], [0.5, 0.0]])
+  chosen = choose_tree(Setting(METHODS['gsd'], spec=TreeSpec('optimal', (64,))), [[0.6, 0.0], [0.5, 0.0]])
   assert chosen.tree.is_chain
   assert chosen.tree.max_depth == 24
 
@@ -93,13 +93,13 @@ def test_the_best_chains():
   assert [name for name, method in METHODS.items() if is_chosen_by_bound(method)] == ['race_traversal']
   # 1 x 4: .8 + .5 + .1 + .1 = 1.5; 2 x 2: .9 + .7 = 1.6; 4 x 1: .95.
   rates = [[0.8, 0.9, None, 0.95], [0.5, 0.7, None, 0.9], [0.1, 0.2, None, 0.4], [0.1, 0.1, None, 0.1]]
-  chosen = choose_tree(Setting(METHODS['race_traversal'], TreeSpec('optimal', (4,))), rates)
+  chosen = choose_tree(Setting(METHODS['race_traversal'], spec=TreeSpec('optimal', (4,))), rates)
   assert chosen.tree == TokenTree.chains(2, 2)
   assert (chosen.shape, chosen.draft_length) == ('prefix:2,1', 2)
   assert TreeSpec.parse(chosen.shape).numbers == (2, 1)
   # The same rates as chances per depth: branching everywhere would seem best.
-  assert choose_tree(Setting(METHODS['race'], TreeSpec('optimal', (6,))), rates).shape == 'prefix:2,2'
-  assert choose_tree(Setting(METHODS['race_traversal'], TreeSpec('optimal', (6,))), rates).shape == 'prefix:2,1,1'
+  assert choose_tree(Setting(METHODS['race'], spec=TreeSpec('optimal', (6,))), rates).shape == 'prefix:2,2'
+  assert choose_tree(Setting(METHODS['race_traversal'], spec=TreeSpec('optimal', (6,))), rates).shape == 'prefix:2,1,1'
 
 
 def test_rates_are_of_a_way_to_draw_children():
@@ -109,15 +109,15 @@ def test_rates_are_of_a_way_to_draw_children():
 
 def test_useless_drafts_have_no_tree():
   with pytest.raises(ValueError, match='nothing is ever accepted'):
-    choose_tree(Setting(METHODS['race'], TreeSpec('optimal', (6,))), [[0.0, 0.0]])
+    choose_tree(Setting(METHODS['race'], spec=TreeSpec('optimal', (6,))), [[0.0, 0.0]])
   with pytest.raises(ValueError, match='gsd optimal:6: nothing is ever accepted'):
-    choose_tree(Setting(METHODS['gsd'], TreeSpec('optimal', (6,))), [[0.0, 0.0]])
+    choose_tree(Setting(METHODS['gsd'], spec=TreeSpec('optimal', (6,))), [[0.0, 0.0]])
   with pytest.raises(ValueError, match='too few positions'):
-    choose_tree(Setting(METHODS['gsd'], TreeSpec('optimal', (6,))), [[None, None]])
+    choose_tree(Setting(METHODS['gsd'], spec=TreeSpec('optimal', (6,))), [[None, None]])
   with pytest.raises(ValueError, match='race_traversal optimal:6: nothing is ever accepted'):
-    choose_tree(Setting(METHODS['race_traversal'], TreeSpec('optimal', (6,))), [[0.0, 0.0]])
+    choose_tree(Setting(METHODS['race_traversal'], spec=TreeSpec('optimal', (6,))), [[0.0, 0.0]])
   with pytest.raises(ValueError, match='too few positions'):
-    choose_tree(Setting(METHODS['race_traversal'], TreeSpec('optimal', (6,))), [[None, None]])
+    choose_tree(Setting(METHODS['race_traversal'], spec=TreeSpec('optimal', (6,))), [[None, None]])
 
 
 # What the laws allow to be kept.

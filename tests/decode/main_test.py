@@ -15,7 +15,7 @@ from spectr_jax import METHODS
 from tests.slow import slow
 
 _RESULT_FIELDS = [
-  'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'num_nodes', 'children', 'epsilon', 'temperature',
+  'method', 'is_lossless', 'num_drafts', 'draft_length', 'tree', 'children', 'epsilon', 'temperature', 'num_nodes',
   'seed', 'num_prompts', 'tokens', 'target_calls', 'block_efficiency', 'block_efficiency_ci95',
   'acceptance_by_position', 'tokens_per_second', 'speedup', 'speedup_ci95', 'seconds_per_round',
   'share_of_optimum', 'share_of_optimum_ci95',

@@ -10,10 +10,13 @@ is, and which form this processor takes. Without it everything works by XLA's pr
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import functools
 import logging
 import pathlib
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -75,10 +78,23 @@ def _check_products() -> None:
       raise _UnavailableError('its products differ from those of NumPy')
 
 
+_is_disabled = contextvars.ContextVar('native_is_disabled', default=False)
+
+
 def form() -> str | None:
   """The form of products for this processor, `avx512_bf16`, `avx512` or `avx2`, or None if there is none."""
   library, _ = _library()
-  return None if library is None else library.spectr_form().decode()
+  return None if library is None or _is_disabled.get() else library.spectr_form().decode()
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+  """A context in which there is no form, so that models are made for XLA's products, for tests and comparisons."""
+  token = _is_disabled.set(True)
+  try:
+    yield
+  finally:
+    _is_disabled.reset(token)
 
 
 def why_not() -> str:
