@@ -1,6 +1,7 @@
 """A model's call on a few tokens on a CPU, with the products in C++ and with those of XLA, in turns in one process.
 
-Command   python -m benchmarks.native_products --model=SmolLM2-135M-Instruct.Q4_1.gguf --dtype=bfloat16 --output=native.json
+Command   python -m benchmarks.native_products --model=SmolLM2-135M-Instruct.Q4_1.gguf --dtype=bfloat16 \
+            --output=native.json
 Model     whatever `decode.main --target` takes
 Calls     one row, a chain of N tokens, a cache of 256
 
@@ -62,9 +63,7 @@ def measure(path: str, dtype: str | None, num_runs: int) -> dict[str, dict[int, 
 
 if __name__ == '__main__':
   _MODEL = flags.DEFINE_string('model', None, 'The model.', required=True)
-  _DTYPE = flags.DEFINE_enum(
-    'dtype', None, ['float32', 'bfloat16'], "The type to compute in; default: the model's own."
-  )
+  _DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16'], 'The type to compute in.')
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 15, 'Timed runs of each.', lower_bound=1)
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file.')
 
