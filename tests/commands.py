@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import unittest.mock
+import warnings
 
 import jax
 
@@ -82,7 +83,10 @@ def _become(module, arguments, cwd, env, paths):
   os.chdir(cwd)
   sys.path.insert(0, str(cwd))
   sys.argv = [module, *arguments]
-  runpy.run_module(module, run_name='__main__', alter_sys=True)
+  with warnings.catch_warnings():
+    # It has been imported here and not in a process of its own.
+    warnings.filterwarnings('ignore', message='.* found in sys.modules', category=RuntimeWarning)
+    runpy.run_module(module, run_name='__main__', alter_sys=True)
 
 
 def run(module, *arguments, cwd=ROOT, num_devices=1, timeout=300, **env):

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from scipy import stats
 
-from spectr_jax import sampling as sampling_module
+from spectr_jax.kernels import blocks
 from spectr_jax.kernels.dispatch import made_for
 from spectr_jax.sampling import SamplingParams, arrivals, draw, first_arrival, logits_to_probs, positive_part_or
 from spectr_jax.sharding import shards_in_program
@@ -405,7 +405,7 @@ def test_rare_tokens_win_races_as_rarely_as_they_should():
 @pytest.mark.parametrize('num_shards', [1, 4])
 def test_shards_are_drawn_from_as_one_vocabulary(monkeypatch, num_shards):
   """A mesh may hold a vocabulary in shards, here with padding at the end of each; sums are exact, as above."""
-  monkeypatch.setattr(sampling_module, 'shards_in_program', lambda vocab_size: num_shards)
+  monkeypatch.setattr(blocks, 'shards_in_program', lambda vocab_size: num_shards)
   rng = np.random.default_rng(5)
   vocab_size = 1300
   weights = rng.multinomial(4096, rng.dirichlet(np.full(vocab_size, 0.3))).astype(np.float32)

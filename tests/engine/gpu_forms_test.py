@@ -8,7 +8,7 @@ import pytest
 from slow import slow_but
 
 import spectr_jax
-from spectr_jax import TokenTree
+from spectr_jax import SamplingParams, TokenTree
 from spectr_jax.engine import sharding
 from spectr_jax.kernels import on_demand
 from spectr_jax.methods import METHODS
@@ -43,7 +43,7 @@ def test_tokens_are_the_same(models, method, monkeypatch):
     result = spectr_jax.generate(
       jax.random.key(3), *models, np.arange(1, 13).reshape(4, 3), np.array([3, 2, 3, 1]), method=method,
       tree=_TREE[3 if METHODS[method].max_drafts is None else 1], max_new_tokens=12, eos_id=7,
-      temperature=np.array([1.0, 0.0, 0.7, 1.0]), top_p=np.array([1.0, 1.0, 0.9, 0.5]),
+      sampling=SamplingParams(np.array([1.0, 0.0, 0.7, 1.0]), top_p=np.array([1.0, 1.0, 0.9, 0.5])),
     )  # fmt: skip
     return jax.device_get((result.tokens, result.lengths, result.num_target_calls))
 
