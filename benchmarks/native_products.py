@@ -23,7 +23,7 @@ from spectr_jax import TokenTree
 from spectr_jax.auto.timing import forward_calls, time_in_turns
 from spectr_jax.kernels import native
 
-SIZES = 1, 2, 3, 5, 9, 17, 33
+SIZES = 1, 2, 3, 5, 9, 17, 33, 128
 _CACHE = 256
 
 
