@@ -156,9 +156,15 @@ def _joined_for_gpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_packed(node: Any) -> bool:
-  """Whether products with a kernel are those of `native`: it is in float32 or bfloat16, and whole on one device."""
-  is_array = isinstance(node, jax.Array) and not isinstance(node, Tracer)
-  return is_array and len(node.devices()) == 1 and native.packs(node) and native.form() is not None
+  """Whether products with a kernel are those of `native`.
+
+  It is in float32, or in bfloat16 where the processor has no units for it, with which XLA is as fast; and it is whole
+  on one device.
+  """
+  if not isinstance(node, jax.Array) or isinstance(node, Tracer) or len(node.devices()) > 1:
+    return False
+  has_units = node.dtype == jnp.bfloat16 and processor.multiplies_bfloat16()
+  return not has_units and native.packs(node) and native.form() is not None
 
 
 @kernels_for_decoding.form('cpu')

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.kernels import native, products
+from spectr_jax.kernels import native, processor, products
 from spectr_jax.models import transformer
 from spectr_jax.models.decoding_form import PackedKernel, kernels_for_decoding
 from spectr_jax.models.products import matmul
@@ -20,7 +20,9 @@ needs_native = pytest.mark.skipif(native.form() is None, reason=f'no products in
 
 @pytest.fixture
 def all_kernels_are_large(monkeypatch):
+  """On a processor without units for bfloat16 products."""
   monkeypatch.setattr(products, 'LARGE', 1)
+  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: False)
 
 
 @pytest.fixture
@@ -110,11 +112,13 @@ def test_on_a_mesh_packed_kernels_are_whole(target, dtype):
 
 @needs_native
 @pytest.mark.usefixtures('all_kernels_are_large')
-def test_what_is_not_packed():
+def test_what_is_not_packed(monkeypatch):
   odd = {'kernel': jnp.ones((3, 40), jnp.bfloat16)}  # pairs of inputs stand beside each other
   half = {'kernel': jnp.ones((4, 40), jnp.float16)}
   for params in (odd, half):
     assert not isinstance(kernels_for_decoding(params)['kernel'], PackedKernel)
+  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: True)
+  assert not isinstance(kernels_for_decoding({'kernel': jnp.ones((4, 40), jnp.bfloat16)})['kernel'], PackedKernel)
 
 
 @needs_native
