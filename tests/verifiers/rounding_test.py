@@ -176,9 +176,7 @@ def test_float32_moves_little_over_a_large_vocabulary(name):
 @pytest.mark.slow
 @pytest.mark.usefixtures('optimized')
 @pytest.mark.parametrize('way', ['1e-7', 'bfloat16'])
-@pytest.mark.parametrize(
-  ('name', 'tree'), [('speculative', CHAIN), ('block', CHAIN), ('traversal', SMALL), ('race_traversal', SMALL)]
-)
+@pytest.mark.parametrize(('name', 'tree'), [('block', CHAIN), ('race_traversal', SMALL)])
 def test_draws_from_nearly_equal_distributions(name, tree, way):
   target = np.random.default_rng(3).dirichlet(np.ones(3), 3)
   target[1, 2] = 0
