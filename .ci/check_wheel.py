@@ -19,6 +19,7 @@ import spectr_jax
 from spectr_jax.kernels import native
 
 _ROOT = pathlib.Path(spectr_jax.__file__).parent
+_BUILT = 'products.bin'  # by the installation, where there is a compiler
 
 
 def check_files(repository: pathlib.Path) -> None:
@@ -26,13 +27,13 @@ def check_files(repository: pathlib.Path) -> None:
   installed = {
     file.as_posix()
     for file in importlib.metadata.files('spectr_jax')
-    if '.dist-info' not in file.parts[0] and '__pycache__' not in file.parts
+    if '.dist-info' not in file.parts[0] and '__pycache__' not in file.parts and file.name != _BUILT
   }
   package = repository / 'spectr_jax'
   wanted = {
     path.relative_to(repository).as_posix()
     for path in package.rglob('*')
-    if path.is_file() and '__pycache__' not in path.parts and path.suffix not in ('.cc', '.h')
+    if path.is_file() and '__pycache__' not in path.parts and path.name != _BUILT
   }
   if installed != wanted:
     sys.exit(f'error: missing in the wheel {sorted(wanted - installed)}, in excess {sorted(installed - wanted)}')
