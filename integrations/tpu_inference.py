@@ -63,8 +63,9 @@ def _verify_shard(depth, method, arrays, parameters, key):
   is_there = places < lengths[:, None]
   at = jnp.where(is_there[:, :-1], flat, 0)
   method = 'speculative' if parameters is None or draft_probs is None else method
-  temperature, top_k, top_p = parameters or (jnp.zeros(lengths.shape), None, None)
-  sampling = SamplingParams(jnp.maximum(temperature, 0).astype(jnp.float32), top_k=top_k, top_p=top_p)
+  temperature, top_k, top_p = parameters or (jnp.zeros(lengths.shape), jnp.zeros(lengths.shape, int), None)
+  # A temperature or a top-k of -1 is none.
+  sampling = SamplingParams(jnp.maximum(temperature, 0).astype(jnp.float32), top_k=jnp.maximum(top_k, 0), top_p=top_p)
   target_probs = logits_to_probs(logits.astype(jnp.float32)[at], sampling)
   # The engine has drawn the token after the last guess already.
   bonus = jax.nn.one_hot(bonus_tokens, logits.shape[-1])[:, None]

@@ -1,5 +1,6 @@
 """Fixtures shared by the tests: a tiny pair of transformers and a forward pass that knows no cache."""
 
+import collections
 import dataclasses
 import gc
 import importlib.metadata
@@ -85,8 +86,26 @@ _RUN_FOR_LONG = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items):
-  """Optimizes the programs of slow tests that run for long."""
+def pytest_addoption(parser):
+  parser.addoption('--turn', help='I/N: of the slow cases of each test run every N-th, in turn I; all by default')
+
+
+def _in_turn(turn, items):
+  """Of the slow cases of each test every N-th, the first of which depends on the turn; of any test at least one."""
+  turn, step = map(int, turn.split('/'))
+  cases = collections.defaultdict(list)
+  for item in items:
+    if item.get_closest_marker('slow'):
+      cases[item.nodeid.partition('[')[0]].append(item)
+  return {item for each in cases.values() for item in each[turn % min(step, len(each)) :: step]}
+
+
+def pytest_collection_modifyitems(config, items):
+  """Takes slow cases in turn where that is asked for, and optimizes the programs of those that run for long."""
+  if turn := config.getoption('turn'):
+    kept = _in_turn(turn, items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
   for item in items:
     is_long = item.path.as_posix().endswith(_RUN_FOR_LONG) and item.get_closest_marker('slow')
     if is_long and 'optimized' not in item.fixturenames:

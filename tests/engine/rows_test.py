@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.engine.loop import _put
+from spectr_jax.kernels.cache_writes import write_rows
 from tests.engine.runs import KINDS, LENGTHS, PROMPTS, VERSIONS, assert_same, generate, make_keys
 from tests.slow import slow_but
 
@@ -103,7 +103,7 @@ def test_values_are_put_at_their_slots_in_every_dtype(dtype):
   slots = jnp.array([[1, 3], [2, 4]])  # the last one is beyond the rows
   expected = np.array(rows)
   expected[0, [1, 3]], expected[1, 2] = values[0], values[1, 0]
-  found = jax.jit(_put)(rows, slots, values)
+  found = jax.jit(write_rows)(rows, slots, values)
   assert found.dtype == dtype
   np.testing.assert_array_equal(found, expected)
 
