@@ -45,7 +45,11 @@ def _load() -> ctypes.CDLL:
   library.spectr_use_form.restype = ctypes.c_bool
   if library.spectr_form() is None:
     raise _UnavailableError('this processor has neither AVX2 nor AVX-512')
-  jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(library.spectr_product), platform='cpu')
+  jax.local_devices(backend='cpu')  # a backend that begins later would fail as a whole where it refuses the library
+  try:
+    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(library.spectr_product), platform='cpu')
+  except Exception as error:  # of any kind: XLA refuses in its own ways
+    raise _UnavailableError(f'XLA refuses it: {error}') from None
   return library
 
 
