@@ -11,6 +11,7 @@ from spectr_jax.aot.hlo_report import out_of_memory
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import run_rounds
 from spectr_jax.engine.state import init_decode, state_shardings
+from spectr_jax.sampling import SamplingParams
 
 
 def compile_decode(
@@ -40,7 +41,7 @@ def compile_decode(
     jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl='threefry2x32'), batch_size)),
     jax.ShapeDtypeStruct((batch_size, prompt_length), jnp.int32),
     jax.ShapeDtypeStruct((batch_size,), jnp.int32),
-    **unknown,
+    sampling=SamplingParams(**unknown),
   )
   places = sharding.of_decoder(decoder), state_shardings(decoder, state)
   arguments = jax.tree.map(
