@@ -87,15 +87,15 @@ _RUN_FOR_LONG = (
 
 
 def pytest_addoption(parser):
-  parser.addoption('--turn', help='I/N: of the slow cases of each test run every N-th, in turn I; all by default')
+  parser.addoption('--turn', help='I/N: of the slow cases of each test, and of those for TPUs, run every N-th, in turn I; all by default')
 
 
 def _in_turn(turn, items):
-  """Of the slow cases of each test every N-th, the first of which depends on the turn; of any test at least one."""
+  """Of the slow cases of each test, and those for TPUs, every N-th, the first of which depends on the turn; of any test at least one."""
   turn, step = map(int, turn.split('/'))
   cases = collections.defaultdict(list)
   for item in items:
-    if item.get_closest_marker('slow'):
+    if item.get_closest_marker('slow') or item.get_closest_marker('tpu'):
       cases[item.nodeid.partition('[')[0]].append(item)
   return {item for each in cases.values() for item in each[turn % min(step, len(each)) :: step]}
 
