@@ -87,11 +87,11 @@ _RUN_FOR_LONG = (
 
 
 def pytest_addoption(parser):
-  parser.addoption('--turn', help='I/N: of the slow cases of each test, and of those for TPUs, run every N-th, in turn I; all by default')
+  parser.addoption('--turn', help='I/N: of the slow cases of each test, or those for TPUs, run every N-th, in turn I')
 
 
 def _in_turn(turn, items):
-  """Of the slow cases of each test, and those for TPUs, every N-th, the first of which depends on the turn; of any test at least one."""
+  """Of the slow cases of each test, or those for TPUs, every N-th from the turn on; of any test at least one."""
   turn, step = map(int, turn.split('/'))
   cases = collections.defaultdict(list)
   for item in items:
