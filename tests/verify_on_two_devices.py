@@ -8,7 +8,7 @@ from spectr_jax import TokenTree, verify
 
 
 def main():
-  tree, rng, batch_size, vocab_size = TokenTree.chains(2, 2), np.random.default_rng(0), 6, 8
+  tree, rng, batch_size, vocab_size = TokenTree.chains(2, 2), np.random.default_rng(0), 16, 8
   keys = jax.random.split(jax.random.key(1), batch_size)
   tokens = rng.integers(vocab_size, size=(batch_size, tree.num_nodes)).astype(np.int32)
   laws = [
