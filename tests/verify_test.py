@@ -228,6 +228,17 @@ def test_it_is_a_pure_function_under_every_transformation():
   check(jax.tree.map(lambda x: x.reshape(6, *x.shape[2:]), scanned))
 
 
+@pytest.mark.parametrize('is_given', [True, False])
+def test_a_small_vocabulary_costs_no_races_that_nothing_needs(is_given):
+  """A race adds up thousands of terms; for all contexts of all rows at once they would be hundreds of megabytes."""
+  tree, num = TokenTree.prefix((2, 2)), 1_000
+  shapes = (num, tree.num_nodes), (num, len(tree.parent_nodes), 4), (num, tree.num_nodes + 1, 4)
+  tokens, *laws = map(jax.ShapeDtypeStruct, shapes, (jnp.int32, jnp.float32, jnp.float32))
+  laws[0] = None if is_given else laws[0]
+  verify = jax.jit(lambda tokens, *laws: spectr_jax.verify(jax.random.key(0), tree, tokens, *laws))
+  assert verify.lower(tokens, *laws).compile().memory_analysis().temp_size_in_bytes < 16e6
+
+
 @pytest.mark.slow
 def test_two_devices_decide_as_one():
   assert commands.succeed('tests.verify_on_two_devices', num_devices=2).strip() == 'equal'

@@ -159,6 +159,7 @@ def map_needed(
   *,
   at_once: int | None = None,
   all_fn: Callable[..., Any] | None = None,
+  is_heavy: bool = False,
 ) -> Any:
   """`function` of some distributions and an item for each of M entries that needs it, and `otherwise` for the rest.
 
@@ -166,7 +167,7 @@ def map_needed(
   computes `at_once` needed entries together and repeats this until the row with the most of them is done. A GPU waits
   for the host whenever it asks whether all are, so it computes the first ones without asking. With `at_once` None an
   accelerator computes all entries in one pass without a loop. For a small vocabulary all entries are computed on every
-  device.
+  device, unless the work is heavy whatever the vocabulary.
 
   Args:
     function: Takes one distribution `[V]` of each array of `laws`, then one item. It must not close over traced values.
@@ -178,6 +179,7 @@ def map_needed(
     at_once: Entries that an accelerator computes together; None for all.
     all_fn: `function` of all entries at once, for accelerators that compute all of them: takes the arrays of `laws`,
       then the items. By default the `vmap` of `function`, whose distributions may be copied first.
+    is_heavy: Whether the work on an entry takes long for a small vocabulary as well.
 
   Returns:
     Arrays `[M, ...]`.
@@ -195,8 +197,9 @@ def map_needed(
     return results, jax.tree.map(lambda _: True, results)
 
   arguments = is_needed, otherwise, arrays, items
-  # A small vocabulary is worked on in one pass on every device, also under `vmap`.
-  return call(*arguments) if arrays[0].shape[-1] >= _MANY else _in_one_pass(work, *arguments)
+  # Little work is done in one pass on every device, also under `vmap`.
+  is_much = is_heavy or arrays[0].shape[-1] >= _MANY
+  return call(*arguments) if is_much else _in_one_pass(work, *arguments)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -155,10 +155,9 @@ class RaceTraversal(RecordedVerifier):
       is_there = contexts.is_candidate & is_given[1:, None, :]
       number += jnp.any(is_there, axis=-1) - jnp.sum(is_there, axis=-1)
     own = jnp.where(contexts.stands[slots.of_laws], number[slots.of_laws], 0)
+    laws = _law_rows(tree, proposal, target_probs)
     with jax.named_scope('races'):
-      picks, scale = map_needed(
-        race.select, own > 1, alone, _law_rows(tree, proposal, target_probs), candidates, at_once=RACES_AT_ONCE
-      )
+      picks, scale = map_needed(race.select, own > 1, alone, laws, candidates, at_once=RACES_AT_ONCE, is_heavy=True)
     if of_rows is not None:
       tokens = jnp.where(of_rows, by_row, target_probs.shape[1])
       given = _GivenRows(tokens, scale[:, 0], (own == 1) & jnp.any(of_rows, axis=-1))
