@@ -110,6 +110,33 @@ def test_decoding_does_not_wait_for_what_only_its_report_needs():
   assert not {'matplotlib', 'scipy', 'tensorboardX'} & set(_run(code))
 
 
+_WITHOUT_TRAIN = """
+import importlib, json, sys
+from absl import flags
+missing, find = ('ml_collections', 'optax', 'tensorboardX'), importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name in missing else find(name)
+sys.modules |= dict.fromkeys(missing)
+ends = {}
+for module in sys.argv[1:]:
+  known = set(flags.FLAGS)
+  try:
+    importlib.import_module(module)
+    ends[module] = None
+  except SystemExit as error:
+    ends[module] = str(error)
+  for flag in set(flags.FLAGS) - known:  # several commands have flags of the same name
+    delattr(flags.FLAGS, flag)
+print(json.dumps(ends))
+"""
+
+
+def test_decoding_needs_nothing_that_only_training_does():
+  commands = [f'decode.{name}' for name in ('main', 'bulk', 'chat', 'prove', 'trace', 'reproduce')]
+  ends = _run(_WITHOUT_TRAIN, *commands, 'train.training_command')
+  assert ends.pop('train.training_command').startswith('error: this needs ml_collections, optax')
+  assert ends == dict.fromkeys(commands)
+
+
 def _imports(text, modules):
   """The modules among `modules` that a module's source imports, also in functions and for type checkers."""
   for node in ast.walk(ast.parse(text)):

@@ -12,6 +12,7 @@ from coarse import coarse
 from spectr_jax import METHODS, TokenTree, generate, with_children, with_gumbel
 from spectr_jax.couplings import KSeq
 from spectr_jax.models import table, transformer
+from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import (
   CONTROLS,
   chi_square,
@@ -368,7 +369,7 @@ def test_ersd_is_gumbel_max_sampling_token_for_token(tree, draft_seed):
     prompts[row, : len(prompt)] = prompt
   lengths = np.array([len(prompt) for prompt in _PROMPTS])
   keys = jax.random.split(jax.random.key(11), 300)
-  common = {'max_new_tokens': 10, **_SAMPLING}
+  common = {'max_new_tokens': 10, 'sampling': SamplingParams(**_SAMPLING)}
   found = generate(
     keys, target, draft, np.tile(prompts, (100, 1)), np.tile(lengths, 100), method='ersd', tree=tree, **common
   )
