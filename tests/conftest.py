@@ -87,21 +87,21 @@ _RUN_FOR_LONG = (
 
 
 def pytest_addoption(parser):
-  parser.addoption('--turn', help='I/N: of the slow cases of each test, or those for TPUs, run every N-th, in turn I')
+  parser.addoption('--turn', help='I/N: of the slow tests of each file, or those for TPUs, run every N-th, in turn I')
 
 
 def _in_turn(turn, items):
-  """Of the slow cases of each test, or those for TPUs, every N-th from the turn on; of any test at least one."""
+  """Of the slow tests of each file, or those for TPUs, every N-th from the turn on; of any file at least one."""
   turn, step = map(int, turn.split('/'))
-  cases = collections.defaultdict(list)
+  by_file = collections.defaultdict(list)
   for item in items:
     if item.get_closest_marker('slow') or item.get_closest_marker('tpu'):
-      cases[item.nodeid.partition('[')[0]].append(item)
-  return {item for each in cases.values() for item in each[turn % min(step, len(each)) :: step]}
+      by_file[item.path].append(item)
+  return {item for each in by_file.values() for item in each[turn % min(step, len(each)) :: step]}
 
 
 def pytest_collection_modifyitems(config, items):
-  """Takes slow cases in turn where that is asked for, and optimizes the programs of those that run for long."""
+  """Takes slow tests in turn where that is asked for, and optimizes the programs of those that run for long."""
   if turn := config.getoption('turn'):
     kept = _in_turn(turn, items)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])

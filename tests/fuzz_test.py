@@ -1,6 +1,6 @@
 """Decoding on random tables, prompts, lengths, trees, laws and ends of text: what must hold whatever they are.
 
-`pytest -m slow -n 0 tests/fuzz_test.py` tries 500 cases; with `--hypothesis-profile=long`, 20,000 of more programs.
+`pytest -m slow -n 0 tests/fuzz_test.py` tries 150 cases; with `--hypothesis-profile=long`, 20,000 of more programs.
 
 The models remember: a law depends on every token of the context and on its position, and many tokens never follow. A
 cache that is read beyond a row's length, kept from a rejected draft or wrong in a position gives another law, and a
@@ -26,7 +26,7 @@ from tests.slow import slow
 _VOCAB, _MODULUS, _LONGEST = 6, 61, 16
 _GARBAGE = 999.0
 
-_SHORT, _LONG = 500, 20_000  # the latter with the profile `long`, which conftest.py registers
+_SHORT, _LONG = 150, 20_000  # the latter with the profile `long`, which conftest.py registers
 
 
 def _weights(tokens, positions):
