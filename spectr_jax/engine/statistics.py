@@ -11,7 +11,7 @@ from spectr_jax.proposal import Proposal
 from spectr_jax.theory import given_optimum, optimal_acceptance
 from spectr_jax.tree import TokenTree, Tree
 from spectr_jax.verifiers import Verdict
-from spectr_jax.verifiers.position import has_drawn_children
+from spectr_jax.verifiers.contexts import preferences, spellings
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +69,7 @@ def round_statistics(tree: Tree, proposal: Proposal, target_probs: jax.Array, ve
   depths, parents = jnp.asarray(tree.depths), jnp.asarray(tree.parent_of)
   places = jnp.arange(tree.max_depth)
   paths = jnp.asarray(tree.paths)
-  spelled = jnp.where(paths < 0, -2, proposal.tokens[paths - 1])
+  spelled = spellings(paths, proposal.tokens)
   kept = jnp.where(places < verdict.num_accepted, proposal.tokens[verdict.path - 1], -3)
   is_active = jnp.all((spelled == kept) | (paths < 0), axis=-1)
   is_candidate = is_active[parents] & (jnp.pad(proposal.tokens, (1, 0)) >= 0) & (depths > 0)
@@ -83,12 +83,7 @@ def round_statistics(tree: Tree, proposal: Proposal, target_probs: jax.Array, ve
   by_child = jnp.arange(tree.most_children) == child[:, None]
 
   law_index = jnp.asarray(tree.law_index)
-  has_law = is_active & (law_index >= 0)
-  # Of the nodes that spell the same, those with drawn children have the draft's distribution.
-  rank = has_law
-  if proposal.is_given is not None:
-    rank = has_law * (1 + has_drawn_children(tree, proposal.tokens, proposal.is_given))
-  nodes = jnp.argmax(rank * (depths == places[:, None]), axis=-1)
+  nodes = jnp.argmax(is_active * preferences(tree, proposal) * (depths == places[:, None]), axis=-1)
   laws = proposal.probs[law_index[nodes]], target_probs[nodes]
   if proposal.is_given is None:
     optima = optimal_acceptance(*laws, num_candidates)

@@ -1,4 +1,4 @@
-"""Contexts: the nodes of a tree that spell the same, in tables of the tree's depths."""
+"""Contexts: the nodes of a tree that spell the same, and which of them stands for all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,35 @@ import numpy as np
 
 from spectr_jax.proposal import Proposal
 from spectr_jax.tree import TokenTree, Tree
-from spectr_jax.verifiers.position import has_drawn_children
+
+NOTHING = -2  # in spellings, unlike every token and unlike the -1 of a node that does not exist
+
+
+def spellings(paths: jax.Array | np.ndarray, tokens: jax.Array) -> jax.Array:
+  """int32 `[..., L]`: the tokens on the paths to nodes; `NOTHING` beyond the depth of a node.
+
+  Args:
+    paths: `[..., L]`, rows of `TokenTree.paths`.
+    tokens: int32 `[N]`, -1 for nodes that do not exist.
+  """
+  return jnp.where(paths < 0, NOTHING, tokens[paths - 1])
+
+
+def preferences(tree: Tree, proposal: Proposal) -> jax.Array:
+  """int32 `[N + 1]`, by which one of the nodes that spell the same stands for all: the first of the highest value.
+
+  It has children if any of them has, and drawn children if any has, since only those have the draft's distribution.
+
+  Args:
+    tree: The row's tree, with at least one node.
+    proposal: `tokens` `[N]`, and `is_given` `[N]` or None.
+  """
+  has_children = jnp.asarray(tree.num_children > 0, jnp.int32)
+  if proposal.is_given is None:
+    return has_children
+  is_drawn = (proposal.tokens >= 0) & ~proposal.is_given
+  has_drawn = jnp.zeros(tree.num_nodes + 1, bool).at[jnp.asarray(tree.parent_of)[1:]].max(is_drawn)
+  return has_children + has_drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,23 +113,16 @@ class Contexts:
 def contexts_of(tree: Tree, proposal: Proposal) -> Contexts:
   """The contexts of a row's guesses.
 
-  Of the slots that spell the same, the first of the highest preference stands for all: one with children, and among
-  these one with drawn children, since only those have the draft's distribution.
-
   Args:
     tree: The row's tree, with at least one node.
     proposal: The row's guesses.
   """
   slots = slots_of(tree)
   width = slots.nodes.shape[1]
-  paths = tree.paths[slots.nodes]
-  spelled = jnp.where(paths < 0, 0, proposal.tokens[paths - 1])
-  exists = jnp.all((paths < 0) | (spelled >= 0), axis=-1) & slots.is_node
+  spelled = spellings(tree.paths[slots.nodes], proposal.tokens)
+  exists = jnp.all((spelled == NOTHING) | (spelled >= 0), axis=-1) & slots.is_node
   is_same = jnp.all(spelled[:, :, None] == spelled[:, None, :], axis=-1) & exists[:, :, None] & exists[:, None, :]
-  preference = jnp.asarray(tree.num_children > 0, jnp.int32)
-  if proposal.is_given is not None:
-    preference += has_drawn_children(tree, proposal.tokens, proposal.is_given)
-  preference = jnp.where(slots.is_node, preference[slots.nodes], 0)
+  preference = jnp.where(slots.is_node, preferences(tree, proposal)[slots.nodes], 0)
   first = jnp.argmax(is_same * (1 + preference)[:, None, :], axis=-1)  # the slot that stands for each
   stands = (first == jnp.arange(width)) & jnp.diagonal(is_same, axis1=1, axis2=2)
   parents = jnp.asarray(slots.of_nodes)[tree.parent_of[slots.nodes]]  # in the depth above

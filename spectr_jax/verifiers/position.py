@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from spectr_jax.proposal import Proposal
 from spectr_jax.tree import Tree
-
-_NOT_THERE = -2  # unlike every token, and unlike the -1 of a child that could not be drawn
+from spectr_jax.verifiers.contexts import preferences, spellings
 
 
 @jax.tree_util.register_dataclass
@@ -38,18 +37,6 @@ class Position:
   is_given: jax.Array | None = None
 
 
-def has_drawn_children(tree: Tree, tokens: jax.Array, is_given: jax.Array) -> jax.Array:
-  """bool `[N + 1]`: nodes with children that were drawn, for a proposal with given candidates.
-
-  Args:
-    tree: The row's tree, with at least one node.
-    tokens: int32 `[N]`, -1 for nodes that do not exist.
-    is_given: bool `[N]`.
-  """
-  is_drawn = (tokens >= 0) & ~is_given
-  return jnp.zeros(tree.num_nodes + 1, bool).at[jnp.asarray(tree.parent_of)[1:]].max(is_drawn)
-
-
 def next_position(
   tree: Tree, proposal: Proposal, target_probs: jax.Array, node: jax.Array, *, is_pooled: bool = True
 ) -> Position:
@@ -66,9 +53,8 @@ def next_position(
     node: int32 scalar, the accepted node.
     is_pooled: Whether the children of all active nodes are candidates, or those of `node` alone.
   """
-  paths = jnp.asarray(tree.paths)
   if is_pooled:
-    spelled = jnp.where(paths < 0, _NOT_THERE, proposal.tokens[paths - 1])
+    spelled = spellings(jnp.asarray(tree.paths), proposal.tokens)
     is_active = jnp.all(spelled == spelled[node], axis=-1)
   else:
     is_active = jnp.arange(tree.num_nodes + 1) == node
@@ -76,12 +62,9 @@ def next_position(
   tokens = proposal.tokens[nodes - 1]
   is_valid = (nodes >= 0) & is_active[jnp.asarray(tree.parent_of)[nodes]] & (tokens >= 0)
   # Active nodes share their distributions, but only those with children have the draft's.
-  has_law = is_active & (tree.num_children > 0)
-  rank = has_law
-  if proposal.is_given is not None:
-    rank = has_law * (1 + has_drawn_children(tree, proposal.tokens, proposal.is_given))
+  rank = is_active * preferences(tree, proposal)
   parent = jnp.argmax(rank)
-  node = jnp.where(jnp.any(has_law), parent, node).astype(jnp.int32)
+  node = jnp.where(rank[parent] > 0, parent, node).astype(jnp.int32)
   return Position(
     node=node,
     draft_probs=proposal.probs[jnp.asarray(tree.law_index)[parent]],
