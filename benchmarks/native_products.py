@@ -27,12 +27,13 @@ SIZES = 1, 2, 3, 5, 9, 17, 33, 128
 _CACHE = 256
 
 
-def measure(path: str, dtype: str | None, num_runs: int) -> dict[str, dict[int, dict[str, float]]]:
+def measure(path: str, dtype: str | None, weights: str | None, num_runs: int) -> dict[str, dict[int, dict[str, float]]]:
   """Milliseconds of the calls by form and number of tokens: median, lowest and highest.
 
   Args:
     path: The model.
     dtype: The type to compute in, or None for the model's own.
+    weights: `int8`, or None for those of the file.
     num_runs: Timed runs of each.
 
   Raises:
@@ -41,7 +42,7 @@ def measure(path: str, dtype: str | None, num_runs: int) -> dict[str, dict[int, 
   form = native.form()
   if form is None:
     raise ValueError(f'there are no products in C++ to compare with: {native.why_not()}')
-  model, _ = spectr_jax.load_model(path, dtype=dtype)
+  model, _ = spectr_jax.load_model(path, dtype=dtype, weights=weights)
   with native.disabled():
     models = {'XLA': model.for_decoding()}
   models[form] = model.for_decoding()
@@ -64,12 +65,13 @@ def measure(path: str, dtype: str | None, num_runs: int) -> dict[str, dict[int, 
 if __name__ == '__main__':
   _MODEL = flags.DEFINE_string('model', None, 'The model.', required=True)
   _DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16'], 'The type to compute in.')
+  _WEIGHTS = flags.DEFINE_enum('weights', None, ['int8'], 'How weights are held.')
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 15, 'Timed runs of each.', lower_bound=1)
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file.')
 
   def main(_):
     with OutputFiles(output=_OUTPUT.value).apart_from({'model': [_MODEL.value]}) as files:
-      results = measure(_MODEL.value, _DTYPE.value, _NUM_RUNS.value)
+      results = measure(_MODEL.value, _DTYPE.value, _WEIGHTS.value, _NUM_RUNS.value)
       for name, found in results.items():
         for size, times in found.items():
           spread = f'{times["median"]:.1f} ms ({times["low"]:.1f} to {times["high"]:.1f})'

@@ -58,10 +58,12 @@ class PackedKernel:
   Attributes:
     panels: What `native.pack` returned.
     num_out: The number of outputs.
+    scale: `[out]`, the scales of a kernel in int8; None for others.
   """
 
   panels: jax.Array
   num_out: int = dataclasses.field(metadata={'static': True})
+  scale: jax.Array | None = None
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -128,9 +130,9 @@ def kernels_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
 def params_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
   """The parameters of a network in the form that the default device decodes fastest.
 
-  Beside `kernels_for_decoding`, on a CPU a bfloat16 embedding becomes integers of the same bits, and the output head,
-  if it is tied, an array of its own: to take rows of bfloat16, XLA would convert all of them to float32, once in every
-  program.
+  Beside `kernels_for_decoding`, on a CPU the output head becomes an array of its own if it is tied. And a bfloat16
+  embedding becomes integers of the same bits: to take rows of bfloat16, XLA would convert all of them to float32, once
+  in every program.
 
   Args:
     params: A nested dict with `embedding` `[V, D]` and perhaps `unembedding` `[D, V]`.
@@ -138,13 +140,15 @@ def params_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
   return kernels_for_decoding(params)
 
 
-def _has_bfloat16_embedding(params):
-  return not is_int8(params['embedding']) and params['embedding'].dtype == jnp.bfloat16
-
-
-@params_for_decoding.form('cpu', takes=_has_bfloat16_embedding)
-def _with_bits_of_embedding(params):
+@params_for_decoding.form('cpu')
+def _with_output_head(params):
   embedding = params['embedding']
+  if is_int8(embedding):
+    head = Int8Kernel(embedding.values.T, embedding.scale, 1 - embedding.channel_axis)
+    is_own = 'unembedding' in params or not _is_packed(head)
+    return kernels_for_decoding(params if is_own else {'unembedding': head, **params})
+  if embedding.dtype != jnp.bfloat16:
+    return kernels_for_decoding(params)
   bits = jax.lax.bitcast_convert_type(embedding, jnp.uint16)
   return {**kernels_for_decoding({'unembedding': embedding.T, **params}), 'embedding': bits}
 
@@ -158,13 +162,26 @@ def _joined_for_gpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
 def _is_packed(node: Any) -> bool:
   """Whether products with a kernel are those of `native`.
 
-  It is in float32, or in bfloat16 where the processor has no units for it, with which XLA is as fast; and it is whole
-  on one device.
+  It is in float32, or in bfloat16 or int8 where the processor has no units for bfloat16, with which XLA is as fast; and
+  it is whole on one device.
   """
-  if not isinstance(node, jax.Array) or isinstance(node, Tracer) or len(node.devices()) > 1:
+  values = node.values if is_int8(node) else node
+  if not isinstance(values, jax.Array) or isinstance(values, Tracer) or len(values.devices()) > 1:
     return False
-  has_units = node.dtype == jnp.bfloat16 and processor.multiplies_bfloat16()
-  return not has_units and native.packs(node) and native.form() is not None
+  has_units = values.dtype != jnp.float32 and processor.multiplies_bfloat16()
+  return not has_units and native.packs(_in_out(node)) and native.form() is not None
+
+
+def _in_out(kernel: jax.Array | Int8Kernel) -> jax.Array:
+  """The numbers of a kernel as `[in, out]`."""
+  if not is_int8(kernel):
+    return kernel
+  return kernel.values if kernel.channel_axis else kernel.values.T
+
+
+def _packed(kernel: jax.Array | Int8Kernel) -> PackedKernel:
+  values = _in_out(kernel)
+  return PackedKernel(native.pack(values), values.shape[1], kernel.scale if is_int8(kernel) else None)
 
 
 @kernels_for_decoding.form('cpu')
@@ -181,7 +198,7 @@ def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
     if not is_slow(keys, node):
       return node
     if _is_packed(node):
-      return PackedKernel(native.pack(node), node.shape[1])
+      return _packed(node)
     return _transposed(node) if not _wants_both(node) else TransposedKernel(node.T, node) if is_doubled else node
 
   joined = _joined(params)

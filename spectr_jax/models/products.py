@@ -28,12 +28,16 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
   """
   if isinstance(kernel, PackedKernel):
     out = native.product(x.reshape(-1, x.shape[-1]), kernel.panels, kernel.num_out)
-    return out.reshape(*x.shape[:-1], kernel.num_out)
+    return _scaled(out.reshape(*x.shape[:-1], kernel.num_out), kernel.scale)
   if isinstance(kernel, TransposedKernel):
     has_many_tokens = x.ndim == 3 and x.shape[1] >= MANY_TOKENS
     if kernel.in_out is not None and (x.size == x.shape[-1] or has_many_tokens):
       return matmul(x, kernel.in_out)
     return matmul(x, kernel.out_in, axis=1)
   if isinstance(kernel, Int8Kernel):
-    return int8_product(x, kernel.values, axis) * kernel.scale  # a channel's scale is a factor of its sums
+    return _scaled(int8_product(x, kernel.values, axis), kernel.scale)
   return multiply(x, kernel, axis)
+
+
+def _scaled(sums, scale):
+  return sums if scale is None else sums * scale  # a channel's scale is a factor of its sums

@@ -11,7 +11,9 @@ import pytest
 
 from spectr_jax.kernels import native, processor, products
 from spectr_jax.models import transformer
-from spectr_jax.models.decoding_form import PackedKernel, kernels_for_decoding
+from spectr_jax.models.decoding_form import PackedKernel, kernels_for_decoding, params_for_decoding
+from spectr_jax.models.int8 import Int8Kernel, quantise, quantised
+from spectr_jax.models.layers import unembed
 from spectr_jax.models.products import matmul
 from spectr_jax.sharding import make_mesh, shardings
 
@@ -34,13 +36,18 @@ def forms():
 
 
 def _operands(num_rows, num_in, num_out, dtype, kernel_dtype):
-  rows = jax.random.normal(jax.random.key(0), (num_rows, num_in), dtype)
-  return rows, jax.random.normal(jax.random.key(1), (num_in, num_out), kernel_dtype)
+  rows, shape = jax.random.normal(jax.random.key(0), (num_rows, num_in), dtype), (num_in, num_out)
+  if kernel_dtype == 'int8':
+    return rows, jax.random.randint(jax.random.key(1), shape, -127, 128, jnp.int8)
+  return rows, jax.random.normal(jax.random.key(1), shape, kernel_dtype)
 
 
 @needs_native
-@pytest.mark.parametrize(('dtype', 'kernel_dtype'), [('float32',) * 2, ('bfloat16',) * 2, ('float32', 'bfloat16')])
-@pytest.mark.parametrize(('num_in', 'num_out'), [(48, 40), (2, 1), (64, 32), (130, 100), (576, 960)])
+@pytest.mark.parametrize(
+  ('dtype', 'kernel_dtype'),
+  [('float32',) * 2, ('bfloat16',) * 2, ('float32', 'bfloat16'), ('float32', 'int8'), ('bfloat16', 'int8')],
+)
+@pytest.mark.parametrize(('num_in', 'num_out'), [(48, 40), (4, 1), (64, 32), (132, 100), (576, 960)])
 def test_products(num_in, num_out, dtype, kernel_dtype, forms):
   """Of one row, of blocks of every size, and of many rows."""
   rows, kernel = _operands(100, num_in, num_out, dtype, kernel_dtype)
@@ -50,16 +57,17 @@ def test_products(num_in, num_out, dtype, kernel_dtype, forms):
     for num_rows in (1, 2, 3, 4, 5, 7, 13, 25, 100):
       found = native.product(rows[:num_rows], panels, num_out)
       assert found.dtype == jnp.float32
-      np.testing.assert_allclose(found, expected[:num_rows], rtol=0, atol=2e-5 * num_in**0.5)
+      largest = np.abs(np.asarray(kernel, np.float64)).max() / 4
+      np.testing.assert_allclose(found, expected[:num_rows], rtol=0, atol=2e-5 * largest * num_in**0.5)
     used.append(form)
   assert used
 
 
 @needs_native
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_a_row_does_not_depend_on_the_others(dtype):
+@pytest.mark.parametrize(('dtype', 'kernel_dtype'), [('float32',) * 2, ('bfloat16',) * 2, ('float32', 'int8')])
+def test_a_row_does_not_depend_on_the_others(dtype, kernel_dtype):
   """Bit for bit: so tokens do not depend on the batch as far as products go."""
-  rows, kernel = _operands(33, 576, 1536, dtype, dtype)
+  rows, kernel = _operands(33, 576, 1536, dtype, kernel_dtype)
   panels = native.pack(kernel)
   together = np.asarray(native.product(rows, panels, 1536))
   alone = np.concatenate([native.product(rows[i : i + 1], panels, 1536) for i in range(33)])
@@ -99,6 +107,33 @@ def test_large_kernels_are_packed_once(dtype):
 
 
 @needs_native
+@pytest.mark.parametrize('channel_axis', [0, 1])
+@pytest.mark.usefixtures('all_kernels_are_large')
+def test_kernels_in_int8_are_packed_with_their_scales(channel_axis):
+  values, scale = quantise(np.random.default_rng(0).standard_normal((48, 40)).astype(np.float32), channel_axis)
+  kernel = Int8Kernel(jnp.asarray(values), jnp.asarray(scale), channel_axis)
+  fast = kernels_for_decoding({'a': {'kernel': kernel}})['a']['kernel']
+  assert isinstance(fast, PackedKernel)
+  assert fast.panels.dtype == jnp.int8
+  rows = jax.random.normal(jax.random.key(0), (2, 3, 40 if channel_axis == 0 else 48))
+  expected = matmul(rows, kernel.dequantised(jnp.float32), axis=1 - channel_axis)
+  np.testing.assert_allclose(matmul(rows, fast), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_native
+@pytest.mark.usefixtures('all_kernels_are_large')
+def test_a_tied_output_head_in_int8_is_packed_once():
+  config = transformer.TransformerConfig(40, 48, 1, 2, 96, 16)
+  params = quantised(jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(0), config=config))
+  fast = params_for_decoding(params)
+  assert isinstance(fast['unembedding'], PackedKernel)
+  assert isinstance(fast['embedding'], Int8Kernel)
+  features = jax.random.normal(jax.random.key(1), (2, 3, 48))
+  np.testing.assert_allclose(unembed(fast, features), unembed(params, features), rtol=1e-4, atol=1e-4)
+  assert params_for_decoding(fast) is fast
+
+
+@needs_native
 @pytest.mark.usefixtures('all_kernels_are_large')
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_on_a_mesh_packed_kernels_are_whole(target, dtype):
@@ -115,7 +150,7 @@ def test_on_a_mesh_packed_kernels_are_whole(target, dtype):
 def test_what_is_not_packed(monkeypatch):
   odd = {'kernel': jnp.ones((3, 40), jnp.bfloat16)}  # pairs of inputs stand beside each other
   half = {'kernel': jnp.ones((4, 40), jnp.float16)}
-  for params in (odd, half):
+  for params in (odd, half, {'kernel': Int8Kernel(jnp.ones((6, 40), jnp.int8), jnp.ones(40))}):
     assert not isinstance(kernels_for_decoding(params)['kernel'], PackedKernel)
   monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: True)
   assert not isinstance(kernels_for_decoding({'kernel': jnp.ones((4, 40), jnp.bfloat16)})['kernel'], PackedKernel)

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 PANEL = 16  # outputs of a panel, as in product.h
+# Inputs that stand beside each other in a panel, by the kernel's type.
+_TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 4}
 _TARGET = 'spectr_product'
 _logger = logging.getLogger(__name__)
 
@@ -70,15 +72,16 @@ def _check_products() -> None:
   random = np.random.default_rng(0)
   rows, kernel = random.standard_normal((3, 64)), random.standard_normal((64, 40))
   device = jax.local_devices(backend='cpu')[0]
-  for dtype in (jnp.float32, jnp.bfloat16):
+  kernels = (jnp.float32, kernel), (jnp.bfloat16, kernel), (jnp.int8, random.integers(-127, 128, (64, 40)))
+  for dtype, values in kernels:
     with jax.default_device(device), jax.ensure_compile_time_eval():
-      operands = jnp.asarray(rows, dtype), jnp.asarray(kernel, dtype)
+      operands = jnp.asarray(rows, jnp.promote_types(dtype, jnp.bfloat16)), jnp.asarray(values, dtype)
       expected = np.asarray(operands[0], np.float64) @ np.asarray(operands[1], np.float64)
       try:
         found = product(operands[0], pack(operands[1]), 40)
       except Exception as error:  # of any kind: XLA refuses a call in its own ways
         raise _UnavailableError(f'XLA refuses it: {error}') from None
-    if not np.allclose(found, expected, rtol=0, atol=1e-4):
+    if not np.allclose(found, expected, rtol=0, atol=1e-6 * np.abs(values).max() * len(values)):
       raise _UnavailableError('its products differ from those of NumPy')
 
 
@@ -120,8 +123,8 @@ def use_form(name: str) -> bool:
 
 
 def packs(kernel: jax.Array) -> bool:
-  """Whether a kernel `[in, out]` can be packed: bfloat16 with an even number of inputs, or float32."""
-  return kernel.dtype == jnp.float32 or (kernel.dtype == jnp.bfloat16 and kernel.shape[0] % 2 == 0)
+  """Whether a kernel `[in, out]` can be packed: it is in a dtype of `_TOGETHER`, of a multiple of so many inputs."""
+  return kernel.dtype in _TOGETHER and kernel.shape[0] % _TOGETHER[kernel.dtype] == 0
 
 
 def pack(kernel: jax.Array) -> jax.Array:
@@ -131,13 +134,14 @@ def pack(kernel: jax.Array) -> jax.Array:
     kernel: `[in, out]`, for which `packs` is true.
 
   Returns:
-    `[ceil(out / 16), in, 16]` in float32, `[ceil(out / 16), in / 2, 16, 2]` in bfloat16, padded with zeros.
+    `[ceil(out / 16), in, 16]` in float32, `[ceil(out / 16), in / 2, 16, 2]` in bfloat16, and
+    `[ceil(out / 16), in / 4, 16, 4]` in int8, padded with zeros.
   """
   num_in, num_out = kernel.shape
+  together = _TOGETHER[kernel.dtype]
   padded = jnp.pad(kernel, ((0, 0), (0, -num_out % PANEL)))
-  if kernel.dtype == jnp.float32:
-    return padded.reshape(num_in, -1, PANEL).transpose(1, 0, 2)
-  return padded.reshape(num_in // 2, 2, -1, PANEL).transpose(2, 0, 3, 1)
+  panels = padded.reshape(num_in // together, together, -1, PANEL).transpose(2, 0, 3, 1)
+  return panels if together > 1 else panels[..., 0]
 
 
 def product(rows: jax.Array, panels: jax.Array, num_out: int) -> jax.Array:

@@ -9,7 +9,7 @@
 namespace spectr {
 namespace {
 
-constexpr int64_t kLine = 64;       // bytes of a step of a panel: sixteen float32, or pairs of bfloat16
+constexpr int64_t kLine = 64;       // bytes of a step of a panel: sixteen float32, pairs of bfloat16, or fours of int8
 constexpr int64_t kAhead = 4096;    // bytes from what is read to what is fetched, all panels of a block together
 constexpr int kMostPanels = 4;      // of a block, each a stream of memory
 

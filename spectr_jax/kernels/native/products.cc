@@ -24,13 +24,14 @@ struct Form {
   const char* name;
   Panels* of_float32;   // a kernel in float32, rows in float32
   Panels* of_bfloat16;  // a kernel in bfloat16, rows in float32
+  Panels* of_int8;      // a kernel in int8, rows in float32
   Panels* of_pairs;     // a kernel in bfloat16, rows in bfloat16; null where they are widened
 };
 
 constexpr Form kForms[] = {  // the best first; a processor that has one has those after it
-    {"avx512_bf16", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Bfloat16},
-    {"avx512", Avx512Float32, Avx512Bfloat16OfWideRows, nullptr},
-    {"avx2", Avx2Float32, Avx2Bfloat16, nullptr},
+    {"avx512_bf16", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, Avx512Bfloat16},
+    {"avx512", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr},
+    {"avx2", Avx2Float32, Avx2Bfloat16, Avx2Int8, nullptr},
 };
 
 const Form* FormOfThisProcessor() {
@@ -64,15 +65,18 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuffer ke
   const Form* form = CurrentForm();
   if (form == nullptr) return ffi::Error::Internal("this processor has neither AVX2 nor AVX-512");
   const auto row_sizes = rows.dimensions(), sizes = kernel.dimensions(), out_sizes = out->dimensions();
-  const bool is_bfloat16 = kernel.element_type() == ffi::BF16;
+  const bool is_bfloat16 = kernel.element_type() == ffi::BF16, is_int8 = kernel.element_type() == ffi::S8;
+  const int64_t num_together = is_int8 ? 4 : is_bfloat16 ? 2 : 1;  // inputs of a step
   const bool has_bfloat16_rows = rows.element_type() == ffi::BF16;
-  if (!(is_bfloat16 || kernel.element_type() == ffi::F32) || !(has_bfloat16_rows || rows.element_type() == ffi::F32) ||
+  if (!(is_int8 || is_bfloat16 || kernel.element_type() == ffi::F32) ||
+      !(has_bfloat16_rows || rows.element_type() == ffi::F32) ||
       out->element_type() != ffi::F32 || row_sizes.size() != 2 || out_sizes.size() != 2 ||
-      sizes.size() != (is_bfloat16 ? 4u : 3u) || sizes[2] != kPanel || row_sizes[0] != out_sizes[0] ||
-      row_sizes[1] != (is_bfloat16 ? 2 : 1) * sizes[1] || (out_sizes[1] + kPanel - 1) / kPanel != sizes[0])
+      sizes.size() != (num_together > 1 ? 4u : 3u) || (num_together > 1 && sizes[3] != num_together) ||
+      sizes[2] != kPanel || row_sizes[0] != out_sizes[0] ||
+      row_sizes[1] != num_together * sizes[1] || (out_sizes[1] + kPanel - 1) / kPanel != sizes[0])
     return ffi::Error::InvalidArgument("rows, kernel and result do not fit each other");
 
-  Panels* compute = is_bfloat16 ? form->of_bfloat16 : form->of_float32;
+  Panels* compute = is_int8 ? form->of_int8 : is_bfloat16 ? form->of_bfloat16 : form->of_float32;
   const void* inputs = rows.untyped_data();
   std::vector<float> widened;
   if (has_bfloat16_rows && is_bfloat16 && form->of_pairs != nullptr) {
