@@ -132,6 +132,14 @@ def test_named_objects_exist(page):
     assert not argument or hasattr(couplings, argument), argument
 
 
+def test_pages_are_no_diary():
+  """Dates and what was before belong into benchmarks/log/."""
+  pages = [ROOT / 'README.md', *_DOCS.glob('*.md'), *(_DOCS / 'methods').glob('*.md')]
+  dated = [path.name for path in pages if re.search(r'\b20\d\d-\d\d-\d\d\b', path.read_text(encoding='utf-8'))]
+  assert len(pages) > 25
+  assert not dated
+
+
 def _measured():
   """Block efficiency with its interval by method and shape, at temperature 1."""
   found = {}
@@ -414,7 +422,7 @@ _NOT_RECORDED = {
     'measured, but not timed: named at the end of the page',
   ),
 }  # fmt: skip
-_RECORDS = 'docs/runs.md'
+_RECORDS = 'benchmarks/log/runs.md'
 
 
 def test_a_whole_run_of_every_command_is_recorded():
@@ -428,7 +436,7 @@ def test_a_whole_run_of_every_command_is_recorded():
   parts = {command: [part for part in _NOT_RECORDED if part in command] for command in shown - recorded}
   assert not [command for command, found in parts.items() if not found]
   assert {part for found in parts.values() for part in found} == set(_NOT_RECORDED)
-  for line in _read('runs.md').splitlines():
+  for line in (ROOT / _RECORDS).read_text(encoding='utf-8').splitlines():
     if line.startswith('| `'):
       assert '@' not in line
       assert re.search(r'\| \d+(\.\d)? (s|min|h) \|', line), line

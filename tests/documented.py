@@ -20,7 +20,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 _READMES = 'README.md', 'pretrained/README.md', 'benchmarks/README.md'
-PAGES = (*(ROOT / name for name in _READMES), *sorted((ROOT / 'docs').rglob('*.md')))
+_FOLDERS = 'docs', 'benchmarks/log'
+PAGES = (*(ROOT / name for name in _READMES), *sorted(p for name in _FOLDERS for p in (ROOT / name).rglob('*.md')))
 _PACKAGES = 'decode', 'train', 'benchmarks'
 
 
