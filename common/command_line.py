@@ -8,12 +8,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from absl import app, flags, logging
 from etils import epath
 
+from common import help_text
 from common.compilation_cache import keep_compiled
 from common.printable import printable
 
@@ -77,7 +78,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
   except flags.Error as error:
-    _fail(f'{error}; --helpfull lists all flags')
+    _fail(f'{error}; --help lists the options')
   except Exception as error:  # files of configurations are programs
     _end(error)
   # Users see log messages of libraries below ERROR only if they set --verbosity.
@@ -111,13 +112,14 @@ def _collect_rarely() -> None:
   gc.set_threshold(50_000, 20, 50)
 
 
-def run(main: Callable[[list[str]], None]) -> None:
+def run(main: Callable[[list[str]], None], examples: Sequence[str] = ()) -> None:
   """Runs a command under absl: parses flags, sets up the compilation cache and calls `main`.
 
   Errors end the process with one line and exit code 1, see `message_of`.
 
   Args:
     main: Called with the arguments that are not flags: the program's name.
+    examples: Arguments that `--help` shows, a line each.
   """
   cache_dir = flags.DEFINE_string(
     'compilation_cache_dir',
@@ -125,6 +127,10 @@ def run(main: Callable[[list[str]], None]) -> None:
     "Where compiled programs are kept between runs; '' for nowhere. Default: $JAX_COMPILATION_CACHE_DIR, else"
     " spectr_jax in the user's cache directory.",
   )
+  help_text.in_group('Machine', cache_dir)
+  if help_text.is_asked_for(sys.argv[1:]):
+    print(help_text.text_of(sys.modules['__main__'], examples))
+    sys.exit(0)
 
   def guarded(argv):
     if len(argv) > 1:

@@ -13,11 +13,12 @@ from typing import NoReturn
 import jax
 from absl import flags
 
-from common import command_line
+from common import command_line, help_text
 
 _ADDRESS = flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0, of several that work together.')
 _NUM_PROCESSES = flags.DEFINE_integer('num_processes', None, 'How many processes work together.', lower_bound=1)
 _PROCESS_ID = flags.DEFINE_integer('process_id', None, 'Which of them this is, from 0.', lower_bound=0)
+help_text.in_group('Machine', _ADDRESS, _NUM_PROCESSES, _PROCESS_ID)
 
 
 def _has_tpu() -> bool:

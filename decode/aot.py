@@ -320,4 +320,12 @@ if __name__ == '__main__':
       files.write_after(lambda: print(describe(report, efficiencies)), output=json.dumps(content, indent=2) + '\n')
     report.memory.check(report.chip)
 
-  command_line.run(main)
+  command_line.run(
+    main,
+    [
+      '',
+      '--target_config=configs/hub/llama_3_8b --draft_config=configs/hub/draft_of_llama_3 --topology=v5e:2x4'
+      ' --mesh=data:1,model:8 --batch_size=8',
+      '--method=spectr --num_drafts=4 --draft_length=4 --filters',
+    ],
+  )

@@ -152,4 +152,11 @@ if __name__ == '__main__':
       f' compilation; {printable(str(part))}'
     )
 
-  command_line.run(main)
+  command_line.run(
+    main,
+    [
+      '--prompts=prompts.jsonl --generations=out.jsonl --method=race_traversal --batch_size=32',
+      '--prompts=prompts.jsonl --generations=out.jsonl --method=race_traversal --batch_size=32 --resume',
+      '--prompts=prompts.jsonl --generations=out.jsonl --method=auto --temperature=0',
+    ],
+  )

@@ -298,4 +298,11 @@ if __name__ == '__main__':
     else:
       print_answer(chat, options.prompt)
 
-  command_line.run(main)
+  command_line.run(
+    main,
+    [
+      '--target=ORG/NAME',
+      '--target=model.gguf --draft=HEAD --method=race_traversal',
+      "--target=model.gguf --prompt='What is the capital of France?'",
+    ],
+  )

@@ -6,7 +6,7 @@ With several processes each runs this command: those of a TPU pod find each othe
 
 from absl import flags
 
-from common import command_line, processes
+from common import command_line, help_text, processes
 from common.output_files import OutputFiles
 from decode.experiment import records, report
 from decode.experiment.console import show_progress
@@ -17,6 +17,7 @@ from spectr_jax.sharding import is_primary
 
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
 _GENERATIONS = flags.DEFINE_string('generations', None, 'JSONL file for the continuations.')
+help_text.in_group('Measurements and output', _OUTPUT, _GENERATIONS)
 
 
 def main(argv):
@@ -38,4 +39,12 @@ def decode():
 
 
 if __name__ == '__main__':
-  command_line.run(main)
+  command_line.run(
+    main,
+    [
+      '',
+      '--method=autoregressive,block,race_traversal --num_drafts=4 --draft_length=8 --temperature=0.7',
+      "--prompt='Mr. Speaker, I rise today to' --method=auto,autoregressive",
+      '--target=ORG/NAME --draft=lookup --chat --prompts=prompts.txt --output=results.json',
+    ],
+  )

@@ -161,4 +161,11 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  command_line.run(main)
+  command_line.run(
+    main,
+    [
+      '--method=race_traversal',
+      '--module=examples.best_ratio',
+      '--callable=examples.rejection_sampling:verify --tree=chains:1,2',
+    ],
+  )

@@ -228,4 +228,11 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  command_line.run(main)
+  command_line.run(
+    main,
+    [
+      '--table=gbv_table1',
+      '--figure=all --output=figures',
+      '--table=spec_bench --prompts=spec_bench:question.jsonl --output=tables',
+    ],
+  )

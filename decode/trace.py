@@ -182,4 +182,11 @@ if __name__ == '__main__':
       )
       outputs.write_after(lambda: print(line), output=make_page(data))
 
-  command_line.run(main)
+  command_line.run(
+    main,
+    [
+      "--prompt='Mr. Speaker, I rise today to' --output=trace.html",
+      "--prompt='Mr. Speaker, I rise today to' --method=race_block --num_drafts=4 --draft_length=6 --output=trace.html",
+      "--prompt='Mr. Speaker, I rise today to' --compare=spectr,block --output=trace.html",
+    ],
+  )

@@ -8,6 +8,7 @@ import numpy as np
 
 from spectr_jax.couplings import KSeq, Maximal, MaximalAfter, OverAccept, Race, Recursive, SingleDraft
 from spectr_jax.proposal import FirstArrivals, Independent, ProposalRule, WithoutReplacement
+from spectr_jax.suggestion import did_you_mean
 from spectr_jax.tree import TokenTree
 from spectr_jax.verifiers import Block, GreedyBlock, RaceTraversal, SeedExact, Traversal, Verifier, Walk
 
@@ -251,7 +252,7 @@ def get_method(method: str | Method) -> Method:
   if isinstance(method, Method):
     return method
   if method not in METHODS:
-    raise ValueError(f'unknown method {method!r}; allowed: {", ".join(METHODS)}')
+    raise ValueError(f'unknown method {method!r}{did_you_mean(method, METHODS)}; allowed: {", ".join(METHODS)}')
   return METHODS[method]
 
 

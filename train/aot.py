@@ -189,4 +189,10 @@ if __name__ == '__main__':
     report.memory.check(report.chip)
 
   flags.mark_flag_as_required('config')
-  config_flag.run(main)
+  config_flag.run(
+    main,
+    [
+      '--config=configs/lm1b.py:97m --topology=v5e:4x4 --mesh=data:16',
+      '--config=configs/lm1b.py:97m --topology=v5e:4x4 --mesh=data:8,model:2',
+    ],
+  )

@@ -6,6 +6,7 @@ import train.needs  # noqa: F401  # isort: skip
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 
 import ml_collections
 
@@ -59,10 +60,10 @@ def check(argv: list[str]) -> None:
       place = place[part]
 
 
-def run(main) -> None:
+def run(main, examples: Sequence[str] = ()) -> None:
   """Runs a command by `command_line.run`, after `check` of its arguments."""
   try:
     check(sys.argv[1:])
   except ValueError as error:
     sys.exit('error: ' + ' '.join(str(error).split()))
-  command_line.run(main)
+  command_line.run(main, examples)

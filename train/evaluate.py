@@ -135,4 +135,10 @@ if __name__ == '__main__':
   _SEQ_LEN = flags.DEFINE_integer('seq_len', None, 'Tokens in a row; default: as in training.', lower_bound=2)
   _BATCH_SIZE = flags.DEFINE_integer('batch_size', 4, 'Rows in a batch.', lower_bound=1)
   _DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16'], "Type to compute in; default: the model's own.")
-  command_line.run(main)
+  command_line.run(
+    main,
+    [
+      '--model=pretrained/draft --files=held_out.txt',
+      '--model=runs/target/model --files=A.txt,B.bz2 --batch_size=16',
+    ],
+  )

@@ -21,4 +21,11 @@ def run():
 
 
 if __name__ == '__main__':
-  training_command.run(run, 'target')
+  training_command.run(
+    run,
+    'target',
+    examples=[
+      '--config=configs/head.py --target=MODEL --workdir=runs/head',
+      '--config=configs/head.py:model --target=MODEL --workdir=runs/draft --config.num_steps=400',
+    ],
+  )

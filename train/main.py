@@ -26,4 +26,11 @@ def run():
 
 
 if __name__ == '__main__':
-  training_command.run(run)
+  training_command.run(
+    run,
+    examples=[
+      '--config=configs/stdlib_pair.py:target --workdir=runs/target',
+      '--config=configs/lm1b.py:97m --workdir=runs/97m --dry_run',
+      '--config=configs/lm1b.py:97m --workdir=gs://BUCKET/97m --config.mesh=data:16',
+    ],
+  )

@@ -35,4 +35,10 @@ def main(argv):
 
 if __name__ == '__main__':
   flags.mark_flag_as_required('config')
-  config_flag.run(main)
+  config_flag.run(
+    main,
+    [
+      '--config=configs/stdlib_pair.py:target',
+      '--config=configs/stdlib_pair.py:target --config.vocab_size=4000 --output=tokenizer.json',
+    ],
+  )

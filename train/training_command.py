@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import train.needs  # noqa: F401  # isort: skip
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from absl import flags
@@ -25,12 +25,13 @@ ALLOW_FALLBACK = flags.DEFINE_bool(
 )
 
 
-def run(train: Callable[[], Outcome | None], *required: str) -> None:
+def run(train: Callable[[], Outcome | None], *required: str, examples: Sequence[str] = ()) -> None:
   """Runs a command that trains. Errors of users, the devices' lack of memory among them, are one line and exit code 1.
 
   Args:
     train: Trains as the flags say; None if there was nothing to train.
     *required: Required flags beside `config` and `workdir`.
+    examples: Arguments that `--help` shows, a line each.
   """
 
   def main(argv):
@@ -51,4 +52,4 @@ def run(train: Callable[[], Outcome | None], *required: str) -> None:
       print('held-out ' + ', '.join(f'{name} {value:.4f}' for name, value in outcome.held_out.items()))
 
   flags.mark_flags_as_required(['config', 'workdir', *required])
-  config_flag.run(main)
+  config_flag.run(main, examples)

@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import flags
 
-from common import command_line
+from common import command_line, help_text
 from decode.experiment.options import DecodeOptions
 
 _TYPES = typing.get_type_hints(DecodeOptions)
@@ -29,7 +29,9 @@ def _type(name: str):
 def _define(field: dataclasses.Field) -> flags.FlagHolder:
   define = flags.DEFINE_multi_string if field.metadata['is_repeated'] else _DEFINE[_type(field.name)]
   default = list(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-  return define(field.name, default, field.metadata['help'])
+  flag = define(field.name, default, field.metadata['help'])
+  help_text.in_group(field.metadata['group'], flag)
+  return flag
 
 
 _FLAGS = tuple(map(_define, dataclasses.fields(DecodeOptions)))

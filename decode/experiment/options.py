@@ -35,6 +35,9 @@ AUTO_GRID = {'num_drafts': NUM_DRAFTS, 'draft_length': DRAFT_LENGTHS}
 # Trees that `auto` adds at temperature 0: 8, 16, 16 and 32 of the draft's likeliest guesses.
 AUTO_TREES = tuple(f'likeliest:{",".join(map(str, widths))}' for widths in GREEDY_WIDTHS)
 DRAFT_MESHES = 'whole', 'divided'
+# Groups of the options in `--help`.
+_MODELS, _METHOD, _SAMPLING, _PROMPTS = 'Models', 'Method and tree', 'Sampling', 'Prompts'
+_MEASURED, _MACHINE = 'Measurements and output', 'Machine'
 # An option, the values that it may have in words, and the test. NaN fails every test.
 _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
   ('temperature', 'finite and at least 0', lambda x: 0 <= x < math.inf),
@@ -84,15 +87,16 @@ def has_epsilon(name: str) -> bool:
   return with_epsilon(method, 0.5) != with_epsilon(method, 0.25)
 
 
-def option(text: str, default: Any, *, is_repeated: bool = False) -> Any:
+def option(group: str, text: str, default: Any, *, is_repeated: bool = False) -> Any:
   """A field that the command line has as a flag.
 
   Args:
+    group: The group of the flag in `--help`.
     text: Help of the flag.
     default: Default of the field and the flag.
     is_repeated: Whether several values are given by repeating the flag; else they are separated by commas.
   """
-  return dataclasses.field(default=default, metadata={'help': text, 'is_repeated': is_repeated})
+  return dataclasses.field(default=default, metadata={'group': group, 'help': text, 'is_repeated': is_repeated})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,95 +112,121 @@ class DecodeOptions:
     ValueError: A value is out of range; the message says what is allowed.
   """
 
-  target: str = option('The target: a directory, a .gguf file, or ORG/NAME on the hub.', str(PRETRAINED / 'target'))
+  target: str = option(
+    _MODELS, 'The target: a directory, a .gguf file, or ORG/NAME on the hub.', str(PRETRAINED / 'target')
+  )
   draft: str = option(
-    'The draft, as the target, or the folder of a head on the target (EAGLE, Medusa, MTP); lookup guesses what followed'
-    ' in the text before, without a model; lookup+DRAFT does so beside the samples of a draft.',
+    _MODELS,
+    'The draft: as the target, or the folder of a head on it (EAGLE, Medusa, MTP), or lookup, or lookup+DRAFT. lookup'
+    ' guesses what followed in the text before, without a model; lookup+DRAFT does so beside the samples of a draft.',
     str(PRETRAINED / 'draft'),
   )
-  lookup_max: int = option('Tokens at the end of the text that lookup compares with earlier ones, at most.', LOOKUP_MAX)
-  lookup_min: int = option('Tokens that must agree for lookup to guess, at least.', LOOKUP_MIN)
+  lookup_max: int = option(
+    _MODELS, 'Tokens at the end of the text that lookup compares with earlier ones, at most.', LOOKUP_MAX
+  )
+  lookup_min: int = option(_MODELS, 'Tokens that must agree for lookup to guess, at least.', LOOKUP_MIN)
   lookup_corpus: tuple[str, ...] = option(
+    _MODELS,
     'Text files that lookup searches besides the text, separated by commas: paths or globs of .txt, .gz or .bz2 files.'
     ' A blank line ends a document.',
     (),
   )
-  dtype: str = option("Type to compute in, float32 or bfloat16; '' for each model's own.", '')
+  dtype: str = option(_MODELS, "Type to compute in, float32 or bfloat16; '' for each model's own.", '')
   weights: str = option(
+    _MODELS,
     "int8 to hold both models' matrices as 8-bit integers with a scale per output channel; '' for those of the files."
     ' Lossless methods then give the distribution of the quantised target.',
     '',
   )
   method: tuple[str, ...] = option(
-    f'Methods, separated by commas, of {", ".join(METHODS)}; or auto, the one predicted to be the fastest.',
+    _METHOD,
+    f'Methods, separated by commas, of {", ".join(METHODS)}, or auto, the one predicted to be the fastest.',
     ('autoregressive', 'speculative', 'block', 'spectr', 'race_traversal'),
   )
   num_drafts: tuple[int, ...] | None = option(
-    'K, drafts per round; several, separated by commas, run the grid. Default 2, for auto 1,2,4,8.', None
+    _METHOD, 'K, drafts per round; several, separated by commas, run the grid. Default 2, for auto 1,2,4,8.', None
   )
   draft_length: tuple[int, ...] | None = option(
-    'L, tokens per draft; several, separated by commas, run the grid. Default 8, for auto 2,4,8.', None
+    _METHOD, 'L, tokens per draft; several, separated by commas, run the grid. Default 8, for auto 2,4,8.', None
   )
   tree: tuple[str, ...] = option(
-    'Tree of guesses: chains (K drafts of L tokens), prefix:FACTORS (prefix:4,2,2,1), specinfer (three chains of L'
-    ' tokens that share two), optimal:BUDGET (the best of at most so many nodes), likeliest:WIDTHS (for greedy'
-    " decoding: the draft's likeliest paths, so many at each depth) or confident:WIDTHS (samples where the draft is"
-    ' confident, so many at each depth); repeat the flag for several.',
+    _METHOD,
+    'Tree of guesses: chains, prefix:FACTORS, specinfer, optimal:BUDGET, likeliest:WIDTHS or confident:WIDTHS; repeat'
+    ' the flag for several. chains is K drafts of L tokens, prefix:4,2,2,1 a prefix tree, specinfer three chains of L'
+    ' tokens that share two, and optimal the best tree of at most so many nodes. likeliest is for greedy decoding: the'
+    " draft's likeliest paths, so many at each depth; confident has so many samples where the draft is confident.",
     ('chains',),
     is_repeated=True,
   )
   growth_threshold: float = option(
+    _METHOD,
     'Trees of likeliest and confident have no guess whose estimated chance is below this; drafting ends where none is'
     ' left. With auto 0 stands for the best of some.',
     0.0,
   )
   acceptance: str | None = option(
-    'JSON that --output wrote in a run with optimal:BUDGET; its rates are used instead of measuring them again.', None
+    _METHOD,
+    'JSON that --output wrote in a run with optimal:BUDGET; its rates are used instead of measuring them again.',
+    None,
   )
-  calibration: str | None = option('JSON file in which --method=auto keeps what it measures, and finds it again.', None)
-  calibration_prompts: int = option('Prompts that auto decodes to measure; at least two batches.', 8)
+  calibration: str | None = option(
+    _METHOD, 'JSON file in which --method=auto keeps what it measures, and finds it again.', None
+  )
+  calibration_prompts: int = option(_METHOD, 'Prompts that auto decodes to measure; at least two batches.', 8)
   children: str = option(
-    "How siblings are drawn: independent, without_replacement or first_arrivals; '' for each method's own.", ''
+    _METHOD, "How siblings are drawn: independent, without_replacement or first_arrivals; '' for each method's own.", ''
   )
-  epsilon: float | None = option('What decoding_opt and decoding_uno accept too much; they are not lossless.', None)
-  gumbel: bool = option('Sample autoregressively by Gumbel-max, keyed by position: what ersd gives.', False)
+  epsilon: float | None = option(
+    _METHOD, 'What decoding_opt and decoding_uno accept too much; they are not lossless.', None
+  )
+  gumbel: bool = option(_METHOD, 'Sample autoregressively by Gumbel-max, keyed by position: what ersd gives.', False)
   share_of_optimum: bool = option(
+    _MEASURED,
     'Compare acceptance with the most that token-level verification of the same candidates could reach; takes time.',
     False,
   )
-  breakdown: bool = option('Time the parts of a round: draft, target, verification, and the rest.', False)
+  breakdown: bool = option(_MEASURED, 'Time the parts of a round: draft, target, verification, and the rest.', False)
   profile_dir: str | None = option(
-    "Directory for what JAX's profiler records of some rounds of every setting; for TensorBoard or Perfetto.", None
+    _MEASURED,
+    "Directory for what JAX's profiler records of some rounds of every setting; for TensorBoard or Perfetto.",
+    None,
   )
-  temperature: float = option('Sampling temperature; 0 decodes greedily.', 1.0)
-  top_k: int = option('Sample from the k likeliest tokens; 0 for all.', 0)
-  top_p: float = option('Sample from the fewest likeliest tokens of this mass.', 1.0)
-  min_p: float = option('Sample from tokens at least this many times as likely as the likeliest; 0 for all.', 0.0)
+  temperature: float = option(_SAMPLING, 'Sampling temperature; 0 decodes greedily.', 1.0)
+  top_k: int = option(_SAMPLING, 'Sample from the k likeliest tokens; 0 for all.', 0)
+  top_p: float = option(_SAMPLING, 'Sample from the fewest likeliest tokens of this mass.', 1.0)
+  min_p: float = option(
+    _SAMPLING, 'Sample from tokens at least this many times as likely as the likeliest; 0 for all.', 0.0
+  )
   stop: tuple[str, ...] = option(
-    'Text that ends a continuation, and is no part of it; repeat for several.', (), is_repeated=True
+    _PROMPTS, 'Text that ends a continuation, and is no part of it; repeat for several.', (), is_repeated=True
   )
-  logprobs: bool = option("Write the target's log probability of every token to --generations.", False)
-  prompt: str | None = option('One text to continue.', None)
+  logprobs: bool = option(_MEASURED, "Write the target's log probability of every token to --generations.", False)
+  prompt: str | None = option(_PROMPTS, 'One text to continue.', None)
   prompts: str | None = option(
+    _PROMPTS,
     'File of texts to continue: .jsonl with a "prompt" field, else a text per line; .json, .tsv and .gz are read too.'
     f' SET:FILE reads a published set: {", ".join(PROMPT_SETS)}. Default: the shipped prompts.',
     None,
   )
-  num_prompts: int = option('Prompts to take from the beginning of the file, at most.', 32)
+  num_prompts: int = option(_PROMPTS, 'Prompts to take from the beginning of the file, at most.', 32)
   chat: bool = option(
-    "Let the model answer: render prompts as turns of the user, and conversations, by the model's chat template.", False
+    _PROMPTS,
+    "Let the model answer: render prompts as turns of the user, and conversations, by the model's chat template.",
+    False,
   )
-  system: str | None = option('System message of conversations that have none of their own.', None)
-  skip_long: bool = option('Leave out prompts that are too long instead of refusing them.', False)
-  batch_size: int = option('Prompts decoded together, at most.', 1)
-  max_new_tokens: int = option('New tokens per prompt, at most.', 64)
-  num_samples: int = option('Continuations of each prompt with each seed.', 1)
-  num_seeds: int = option('Runs of every setting, each with its own seed.', 1)
-  seed: int = option('The first seed.', 0)
+  system: str | None = option(_PROMPTS, 'System message of conversations that have none of their own.', None)
+  skip_long: bool = option(_PROMPTS, 'Leave out prompts that are too long instead of refusing them.', False)
+  batch_size: int = option(_PROMPTS, 'Prompts decoded together, at most.', 1)
+  max_new_tokens: int = option(_PROMPTS, 'New tokens per prompt, at most.', 64)
+  num_samples: int = option(_SAMPLING, 'Continuations of each prompt with each seed.', 1)
+  num_seeds: int = option(_SAMPLING, 'Runs of every setting, each with its own seed.', 1)
+  seed: int = option(_SAMPLING, 'The first seed.', 0)
   mesh: str = option(
-    "Devices to divide the work over, as data:8,model:2: rows over data, the target over model; '' for one device.", ''
+    _MACHINE,
+    "Devices to divide the work over, as data:8,model:2: rows over data, the target over model; '' for one device.",
+    '',
   )
-  draft_mesh: str = option('The draft is whole on every device along model, or divided over it.', 'whole')
+  draft_mesh: str = option(_MACHINE, 'The draft is whole on every device along model, or divided over it.', 'whole')
 
   def __post_init__(self):
     if not self.method:

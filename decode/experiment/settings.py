@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from common.command_line import parse_name_and_ints
 from decode.experiment.options import DecodeOptions
 from spectr_jax import METHODS, Confident, Likeliest, Method, TokenTree, auto
+from spectr_jax.suggestion import did_you_mean
 
 MAX_NODES = 1024
 _FORMS = (
@@ -52,7 +53,7 @@ class TreeSpec:
     counts = {'chains': (0, 0), 'prefix': (1, MAX_NODES), 'specinfer': (0, 0), 'optimal': (1, 1)}
     counts |= dict.fromkeys(_GROWTHS, (1, MAX_NODES))
     if spec.name not in counts or not counts[spec.name][0] <= len(spec.numbers) <= counts[spec.name][1]:
-      raise ValueError(f'tree must be {_FORMS}, got {text!r}')
+      raise ValueError(f'tree must be {_FORMS}, got {text!r}{did_you_mean(spec.name, counts.keys() - {spec.name})}')
     if any(number < 1 for number in spec.numbers):
       raise ValueError(f'tree: the numbers of {text!r} must be at least 1')
     return spec

@@ -49,16 +49,16 @@ Row = dict[str, int | float | str | Value | None]
 class Sizes:
   """Amounts to measure, each a flag of `decode.reproduce`; a size that an exhibit does not use is 0 or empty."""
 
-  num_prompts: int = option('Prompts of each set, at most.', 0)
-  num_seeds: int = option('Runs of every setting.', 0)
-  max_new_tokens: int = option('New tokens per prompt, at most.', 0)
-  batch_size: int = option('Prompts decoded together, at most.', 0)
-  num_runs: int = option('Repetitions of a timed call, or texts of a simulation.', 0)
-  context: int = option('Room of the caches of a timed call, tokens.', 0)
-  num_drafts: tuple[int, ...] = option('K, several separated by commas.', ())
-  draft_length: tuple[int, ...] = option('L, several separated by commas.', ())
-  num_nodes: tuple[int, ...] = option('Tokens drafted in a call, several separated by commas.', ())
-  epsilon: tuple[float, ...] = option('Over-acceptance, several separated by commas.', ())
+  num_prompts: int = option('Options', 'Prompts of each set, at most.', 0)
+  num_seeds: int = option('Options', 'Runs of every setting.', 0)
+  max_new_tokens: int = option('Options', 'New tokens per prompt, at most.', 0)
+  batch_size: int = option('Options', 'Prompts decoded together, at most.', 0)
+  num_runs: int = option('Options', 'Repetitions of a timed call, or texts of a simulation.', 0)
+  context: int = option('Options', 'Room of the caches of a timed call, tokens.', 0)
+  num_drafts: tuple[int, ...] = option('Options', 'K, several separated by commas.', ())
+  draft_length: tuple[int, ...] = option('Options', 'L, several separated by commas.', ())
+  num_nodes: tuple[int, ...] = option('Options', 'Tokens drafted in a call, several separated by commas.', ())
+  epsilon: tuple[float, ...] = option('Options', 'Over-acceptance, several separated by commas.', ())
 
   @property
   def used(self) -> dict[str, Any]:

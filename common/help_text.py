@@ -1,0 +1,114 @@
+"""`--help` of a command: what it does, examples, and its options in groups, as wide as the terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import textwrap
+import types
+from collections.abc import Sequence
+
+from absl import flags
+
+_WIDEST, _NARROWEST = 100, 40
+_INDENT = 24  # columns of an option and its value; what it does stands behind them, or below a longer one
+_OWN = 'common.', 'decode.', 'train.', 'benchmarks.'
+# Groups in the order in which they stand; flags of none are the command's own.
+_ORDER = 'Options', 'Models', 'Method and tree', 'Prompts', 'Sampling', 'Measurements and output', 'Machine'
+_VALUES = {
+  'int': 'N',
+  'float': 'X',
+  'comma separated list of strings': 'A,B',
+  'config object': 'FILE',
+  'bool': '',
+}
+_groups: dict[str, str] = {}
+
+
+def in_group(title: str, *holders: flags.FlagHolder) -> None:
+  """Puts flags into a group of `--help`; others stand in the first one.
+
+  Args:
+    title: The group's title, one of `_ORDER`.
+    *holders: What `DEFINE_...` returned.
+  """
+  _groups.update((holder.name, title) for holder in holders)
+
+
+def is_asked_for(arguments: Sequence[str]) -> bool:
+  """Whether a command's arguments ask for help."""
+  return any(argument in ('-h', '-help', '--help') for argument in arguments)
+
+
+def text_of(module: types.ModuleType, examples: Sequence[str], *, width: int | None = None) -> str:
+  """The help of a command.
+
+  Args:
+    module: The command's module; the first sentence of its docstring says what it does.
+    examples: Arguments of the command, a line each; a comment may follow.
+    width: Columns; None for the terminal's, of which 40 to 100 are used.
+  """
+  width = min(max(width or shutil.get_terminal_size((80, 24)).columns, _NARROWEST), _WIDEST)
+  command = f'python -m {module.__spec__.name}'
+  what = re.split(r': `|\n\n', module.__doc__, maxsplit=1)[0]
+  lines = [*textwrap.wrap(what.rstrip('.') + '.', width), '', f'  {command} [--OPTION=VALUE ...]']
+  if examples:
+    lines += ['', 'Examples']
+    for example in examples:
+      lines += _wrapped(f'  {command} {example}'.rstrip(), width)
+  own = _own_flags()
+  for title in _ORDER:
+    members = [flag for flag in own if _groups.get(flag.name, _ORDER[0]) == title]
+    lines += ['', title] if members else []
+    for flag in members:
+      lines += _described(flag, width)
+  return '\n'.join([*lines, '', '--helpfull says more of each option.'])
+
+
+def _wrapped(command: str, width: int) -> list[str]:
+  """A command in lines that a shell joins; it is broken before options."""
+  lines = ['']
+  for part in re.split(r' (?=--)', command):
+    is_new = lines[-1] and len(lines[-1]) + len(part) + 3 > width
+    lines[-1] += ' \\' if is_new else ''
+    lines = [*lines, f'    {part}'] if is_new else [*lines[:-1], f'{lines[-1]} {part}' if lines[-1] else part]
+  return lines
+
+
+def _own_flags() -> list[flags.Flag]:
+  """The flags of this project's modules in the order of their definition, those of the command's own module last."""
+  by_module = flags.FLAGS.flags_by_module_dict()
+  own = [found for name, found in by_module.items() if name.startswith(_OWN)]
+  main = by_module.get(sys.argv[0], [])
+  seen = {flag.name: flag for found in (*own, main) for flag in found}
+  return list(seen.values())
+
+
+def _described(flag: flags.Flag, width: int) -> list[str]:
+  kind = flag.flag_type()
+  values = getattr(flag.parser, 'enum_values', None)
+  value = '|'.join(values) if values else _VALUES.get(kind, 'TEXT')
+  name = f'  --{flag.name}={value}' if value else f'  --[no]{flag.name}' if flag.default else f'  --{flag.name}'
+  what = re.split(r'(?:(?<=\.)|;)\s', re.sub(r'^<[^>]*>: ', '', ' '.join((flag.help or '').split())), maxsplit=1)[
+    0
+  ].rstrip('.')
+  if (default := _default_of(flag)) and 'efault' not in what:
+    what = f'{what} [{default}]'
+  is_beside = len(name) < _INDENT and width > 2 * _INDENT
+  indent = _INDENT if is_beside else 6
+  lines = textwrap.wrap(what, width - indent, break_long_words=False, break_on_hyphens=False) or ['']
+  lines = [' ' * indent + line for line in lines]
+  return [f'{name:<{_INDENT}}{lines[0].strip()}', *lines[1:]] if is_beside else [name, *lines]
+
+
+def _default_of(flag: flags.Flag) -> str:
+  """The default as the command line has it; empty where it says nothing."""
+  if flag.default in (None, False, '', [], 0, 0.0) and flag.flag_type() not in ('int', 'float'):
+    return ''
+  if flag.default is None:
+    return ''
+  values = flag.default if isinstance(flag.default, list) else [flag.default]
+  here = os.getcwd() + os.sep
+  return 'on' if flag.default is True else ','.join(str(value).removeprefix(here) for value in values)
