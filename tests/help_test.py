@@ -53,5 +53,6 @@ def test_names_that_are_nearly_right():
     get_method('race_traversel')
   assert did_you_mean('Spectr', METHODS) == ', did you mean spectr?'
   assert did_you_mean('nothing like it', METHODS) == ''
+  assert commands.refuse('decode.main', '--draft=lokup') == 'error: no draft at lokup, did you mean lookup?'
   line = commands.refuse('decode.main', '--tree=chain')
   assert line.endswith("got 'chain', did you mean chains?")

@@ -22,6 +22,7 @@ from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.models.int8 import INT8
 from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
 from spectr_jax.sharding import DATA, make_mesh
+from spectr_jax.suggestion import did_you_mean
 from spectr_jax.unicode import check_unicode
 
 ROOT = epath.Path(__file__).resolve().parents[2]
@@ -290,6 +291,8 @@ class DecodeOptions:
         raise ValueError('lookup_max and lookup_min are for --draft=lookup or --draft=lookup+DRAFT')
       if self.lookup_corpus:
         raise ValueError('lookup_corpus is for --draft=lookup or --draft=lookup+DRAFT')
+      if (hint := did_you_mean(self.draft, [LOOKUP])) and not epath.Path(self.draft).exists():
+        raise ValueError(f'no draft at {self.draft}{hint}')
       return
     # Others are refused here, before models are read.
     for method in self.methods:
