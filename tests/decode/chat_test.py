@@ -181,6 +181,15 @@ def test_a_conversation_survives_what_is_typed(decoder, tokenizer, monkeypatch, 
   assert list(chat.read_turns()) == []
 
 
+@pytest.fixture
+def interrupts():
+  """Interrupts as in a terminal; a shell ignores those of what it runs in the background."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures('interrupts')
 def test_an_interrupted_answer_is_kept_as_far_as_it_came(decoder, target, tokenizer, monkeypatch, capsys):
   whole = ''.join(_chat(decoder, tokenizer).ask('the owl'))
   raised = []
