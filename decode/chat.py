@@ -4,7 +4,8 @@ Every line of the input is a turn of the user, rendered by the model's chat temp
 The caches are kept between turns, so the models read only what is new. `--prompt=TEXT` asks one question and ends.
 
 A turn that cannot be answered is reported in one line and forgotten, and the conversation goes on. Ctrl-C ends an
-answer, which stays as far as it came; elsewhere it ends the command.
+answer, which stays as far as it came; elsewhere it ends the command. In a terminal lines that begin with `/` are
+commands, and `/help` lists them.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 from absl import flags
 
 from common import command_line
 from common.printable import printable
+from decode.experiment.console import show_progress
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import check_known
 from decode.experiment.settings import only_setting
 from decode.experiment.workload import load_models
+from decode.slash_commands import obey
+from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.session import Session
@@ -66,7 +70,9 @@ class Chat:
 
   Attributes:
     messages: All messages so far, each with `role` and `content`.
+    session: The text that the models have read.
     answer: Figures of the last answer.
+    answers: Those of all answers that came to their end.
   """
 
   def __init__(
@@ -89,8 +95,20 @@ class Chat:
     """
     self.messages = [] if system is None else [{'role': 'system', 'content': system}]
     self.answer = Answer()
-    self._session, self._tokenizer, self._stop = session, tokenizer, stop
+    self.session, self.answers = session, []
+    self._tokenizer, self._stop = tokenizer, stop
     self._key, self._num_turns = jax.random.key(seed, impl='threefry2x32'), 0
+
+  def reset(self, system: str | None = None) -> None:
+    """Begins a new conversation.
+
+    Args:
+      system: Its system message; None for the one of the conversation so far.
+    """
+    if system is not None:
+      self.messages = [{'role': 'system', 'content': system}]
+    else:
+      self.messages = [message for message in self.messages[:1] if message['role'] == 'system']
 
   def ask(self, text: str) -> Iterator[str]:
     """Adds a turn of the user, and yields the answer's text as it comes.
@@ -116,11 +134,11 @@ class Chat:
     key = jax.random.fold_in(self._key, self._num_turns)
     self._num_turns += 1
     try:
-      for tokens in self._session.stream(key, prompt):
+      for tokens in self.session.stream(key, prompt):
         new = stream.add(token for token in tokens if token not in self._tokenizer.eos_ids)
         reply += new
         self.answer.num_tokens += len(tokens)
-        self.answer.num_target_calls = self._session.num_target_calls
+        self.answer.num_target_calls = self.session.num_target_calls
         self.answer.seconds = time.perf_counter() - start
         yield new
         if stream.is_stopped or self.answer.is_interrupted:
@@ -137,6 +155,7 @@ class Chat:
     self.answer.is_interrupted = True
 
   def _remember(self, messages: list[dict[str, str]], reply: str) -> None:
+    self.answers.append(self.answer)
     self.messages = [*messages, {'role': 'assistant', 'content': reply}]
 
   def _fitting(self, messages: list[dict[str, str]]) -> tuple[list[int], int]:
@@ -144,21 +163,22 @@ class Chat:
     first = int(messages[0]['role'] == 'system')
     for num_left_out in range(0, len(messages) - first, 2):  # a turn of the user and its answer
       prompt = self._tokenizer.encode_chat([*messages[:first], *messages[first + num_left_out :]])
-      if len(prompt) <= self._session.longest_prompt:
-        check_known(prompt, self._tokenizer, self._session.decoder.target.vocab_size, 'the conversation')
+      if len(prompt) <= self.session.longest_prompt:
+        check_known(prompt, self._tokenizer, self.session.decoder.target.vocab_size, 'the conversation')
         return prompt, num_left_out
     raise ValueError(
-      f'the message is too long, {len(prompt)} tokens with its template; at most {self._session.longest_prompt} are'
+      f'the message is too long, {len(prompt)} tokens with its template; at most {self.session.longest_prompt} are'
       ' allowed: --context less --max_new_tokens'
     )
 
 
-def start_chat(options: DecodeOptions, context: int) -> Chat:
-  """Loads the models of a conversation.
+def start_chat(options: DecodeOptions, context: int, notify: Notify | None = None) -> Chat:
+  """Loads the models of a conversation, and compiles what an answer runs.
 
   Args:
     options: The options; they name one method, K, L and tree.
     context: Tokens that the conversation may have, those of an answer included.
+    notify: Called with the current activity, the steps done and the steps in total. None compiles nothing ahead.
 
   Raises:
     ValueError: Options or models are unusable; the message says why.
@@ -183,24 +203,46 @@ def start_chat(options: DecodeOptions, context: int) -> Chat:
     eos_id=models.tokenizer.eos_ids,
   )
   session = Session(decoder, sampling=options.sampling)
+  if notify is not None:
+    session.compile(lambda done, total: notify('compiling', done, total))
   stop = options.make_stop(models.tokenizer)
   return Chat(session, models.tokenizer, system=options.system, stop=stop, seed=options.seed)
+
+
+def is_typed() -> bool:
+  """Whether a user types the input, and sees what is printed to stderr."""
+  return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _line_editor() -> Callable[[], str]:
+  """Reads a line that the user edits, with its end; an empty text at the end of the input."""
+  from prompt_toolkit import PromptSession
+  from prompt_toolkit.output import create_output
+
+  editor = PromptSession('> ', output=create_output(sys.stderr))
+
+  def read_line():
+    try:
+      return editor.prompt()[: _LONGEST_LINE - 1] + '\n'
+    except EOFError:
+      return ''
+
+  return read_line
 
 
 def read_turns() -> Iterator[str]:
   """The lines of the input that are not blank, with a sign where the user types them.
 
-  Bytes that are no text come as lone surrogates. Lines that are too long are reported and left out.
+  In a terminal they can be edited, and earlier ones called up. Bytes that are no text come as lone surrogates. Lines
+  that are too long are reported and left out.
   """
   if sys.stdin is None:  # closed
     return
   if hasattr(sys.stdin, 'reconfigure'):
     sys.stdin.reconfigure(errors='surrogateescape')
-  is_typed = sys.stdin.isatty()
+  read_line = _line_editor() if is_typed() else lambda: sys.stdin.readline(_LONGEST_LINE)
   while True:
-    if is_typed:
-      print('> ', end='', file=sys.stderr, flush=True)
-    line = sys.stdin.readline(_LONGEST_LINE)
+    line = read_line()
     if not line:
       return
     if len(line) == _LONGEST_LINE and line[-1] != '\n':
@@ -270,7 +312,10 @@ def talk(chat: Chat, turns: Iterable[str]) -> None:
   """
   for text in turns:
     try:
-      print_answer(chat, text)
+      if text.startswith('/') and is_typed():
+        print(obey(chat, text), file=sys.stderr, flush=True)
+      else:
+        print_answer(chat, text)
     except NotFiniteError:
       raise
     except ValueError as error:
@@ -291,8 +336,16 @@ if __name__ == '__main__':
     if flags.FLAGS['method'].using_default_value:
       has_draft = not flags.FLAGS['draft'].using_default_value
       flags.FLAGS.set_default('method', ['race_traversal' if has_draft else 'autoregressive'])
+    if flags.FLAGS['target'].using_default_value:
+      raise ValueError(
+        'decode.chat needs a model that answers: --target=MODEL, a folder, a .gguf file or ORG/NAME on the hub'
+      )
     options = read_options(chat=True)
-    chat = start_chat(options, _CONTEXT.value)
+    is_long = options.prompt is None and is_typed()
+    with show_progress() if is_long else contextlib.nullcontext() as notify:
+      chat = start_chat(options, _CONTEXT.value, notify)
+    if is_long:
+      print('Type a message, or /help. Ctrl-C ends an answer, Ctrl-D the conversation.', file=sys.stderr)
     if options.prompt is None:
       talk(chat, read_turns())
     else:

@@ -25,7 +25,7 @@ def _environment(**env):
   return {**defaults, 'PYTHONPATH': str(ROOT), **env}
 
 
-def start(module, *arguments, cwd=ROOT, num_devices=1, wrapper=(), **env):
+def start(module, *arguments, cwd=ROOT, num_devices=1, wrapper=(), stdin=None, stderr=subprocess.PIPE, **env):
   """Starts `python -m module`.
 
   Args:
@@ -34,6 +34,7 @@ def start(module, *arguments, cwd=ROOT, num_devices=1, wrapper=(), **env):
     cwd: Where it runs.
     num_devices: Virtual CPU devices that it has.
     wrapper: A command and its first arguments, which runs it.
+    stdin, stderr: As of `Popen`.
     **env: Further environment variables.
 
   Returns:
@@ -43,7 +44,7 @@ def start(module, *arguments, cwd=ROOT, num_devices=1, wrapper=(), **env):
   return subprocess.Popen(
     [*wrapper, sys.executable, '-m', module, *map(str, arguments)],
     cwd=cwd, env=os.environ | _environment(XLA_FLAGS=xla_flags, **env), text=True,
-    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    stdin=stdin, stdout=subprocess.PIPE, stderr=stderr,
   )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ def reprompt(
   prompt_lengths: ArrayLike,
   *,
   sampling: SamplingParams | None = None,
+  shortest: int = 16,
 ) -> DecodeState:
   """Gives all rows other prompts that begin like their texts; the models read the rest of the prompts only.
 
@@ -48,6 +49,7 @@ def reprompt(
     prompts: Integers `[B, P]`, right-padded; P and the new tokens fit into `decoder.cache_size`.
     prompt_lengths: Integers `[B]`, from 1 to P.
     sampling: Of scalars or arrays `[B]`, as for `generate`.
+    shortest: The fewest tokens that a program reads.
 
   Raises:
     ValueError: As for `init_decode`; or `num_kept` is not `[B]`, from 0 to the prompt's length.
@@ -61,7 +63,7 @@ def reprompt(
   # The target's cache lacks the last token of the text, and the last token of a prompt is the root of the next tree.
   num_kept = np.minimum(num_kept, np.minimum(fetch(state.root_position), lengths - 1))
   longest = decoder.cache_size - decoder.max_new_tokens
-  num_new = next(size for size in padded_lengths(longest) if size >= max(1, (lengths - num_kept - 1).max()))
+  num_new = next(size for size in padded_lengths(longest, shortest) if size >= max(1, (lengths - num_kept - 1).max()))
   keys, params, _, lengths = rows
   prompts = np.pad(prompts, ((0, 0), (0, decoder.cache_size - prompts.shape[1]))).astype(np.int32)
   kept = num_kept.astype(np.int32)
@@ -86,12 +88,19 @@ def _reprompt(decoder: Decoder, caches: Any, rows: Any, num_kept: jax.Array, num
   return constrain(decoder, first_state(decoder, *rows, cache, features, draft_state))
 
 
+# Tokens that the models read at a time: of a message, and of a long prompt. Each is a program.
+_FEW, _MANY = 32, 256
+
+
 class Session:
   """One text that prompts and continuations extend in turns, as in a chat.
+
+  Prompts are read in parts of two sizes, so few programs serve prompts of all lengths.
 
   Attributes:
     decoder: The decoder; its `cache_size` bounds the text, the new tokens of a turn included.
     tokens: The text so far: the last prompt, and the new tokens that were taken from `stream`.
+    sampling: The sampling parameters of the next prompt; scalars, as for `generate`. It may be replaced between two.
   """
 
   @takes_loose_sampling
@@ -105,7 +114,7 @@ class Session:
     self.decoder = decoder
     self.tokens: list[int] = []
     self.num_target_calls = 0
-    self._sampling = sampling
+    self.sampling = sampling
     self._state: DecodeState | None = None
 
   @property
@@ -147,17 +156,48 @@ class Session:
       if new:
         yield new
 
+  def compile(self, notify: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Compiles what a turn runs, so that no turn waits for it. The session begins anew with the next prompt.
+
+    Args:
+      notify: Called with the programs done and their number.
+    """
+    limits = self.longest_prompt, (self.decoder.context_length or _MANY) - self.decoder.max_new_tokens, _MANY
+    long = max(1, min(limits))
+    steps = (
+      lambda: self._begin(jax.random.key(0), [0]),
+      lambda: self._begin(jax.random.key(0), [0] * min(long, _FEW)),
+      lambda: self._begin(jax.random.key(0), [0] * long),
+      lambda: decode_rounds(self.decoder, self._state, 1),
+    )
+    for done, step in enumerate(steps):
+      notify(done, len(steps))
+      self._state = jax.block_until_ready(step())
+      self.tokens = []
+    notify(len(steps), len(steps))
+
   def _begin(self, rng_key: jax.Array, prompt: list[int]) -> DecodeState:
-    tokens = np.zeros((1, self.longest_prompt), np.int32)
-    tokens[0, : len(prompt)] = prompt
-    arguments = rng_key[None], tokens, np.array([len(prompt)])
-    if self._state is None:
-      size = next(size for size in padded_lengths(self.longest_prompt) if size >= len(prompt))
-      state = init_decode(self.decoder, arguments[0], tokens[:, :size], arguments[2], sampling=self._sampling)
-    else:
-      num_kept = np.array([_num_shared(self.tokens, prompt)])
-      state = reprompt(self.decoder, self._state, num_kept, *arguments, sampling=self._sampling)
+    """The state of a prompt, of which the models have read what the caches lacked."""
+    state, keys = self._state, rng_key[None]
+    if state is None:
+      padded = np.zeros(
+        (1, next(size for size in padded_lengths(self.longest_prompt) if size >= len(prompt))), np.int32
+      )
+      padded[0, : len(prompt)] = prompt
+      state = init_decode(self.decoder, keys, padded, np.array([len(prompt)]), sampling=self.sampling)
+      self.tokens = prompt
+      return state
+    num_shared, end = _num_shared(self.tokens, prompt), 0
     self.tokens = prompt
+    while end < len(prompt):
+      # Without the last of the shared tokens: the caches lack that of a text, and that of a prompt is the next root.
+      num_read = max(0, num_shared - 1)
+      size = _FEW if len(prompt) - num_read <= _MANY // 2 else _MANY
+      end = min(len(prompt), num_read + size + 1)
+      part, length = np.array([prompt[:end]]), np.array([end])
+      kept = np.array([num_shared])
+      state = reprompt(self.decoder, state, kept, keys, part, length, sampling=self.sampling, shortest=size)
+      self._state, num_shared = state, end
     return state
 
 

@@ -2,17 +2,23 @@
 
 import dataclasses
 import io
+import os
+import pty
+import re
+import select
 import signal
 import sys
 
 import commands
+import hub_specs
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 import tiny_hub
 
 import spectr_jax
-from decode import chat
+from decode import chat, slash_commands
 from decode.experiment.options import DecodeOptions
 from spectr_jax import Decoder, SamplingParams, Session, TokenTree, lookup_beside
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
@@ -232,6 +238,65 @@ def test_answers_cannot_steer_the_terminal(decoder, tokenizer, monkeypatch, caps
   talk.answer.seconds = 1
   chat.print_answer(talk, 'x')
   assert capsys.readouterr().out == 'a\ufffd[2J\ufffd\ufffd\n\ufffdb\tc\n'
+
+
+def test_commands_within_a_conversation(decoder, tokenizer):
+  talk = _chat(decoder, tokenizer, system='be kind')
+  assert slash_commands.obey(talk, '/stats') == 'no answer yet'
+  greedy = _chat(decoder, tokenizer, system='be kind')
+  assert slash_commands.obey(greedy, '/temperature 0') == 'temperature 0'
+  assert [list(greedy.ask('the owl')) for _ in range(2)][0] != list(talk.ask('the owl'))
+  assert greedy.session.sampling == SamplingParams(0.0, top_k=20)
+  assert re.fullmatch(
+    r'1 answers, 10 tokens, [\d.]+ tokens/s, 1.00 per target call; \d+ of 200 tokens of context',
+    slash_commands.obey(talk, '/stats'),
+  )
+  assert slash_commands.obey(talk, '/reset') == 'a new conversation'
+  assert talk.messages == [{'role': 'system', 'content': 'be kind'}]
+  slash_commands.obey(talk, '/system  be  brief ')
+  assert talk.messages == [{'role': 'system', 'content': 'be  brief'}]
+  assert slash_commands.obey(talk, '/draft') == 'no draft: one token per call of the target'
+  assert slash_commands.obey(talk, '/help').count('\n') == 5
+  for line, message in {
+    '/rest': 'there is no command /rest, did you mean reset[?]; /help lists them',
+    '/': 'there is no command /; /help',
+    '/system': '/system takes TEXT',
+    '/stats now': '/stats takes nothing',
+    '/temperature hot': '/temperature takes a number, got hot',
+    '/temperature nan': 'the temperature must be finite and at least 0, got nan',
+    '/system a\udcff': 'the system message is not valid Unicode',
+  }.items():
+    with pytest.raises(ValueError, match=message):
+      slash_commands.obey(talk, line)
+
+
+def test_a_conversation_in_a_terminal(tmp_path):
+  """Ready before it asks, lines that are edited, commands, and the end by Ctrl-D."""
+  spec = hub_specs.SPECS['llama'] | {'vocab_size': 301, 'max_position_embeddings': _CONTEXT, 'eos_token_id': 41}
+  folder = tiny_hub.write(tmp_path / 'hub', config=spec, chat_template=tiny_hub.CHAT)
+  safetensors.numpy.save_file(tiny_hub.tensors_of(spec), folder / 'model.safetensors')
+  master, terminal = pty.openpty()
+  process = commands.start('decode.chat', f'--target={folder}', '--max_new_tokens=8', stdin=terminal, stderr=terminal)
+  os.close(terminal)
+  seen = b''
+
+  def wait_for(text):
+    nonlocal seen
+    while text not in seen:
+      assert select.select([master], [], [], 120)[0], seen
+      seen += os.read(master, 4096)
+    seen = seen.partition(text)[2]
+
+  wait_for(b'Type a message')
+  for typed, answer in (('the owx\x7fl\r', 'per target call]'), ('/stats\r', '1 answers'), ('/rest\r', 'did you mean')):
+    wait_for(b'>')
+    os.write(master, typed.encode())
+    wait_for(answer.encode())
+  wait_for(b'>')
+  os.write(master, b'\x04')
+  out = commands.finish(process, timeout=60)
+  os.close(master)
+  assert out.count('\n') == 1
 
 
 def test_options_that_mean_nothing_are_refused(pair):

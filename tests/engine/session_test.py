@@ -8,6 +8,8 @@ import pytest
 
 import spectr_jax
 from spectr_jax import Confident, Decoder, SamplingParams, TokenTree, growing, lookup_beside, lookup_drafter
+from spectr_jax.engine import loop as engine_loop
+from spectr_jax.engine import session as engine_session
 from spectr_jax.engine.session import Session, reprompt
 from tests.draft.feature_drafter import feature_drafter
 from tests.draft.tiny_heads import tiny_head
@@ -139,6 +141,26 @@ def test_a_session_streams_what_generate_gives(target, draft):
     np.testing.assert_array_equal(new, wanted.tokens[0])
     text = [*prompt, *new]
     assert session.tokens == text
+
+
+def test_no_turn_compiles_after_the_programs_were_compiled(target, draft, monkeypatch):
+  """Whatever the lengths of prompts and of what is new in them; and nothing of the compilation stays in the text."""
+  monkeypatch.setattr(engine_session, '_FEW', 3)
+  monkeypatch.setattr(engine_session, '_MANY', 9)
+  decoder = Decoder.make(target, draft, method='block', tree=TokenTree.chains(1, 2), max_new_tokens=_NEW, cache_size=60)
+  session, steps, text = Session(decoder), [], []
+  session.compile(lambda done, total: steps.append((done, total)))
+  assert steps == [(number, 4) for number in range(5)]
+  before = engine_session._reprompt._cache_size(), engine_loop.run_rounds._cache_size()
+  for turn, num_new in enumerate((1, 17, 4, 2, 6)):
+    prompt = [*text, *np.random.default_rng(turn).integers(0, 17, num_new).tolist()]
+    new = [token for part in session.stream(jax.random.key(turn), prompt) for token in part]
+    text = [*prompt, *new]
+    if turn in (1, 4):
+      anew = Session(decoder)
+      assert new == [token for part in anew.stream(jax.random.key(turn), prompt) for token in part]
+      before = engine_session._reprompt._cache_size(), before[1]
+  assert (engine_session._reprompt._cache_size(), engine_loop.run_rounds._cache_size()) == before
 
 
 def test_a_stream_may_be_left(target):
