@@ -178,7 +178,7 @@ def start_chat(options: DecodeOptions, context: int, notify: Notify | None = Non
   Args:
     options: The options; they name one method, K, L and tree.
     context: Tokens that the conversation may have, those of an answer included.
-    notify: Called with the current activity, the steps done and the steps in total. None compiles nothing ahead.
+    notify: Called with the current activity, the steps done and the steps in total.
 
   Raises:
     ValueError: Options or models are unusable; the message says why.
@@ -203,8 +203,7 @@ def start_chat(options: DecodeOptions, context: int, notify: Notify | None = Non
     eos_id=models.tokenizer.eos_ids,
   )
   session = Session(decoder, sampling=options.sampling)
-  if notify is not None:
-    session.compile(lambda done, total: notify('compiling', done, total))
+  session.compile(lambda done, total: notify and notify('compiling', done, total))
   stop = options.make_stop(models.tokenizer)
   return Chat(session, models.tokenizer, system=options.system, stop=stop, seed=options.seed)
 
@@ -341,10 +340,9 @@ if __name__ == '__main__':
         'decode.chat needs a model that answers: --target=MODEL, a folder, a .gguf file or ORG/NAME on the hub'
       )
     options = read_options(chat=True)
-    is_long = options.prompt is None and is_typed()
-    with show_progress() if is_long else contextlib.nullcontext() as notify:
+    with show_progress() if sys.stderr.isatty() else contextlib.nullcontext() as notify:
       chat = start_chat(options, _CONTEXT.value, notify)
-    if is_long:
+    if options.prompt is None and is_typed():
       print('Type a message, or /help. Ctrl-C ends an answer, Ctrl-D the conversation.', file=sys.stderr)
     if options.prompt is None:
       talk(chat, read_turns())
