@@ -15,7 +15,7 @@ from decode.experiment.option_flags import read_options
 from decode.experiment.run import run_decode
 from spectr_jax.sharding import is_primary
 
-_OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
+_OUTPUT = flags.DEFINE_string('output', None, 'File for the results: JSON, or a table if it ends in .csv.')
 _GENERATIONS = flags.DEFINE_string('generations', None, 'JSONL file for the continuations.')
 help_text.in_group('Measurements and output', _OUTPUT, _GENERATIONS)
 
@@ -34,7 +34,8 @@ def decode():
   with outputs:
     with show_progress() as notify:
       run = run_decode(options, notify)
-    contents = {'output': records.to_json(run), 'generations': records.to_jsonl(run)}
+    is_table = (_OUTPUT.value or '').endswith('.csv')
+    contents = {'output': (records.to_csv if is_table else records.to_json)(run), 'generations': records.to_jsonl(run)}
     outputs.write_after(lambda: report.print_report(run), **contents)
 
 

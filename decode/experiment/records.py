@@ -5,9 +5,11 @@ What determines a continuation of `decode.bulk` stands in every line, so that no
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import enum
 import hashlib
+import io
 import json
 from typing import Any
 
@@ -22,6 +24,8 @@ from spectr_jax import Continuation, StopStrings, finish_reason
 from spectr_jax.auto.prediction import Prediction
 from spectr_jax.io.content import hash_content
 from spectr_jax.io.tokenizer import TokenizerBase
+
+_PARTS = 'round', 'draft', 'target', 'verification', 'rest'  # of `seconds_per_round`
 
 
 def _result(summary: Summary, run: DecodeRun, seed: int) -> dict:
@@ -68,6 +72,29 @@ def to_json(run: DecodeRun) -> str:
   if run.predictions:
     content['predictions'] = [_prediction(found) for found in run.predictions]
   return json.dumps(content, indent=2, allow_nan=False) + '\n'
+
+
+def to_csv(run: DecodeRun) -> str:
+  """The results of `to_json` as comma-separated values, a line each below their names.
+
+  An interval is two values, `_low` and `_high`; shares by position stand in one, separated by spaces; null is empty.
+  """
+  rows = []
+  for found in run.measurements:
+    row = {}
+    for name, value in _result(run.summarize(found.setting, (found.seed,)), run, found.seed).items():
+      if name.endswith('_ci95'):
+        row |= dict(zip((f'{name}_low', f'{name}_high'), value or ('', '')))
+      elif name == 'seconds_per_round':
+        row |= {f'seconds_{part}': (value or {}).get(part, '') for part in _PARTS}
+      else:
+        row[name] = ' '.join(map(str, value)) if isinstance(value, list) else value
+    rows.append(row)
+  text = io.StringIO()
+  writer = csv.DictWriter(text, rows[0], lineterminator='\n')
+  writer.writeheader()
+  writer.writerows(rows)
+  return text.getvalue()
 
 
 def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:

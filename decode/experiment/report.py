@@ -28,52 +28,74 @@ _MEANINGS = {
 }
 
 
-def _with_interval(value: float, interval: tuple[float, float] | None) -> str:
-  return f'{value:.2f}' + ('' if interval is None else f' ± {(interval[1] - interval[0]) / 2:.2f}')
+def _with_interval(value: float, interval: tuple[float, float] | None, unit: str = '') -> str:
+  return f'{value:.2f}{unit}' + ('' if interval is None else f' ± {(interval[1] - interval[0]) / 2:.2f}')
 
 
-_NUM_POSITIONS = 8
+_NUM_POSITIONS = 8  # of which the acceptance is shown, at most
 
 
-def _shares(shares: list[float]) -> str:
+def _shares(shares: list[float], num_shown: int) -> str:
   """The shares of the first positions as text. Deep trees have more positions than fit on a line."""
-  shown = [f'{share:.2f}' for share in shares[:_NUM_POSITIONS]]
-  return ' '.join(shown + ['...'] * (len(shares) > _NUM_POSITIONS)) or '-'
+  shown = [f'{share:.2f}' for share in shares[:num_shown]]
+  return ' '.join(shown + ['...'] * (len(shares) > num_shown)) or '-'
 
 
-def make_table(run: DecodeRun) -> Table:
-  """The table of results: one row per setting, over all seeds."""
+def fitting_table(run: DecodeRun, console: Console) -> Table:
+  """The table of results that fits the console: acceptance by position gives way first, then what lines below say too.
+
+  Args:
+    run: The run.
+    console: The console.
+  """
+  unbounded = console.options.update(max_width=10_000)
+  for num_positions in range(_NUM_POSITIONS, -1, -1):
+    table = make_table(run, num_positions)
+    if console.measure(table, options=unbounded).maximum <= console.width:
+      return table
+  return make_table(run, 0, has_lossless=False)
+
+
+def make_table(run: DecodeRun, num_positions: int = _NUM_POSITIONS, *, has_lossless: bool = True) -> Table:
+  """The table of results: one row per setting, over all seeds.
+
+  Args:
+    run: The run.
+    num_positions: Positions whose acceptance is shown, at most.
+    has_lossless: Whether a column says which methods are lossless; else those that are not have a mark.
+  """
   has_trees = any(setting.spec is not None and setting.spec.name != 'chains' for setting in run.settings)
-  columns = [('method', 'left'), ('lossless', 'left'), ('K', 'right'), ('L', 'right')]
+  columns = [('method', 'left'), *[('lossless', 'left')] * has_lossless, ('K', 'right'), ('L', 'right')]
   if has_trees:
     columns += [('nodes', 'right'), ('tree', 'left')]
-  columns += [('tokens per\ntarget call', 'left'), ('acceptance\nby position', 'left')]
+  columns += [('tokens per\ntarget call', 'left'), *[('acceptance\nby position', 'left')] * (num_positions > 0)]
   if run.options.share_of_optimum:
     columns.append(('share of\noptimum', 'left'))
   columns += [('tokens/s', 'right'), ('speed-up', 'right')]
-  table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+  padding = (0, 1) if has_lossless else (0, 1, 0, 0)
+  table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=padding)
   for name, justify in columns:
-    table.add_column(name, justify=justify, no_wrap=name not in ('acceptance\nby position', 'tree'))
+    table.add_column(name, justify=justify, no_wrap=name != 'tree')
   for setting in run.settings:
     summary = run.summarize(setting)
+    is_lossless = setting.method.is_lossless
     cells = [
-      setting.method.name,
-      'yes' if setting.method.is_lossless else 'no',
+      setting.method.name + ('' if has_lossless or is_lossless else ' (!)'),
+      *['yes' if is_lossless else 'no'] * has_lossless,
       str(setting.num_drafts or '-'),
       str(setting.draft_length or '-'),
     ]
     if has_trees:
       cells += [str(setting.tree.num_nodes or '-'), setting.tree_name]
-    cells += [
-      _with_interval(summary.block_efficiency, summary.interval),
-      _shares(summary.acceptance_by_position),
-    ]
+    cells.append(_with_interval(summary.block_efficiency, summary.interval))
+    if num_positions:
+      cells.append(_shares(summary.acceptance_by_position, num_positions))
     if run.options.share_of_optimum:
       share = summary.share_of_optimum
       cells.append('-' if share is None else _with_interval(share, summary.share_interval))
     cells += [
       f'{summary.tokens_per_second:,.0f}',
-      '-' if summary.speedup is None else f'{summary.speedup:.2f}x',
+      '-' if summary.speedup is None else _with_interval(summary.speedup, summary.speedup_interval, 'x'),
     ]
     table.add_row(*cells)
   return table
@@ -135,6 +157,13 @@ def explain_slow(run: DecodeRun) -> list[str]:
       f' call alone takes {cost:.1f} times as long for {num_nodes} nodes as for 1.'
     )
   return lines
+
+
+def explain_missing_baseline(run: DecodeRun) -> list[str]:
+  """A line where no setting says how fast decoding without a draft is."""
+  if any(run.summarize(setting).speedup is not None for setting in run.settings):
+    return []
+  return ['speed-up is relative to autoregressive, which is not among the methods; add it to --method to compare.']
 
 
 def explain_parts(run: DecodeRun) -> list[str]:
@@ -238,8 +267,9 @@ def print_report(run: DecodeRun, console: Console | None = None) -> None:
   if run.predictions:
     console.print(make_prediction_table(run.predictions))
     console.print('\n' + explain_choice(run.predictions) + '\n', **print_options)
-  console.print(make_table(run))
+  console.print(fitting_table(run, console))
   console.print()
-  for line in explain_bias(run) + explain_slow(run) + explain_parts(run) + describe_groups(run.info['timed_together']):
+  lines = explain_bias(run) + explain_missing_baseline(run) + explain_slow(run) + explain_parts(run)
+  for line in lines + describe_groups(run.info['timed_together']):
     console.print(line + '\n', **print_options)
   console.print(make_sample(run, is_colored=console.color_system is not None), **print_options)

@@ -1,8 +1,10 @@
 """Files written whole, and what people read."""
 
+import csv
 import dataclasses
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -117,6 +119,51 @@ def test_deep_trees_fit_into_the_table(run, length, shown):
   assert row == ['speculative', 'yes', '1', str(length), '2.00', *shown, '16', '-']
   (result,) = json.loads(records.to_json(run))['results']
   assert result['acceptance_by_position'] == [0.5] * length
+
+
+@pytest.mark.parametrize('width', [60, 80, 120])
+def test_tables_fit_the_terminal_and_keep_what_counts(run, width):
+  """K, L, tokens per call with their interval, and speed are whole; acceptance by position gives way."""
+  options = dataclasses.replace(
+    run.options, method=('autoregressive', 'race_traversal', 'spectr_gbv'), draft_length=(16,)
+  )
+  settings, prompts = expand(options), [Prompt('an owl'), Prompt('a fox')]
+  measurements = [
+    dataclasses.replace(
+      run.measurements[bool(setting.tree.num_nodes)],
+      setting=setting, tokens=np.zeros((2, 8), int), lengths=np.array([8, 6]), num_target_calls=np.array([4, 4]),
+      accepted_by_depth=np.full((2, setting.draft_length), 2), origins=np.zeros((2, 8), int), failures=np.zeros(2, int),
+      batch_seconds=np.array([0.5, 0.7]), baseline_seconds=np.array([1.0, 1.1]),
+    )
+    for setting in settings
+  ]  # fmt: skip
+  wide = dataclasses.replace(run, options=options, prompts=prompts, settings=settings, measurements=measurements)
+  console = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
+  console.print(report.fitting_table(wide, console))
+  lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+  assert max(map(len, lines)) <= width
+  own = {line.split()[0]: line for line in lines if line.startswith(('race_traversal', 'spectr_gbv'))}
+  assert own.keys() == {'race_traversal', 'spectr_gbv'}
+  for line in own.values():
+    assert re.search(r' 2 +16 +1\.75 ± \d\.\d\d .*\d+ +\d\.\d\dx ± \d\.\d\d$', line), line
+  assert ('(!)' in own['spectr_gbv']) != (' no ' in own['spectr_gbv'])
+  assert ('0.50' in own['race_traversal']) == (width > 80)
+
+
+def test_a_missing_baseline_is_said(run):
+  assert 'speed-up is relative to' not in _printed(run)
+  alone = dataclasses.replace(run, settings=run.settings[1:], measurements=run.measurements[1:])
+  assert 'speed-up is relative to autoregressive, which is not among the methods' in _printed(alone)
+
+
+def test_results_as_a_table_of_values(run):
+  rows = list(csv.DictReader(io.StringIO(records.to_csv(run))))
+  results = json.loads(records.to_json(run))['results']
+  assert [row['method'] for row in rows] == ['autoregressive', 'speculative', 'spectr']
+  for row, result in zip(rows, results, strict=True):
+    assert float(row['block_efficiency']) == result['block_efficiency']
+    assert row['acceptance_by_position'] == ' '.join(map(str, result['acceptance_by_position']))
+    assert row['speedup_ci95_low'] == row['epsilon'] == ''
 
 
 def test_only_slow_settings_are_explained(run):
