@@ -112,14 +112,15 @@ def _collect_rarely() -> None:
   gc.set_threshold(50_000, 20, 50)
 
 
-def run(main: Callable[[list[str]], None], examples: Sequence[str] = ()) -> None:
+def run(main: Callable[[list[str]], None], examples: Sequence[str] = (), *, files: str = '') -> None:
   """Runs a command under absl: parses flags, sets up the compilation cache and calls `main`.
 
   Errors end the process with one line and exit code 1, see `message_of`.
 
   Args:
-    main: Called with the arguments that are not flags: the program's name.
+    main: Called with the arguments that are not flags: the program's name, and files if there may be some.
     examples: Arguments that `--help` shows, a line each.
+    files: What stands for each of the files that may be named beside flags; empty if none may.
   """
   cache_dir = flags.DEFINE_string(
     'compilation_cache_dir',
@@ -129,11 +130,11 @@ def run(main: Callable[[list[str]], None], examples: Sequence[str] = ()) -> None
   )
   help_text.in_group('Machine', cache_dir)
   if help_text.is_asked_for(sys.argv[1:]):
-    print(help_text.text_of(sys.modules['__main__'], examples))
+    print(help_text.text_of(sys.modules['__main__'], examples, files))
     sys.exit(0)
 
   def guarded(argv):
-    if len(argv) > 1:
+    if len(argv) > 1 and not files:
       _fail(f'unexpected argument {argv[1]!r}; options are given as --name=value')
     has_stdout = sys.stdout is not None
     if not has_stdout:

@@ -42,18 +42,23 @@ def is_asked_for(arguments: Sequence[str]) -> bool:
   return any(argument in ('-h', '-help', '--help') for argument in arguments)
 
 
-def text_of(module: types.ModuleType, examples: Sequence[str], *, width: int | None = None) -> str:
+def text_of(module: types.ModuleType, examples: Sequence[str], files: str = '', *, width: int | None = None) -> str:
   """The help of a command.
 
   Args:
     module: The command's module; the first sentence of its docstring says what it does.
-    examples: Arguments of the command, a line each; a comment may follow.
+    examples: Arguments of the command, a line each.
+    files: What stands for each of the files that are named beside options.
     width: Columns; None for the terminal's, of which 40 to 100 are used.
   """
   width = min(max(width or shutil.get_terminal_size((80, 24)).columns, _NARROWEST), _WIDEST)
   command = f'python -m {module.__spec__.name}'
   what = re.split(r': `|\n\n', module.__doc__, maxsplit=1)[0]
-  lines = [*textwrap.wrap(what.rstrip('.') + '.', width), '', f'  {command} [--OPTION=VALUE ...]']
+  lines = [
+    *textwrap.wrap(what.rstrip('.') + '.', width),
+    '',
+    f'  {command} {f"{files} ... " if files else ""}[--OPTION=VALUE ...]',
+  ]
   if examples:
     lines += ['', 'Examples']
     for example in examples:

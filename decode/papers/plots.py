@@ -197,14 +197,20 @@ def legend(figure, axes, *, title: str = '') -> None:
 
 
 def to_png(figure, *, title: str) -> bytes:
-  """The figure as PNG.
+  """The figure as PNG; arguments as of `to_image`."""
+  return to_image(figure, title=title, kind='png')
+
+
+def to_image(figure, *, title: str, kind: str) -> bytes:
+  """The figure as a file.
 
   Args:
     figure: The figure.
     title: Text above all panels.
+    kind: `png` or `svg`.
   """
   width = int(figure.get_figwidth() * 13)
   figure.suptitle('\n'.join(textwrap.wrap(title, width)), fontsize=_TEXT_SIZE + 2, parse_math=False)
   content = io.BytesIO()
-  figure.savefig(content, format='png', metadata={'Software': None})
+  figure.savefig(content, format=kind, metadata={'Software': None} if kind == 'png' else {'Date': None})
   return content.getvalue()
