@@ -88,9 +88,10 @@ def draw(points: Mapping[str, Sequence[Mapping[str, Any]]], kind: str) -> bytes:
     for point in own:
       place = point['tokens_per_call'], point[speed]
       panel.annotate(point['shape'], place, textcoords='offset points', xytext=(4, 3), fontsize=6, parse_math=False)
-    relative = {'ylim': (0, None)} | ({'xlim': (0.9, None)} if len(own) > 1 else {})
+    right, top = (max(point[name] for point in own) for name in ('tokens_per_call', speed))
+    limits = {'xlim': (0.9, 1.08 * right), 'ylim': (0, 1.12 * top)}
     name = 'speed relative to autoregressive' if speed == 'speedup' else 'tokens/s'
-    plots.name_axes(panel, x='tokens per target call', y=name, title=title if len(points) > 1 else '', **relative)
+    plots.name_axes(panel, x='tokens per target call', y=name, title=title if len(points) > 1 else '', **limits)
   plots.legend(figure, axes)
   return plots.to_image(figure, title='Speed over tokens per call', kind=kind)
 
