@@ -24,6 +24,7 @@ if __name__ == '__main__':
   training_command.run(
     run,
     'target',
+    next_flags=lambda folder: f'--target={_TARGET.value} --draft={folder}',
     examples=[
       '--config=configs/head.py --target=MODEL --workdir=runs/head',
       '--config=configs/head.py:model --target=MODEL --workdir=runs/draft --config.num_steps=400',

@@ -296,8 +296,12 @@ class HeadTraining(Run):
   def has_data(self) -> bool:
     return self.data.is_begun
 
+  @property
+  def result(self) -> epath.Path:
+    return self.workdir / self.draft.folder
+
   def check_result(self) -> bool:
-    return self.draft.check_folder(self.workdir / self.draft.folder)
+    return self.draft.check_folder(self.result)
 
   def _init_state(self, target: Model, rows: jax.Array, params: dict[str, Any] | None) -> dict[str, Any]:
     if params is None:
@@ -342,7 +346,7 @@ class HeadTraining(Run):
     """
     if is_primary():
       info = {'target': self.target_name, 'steps': self.step, 'held_out': found}
-      self.draft.save(self.workdir / self.draft.folder, self.drafter(), self.tokenizer, info)
+      self.draft.save(self.result, self.drafter(), self.tokenizer, info)
     multihost_utils.sync_global_devices('the draft is written')
 
   def advance(self) -> jax.Array:

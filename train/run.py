@@ -38,10 +38,12 @@ class Outcome:
   Attributes:
     step: Number of steps done. If `config.patience` is set, the steps of the best model.
     held_out: The final held-out metrics, or None if the run was stopped before its end.
+    folder: Where what was trained is.
   """
 
   step: int
   held_out: dict[str, float] | None
+  folder: epath.Path
 
 
 def make_config_mesh(config, devices=None) -> Mesh:
@@ -63,13 +65,23 @@ def make_config_mesh(config, devices=None) -> Mesh:
 
 @contextlib.contextmanager
 def _termination(every: int) -> Iterator[Callable[[int], bool]]:
-  """Yields a function of the step that returns whether to stop after it, because SIGTERM has arrived.
+  """Yields a function of the step that returns whether to stop after it, because SIGTERM or Ctrl-C has arrived.
 
-  Several processes must agree on it. They do so every `every` steps.
+  A second Ctrl-C ends the program at once. Several processes must agree on it. They do so every `every` steps.
   """
   has_come = []
+
+  def stop(number, _):
+    has_come.append(True)
+    if number == signal.SIGINT:
+      signal.signal(signal.SIGINT, signal.default_int_handler)
+      os.write(2, b'saving a checkpoint and ending; Ctrl-C again ends at once\n')  # print may be at work
+
+  numbers = [signal.SIGTERM]
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell ignores it in the background
+    numbers.append(signal.SIGINT)
   try:
-    before = signal.signal(signal.SIGTERM, lambda *_: has_come.append(True))
+    before = {number: signal.signal(number, stop) for number in numbers}
   except ValueError:  # only the main thread may handle signals
     yield lambda step: False
     return
@@ -82,7 +94,8 @@ def _termination(every: int) -> Iterator[Callable[[int], bool]]:
   try:
     yield is_told_to_stop
   finally:
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+      signal.signal(number, handler)
 
 
 class Run(abc.ABC):
@@ -148,6 +161,11 @@ class Run(abc.ABC):
   def has_data(self) -> bool:
     """Whether WORKDIR has data that a run has written with its own settings; by itself it has none."""
     return False
+
+  @property
+  @abc.abstractmethod
+  def result(self) -> epath.Path:
+    """The folder that what is trained is written to."""
 
   @abc.abstractmethod
   def check_result(self) -> bool:
@@ -245,7 +263,7 @@ class Run(abc.ABC):
       self._writer.write(self.step, metrics)
 
   def run(self) -> Outcome:
-    """Trains to the end and writes what was trained; SIGTERM saves a checkpoint and ends the run.
+    """Trains to the end and writes what was trained; SIGTERM or Ctrl-C saves a checkpoint and ends the run.
 
     Raises:
       ValueError: The loss or the parameters are not finite, or a file could not be written.
@@ -256,7 +274,7 @@ class Run(abc.ABC):
         self._log({f'final_{name}': value for name, value in final.items()})
       if self._writer:
         self._writer.close()
-    return Outcome(self.step, final)
+    return Outcome(self.step, final, self.result)
 
   def _train(self) -> dict[str, float] | None:
     """Trains, and returns the final held-out metrics, or None if the run was stopped before its end."""

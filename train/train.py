@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 
 import jax
@@ -65,10 +64,10 @@ def _progress_bar(num_steps: int, step: int):
     progress.BarColumn(),
     progress.MofNCompleteColumn(),
     progress.TimeRemainingColumn(),
-    progress.TextColumn('loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s'),
+    progress.TextColumn('{task.fields[found]}'),
     console=console.Console(quiet=not is_primary()),
   )
-  return bar, bar.add_task('training', total=num_steps, completed=step, loss=math.nan, speed=0.0)
+  return bar, bar.add_task('training', total=num_steps, completed=step, found='compiling the first step')
 
 
 def check_teacher(config, teacher_config: TransformerConfig) -> None:
@@ -166,8 +165,12 @@ class _Training(Run):
         f' {len(self.text.tokens):,} training tokens from {source.name}; at step {self.step}'
       )
 
+  @property
+  def result(self) -> epath.Path:
+    return self.workdir / 'model'
+
   def check_result(self) -> bool:
-    path = self.workdir / 'model'
+    path = self.result
     check_new_folder(path, ('model.json', 'tokenizer.json', 'params'), owned=files_of_model)
     return (path / 'model.json').exists()
 
@@ -212,7 +215,8 @@ class _Training(Run):
     bar, task = _progress_bar(self.config.num_steps, self.step)
 
     def show(metrics, found):
-      bar.update(task, completed=self.step, loss=metrics['train_loss'], speed=metrics['tokens_per_second'])
+      said = f'loss {metrics["train_loss"]:.3f}  {metrics["tokens_per_second"]:,.0f} tokens/s'
+      bar.update(task, completed=self.step, found=said)
       if found:
         bar.console.print(f'step {self.step}: held-out ' + ', '.join(f'{k} {v:.3f}' for k, v in found.items()))
 
@@ -225,7 +229,7 @@ class _Training(Run):
     if is_primary():
       model = transformer_model(params, self.model_config)
       info = {'text': self.origin, 'steps': step, 'held_out': found}
-      path = self.workdir / 'model'
+      path = self.result
       try:
         save_model(path, model, self.tokenizer, info=info, overwrite=True)
       except Exception as error:  # storage may raise any type
@@ -245,7 +249,7 @@ class _Training(Run):
     """Evaluates the model on all held-out text and writes it. With `config.patience` this is the best model."""
     del found  # of some held-out text
     if self.config.patience and self.best_step:
-      best = load_transformer(self.workdir / 'model')[0].params
+      best = load_transformer(self.result)[0].params
       self.state['params'], self.step = put(best, self.sharding['params']), self.best_step
     final = self._evaluate()
     self.keep_model(self.step, final)
@@ -256,9 +260,9 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
   """Trains to `config.num_steps`, continuing from the newest checkpoint under `workdir` if there is one.
 
   On the same mesh, an interrupted and continued run ends with the same parameters as an uninterrupted one. A run can
-  also continue on another mesh, where sums have another order. SIGTERM saves a checkpoint and ends the run. The trained
-  model is written to `WORKDIR/model`. With `config.patience` it is the best of the evaluated models and exists from the
-  first evaluation on. With several processes (`jax.distributed`) each calls this function.
+  also continue on another mesh, where sums have another order. SIGTERM or Ctrl-C saves a checkpoint and ends the run.
+  The trained model is written to `WORKDIR/model`. With `config.patience` it is the best of the evaluated models and
+  exists from the first evaluation on. With several processes (`jax.distributed`) each calls this function.
 
   Args:
     config: The experiment, as `configs/base.py` describes.

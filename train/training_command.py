@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 from absl import flags
+from etils import epath
 from ml_collections import config_flags
 
 from common import processes
@@ -25,13 +26,19 @@ ALLOW_FALLBACK = flags.DEFINE_bool(
 )
 
 
-def run(train: Callable[[], Outcome | None], *required: str, examples: Sequence[str] = ()) -> None:
+def run(
+  train: Callable[[], Outcome | None],
+  *required: str,
+  examples: Sequence[str] = (),
+  next_flags: Callable[[epath.Path], str] = '--target={}'.format,
+) -> None:
   """Runs a command that trains. Errors of users, the devices' lack of memory among them, are one line and exit code 1.
 
   Args:
     train: Trains as the flags say; None if there was nothing to train.
     *required: Required flags beside `config` and `workdir`.
     examples: Arguments that `--help` shows, a line each.
+    next_flags: From the folder of what was trained, the flags with which `decode.main` takes it.
   """
 
   def main(argv):
@@ -50,6 +57,7 @@ def run(train: Callable[[], Outcome | None], *required: str, examples: Sequence[
       print(f'terminated: saved at step {outcome.step}; the same command continues from there')
     else:
       print('held-out ' + ', '.join(f'{name} {value:.4f}' for name, value in outcome.held_out.items()))
+      print(f'written to {outcome.folder}; try it: python -m decode.main {next_flags(outcome.folder)}')
 
   flags.mark_flags_as_required(['config', 'workdir', *required])
   config_flag.run(main, examples)

@@ -116,6 +116,9 @@ def test_a_tokenizer_and_a_model_are_trained_and_training_goes_on_after_a_kill(t
   out = commands.succeed('train.main', *settings, f'--config.num_steps={newest + 3}', f'--workdir={tmp_path}/run')
   assert f'at step {newest}' in out
   assert 'held-out loss' in out
+  assert 'nan' not in out
+  folder = tmp_path / 'run' / 'model'
+  assert f'written to {folder}; try it: python -m decode.main --target={folder}\n' in out
   assert load_model(tmp_path / 'run' / 'model')[0].vocab_size == 280
 
   for path in (tmp_path / 'run' / 'checkpoints' / str(newest + 3) / 'default' / 'd').iterdir():

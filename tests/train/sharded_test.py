@@ -96,14 +96,14 @@ def test_a_checkpoint_continues_on_another_mesh(tmp_path, base, on_one_device):
   assert_near(tmp_path, on_one_device)
 
 
-def terminate_early(processes, workdir):
-  """Sends SIGTERM once training is under way, and returns what the first process printed."""
+def terminate_early(processes, workdir, number=signal.SIGTERM):
+  """Sends a signal once training is under way, and returns what the first process printed."""
   metrics = workdir / 'metrics.jsonl'
   while not (metrics.exists() and metrics.read_text()):
     assert all(process.poll() is None for process in processes), [process.communicate() for process in processes]
     time.sleep(0.01)
   for process in processes:
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
   return [finish(process) for process in processes][0]
 
 
@@ -116,11 +116,16 @@ def assert_saved_where_it_stopped(workdir, out, num_steps):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_ends_and_the_run_continues_exactly(tmp_path, base):
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_and_the_run_continues_exactly(tmp_path, base, number):
   arguments = base(num_steps=300, checkpoint_every=1000, eval_every=1000)
   succeed(*arguments, f'--workdir={tmp_path}/straight')
   workdir = tmp_path / 'run'
-  out = terminate_early([start(*arguments, f'--workdir={workdir}')], workdir)
+  # A shell may have told this process to ignore interrupts, and so its children.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  process = start(*arguments, f'--workdir={workdir}')
+  signal.signal(signal.SIGINT, before)
+  out = terminate_early([process], workdir, number)
   saved = assert_saved_where_it_stopped(workdir, out, 300)
   assert f'at step {saved}' in succeed(*arguments, f'--workdir={workdir}')
   np.testing.assert_array_equal(losses(workdir), losses(tmp_path / 'straight'))
