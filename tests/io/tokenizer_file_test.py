@@ -71,7 +71,7 @@ def _refusal(tmp_path, function):
     ('null', 'must hold an object'),
     (b'\xff'.decode('latin-1') * 3, 'is damaged'),
     ('{"model": {}, "model": {}}', "is damaged: 'model' is there twice"),
-    ('[' + '[],' * 7_000_000 + '[]]', 'more than 6,291,456 values'),
+    pytest.param('[' + '[],' * 7_000_000 + '[]]', 'more than 6,291,456 values', id='many values'),
     # Vocabularies.
     (_spec({'vocab': {'a': -1}}), 'vocab must be'),
     (_spec({'vocab': {'a': 2**31}}), 'vocab must be'),
