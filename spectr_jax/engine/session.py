@@ -164,17 +164,21 @@ class Session:
     """
     limits = self.longest_prompt, (self.decoder.context_length or _MANY) - self.decoder.max_new_tokens, _MANY
     long = max(1, min(limits))
-    steps = (
-      lambda: self._begin(jax.random.key(0), [0]),
-      lambda: self._begin(jax.random.key(0), [0] * min(long, _FEW)),
-      lambda: self._begin(jax.random.key(0), [0] * long),
-      lambda: decode_rounds(self.decoder, self._state, 1),
-    )
-    for done, step in enumerate(steps):
-      notify(done, len(steps))
-      self._state = jax.block_until_ready(step())
-      self.tokens = []
-    notify(len(steps), len(steps))
+
+    def read(size: int) -> DecodeState:
+      state = jax.block_until_ready(self._begin(jax.random.key(0), [0] * size))
+      self._state, self.tokens = state, []
+      return state
+
+    notify(0, 4)
+    read(1)
+    notify(1, 4)
+    read(min(long, _FEW))
+    notify(2, 4)
+    state = read(long)
+    notify(3, 4)
+    self._state = jax.block_until_ready(decode_rounds(self.decoder, state, 1))
+    notify(4, 4)
 
   def _begin(self, rng_key: jax.Array, prompt: list[int]) -> DecodeState:
     """The state of a prompt, of which the models have read what the caches lacked."""

@@ -174,14 +174,14 @@ def _is_packed(node: Any) -> bool:
 
 def _in_out(kernel: jax.Array | Int8Kernel) -> jax.Array:
   """The numbers of a kernel as `[in, out]`."""
-  if not is_int8(kernel):
+  if not isinstance(kernel, Int8Kernel):
     return kernel
   return kernel.values if kernel.channel_axis else kernel.values.T
 
 
 def _packed(kernel: jax.Array | Int8Kernel) -> PackedKernel:
   values = _in_out(kernel)
-  return PackedKernel(native.pack(values), values.shape[1], kernel.scale if is_int8(kernel) else None)
+  return PackedKernel(native.pack(values), values.shape[1], kernel.scale if isinstance(kernel, Int8Kernel) else None)
 
 
 @kernels_for_decoding.form('cpu')
