@@ -222,7 +222,7 @@ def _line_editor() -> Callable[[], str]:
 
   def read_line():
     try:
-      return editor.prompt()[: _LONGEST_LINE - 1] + '\n'
+      return editor.prompt() + '\n'
     except EOFError:
       return ''
 
@@ -244,10 +244,10 @@ def read_turns() -> Iterator[str]:
     line = read_line()
     if not line:
       return
-    if len(line) == _LONGEST_LINE and line[-1] != '\n':
+    if len(line.removesuffix('\n')) >= _LONGEST_LINE:
       command_line.print_error(f'the message is too long, more than {_LONGEST_LINE:,} characters')
-      while (rest := sys.stdin.readline(_LONGEST_LINE)) and rest[-1] != '\n':
-        pass
+      while line and line[-1] != '\n':
+        line = read_line()
     elif line.strip():
       yield line.strip()
 
