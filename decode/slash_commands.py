@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
+from decode.conversation import Chat
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.suggestion import did_you_mean
 from spectr_jax.unicode import check_unicode
-
-if TYPE_CHECKING:
-  from decode.chat import Chat
 
 _HELP = {
   'help': ('', 'lists these commands'),

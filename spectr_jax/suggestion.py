@@ -13,5 +13,5 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     name: What was given.
     allowed: The names that exist.
   """
-  found = difflib.get_close_matches(str(name)[:100].lower(), list(allowed), n=1)
+  found = difflib.get_close_matches(str(name)[:100].lower(), list(allowed), n=1, cutoff=0.7)
   return f', did you mean {found[0]}?' if found else ''

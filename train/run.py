@@ -38,12 +38,12 @@ class Outcome:
   Attributes:
     step: Number of steps done. If `config.patience` is set, the steps of the best model.
     held_out: The final held-out metrics, or None if the run was stopped before its end.
-    folder: Where what was trained is.
+    folder: Where what was trained is; outcomes are equal wherever they are.
   """
 
   step: int
   held_out: dict[str, float] | None
-  folder: epath.Path
+  folder: epath.Path = dataclasses.field(compare=False)
 
 
 def make_config_mesh(config, devices=None) -> Mesh:

@@ -1,0 +1,142 @@
+"""A conversation with a model: its messages, and its answers as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import jax
+
+from decode.experiment.prompts import check_known
+from spectr_jax.engine.session import Session
+from spectr_jax.engine.stop import StopStrings
+from spectr_jax.io.text_stream import TextStream
+from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.unicode import check_unicode
+
+
+@dataclasses.dataclass
+class Answer:
+  """The figures of an answer, so far or in the end.
+
+  Attributes:
+    num_tokens: New tokens so far.
+    num_target_calls: Rounds so far.
+    seconds: Time that it has taken, the reading of the prompt included.
+    num_left_out: Messages at the conversation's beginning that the model no longer saw.
+    is_interrupted: Whether the user ended it.
+  """
+
+  num_tokens: int = 0
+  num_target_calls: int = 0
+  seconds: float = 0.0
+  num_left_out: int = 0
+  is_interrupted: bool = False
+
+
+class Chat:
+  """A conversation with a model.
+
+  Attributes:
+    messages: All messages so far, each with `role` and `content`.
+    session: The text that the models have read.
+    answer: Figures of the last answer.
+    answers: Those of all answers that came to their end.
+  """
+
+  def __init__(
+    self,
+    session: Session,
+    tokenizer: TokenizerBase,
+    *,
+    system: str | None = None,
+    stop: StopStrings | None = None,
+    seed: int = 0,
+  ):
+    """Starts a conversation.
+
+    Args:
+      session: The session, with no text yet.
+      tokenizer: The target's tokenizer.
+      system: The system message, or None for the template's own.
+      stop: Texts that end an answer, or None.
+      seed: The seed of all answers.
+    """
+    self.messages = [] if system is None else [{'role': 'system', 'content': system}]
+    self.answer = Answer()
+    self.session, self.answers = session, []
+    self._tokenizer, self._stop = tokenizer, stop
+    self._key, self._num_turns = jax.random.key(seed, impl='threefry2x32'), 0
+
+  def reset(self, system: str | None = None) -> None:
+    """Begins a new conversation.
+
+    Args:
+      system: Its system message; None for the one of the conversation so far.
+    """
+    if system is not None:
+      self.messages = [{'role': 'system', 'content': system}]
+    else:
+      self.messages = [message for message in self.messages[:1] if message['role'] == 'system']
+
+  def ask(self, text: str) -> Iterator[str]:
+    """Adds a turn of the user, and yields the answer's text as it comes.
+
+    The oldest messages are left out if the conversation does not fit into the cache. The system message stays.
+
+    Args:
+      text: The user's message.
+
+    Yields:
+      New text, which may be empty.
+
+    Raises:
+      ValueError: The message is not valid Unicode, does not fit, or has a token that the target does not have, or the
+        template refuses it; the conversation stays as it was.
+      NotFiniteError: A model's logits are not finite.
+    """
+    start, self.answer = time.perf_counter(), Answer()
+    check_unicode(text, 'the message')
+    messages = [*self.messages, {'role': 'user', 'content': text}]
+    prompt, self.answer.num_left_out = self._fitting(messages)
+    stream, reply = TextStream(self._tokenizer, self._stop), ''
+    key = jax.random.fold_in(self._key, self._num_turns)
+    self._num_turns += 1
+    try:
+      for tokens in self.session.stream(key, prompt):
+        new = stream.add(token for token in tokens if token not in self._tokenizer.eos_ids)
+        reply += new
+        self.answer.num_tokens += len(tokens)
+        self.answer.num_target_calls = self.session.num_target_calls
+        self.answer.seconds = time.perf_counter() - start
+        yield new
+        if stream.is_stopped or self.answer.is_interrupted:
+          break
+    except GeneratorExit:  # the caller has seen enough
+      self._remember(messages, reply + stream.finish())
+      raise
+    new = stream.finish()
+    self._remember(messages, reply + new)
+    yield new
+
+  def interrupt(self) -> None:
+    """Ends the answer in progress with its current round; what it says until then is the answer."""
+    self.answer.is_interrupted = True
+
+  def _remember(self, messages: list[dict[str, str]], reply: str) -> None:
+    self.answers.append(self.answer)
+    self.messages = [*messages, {'role': 'assistant', 'content': reply}]
+
+  def _fitting(self, messages: list[dict[str, str]]) -> tuple[list[int], int]:
+    """The prompt, and the number of messages at the beginning that are left out of it."""
+    first = int(messages[0]['role'] == 'system')
+    for num_left_out in range(0, len(messages) - first, 2):  # a turn of the user and its answer
+      prompt = self._tokenizer.encode_chat([*messages[:first], *messages[first + num_left_out :]])
+      if len(prompt) <= self.session.longest_prompt:
+        check_known(prompt, self._tokenizer, self.session.decoder.target.vocab_size, 'the conversation')
+        return prompt, num_left_out
+    raise ValueError(
+      f'the message is too long, {len(prompt)} tokens with its template; at most {self.session.longest_prompt} are'
+      ' allowed: --context less --max_new_tokens'
+    )
