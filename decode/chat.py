@@ -40,12 +40,12 @@ _UNUSED = (
 
 
 def start_chat(options: DecodeOptions, context: int, notify: Notify | None = None) -> Chat:
-  """Loads the models of a conversation, and compiles what an answer runs.
+  """Loads the models of a conversation, and compiles what answers run if there may be several.
 
   Args:
     options: The options; they name one method, K, L and tree.
     context: Tokens that the conversation may have, those of an answer included.
-    notify: Called with the current activity, the steps done and the steps in total.
+    notify: Called with the current activity, the steps done and the steps in total. None compiles nothing ahead.
 
   Raises:
     ValueError: Options or models are unusable; the message says why.
@@ -70,7 +70,8 @@ def start_chat(options: DecodeOptions, context: int, notify: Notify | None = Non
     eos_id=models.tokenizer.eos_ids,
   )
   session = Session(decoder, sampling=options.sampling)
-  session.compile(lambda done, total: notify and notify('compiling', done, total))
+  if notify is not None:
+    session.compile(lambda done, total: notify('compiling', done, total))
   stop = options.make_stop(models.tokenizer)
   return Chat(session, models.tokenizer, system=options.system, stop=stop, seed=options.seed)
 
@@ -207,8 +208,8 @@ if __name__ == '__main__':
         'decode.chat needs a model that answers: --target=MODEL, a folder, a .gguf file or ORG/NAME on the hub'
       )
     options = read_options(chat=True)
-    with show_progress() if sys.stderr.isatty() else contextlib.nullcontext() as notify:
-      chat = start_chat(options, _CONTEXT.value, notify)
+    with show_progress() if sys.stderr.isatty() else contextlib.nullcontext(lambda *_: None) as notify:
+      chat = start_chat(options, _CONTEXT.value, notify if options.prompt is None else None)
     if options.prompt is None and is_typed():
       print('Type a message, or /help. Ctrl-C ends an answer, Ctrl-D the conversation.', file=sys.stderr)
     if options.prompt is None:
