@@ -29,7 +29,7 @@ _STAND_INS = {
   '--config=...': '--config=configs/stdlib_pair.py:target',
   '--config=configs/NAME.py': '--config=configs/stdlib_pair.py:target',
 }
-_FLAGS_OF_OTHERS = {'worker', 'helpfull', 'compilation_cache_dir'}  # of gcloud, absl and `common.command_line.run`
+_FLAGS_OF_OTHERS = {'worker', 'help', 'compilation_cache_dir'}  # of gcloud, and of `common.command_line.run`
 
 
 def _read(name):

@@ -21,7 +21,7 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 _READMES = 'README.md', 'pretrained/README.md', 'benchmarks/README.md'
 _FOLDERS = 'docs', 'benchmarks/log'
-PAGES = (*(ROOT / name for name in _READMES), *sorted(p for name in _FOLDERS for p in (ROOT / name).rglob('*.md')))
+PAGES = (*(ROOT / name for name in _READMES), *(p for name in _FOLDERS for p in sorted((ROOT / name).rglob('*.md'))))
 _PACKAGES = 'decode', 'train', 'benchmarks'
 
 
@@ -109,9 +109,9 @@ def _parse(module: str) -> dict:
 
   from common import command_line
 
-  def parse(main):
+  def parse(main, examples=(), *, files=''):
     rest = flags.FLAGS(sys.argv)
-    assert len(rest) == 1, f'unexpected argument {rest[1]!r}'
+    assert files or len(rest) == 1, f'unexpected argument {rest[1]!r}'
     options = sys.modules.get('decode.experiment.option_flags')
     if options is not None:
       options.read_options()
