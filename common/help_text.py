@@ -110,9 +110,7 @@ def _described(flag: flags.Flag, width: int) -> list[str]:
 
 def _default_of(flag: flags.Flag) -> str:
   """The default as the command line has it; empty where it says nothing."""
-  if flag.default in (None, False, '', [], 0, 0.0) and flag.flag_type() not in ('int', 'float'):
-    return ''
-  if flag.default is None:
+  if flag.default is None or flag.default is False or flag.default in ('', []):
     return ''
   values = flag.default if isinstance(flag.default, list) else [flag.default]
   here = os.getcwd() + os.sep

@@ -19,7 +19,6 @@ from common.json_file import read_json
 from common.output_files import OutputFiles
 from common.printable import printable
 from decode.papers import plots
-from spectr_jax import METHODS
 
 _KINDS = '.png', '.svg'
 _MOST_RESULTS, _MOST_FILES = 10_000, 12
@@ -45,7 +44,7 @@ def read_points(path: str) -> list[dict[str, Any]]:
   for number, result in enumerate(results, 1):
     if not isinstance(result, dict) or not all(_is_positive(result.get(name)) for name in _NUMBERS):
       raise ValueError(f'{path}: result {number} lacks {", ".join(_NUMBERS)}; {_ADVICE}')
-    if result.get('method') not in METHODS and not isinstance(result.get('method'), str):
+    if not isinstance(result.get('method'), str):
       raise ValueError(f'{path}: result {number} names no method; {_ADVICE}')
     by_setting.setdefault((printable(result['method'])[:40], _shape_of(result)), []).append(result)
   return [_point(*setting, found) for setting, found in by_setting.items()]
@@ -74,15 +73,15 @@ def _point(method: str, shape: str, found: Sequence[Mapping[str, Any]]) -> dict[
   }
 
 
-def draw(points: Mapping[str, Sequence[Mapping[str, Any]]], kind: str) -> bytes:
+def draw(files: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], kind: str) -> bytes:
   """A picture of points, in a panel for each file.
 
   Args:
-    points: The points by file, as from `read_points`.
+    files: Title and points of each, as from `read_points`.
     kind: `png` or `svg`.
   """
-  figure, axes = plots.panels(len(points), width=4.2)
-  for (title, own), panel in zip(points.items(), axes):
+  figure, axes = plots.panels(len(files), width=4.2)
+  for (title, own), panel in zip(files, axes):
     speed = 'speedup' if all(point['speedup'] is not None for point in own) else 'tokens_per_second'
     plots.draw_lines(panel, own, x='tokens_per_call', y=speed, by='method', linestyle='')
     for point in own:
@@ -91,7 +90,7 @@ def draw(points: Mapping[str, Sequence[Mapping[str, Any]]], kind: str) -> bytes:
     right, top = (max(point[name] for point in own) for name in ('tokens_per_call', speed))
     limits = {'xlim': (0.9, 1.08 * right), 'ylim': (0, 1.12 * top)}
     name = 'speed relative to autoregressive' if speed == 'speedup' else 'tokens/s'
-    plots.name_axes(panel, x='tokens per target call', y=name, title=title if len(points) > 1 else '', **limits)
+    plots.name_axes(panel, x='tokens per target call', y=name, title=title if len(files) > 1 else '', **limits)
   plots.legend(figure, axes)
   return plots.to_image(figure, title='Speed over tokens per call', kind=kind)
 
@@ -108,10 +107,7 @@ if __name__ == '__main__':
       raise ValueError(f'output must end in {" or ".join(_KINDS)}, got {_OUTPUT.value}')
     plots.check_available()
     with OutputFiles(output=_OUTPUT.value).apart_from({'results': paths}) as files:
-      points = {
-        printable(pathlib.PurePath(path).stem)[:40] + ' ' * number: read_points(path)
-        for number, path in enumerate(paths)
-      }
-      files.write(output=draw(points, kind.removeprefix('.')))
+      found = [(printable(pathlib.PurePath(path).stem)[:40], read_points(path)) for path in paths]
+      files.write(output=draw(found, kind.removeprefix('.')))
 
   command_line.run(main, ['results.json --output=results.svg', 'cpu.json gpu.json --output=both.png'], files='FILE')

@@ -3,52 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from decode.conversation import Chat
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.suggestion import did_you_mean
 from spectr_jax.unicode import check_unicode
 
-_HELP = {
-  'help': ('', 'lists these commands'),
-  'reset': ('', 'begins a new conversation'),
-  'system': ('TEXT', 'begins a new conversation with this system message'),
-  'temperature': ('X', 'sets the sampling temperature of the next answers; 0 decodes greedily'),
-  'draft': ('', 'says which method and tree make the guesses'),
-  'stats': ('', 'says how many tokens there were, how fast and how many per call of the target'),
-}
-
-
-def obey(chat: Chat, line: str) -> str:
-  """Carries out a command, and returns what there is to say about it.
-
-  Args:
-    chat: The conversation.
-    line: `/`, the command, and perhaps its argument.
-
-  Raises:
-    ValueError: There is no such command, or its argument is wrong.
-  """
-  name, _, argument = line.removeprefix('/').partition(' ')
-  argument = argument.strip()
-  if name not in _HELP:
-    raise ValueError(f'there is no command /{name[:40]}{did_you_mean(name, _HELP)}; /help lists them')
-  takes = _HELP[name][0]
-  if bool(takes) != bool(argument):
-    raise ValueError(f'/{name} takes {takes}' if takes else f'/{name} takes nothing')
-  return {
-    'help': _help,
-    'reset': _reset,
-    'system': _system,
-    'temperature': _temperature,
-    'draft': _draft,
-    'stats': _stats,
-  }[name](chat, argument)
-
 
 def _help(chat, argument):
   del chat, argument
-  return '\n'.join(f'{f"/{name} {takes}":<16}{what}' for name, (takes, what) in _HELP.items())
+  return '\n'.join(f'{f"/{name} {takes}":<16}{what}' for name, (takes, what, _) in _COMMANDS.items())
 
 
 def _reset(chat, argument):
@@ -68,10 +33,9 @@ def _temperature(chat, argument):
     value = float(argument)
   except ValueError:
     raise ValueError(f'/temperature takes a number, got {argument[:40]}') from None
-  sampling = dataclasses.replace(chat.session.sampling or SamplingParams(), temperature=value)
-  if not 0 <= value < float('inf'):
+  if not 0 <= value < math.inf:
     raise ValueError(f'the temperature must be finite and at least 0, got {value}')
-  chat.session.sampling = sampling
+  chat.session.sampling = dataclasses.replace(chat.session.sampling or SamplingParams(), temperature=value)
   return f'temperature {value:g}'
 
 
@@ -94,3 +58,34 @@ def _stats(chat, argument):
     f'{len(chat.answers)} answers, {tokens} tokens, {tokens / seconds:.1f} tokens/s, {tokens / calls:.2f} per target'
     f' call; {used} of {room} tokens of context'
   )
+
+
+# What each command takes, what it does, and the function that does it.
+_COMMANDS = {
+  'help': ('', 'lists these commands', _help),
+  'reset': ('', 'begins a new conversation', _reset),
+  'system': ('TEXT', 'begins a new conversation with this system message', _system),
+  'temperature': ('X', 'sets the sampling temperature of the next answers; 0 decodes greedily', _temperature),
+  'draft': ('', 'says which method and tree make the guesses', _draft),
+  'stats': ('', 'says how many tokens there were, how fast and how many per call of the target', _stats),
+}
+
+
+def obey(chat: Chat, line: str) -> str:
+  """Carries out a command, and returns what there is to say about it.
+
+  Args:
+    chat: The conversation.
+    line: `/`, the command, and perhaps its argument.
+
+  Raises:
+    ValueError: There is no such command, or its argument is wrong.
+  """
+  name, _, argument = line.removeprefix('/').partition(' ')
+  argument = argument.strip()
+  if name not in _COMMANDS:
+    raise ValueError(f'there is no command /{name[:40]}{did_you_mean(name, _COMMANDS)}; /help lists them')
+  takes, _, carry_out = _COMMANDS[name]
+  if bool(takes) != bool(argument):
+    raise ValueError(f'/{name} takes {takes or "nothing"}')
+  return carry_out(chat, argument)

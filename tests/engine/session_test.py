@@ -151,16 +151,18 @@ def test_no_turn_compiles_after_the_programs_were_compiled(target, draft, monkey
   session, steps, text = Session(decoder), [], []
   session.compile(lambda done, total: steps.append((done, total)))
   assert steps == [(number, 4) for number in range(5)]
-  before = engine_session._reprompt._cache_size(), engine_loop.run_rounds._cache_size()
+
+  def num_programs():
+    return engine_session._reprompt._cache_size(), engine_loop.run_rounds._cache_size()
+
+  before = num_programs()
   for turn, num_new in enumerate((1, 17, 4, 2, 6)):
     prompt = [*text, *np.random.default_rng(turn).integers(0, 17, num_new).tolist()]
     new = [token for part in session.stream(jax.random.key(turn), prompt) for token in part]
-    text = [*prompt, *new]
-    if turn in (1, 4):
-      anew = Session(decoder)
-      assert new == [token for part in anew.stream(jax.random.key(turn), prompt) for token in part]
-      before = engine_session._reprompt._cache_size(), before[1]
-  assert (engine_session._reprompt._cache_size(), engine_loop.run_rounds._cache_size()) == before
+    assert num_programs() == before
+    anew = Session(decoder)
+    assert new == [token for part in anew.stream(jax.random.key(turn), prompt) for token in part]
+    before, text = num_programs(), [*prompt, *new]
 
 
 def test_a_stream_may_be_left(target):
