@@ -9,7 +9,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 _SOURCES = pathlib.Path('spectr_jax/kernels/native')
-_HEADERS = [str(_SOURCES / name) for name in ('panels.h', 'product.h')]
+_HEADERS = [str(_SOURCES / name) for name in ('panels.h', 'product.h', 'steps.h')]
 # Flags of each form; nothing else in its file is compiled for its processors.
 _FLAGS = {
   'form_avx2.cc': ['-mavx2', '-mfma'],

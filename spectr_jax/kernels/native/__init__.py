@@ -2,7 +2,7 @@
 
 The bound of speculation is that a call on a few tokens costs what a call on one costs. XLA's products on a CPU are far
 from it. Here a kernel is packed once, in the order in which it is read, so that the rows of a tree cost little beside
-its bytes. `products.cc` has the call, `panels.h` the loop.
+its bytes. `products.cc` has the call, `panels.h` the loop, `steps.h` what it does for each type.
 
 The library is built at installation, where there is a compiler; `python -m spectr_jax.kernels.native` says whether it
 is, and which form this processor takes. Without it everything works by XLA's products.
