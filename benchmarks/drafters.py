@@ -1,15 +1,16 @@
-"""Drafters on a public model, beside Hugging Face's transformers with prompt lookup, prompt by prompt.
+"""Drafters on a public model, beside Hugging Face's transformers with prompt lookup, batch by batch.
 
 Command   python -m benchmarks.drafters --target=MODEL.gguf --drafters=lookup,pretrained/smollm2_head \
             --prompts=spec_bench:question.jsonl --chat --method=speculative,race_traversal --output=drafters.json
           Every flag of `decode.main` counts, but --draft: --drafters names several
 Model     a `.gguf` file, dequantised by both
-Prompts   --num_prompts of the file, equally many of each task, one at a time; our caches hold the longest of them
-Peer      `generate` with its dynamic cache, plain and with `prompt_lookup_num_tokens`. --nopeer leaves it out
+Prompts   --num_prompts of the file, equally many of each task, --batch_size at a time; our caches hold the longest
+Peer      `generate` with its dynamic cache, plain and, for one prompt at a time, with `prompt_lookup_num_tokens`, on
+          --peer_device. --nopeer leaves it out
 
-All settings and the peer take turns on each prompt, after one run on the first that is not counted. Seconds include the
+All settings and the peer take turns on each batch, after one run on the first that is not counted. Seconds include the
 prefill. A continuation may end early, and two ways may end at different places; tokens per second are new tokens over
-seconds.
+seconds, and calls are counted row by row.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from decode.experiment.settings import Setting, settings_of
 from decode.experiment.workload import Workload
 from spectr_jax.sharding import fetch
 
-# Decodes prompt number i of the run and returns the new tokens and the target's calls.
-Way = Callable[[int], tuple[int, int]]
+# Decodes the prompts of a batch, int `[B]`, and returns their new tokens and the target's calls for all of them.
+Way = Callable[[np.ndarray], tuple[int, int]]
 _PEER = 'transformers'
 
 
-def _decode(workload: Workload, setting: Setting, number: int) -> tuple[int, int]:
-  found = fetch(workload.generate(setting, workload.keys(workload.options.seed), np.array([number])))
-  return int(found.lengths[0]), int(found.num_target_calls[0])
+def _decode(workload: Workload, setting: Setting, batch: np.ndarray) -> tuple[int, int]:
+  found = fetch(workload.generate(setting, workload.keys(workload.options.seed), batch))
+  return int(found.lengths.sum()), int(found.num_target_calls.sum())
 
 
 def own_ways(workloads: Mapping[str, Workload]) -> dict[str, Way]:
@@ -58,50 +59,53 @@ def own_ways(workloads: Mapping[str, Workload]) -> dict[str, Way]:
   return ways
 
 
-def peer_ways(workload: Workload, lookup_lengths: Sequence[int]) -> dict[str, Way]:
-  """The peer's decoding, plain and with prompt lookup.
+def peer_ways(workload: Workload, lookup_lengths: Sequence[int], device: str) -> dict[str, Way]:
+  """The peer's decoding, plain and with prompt lookup, which takes one row.
 
   Args:
     workload: The prompts, and the options of sampling.
     lookup_lengths: Tokens that its prompt lookup guesses.
+    device: Where it runs, `cuda` or `cpu`.
   """
   from benchmarks import peer
 
   options = workload.options
   # Its weights are of the type that ours compute in.
-  model = peer.load_gguf(options.target, options.dtype or 'float32')
+  model = peer.load_gguf(options.target, options.dtype or 'float32', device)
   counter = peer.count_calls(model)
 
-  def decode(request, number):
-    before, prompt = counter[0], workload.tokens[number, : workload.lengths[number]]
-    num_tokens = peer.answer(
-      model, prompt, options.max_new_tokens, workload.tokenizer.eos_ids, options.temperature, **request
+  def decode(request, batch):
+    before, rows = counter[0], [workload.tokens[number, : workload.lengths[number]] for number in batch]
+    lengths = peer.answer(
+      model, rows, options.max_new_tokens, workload.tokenizer.eos_ids, options.temperature, **request
     )
-    return num_tokens, counter[0] - before
+    # A row takes part in a call for each of its tokens, or, where it is alone, in all calls.
+    num_calls = counter[0] - before if len(rows) == 1 else lengths.sum()
+    return int(lengths.sum()), int(num_calls)
 
-  requests = {_PEER: {}} | {
-    f'{_PEER}, prompt lookup {length}': {'prompt_lookup_num_tokens': length} for length in lookup_lengths
-  }
+  requests = {_PEER: {}}
+  if options.batch_size == 1:
+    requests |= {f'{_PEER}, prompt lookup {length}': {'prompt_lookup_num_tokens': length} for length in lookup_lengths}
   return {name: functools.partial(decode, request) for name, request in requests.items()}
 
 
-def measure(ways: Mapping[str, Way], num_prompts: int) -> dict[str, dict[str, np.ndarray]]:
-  """`tokens`, `calls` and `seconds`, `[P]` each, of every way.
+def measure(ways: Mapping[str, Way], batches: Sequence[np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+  """`tokens`, `calls` and `seconds` of every way, an entry for each batch.
 
   Args:
     ways: The ways, which take turns.
-    num_prompts: P.
+    batches: Numbers of the prompts of each batch, int `[B]`.
   """
   found = {name: {'tokens': [], 'calls': [], 'seconds': []} for name in ways}
   for way in ways.values():  # compiles
-    way(0)
-  for number in range(num_prompts):
+    way(batches[0])
+  for number, batch in enumerate(batches):
     for name, way in ways.items():
       start = time.perf_counter()
-      tokens, calls = way(number)
+      tokens, calls = way(batch)
       for column, value in {'tokens': tokens, 'calls': calls, 'seconds': time.perf_counter() - start}.items():
         found[name][column].append(value)
-    print(f'prompt {number + 1} of {num_prompts}', flush=True)
+    print(f'batch {number + 1} of {len(batches)}', flush=True)
   return {name: {column: np.array(values) for column, values in each.items()} for name, each in found.items()}
 
 
@@ -109,11 +113,11 @@ def describe(found: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
   """A line for each way: tokens per call, tokens per second, and both relative to the first way.
 
   Args:
-    found: From `measure`, of at least two prompts.
+    found: From `measure`, of at least two batches.
   """
   first = next(iter(found.values()))
   width = max(map(len, found))
-  lines = [f'{"":{width}}  tokens per call   tokens/s  relative to the first, 95% interval over prompts']
+  lines = [f'{"":{width}}  tokens per call   tokens/s  relative to the first, 95% interval over batches']
   for name, each in found.items():
     low, high = metrics.ratio_interval(each['tokens'], each['calls'])
     pairs = [(numbers['tokens'], numbers['seconds']) for numbers in (each, first)]
@@ -137,7 +141,7 @@ def load(values: Mapping[str, Any], drafters: Sequence[str]) -> dict[str, Worklo
   workloads = {}
   for name in drafters:
     methods, trees = fitting(name, values['method'], values['tree'])
-    own = dict(values) | {'draft': name, 'method': methods, 'tree': trees, 'batch_size': 1}
+    own = dict(values) | {'draft': name, 'method': methods, 'tree': trees}
     if not split_draft(name)[0]:
       own = {field: value for field, value in own.items() if not field.startswith('lookup_')}
     workloads[name] = Workload.load(DecodeOptions(**own), pick=pick)
@@ -150,6 +154,7 @@ if __name__ == '__main__':
   _DRAFTERS = flags.DEFINE_list('drafters', ['lookup'], 'Drafters, each as for --draft of decode.main.')
   _PEER_FLAG = flags.DEFINE_bool('peer', True, "Whether to run Hugging Face's transformers as well.")
   _PEER_LOOKUP = flags.DEFINE_list('peer_lookup', ['3', '10'], 'Tokens that the prompt lookup of the peer guesses.')
+  _PEER_DEVICE = flags.DEFINE_enum('peer_device', 'cpu', ['cuda', 'cpu'], 'Where transformers run.')
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
 
   def main(argv):
@@ -158,8 +163,8 @@ if __name__ == '__main__':
       workloads = load(read_values(), _DRAFTERS.value)
       ways, one = own_ways(workloads), next(iter(workloads.values()))
       if _PEER_FLAG.value:
-        ways |= peer_ways(one, command_line.parse_numbers('peer_lookup', _PEER_LOOKUP.value))
-      found = measure(ways, len(one.prompts))
+        ways |= peer_ways(one, command_line.parse_numbers('peer_lookup', _PEER_LOOKUP.value), _PEER_DEVICE.value)
+      found = measure(ways, one.batches)
       plain = {name: {column: values.tolist() for column, values in each.items()} for name, each in found.items()}
       content = {'run': one.info, 'drafters': _DRAFTERS.value, 'prompts': [prompt.id for prompt in one.prompts]}
       text = json.dumps(content | {'ways': plain}, indent=2) + '\n'

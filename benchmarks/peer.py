@@ -72,19 +72,20 @@ def make_public(folder: str, dtype: str, device: str):
     torch.set_default_dtype(before)
 
 
-def load_gguf(path: str, dtype: str):
+def load_gguf(path: str, dtype: str, device: str = 'cpu'):
   """The model of a GGUF file, dequantised, which never ends by itself; needs `pip install gguf` as well.
 
   Args:
     path: The file.
     dtype: `float32` or `bfloat16`.
+    device: `cuda` or `cpu`.
   """
   torch.set_num_threads(os.cpu_count())
   logging.disable_progress_bar()
   file = pathlib.Path(path)
-  model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=_DTYPES[dtype]).eval()
+  model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=_DTYPES[dtype])
   model.generation_config.eos_token_id = None
-  return model
+  return model.to(device).eval()
 
 
 def count_calls(model: LlamaForCausalLM) -> list[int]:
@@ -127,33 +128,41 @@ def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Calla
       found = model.generate(
         tokens, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=max_new_tokens, **options
       )
-    if found.shape[1] != tokens.shape[1] + max_new_tokens:
-      raise RuntimeError(f'{max_new_tokens} tokens were asked for, {found.shape[1] - tokens.shape[1]} came')
+    num_new = found.cpu().shape[1] - tokens.shape[1]  # a GPU has been waited for
+    if num_new != max_new_tokens:
+      raise RuntimeError(f'{max_new_tokens} tokens were asked for, {num_new} came')
 
   return sample
 
 
 def answer(
-  model, prompt: np.ndarray, max_new_tokens: int, eos_ids: Sequence[int], temperature: float, **options
-) -> int:
-  """Continues one prompt and returns the number of new tokens.
+  model, rows: Sequence[np.ndarray], max_new_tokens: int, eos_ids: Sequence[int], temperature: float, **options
+) -> np.ndarray:
+  """Continues prompts, which are padded on the left, and returns the number of new tokens of each, int `[B]`.
 
   Args:
     model: The model.
-    prompt: int `[P]`.
-    max_new_tokens: The most new tokens.
-    eos_ids: Tokens that end a continuation.
+    rows: B prompts, int `[P]` each.
+    max_new_tokens: The most new tokens of each.
+    eos_ids: Tokens that end a continuation, and that count as the last of it.
     temperature: Sampling temperature; 0 decodes greedily.
     **options: Further options of the model's `generate`.
   """
-  tokens = torch.tensor(np.asarray(prompt)[None], dtype=torch.long)
+  longest = max(map(len, rows))
+  tokens = np.full((len(rows), longest), eos_ids[0])
+  mask = np.zeros_like(tokens)
+  for number, row in enumerate(rows):
+    tokens[number, longest - len(row) :] = row
+    mask[number, longest - len(row) :] = 1
+  inputs = {'input_ids': tokens, 'attention_mask': mask}
+  on_device = {name: torch.tensor(array, dtype=torch.long, device=model.device) for name, array in inputs.items()}
   sampling = {'do_sample': True, 'temperature': temperature, 'top_k': 0} if temperature else {'do_sample': False}
   ends = {'eos_token_id': list(eos_ids), 'pad_token_id': eos_ids[0]}
   with torch.inference_mode():
-    found = model.generate(
-      tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=max_new_tokens, **sampling, **ends, **options
-    )
-  return found.shape[1] - tokens.shape[1]
+    found = model.generate(**on_device, max_new_tokens=max_new_tokens, **sampling, **ends, **options)
+  new = found[:, longest:].cpu().numpy()
+  is_end = np.isin(new, eos_ids)
+  return np.where(is_end.any(axis=1), is_end.argmax(axis=1) + 1, new.shape[1])
 
 
 def compiled_sampler(model, prompts: np.ndarray, max_new_tokens: int) -> Callable[[], None]:

@@ -4,7 +4,8 @@ Command   pip install torch transformers gguf
           python -m benchmarks.real_models --target=MODEL.gguf --output=real_models.json
 Model     a `.gguf` file, dequantised by both
 Prompts   `--text`, repeated as needed
-Peer      `generate` with its dynamic cache, and with a static cache and torch.compile. `--nopeer` leaves it out
+Peer      `generate` with its dynamic cache, and with a static cache and torch.compile, on
+          --peer_device. `--nopeer` leaves it out
 
 Three parts, of which `--part` chooses some. `prompt`: time and peak memory of the prefill of one long prompt, in a
 process of its own. `steps`: autoregressive decoding, as in `benchmarks.speed`. `trees`: the target's call on a chain of
@@ -91,10 +92,10 @@ def measure_prompt(path: str, dtype: str, text: str, length: int) -> dict[str, f
   return {'seconds': seconds, 'bytes': unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
-def _make_peer(path: str, dtype: str):
+def _make_peer(path: str, dtype: str, device: str):
   from benchmarks import peer
 
-  return peer.load_gguf(path, dtype)
+  return peer.load_gguf(path, dtype, device)
 
 
 def measure_trees(path: str, dtype: str, num_runs: int) -> dict[int, dict[str, float]]:
@@ -123,7 +124,7 @@ def measure(
   max_new_tokens: int = timing.NEW_TOKENS,
   prompt_length: int = 8192,
   num_runs: int = 5,
-  has_peer: bool = True,
+  peer_device: str | None = 'cpu',
 ) -> dict:
   """Measures everything and prints results as they arrive.
 
@@ -136,7 +137,7 @@ def measure(
     max_new_tokens: New tokens of each row there.
     prompt_length: Tokens of the long prompt.
     num_runs: Timed runs of each step and call.
-    has_peer: Whether to run Hugging Face's transformers as well.
+    peer_device: Where Hugging Face's transformers run, `cuda` or `cpu`; None to leave them out.
 
   Returns:
     JSON values.
@@ -156,7 +157,7 @@ def measure(
     for dtype in dtypes:
       model, tokenizer = load(path, dtype)
       num_bytes = config_of(model).num_params * jnp.dtype(dtype).itemsize
-      make_peer = functools.partial(_make_peer, path, dtype) if has_peer else None
+      make_peer = functools.partial(_make_peer, path, dtype, peer_device) if peer_device else None
       for batch_size in batch_sizes:
         rows = prompts(tokenizer, text, batch_size, timing.PROMPT_LENGTH)
         calls = timing.step_calls(model, make_peer, rows, max_new_tokens)
@@ -181,6 +182,7 @@ if __name__ == '__main__':
   _PROMPT_LENGTH = flags.DEFINE_integer('prompt_length', 8192, 'Tokens of the long prompt.', lower_bound=1)
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 5, 'Runs of each, in turns.', lower_bound=1)
   _PEER = flags.DEFINE_bool('peer', True, "Whether to run Hugging Face's transformers as well.")
+  _PEER_DEVICE = flags.DEFINE_enum('peer_device', 'cpu', ['cuda', 'cpu'], 'Where transformers run.')
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
 
   def main(argv):
@@ -196,7 +198,7 @@ if __name__ == '__main__':
         max_new_tokens=_MAX_NEW_TOKENS.value,
         prompt_length=_PROMPT_LENGTH.value,
         num_runs=_NUM_RUNS.value,
-        has_peer=_PEER.value,
+        peer_device=_PEER_DEVICE.value if _PEER.value else None,
       )
       files.write(output=json.dumps({'run': describe_machine()} | found, indent=2) + '\n')
 

@@ -56,7 +56,7 @@ def test_real_models(monkeypatch, capsys, tmp_path):
   monkeypatch.setattr(real_models, 'load', lambda path, dtype: (model, load_hub_tokenizer(tmp_path)))
   monkeypatch.setattr(timing, 'in_own_process', lambda function, *arguments: function(*arguments))
   monkeypatch.setattr(timing, 'read_rate', lambda: 1e9)
-  options = {'text': 'abc ' * 40, 'dtypes': ['float32'], 'batch_sizes': [2], 'has_peer': False, 'num_runs': 2}
+  options = {'text': 'abc ' * 40, 'dtypes': ['float32'], 'batch_sizes': [2], 'peer_device': None, 'num_runs': 2}
   found = real_models.measure('', max_new_tokens=4, prompt_length=80, **options)
   assert set(found) == {'prompt float32', 'read_bytes_per_second', 'steps float32 batch 2', 'trees float32'}
   assert found['prompt float32']['bytes'] > 2**20
@@ -76,7 +76,7 @@ def test_drafters(capsys):
   ways = drafters.own_ways(workloads)
   names = [f'{draft}: {name} K=1 L=3' for draft in ('lookup', options.draft) for name in ('speculative', 'spectr')]
   assert list(ways) == ['autoregressive', *names]
-  found = drafters.measure(ways, 2)
+  found = drafters.measure(ways, workloads['lookup'].batches)
   for name, each in found.items():
     assert each['tokens'].tolist() == found['autoregressive']['tokens'].tolist(), name
     assert (each['seconds'] > 0).all()
