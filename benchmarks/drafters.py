@@ -105,7 +105,8 @@ def measure(ways: Mapping[str, Way], batches: Sequence[np.ndarray]) -> dict[str,
       tokens, calls = way(batch)
       for column, value in {'tokens': tokens, 'calls': calls, 'seconds': time.perf_counter() - start}.items():
         found[name][column].append(value)
-    print(f'batch {number + 1} of {len(batches)}', flush=True)
+    speeds = ', '.join(f'{sum(each["tokens"]) / sum(each["seconds"]):.1f}' for each in found.values())
+    print(f'batch {number + 1} of {len(batches)}, tokens/s so far: {speeds}', flush=True)
   return {name: {column: np.array(values) for column, values in each.items()} for name, each in found.items()}
 
 

@@ -12,7 +12,7 @@
 # PROMPTS   as for --prompts of decode.main; default the shipped prompts
 # BATCHES   default "1 8"
 # DECODE    further arguments of benchmarks.drafters; default
-#           --num_prompts=48 --max_new_tokens=64 --dtype=bfloat16 --peer_device=cuda
+#           --num_prompts=12 --max_new_tokens=64 --dtype=bfloat16 --peer_device=cuda
 # STEPS     arguments of benchmarks.real_models; default --dtype=bfloat16 --batch_size=1,8 --peer_device=cuda; "none"
 #           leaves it out
 # SECONDS_PER_PIECE   time until a piece ends; default 480
@@ -23,7 +23,7 @@ set -euo pipefail
 source "${BASH_SOURCE[0]%/*}/pieces.sh"
 python=${PYTHON:-python}
 read -r -a batches <<<"${BATCHES:-1 8}"
-read -r -a decode <<<"${DECODE:---num_prompts=48 --max_new_tokens=64 --dtype=bfloat16 --peer_device=cuda}"
+read -r -a decode <<<"${DECODE:---num_prompts=12 --max_new_tokens=64 --dtype=bfloat16 --peer_device=cuda}"
 read -r -a steps <<<"${STEPS:---dtype=bfloat16 --batch_size=1,8 --peer_device=cuda}"
 mkdir -p "$OUT"
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$OUT/compiled}

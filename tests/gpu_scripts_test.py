@@ -38,6 +38,7 @@ for argument; do
   esac
 done
 case $2 in
+  benchmarks.drafters | benchmarks.real_models) touch "$output" ;;
   benchmarks.speed) mkdir -p "${output%.json}_profile" && touch "$output" ;;
   decode.main) touch "$output" ;;
   decode.reproduce) mkdir -p "$output" && touch "$output/$table.json" ;;
@@ -52,12 +53,14 @@ esac
 """
 _SCRIPTS = {
   'gpu_speed': {'BATCHES': '1 8'},
+  'gpu_public': {'TARGET': 'model.gguf'},
   'gpu_head': {'TARGET': 'model', 'SPEC_BENCH': 'question.jsonl'},
   'gpu_family': {'FILES': 'corpus.txt', 'SIZES': '97m 6m', 'TABLES': 'spectr_table3 gbv_table5'},
 }
 # In the order in which they run.
 _COMMANDS = {
   'gpu_speed': ['benchmarks.speed'] * 2 + ['decode.main'] * 2,
+  'gpu_public': ['benchmarks.drafters'] * 4 + ['benchmarks.real_models'],
   'gpu_head': ['train.head'] + ['decode.main'] * 8,
   'gpu_family': ['train.tokenizer', 'train.main', 'train.main', 'decode.reproduce', 'decode.reproduce'],
 }
