@@ -68,6 +68,7 @@ def decode_bulk(
   num_tokens = num_calls = 0
   with GenerationFile(part, resume=resume) as file:
     check_parts(path, num_processes)
+    notify(f'loading {options.target}', 0, 1)
     work = Workload.load(options, is_local=True)
     if setting is None:
       setting = choose(predict_all(work, notify))
@@ -91,7 +92,7 @@ def decode_bulk(
           for sample in missing:
             yield Request((seed, row, sample), work.tokens[row, : work.lengths[row]], samples[sample])
 
-    notify('decoding', num_done, total)
+    notify('compiling and decoding', num_done, total)
     start = time.perf_counter()
     for found in generate_many(
       work.target,
@@ -115,7 +116,8 @@ def decode_bulk(
       corpus = {'lookup_corpus': list(options.lookup_corpus)} if options.lookup_corpus else {}
       file.append({'index': prompt.index} | described[prompt.index] | entry | corpus)
       num_tokens, num_calls, num_done = num_tokens + len(found.tokens), num_calls + found.num_target_calls, num_done + 1
-      notify('decoding', num_done, total)
+      speed = num_tokens / (time.perf_counter() - start)
+      notify(f'decoding; {speed:,.0f} tokens/s', num_done, total)
     seconds = time.perf_counter() - start
   return num_tokens, num_calls, seconds
 

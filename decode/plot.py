@@ -1,8 +1,9 @@
-"""Draws results of `decode.main`: `python -m decode.plot results.json --output=results.svg`.
+"""Draws results of `decode.main`, or logs of training: `python -m decode.plot results.json --output=results.svg`.
 
-A point is a setting: its tokens per target call, and its speed relative to autoregressive decoding, or in tokens per
-second where a file does not say how fast that is. Settings of the same name in several files stand in panels of their
-own, one for each file.
+A point of a result is a setting: its tokens per target call, and its speed relative to autoregressive decoding, or in
+tokens per second where a file does not say how fast that is. Settings of the same name in several files stand in panels
+of their own, one for each file. Of logs of training, `metrics.jsonl`, the losses and the shares of guesses kept are
+drawn.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from common import command_line
 from common.json_file import read_json
 from common.output_files import OutputFiles
 from common.printable import printable
+from decode import training_curves
 from decode.papers import plots
 
 _KINDS = '.png', '.svg'
@@ -95,19 +97,44 @@ def draw(files: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], kind: str) ->
   return plots.to_image(figure, title='Speed over tokens per call', kind=kind)
 
 
+def picture_of(paths: Sequence[str], kind: str) -> bytes:
+  """A picture of files, all of them results or all of them logs of training, whose names end in `.jsonl`.
+
+  Args:
+    paths: The files.
+    kind: `png` or `svg`.
+
+  Raises:
+    ValueError: A file holds something else, or there are files of both kinds.
+  """
+  are_logs = {pathlib.PurePath(path).suffix == '.jsonl' for path in paths}
+  if len(are_logs) > 1:
+    raise ValueError(f'results, .json, and logs of training, .jsonl, are not drawn together; {_ADVICE}')
+  if are_logs == {True}:
+    return training_curves.draw([(training_curves.name_of(p), training_curves.read_steps(p)) for p in paths], kind)
+  return draw([(printable(pathlib.PurePath(path).stem)[:40], read_points(path)) for path in paths], kind)
+
+
 if __name__ == '__main__':
   _OUTPUT = flags.DEFINE_string('output', None, f'The picture, {" or ".join(_KINDS)}.', required=True)
 
   def main(argv):
     paths = argv[1:]
     if not 1 <= len(paths) <= _MOST_FILES:
-      raise ValueError(f'from 1 to {_MOST_FILES} files of results, {len(paths)} were given; {_ADVICE}')
+      raise ValueError(f'from 1 to {_MOST_FILES} files, {len(paths)} were given; {_ADVICE}')
     kind = pathlib.PurePath(_OUTPUT.value).suffix
     if kind not in _KINDS:
       raise ValueError(f'output must end in {" or ".join(_KINDS)}, got {_OUTPUT.value}')
     plots.check_available()
     with OutputFiles(output=_OUTPUT.value).apart_from({'results': paths}) as files:
-      found = [(printable(pathlib.PurePath(path).stem)[:40], read_points(path)) for path in paths]
-      files.write(output=draw(found, kind.removeprefix('.')))
+      files.write(output=picture_of(paths, kind.removeprefix('.')))
 
-  command_line.run(main, ['results.json --output=results.svg', 'cpu.json gpu.json --output=both.png'], files='FILE')
+  command_line.run(
+    main,
+    [
+      'results.json --output=results.svg',
+      'cpu.json gpu.json --output=both.png',
+      'runs/target/metrics.jsonl runs/draft/metrics.jsonl --output=curves.svg',
+    ],
+    files='FILE',
+  )

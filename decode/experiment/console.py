@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import sys
+import time
 from collections.abc import Iterator
 
 from rich import progress
@@ -13,6 +15,8 @@ from rich.console import Console
 from common.printable import printable
 from spectr_jax.auto.trial import Notify
 
+_SECONDS_BETWEEN_LINES = 30
+
 
 def make_console(*, stderr: bool = False) -> Console:
   """A console without escape codes if NO_COLOR is set, and without line folding outside a terminal."""
@@ -20,27 +24,45 @@ def make_console(*, stderr: bool = False) -> Console:
   return Console(stderr=stderr, color_system=color_system, highlight=False, emoji=False, markup=False)
 
 
+class _Lines:
+  """Progress as lines on stderr: one for each activity, and while it lasts one every half minute, with what is left."""
+
+  def __init__(self):
+    self._activity, self._since, self._said, self._done = None, 0.0, 0.0, 0
+
+  def __call__(self, what: str, done: int, total: int) -> None:
+    activity, now = what.partition(';')[0], time.monotonic()
+    if activity != self._activity:
+      self._activity, self._since, self._done = activity, now, done
+      left = ''
+    elif now - self._said < _SECONDS_BETWEEN_LINES:
+      return
+    else:
+      seconds = (now - self._since) / max(done - self._done, 1) * (total - done)
+      left = f', about {datetime.timedelta(seconds=round(seconds))} left' if self._done < done < total else ''
+    self._said = now
+    with contextlib.suppress(OSError):  # a closed or full place for progress ends no run
+      print(f'[{done}/{total}] {printable(what)}{left}', file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def show_progress() -> Iterator[Notify]:
-  """Yields a progress callback for `run_decode`: a bar in a terminal, else one line per activity; on stderr."""
+  """Yields a progress callback on stderr: a bar in a terminal, else lines.
+
+  It takes the current activity, what is done, and the total. What stands behind a semicolon in the activity, such as a
+  speed, is a detail that changes while it lasts.
+  """
   console = make_console(stderr=True)
   if not console.is_terminal:
-    last = None
-
-    def print_line(what, done, total):
-      nonlocal last
-      if what != last:
-        with contextlib.suppress(OSError):  # a closed or full place for progress ends no run
-          print(f'[{done}/{total}] {printable(what)}', file=sys.stderr, flush=True)
-      last = what
-
-    yield print_line
+    yield _Lines()
     return
   columns = (
     progress.TextColumn('{task.description}'),
     progress.BarColumn(),
     progress.MofNCompleteColumn(),
     progress.TimeElapsedColumn(),
+    progress.TextColumn('left'),
+    progress.TimeRemainingColumn(),
   )
   with progress.Progress(*columns, console=console, transient=True) as bar:
     task = bar.add_task('loading', total=None)

@@ -62,7 +62,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
   baseline, part_seconds, groups = baseline_of(settings), {}, []
 
   def prepare(setting):
-    notify(f'{setting}: compiling', done, total)
+    notify(f'compiling {settings.index(setting) + 1} of {len(settings)}: {setting}', done, total)
     # One round compiles the program that `generate` runs.
     decoder = workload.decoder(setting, statistics=options.share_of_optimum)
     state = workload.init(decoder, keys[options.seed], batches[0], num_samples=options.num_samples)
@@ -138,6 +138,7 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None, pick: Pick 
   notify = notify or (lambda what, done, total: None)
   settings = expand(options)
   given = None if options.acceptance is None else read_acceptance(options.acceptance)
+  notify(f'loading {options.target}', 0, 1)
   workload = Workload.load(options, pick=pick)
   predictions = predict_all(workload, notify) if options.is_auto else []
   if predictions:
