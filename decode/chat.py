@@ -11,6 +11,7 @@ commands, and `/help` lists them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import sys
 import threading
@@ -20,30 +21,42 @@ from absl import flags
 
 from common import command_line
 from common.printable import printable
+from decode.auto.prediction import predict_all
 from decode.conversation import Chat
 from decode.experiment.console import show_progress
-from decode.experiment.options import DecodeOptions
-from decode.experiment.settings import only_setting
-from decode.experiment.workload import load_models
-from decode.slash_commands import obey
+from decode.experiment.options import ROOT, DecodeOptions
+from decode.experiment.settings import Setting, only_setting
+from decode.experiment.workload import Models, Workload, load_models
+from decode.slash_commands import describe_drafting, obey
+from spectr_jax.auto.prediction import choose
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.session import Session
 
 _LONGEST_LINE = 2**20  # characters
+# What `auto` answers to compare settings, and tokens of those answers.
+_QUESTIONS, _NEW_TOKENS = ROOT / 'pretrained' / 'questions.jsonl', 64
 # Fields of `DecodeOptions` that mean nothing here.
 _UNUSED = (
-  'acceptance', 'calibration', 'share_of_optimum', 'breakdown', 'profile_dir', 'prompts', 'skip_long', 'mesh',
+  'acceptance', 'share_of_optimum', 'breakdown', 'profile_dir', 'prompts', 'skip_long', 'mesh',
   'logprobs',
 )  # fmt: skip
+
+
+def _choose(options: DecodeOptions, notify: Notify) -> tuple[Models, Setting]:
+  """The models, and the setting that `auto` predicts to be the fastest for short answers to questions of many kinds."""
+  asked = {'prompts': str(_QUESTIONS), 'num_prompts': options.calibration_prompts, 'prompt': None, 'chat': True}
+  fewer = {'max_new_tokens': min(options.max_new_tokens, _NEW_TOKENS), 'stop': (), 'num_seeds': 1}
+  work = Workload.load(dataclasses.replace(options, **asked, **fewer))
+  return Models(work.target, work.draft, work.tokenizer, work.info['models']), choose(predict_all(work, notify))
 
 
 def start_chat(options: DecodeOptions, context: int, notify: Notify | None = None) -> Chat:
   """Loads the models of a conversation, and compiles what answers run if there may be several.
 
   Args:
-    options: The options; they name one method, K, L and tree.
+    options: The options; they name one method, K, L and tree, or `auto`, which chooses them.
     context: Tokens that the conversation may have, those of an answer included.
     notify: Called with the current activity, the steps done and the steps in total. None compiles nothing ahead.
 
@@ -53,8 +66,11 @@ def start_chat(options: DecodeOptions, context: int, notify: Notify | None = Non
   for name in _UNUSED:
     if getattr(options, name):
       raise ValueError(f'{name} is not for decode.chat, which answers one user')
-  setting = only_setting(options)
-  models = load_models(options)
+  if options.is_auto:
+    models, setting = _choose(options, notify or (lambda what, done, total: None))
+  else:
+    setting = only_setting(options)
+    models = load_models(options)
   limit = min(context, models.context_length or context)
   if limit - options.max_new_tokens < 2:
     raise ValueError(
@@ -210,6 +226,8 @@ if __name__ == '__main__':
     options = read_options(chat=True)
     with show_progress() if sys.stderr.isatty() else contextlib.nullcontext(lambda *_: None) as notify:
       chat = start_chat(options, _CONTEXT.value, notify if options.prompt is None else None)
+    if options.is_auto:
+      print(f'auto: {describe_drafting(chat)}', file=sys.stderr)
     if options.prompt is None and is_typed():
       print('Type a message, or /help. Ctrl-C ends an answer, Ctrl-D the conversation.', file=sys.stderr)
     if options.prompt is None:
@@ -222,6 +240,7 @@ if __name__ == '__main__':
     [
       '--target=ORG/NAME',
       '--target=model.gguf --draft=HEAD --method=race_traversal',
+      '--target=model.gguf --draft=HEAD --method=auto --calibration=auto.json',
       "--target=model.gguf --prompt='What is the capital of France?'",
     ],
   )

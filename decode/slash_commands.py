@@ -39,12 +39,17 @@ def _temperature(chat, argument):
   return f'temperature {value:g}'
 
 
-def _draft(chat, argument):
-  del argument
+def describe_drafting(chat: Chat) -> str:
+  """Which method verifies which guesses in a conversation."""
   decoder = chat.session.decoder
   if decoder.drafter is None:
     return 'no draft: one token per call of the target'
   return f'{decoder.method.name} on trees of {decoder.tree.num_nodes} guesses, {decoder.tree.max_depth} deep'
+
+
+def _draft(chat, argument):
+  del argument
+  return describe_drafting(chat)
 
 
 def _stats(chat, argument):

@@ -8,7 +8,7 @@ import tiny_hub
 from hub_specs import SPECS
 
 import spectr_jax
-from decode import trace
+from decode import chat, trace
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
 from spectr_jax.io.hub.families import read_spec
@@ -55,6 +55,26 @@ def test_a_conversation_is_decoded(options):
   assert unknown
   assert all(draft in (0, None) and target > 0 for _, draft, target in unknown)  # emitted, but never drafted
   assert {names[str(token)] for token, *_ in unknown} == {f'⟨{token}⟩' for token, *_ in unknown}
+
+
+@pytest.mark.slow
+def test_auto_chooses_how_a_conversation_is_decoded(options, tmp_path, monkeypatch):
+  (tmp_path / 'questions.jsonl').write_text('{"prompt": "the owl"}\n{"prompt": "the fox"}\n')
+  monkeypatch.setattr(chat, '_QUESTIONS', tmp_path / 'questions.jsonl')
+  options = dataclasses.replace(
+    options, method=('auto',), prompt=None, num_drafts=(1, 2), calibration_prompts=2, max_new_tokens=6,
+    calibration=str(tmp_path / 'auto.json'),
+  )  # fmt: skip
+  said = []
+  talk = chat.start_chat(options, 96, lambda what, *_: said.append(what.split(':')[0]))
+  assert 'auto' in said
+  chosen = talk.session.decoder
+  assert chosen.eos_ids == (41, 200, 319)
+  assert list(talk.ask('the owl'))
+  said.clear()
+  again = chat.start_chat(options, 96, lambda what, *_: said.append(what.split(':')[0])).session.decoder
+  assert 'auto' not in said  # it was measured already
+  assert (again.method, again.tree) == (chosen.method, chosen.tree)
 
 
 def test_results_say_what_type_a_model_computes_in(options, tmp_path, monkeypatch):
