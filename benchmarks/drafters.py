@@ -6,7 +6,7 @@ Command   python -m benchmarks.drafters --target=MODEL.gguf --drafters=lookup,pr
 Model     a `.gguf` file, dequantised by both
 Prompts   --num_prompts of the file, equally many of each task, --batch_size at a time; our caches hold the longest
 Peer      `generate` with its dynamic cache, plain and, for one prompt at a time, with `prompt_lookup_num_tokens`, on
-          --peer_device. --nopeer leaves it out
+          --peer_device. --nopeer leaves it out; --llama_cpp runs llama.cpp as well, one prompt at a time
 
 All settings and the peer take turns on each batch, after one run on the first that is not counted. Seconds include the
 prefill. A continuation may end early, and two ways may end at different places; tokens per second are new tokens over
@@ -89,6 +89,25 @@ def peer_ways(workload: Workload, lookup_lengths: Sequence[int], device: str) ->
   return {name: functools.partial(decode, request) for name, request in requests.items()}
 
 
+def llama_cpp_ways(workload: Workload) -> dict[str, Way]:
+  """llama.cpp's decoding without a draft, one row at a time.
+
+  Args:
+    workload: The prompts, and the options of sampling.
+  """
+  from benchmarks import llama_cpp
+
+  options = workload.options
+  server = llama_cpp.load(options.target, workload.cache_size)
+
+  def decode(batch):
+    rows = (workload.tokens[number, : workload.lengths[number]] for number in batch)
+    tokens = [llama_cpp.answer(server, row, options.max_new_tokens, options.temperature) for row in rows]
+    return sum(tokens), sum(tokens)
+
+  return {'llama.cpp': decode}
+
+
 def measure(ways: Mapping[str, Way], batches: Sequence[np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
   """`tokens`, `calls` and `seconds` of every way, an entry for each batch.
 
@@ -155,6 +174,7 @@ if __name__ == '__main__':
   _DRAFTERS = flags.DEFINE_list('drafters', ['lookup'], 'Drafters, each as for --draft of decode.main.')
   _PEER_FLAG = flags.DEFINE_bool('peer', True, "Whether to run Hugging Face's transformers as well.")
   _PEER_LOOKUP = flags.DEFINE_list('peer_lookup', ['3', '10'], 'Tokens that the prompt lookup of the peer guesses.')
+  _LLAMA_CPP = flags.DEFINE_bool('llama_cpp', False, 'Whether to run llama.cpp as well.')
   _PEER_DEVICE = flags.DEFINE_enum('peer_device', 'cpu', ['cuda', 'cpu'], 'Where transformers run.')
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
 
@@ -165,6 +185,8 @@ if __name__ == '__main__':
       ways, one = own_ways(workloads), next(iter(workloads.values()))
       if _PEER_FLAG.value:
         ways |= peer_ways(one, command_line.parse_numbers('peer_lookup', _PEER_LOOKUP.value), _PEER_DEVICE.value)
+      if _LLAMA_CPP.value:
+        ways |= llama_cpp_ways(one)
       found = measure(ways, one.batches)
       plain = {name: {column: values.tolist() for column, values in each.items()} for name, each in found.items()}
       content = {'run': one.info, 'drafters': _DRAFTERS.value, 'prompts': [prompt.id for prompt in one.prompts]}
