@@ -96,9 +96,7 @@ def _described(flag: flags.Flag, width: int) -> list[str]:
   values = getattr(flag.parser, 'enum_values', None)
   value = '|'.join(values) if values else _VALUES.get(kind, 'TEXT')
   name = f'  --{flag.name}={value}' if value else f'  --[no]{flag.name}' if flag.default else f'  --{flag.name}'
-  what = re.split(r'(?:(?<=\.)|;)\s', re.sub(r'^<[^>]*>: ', '', ' '.join((flag.help or '').split())), maxsplit=1)[
-    0
-  ].rstrip('.')
+  what = _first_part(re.sub(r'^<[^>]*>: ', '', ' '.join((flag.help or '').split())))
   if (default := _default_of(flag)) and 'efault' not in what:
     what = f'{what} [{default}]'
   is_beside = len(name) < _INDENT and width > 2 * _INDENT
@@ -106,6 +104,11 @@ def _described(flag: flags.Flag, width: int) -> list[str]:
   lines = textwrap.wrap(what, width - indent, break_long_words=False, break_on_hyphens=False) or ['']
   lines = [' ' * indent + line for line in lines]
   return [f'{name:<{_INDENT}}{lines[0].strip()}', *lines[1:]] if is_beside else [name, *lines]
+
+
+def _first_part(text: str) -> str:
+  """A text up to its first full stop or semicolon."""
+  return re.split(r'\.\s|;\s', text, maxsplit=1)[0].rstrip('.')
 
 
 def _default_of(flag: flags.Flag) -> str:
