@@ -18,6 +18,7 @@ from spectr_jax.draft import (
 )
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.generate import generate
+from spectr_jax.engine.likelihood import LogLikelihood, log_likelihood
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.refill import Continuation, Request, generate_many, refill
 from spectr_jax.engine.result import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Generation, NotFiniteError
@@ -62,6 +63,7 @@ __all__ = [
   'Generation',
   'KVCache',
   'Likeliest',
+  'LogLikelihood',
   'LookupCorpus',
   'Method',
   'Model',
@@ -93,6 +95,7 @@ __all__ = [
   'init_decode',
   'load_drafter',
   'load_model',
+  'log_likelihood',
   'logits_to_probs',
   'lookup_beside',
   'lookup_corpus',

@@ -1,0 +1,125 @@
+"""The log likelihood of given texts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from spectr_jax.engine import checks
+from spectr_jax.engine.refill import padded_lengths
+from spectr_jax.engine.result import FAILED_TARGET, NotFiniteError
+from spectr_jax.model import Model
+
+_CHUNK = 64  # tokens per call: their logits are kept for all of them
+_MOST_TOP = 256
+
+
+class LogLikelihood(NamedTuple):
+  """How likely given texts are, token by token, under the model's own distribution: no temperature, no filters.
+
+  Place t of a row stands for its token t given those before it. The first token, which nothing precedes, and places
+  behind a row's end are NaN, False and -1.
+
+  Attributes:
+    logprobs: float32 `[B, P]`, the log probability of each token, in nats.
+    is_greedy: bool `[B, P]`, whether the token is the first likeliest one, as greedy decoding takes it.
+    top_tokens: int32 `[B, P, T]`, the likeliest tokens in the token's place, the likeliest first.
+    top_logprobs: float32 `[B, P, T]`, their log probabilities.
+  """
+
+  logprobs: np.ndarray
+  is_greedy: np.ndarray
+  top_tokens: np.ndarray
+  top_logprobs: np.ndarray
+
+  def of(self, row: int, start: int, stop: int) -> tuple[float, bool]:
+    """The log likelihood of tokens `start` to `stop` of a row given those before, and whether all are greedy ones."""
+    return float(self.logprobs[row, start:stop].sum(dtype=np.float64)), bool(self.is_greedy[row, start:stop].all())
+
+
+def log_likelihood(target: Model, texts: Sequence[ArrayLike], *, num_top: int = 0) -> LogLikelihood:
+  """Reads texts once and says how likely their tokens are.
+
+  Texts are padded to one of few lengths (16, 32, 64 and so on), each of which is a program for each number of rows.
+
+  Args:
+    target: The model.
+    texts: B texts, integers `[P]` each, at least one token.
+    num_top: T, how many of the likeliest tokens to name in each place, at most 256 and the vocabulary.
+
+  Returns:
+    Arrays on the host, with P the tokens of the longest text.
+
+  Raises:
+    ValueError: There is no text, one is empty or longer than the model's context, or an id is not in the vocabulary.
+    NotFiniteError: The model's logits are not finite.
+  """
+  if not isinstance(num_top, int) or not 0 <= num_top <= min(_MOST_TOP, target.vocab_size):
+    raise ValueError(f'num_top must be from 0 to {min(_MOST_TOP, target.vocab_size)}, got {num_top!r}')
+  rows = [checks.as_ids(f'text {number}', text, target.vocab_size) for number, text in enumerate(texts)]
+  if not rows:
+    raise ValueError('there is no text')
+  lengths = np.array([len(row) for row in rows], np.int32)
+  longest, most = int(lengths.max()), target.context_length
+  if most is not None and longest > most:
+    raise ValueError(f'text {lengths.argmax()} has {longest} tokens, the model takes {most}')
+  width = next(length for length in padded_lengths(1 << (longest - 1).bit_length()) if length >= longest)
+  tokens = np.zeros((len(rows), width), np.int32)
+  for row, ids in zip(tokens, rows):
+    row[: len(ids)] = ids
+  found = jax.device_get(_read(target, tokens, lengths, num_top=num_top))
+  if not found.is_finite.all():
+    raise NotFiniteError(int(np.argmin(found.is_finite)), 0, FAILED_TARGET)
+  # What is known after token t is about token t + 1.
+  shifted = [np.roll(array, 1, axis=1)[:, :longest] for array in found.after]
+  is_known = (np.arange(longest) > 0) & (np.arange(longest) < lengths[:, None])
+  unknown = np.nan, False, -1, np.nan
+  blank = (np.where(is_known.reshape(*is_known.shape, *[1] * (x.ndim - 2)), x, y) for x, y in zip(shifted, unknown))
+  return LogLikelihood(*blank)
+
+
+class _Found(NamedTuple):
+  """What the program returns: the fields of `LogLikelihood` after each token, and which rows are finite."""
+
+  after: LogLikelihood
+  is_finite: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames='num_top')
+def _read(target: Model, tokens: jax.Array, lengths: jax.Array, *, num_top: int) -> _Found:
+  batch_size, num_tokens = tokens.shape
+  size = min(_CHUNK, num_tokens)
+  offsets = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch_size, size))
+  causal = np.tril(np.ones((size, size), bool))
+  next_tokens = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+
+  def add(cache, first):
+    chunk, wanted = (jax.lax.dynamic_slice_in_dim(x, first, size, axis=1) for x in (tokens, next_tokens))
+    positions = jnp.minimum(first + offsets, lengths[:, None] - 1)  # padding may be wider than the context
+    output = target.apply(chunk, positions, causal, cache)
+    logits = output.logits.astype(jnp.promote_types(output.logits.dtype, jnp.float32))
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    own = jnp.take_along_axis(logits, wanted[..., None], axis=-1)
+    top = jax.lax.top_k(logits, num_top) if num_top else (logits[..., :0], jnp.zeros((*chunk.shape, 0), jnp.int32))
+    is_read = first + offsets < lengths[:, None]
+    is_finite = jnp.all(jnp.isfinite(jnp.max(logits, axis=-1)) | ~is_read, axis=1)
+    after = LogLikelihood(
+      (own - total)[..., 0].astype(jnp.float32),
+      jnp.argmax(logits, axis=-1) == wanted,
+      top[1].astype(jnp.int32),
+      (top[0] - total).astype(jnp.float32),
+    )
+    return target.commit_fn(output.cache, offsets, jnp.clip(lengths - first, 0, size)), (after, is_finite)
+
+  # The barrier keeps XLA from folding attention over a cache of zeros, as in `Model.prefill`.
+  cache = jax.lax.optimization_barrier(target.init_cache_fn(batch_size, num_tokens))
+  starts = np.arange(0, num_tokens, size, dtype=np.int32)
+  _, (after, is_finite) = jax.lax.scan(add, cache, starts)
+  joined = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch_size, num_tokens, *x.shape[3:]), after)
+  return _Found(joined, jnp.all(is_finite, axis=0))
