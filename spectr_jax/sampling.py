@@ -9,6 +9,7 @@ uniform and no noise of the size of the vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -85,6 +86,16 @@ class SamplingParams:
       is_used = not is_known or name not in FILTERS_BY_NAME or (array != FILTERS_BY_NAME[name].keeps_all).any()
       values[name] = jnp.broadcast_to(array, (batch_size,)) if is_used else None
     return SamplingParams(**values)
+
+  @classmethod
+  def of_rows(cls, rows: Sequence[SamplingParams]) -> SamplingParams:
+    """The parameters of B rows, as arrays `[B]`, from those of each, which are scalars. They are not checked."""
+    values = {'temperature': np.array([row.temperature for row in rows])}
+    for name, each in FILTERS_BY_NAME.items():
+      own = [getattr(row, name) for row in rows]
+      if any(value is not None for value in own):
+        values[name] = np.array([each.keeps_all if value is None else value for value in own])
+    return cls(**values)
 
   def with_filters_of(self, other: SamplingParams) -> SamplingParams:
     """These parameters with every filter that `other` has, so that rows of both can stand in one batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -82,12 +82,14 @@ class Request:
   Attributes:
     name: The name of its continuation.
     tokens: Ids, at least one.
-    key: A typed key; the continuation depends on it and the prompt alone.
+    key: A typed key; the continuation depends on it, the prompt and the sampling parameters alone.
+    sampling: Its own sampling parameters, scalars; None for those of all.
   """
 
   name: Hashable
   tokens: Sequence[int]
   key: jax.Array
+  sampling: SamplingParams | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,13 +129,132 @@ def padded_lengths(longest: int, shortest: int = 16) -> list[int]:
   return [*lengths, longest]
 
 
-def _arrange(requests: Sequence[Request], num_rows: int, length: int) -> tuple[jax.Array, np.ndarray, np.ndarray]:
-  """Keys `[R]`, tokens `[R, P]` and lengths `[R]` of requests; rows without a request repeat the last one."""
+def _arrange(
+  requests: Sequence[Request], num_rows: int, length: int, sampling: SamplingParams | None
+) -> tuple[tuple[jax.Array, np.ndarray, np.ndarray], SamplingParams]:
+  """Keys `[R]`, tokens `[R, P]` and lengths `[R]` of requests, and their sampling parameters `[R]`.
+
+  Rows without a request repeat the last one.
+  """
   filled = [*requests, *[requests[-1]] * (num_rows - len(requests))]
   tokens = np.zeros((num_rows, length), np.int32)
   for row, request in zip(tokens, filled):
     row[: len(request.tokens)] = request.tokens
-  return jnp.stack([request.key for request in filled]), tokens, np.array([len(each.tokens) for each in filled])
+  own = [request.sampling or sampling or SamplingParams() for request in filled]
+  rows = jnp.stack([request.key for request in filled]), tokens, np.array([len(each.tokens) for each in filled])
+  return rows, SamplingParams.of_rows(own)
+
+
+class Pool:
+  """The rows of a batch, which take one request after another while one compiled loop runs.
+
+  Attributes:
+    decoder: The decoder.
+    state: Between two rounds.
+    owners: The requests in progress, by row.
+  """
+
+  def __init__(
+    self,
+    decoder: Decoder,
+    requests: Sequence[Request],
+    *,
+    batch_size: int,
+    longest_prompt: int,
+    sampling: SamplingParams | None = None,
+  ):
+    """Begins with some requests, at least one, which are prefilled together.
+
+    Args:
+      decoder: The decoder; its `cache_size` holds the longest prompt and the new tokens.
+      requests: At most `batch_size`, which are checked as by `check`.
+      batch_size: B, rows; with a sharding a multiple of what divides them.
+      longest_prompt: The most tokens of a prompt.
+      sampling: Of requests that have none of their own.
+
+    Raises:
+      ValueError: As for `check`.
+    """
+    self.decoder, self._longest, self._sampling = decoder, longest_prompt, sampling
+    self.owners = dict(enumerate(map(self.check, requests)))
+    # Refilling an eighth of the rows at a time takes few programs, and not too much work for a single row.
+    self.rows_at_a_time = max(1, batch_size // 8)
+    if decoder.sharding is not None:
+      self.rows_at_a_time = decoder.sharding.round_up(self.rows_at_a_time)
+    rows, params = _arrange(requests, batch_size, longest_prompt, sampling)
+    self.state = init_decode(decoder, *rows, sampling=params)
+    if len(requests) < batch_size:
+      self.end(range(len(requests), batch_size))
+
+  def check(self, request: Request) -> Request:
+    """The request itself.
+
+    Raises:
+      ValueError: Its prompt is empty or too long, or has an id that is not in the vocabulary.
+    """
+    if not 1 <= len(request.tokens) <= self._longest:
+      raise ValueError(f'prompt {request.name} has {len(request.tokens)} tokens, allowed are 1 to {self._longest}')
+    checks.as_ids(f'prompt {request.name}', request.tokens, self.decoder.target.vocab_size)
+    return request
+
+  @property
+  def free(self) -> list[int]:
+    """The rows without a request."""
+    return [row for row in range(len(self.state.keys)) if row not in self.owners]
+
+  def put(self, requests: Sequence[Request]) -> None:
+    """Gives free rows to requests; several that have similar lengths are prefilled together.
+
+    Args:
+      requests: At most as many as there are free rows, checked.
+    """
+    lengths = padded_lengths(self._longest)
+
+    def padded(pair: tuple[int, Request]) -> int:
+      return next(length for length in lengths if len(pair[1].tokens) <= length)
+
+    taken = list(zip(self.free, requests, strict=False))
+    for length, group in itertools.groupby(sorted(taken, key=padded), key=padded):
+      group = list(group)
+      for start in range(0, len(group), self.rows_at_a_time):
+        part = group[start : start + self.rows_at_a_time]
+        # Entries of B fill the shape; they are no rows and are dropped.
+        rows = np.array([row for row, _ in part] + [len(self.state.keys)] * (self.rows_at_a_time - len(part)))
+        arranged, params = _arrange([request for _, request in part], self.rows_at_a_time, length, self._sampling)
+        self.state = refill(self.decoder, self.state, rows, *arranged, sampling=params)
+    self.owners.update(taken)
+
+  def advance(self, num_rounds: int) -> None:
+    """Runs up to so many rounds.
+
+    Raises:
+      NotFiniteError: A model's logits are not finite; `forgive` ends the row.
+    """
+    self.state = decode_rounds(self.decoder, self.state, num_rounds)
+    self.state.result.check()
+
+  def forgive(self, row: int) -> Request:
+    """Ends the row whose logits were not finite, so that the others can go on; returns its request."""
+    failures = np.array(fetch(self.state.result.failures))
+    failures[row] = 0
+    sharding = self.decoder.sharding
+    failures = jnp.asarray(failures) if sharding is None else sharding.put_rows(failures)
+    self.state = dataclasses.replace(self.state, result=dataclasses.replace(self.state.result, failures=failures))
+    self.end([row])
+    return self.owners.pop(row)
+
+  def end(self, rows: Iterable[int]) -> None:
+    """Ends rows, which stay their owners'."""
+    self.state = finish(self.decoder, self.state, list(rows))
+
+  def done(self) -> list[int]:
+    """The rows whose requests have come to their end."""
+    is_done = fetch(self.state.is_done)
+    return [row for row in sorted(self.owners) if is_done[row]]
+
+  def result(self) -> Generation:
+    """All tokens so far, as NumPy arrays."""
+    return fetch(dataclasses.replace(self.state.result, statistics=None))
 
 
 @takes_loose_sampling
@@ -171,7 +292,7 @@ def generate_many(
     rounds_at_a_time: Rounds between two checks for rows that are done. More rounds leave rows idle for longer, fewer
       wait for the device more often.
     stop: Texts that end a continuation, or None; looked for every `rounds_at_a_time` rounds.
-    sampling: Of scalars, for all prompts, as for `generate`.
+    sampling: Of scalars, for all requests that have none of their own, as for `generate`.
     **options: `eos_id`, `sharding` and `logprobs` of `generate`.
 
   Yields:
@@ -183,18 +304,12 @@ def generate_many(
   """
   if min(batch_size, longest_prompt, rounds_at_a_time) < 1:
     raise ValueError('batch_size, longest_prompt and rounds_at_a_time must be at least 1')
-  waiting = map(_checked(longest_prompt, target.vocab_size), requests)
+  waiting = iter(requests)
   first = list(itertools.islice(waiting, batch_size))
   if not first:
     return
   sharding = options.get('sharding')
-
-  def divisible(num_rows: int) -> int:
-    return num_rows if sharding is None else sharding.round_up(num_rows)
-
-  batch_size = divisible(len(first))
-  # Refilling an eighth of the rows at a time takes few programs, and not too much work for a single row.
-  rows_at_a_time = divisible(max(1, batch_size // 8))
+  batch_size = len(first) if sharding is None else sharding.round_up(len(first))
   decoder = Decoder.make(
     target,
     draft,
@@ -204,68 +319,30 @@ def generate_many(
     cache_size=longest_prompt + max_new_tokens,
     **options,
   )
-  state = init_decode(decoder, *_arrange(first, batch_size, longest_prompt), sampling=sampling)
-  owners = dict(enumerate(first))  # the requests in progress, by row
+  pool = Pool(decoder, first, batch_size=batch_size, longest_prompt=longest_prompt, sampling=sampling)
+  waiting = map(pool.check, waiting)
   search = None if stop is None else StopSearch(stop)
-  while owners:
-    state = decode_rounds(decoder, state, rounds_at_a_time)
+  while pool.owners:
     try:
-      state.result.check()
+      pool.advance(rounds_at_a_time)
     except NotFiniteError as error:
-      raise ValueError(f'prompt {owners[error.row].name}: {error}') from error
-    ended = [] if search is None else search.look(state.result, owners)
+      raise ValueError(f'prompt {pool.owners[error.row].name}: {error}') from error
+    ended = [] if search is None else search.look(pool.state.result, pool.owners)
     if ended:
-      state = finish(decoder, state, ended)
-    is_done = fetch(state.is_done)
-    done = [row for row in range(batch_size) if row in owners and is_done[row]]
+      pool.end(ended)
+    done = pool.done()
     if done:
-      result = fetch(dataclasses.replace(state.result, statistics=None))
+      result = pool.result()
       if search is not None:
         result = result.cut({row: search.found[row] for row in done if row in search.found})
       for row in done:
         if search is not None:
           search.forget(row)
-        yield _continuation(owners.pop(row).name, result, row, decoder.eos_ids, stop)
-    free = [row for row in range(batch_size) if row not in owners]
+        yield _continuation(pool.owners.pop(row).name, result, row, decoder.eos_ids, stop)
+    free = len(pool.free)
     # Refilling one row costs as much as refilling `rows_at_a_time` of them.
-    if len(free) >= rows_at_a_time or not owners:
-      taken = list(zip(free, waiting))
-      owners.update(taken)
-      state = _give(decoder, state, taken, padded_lengths(longest_prompt), rows_at_a_time, sampling)
-
-
-def _checked(longest_prompt: int, vocab_size: int) -> Callable[[Request], Request]:
-  def check(request: Request) -> Request:
-    if not 1 <= len(request.tokens) <= longest_prompt:
-      raise ValueError(f'prompt {request.name} has {len(request.tokens)} tokens, allowed are 1 to {longest_prompt}')
-    checks.as_ids(f'prompt {request.name}', request.tokens, vocab_size)
-    return request
-
-  return check
-
-
-def _give(
-  decoder: Decoder,
-  state: DecodeState,
-  taken: Sequence[tuple[int, Request]],
-  lengths: Sequence[int],
-  rows_at_a_time: int,
-  sampling: SamplingParams | None,
-) -> DecodeState:
-  """Gives rows to requests, those of similar length together."""
-
-  def padded(pair: tuple[int, Request]) -> int:
-    return next(length for length in lengths if len(pair[1].tokens) <= length)
-
-  for length, group in itertools.groupby(sorted(taken, key=padded), key=padded):
-    group = list(group)
-    for start in range(0, len(group), rows_at_a_time):
-      part = group[start : start + rows_at_a_time]
-      # Entries of B fill the shape; they are no rows and are dropped.
-      rows = np.array([row for row, _ in part] + [len(state.keys)] * (rows_at_a_time - len(part)))
-      requests = [request for _, request in part]
-      state = refill(decoder, state, rows, *_arrange(requests, rows_at_a_time, length), sampling=sampling)
-  return state
+    if free >= pool.rows_at_a_time or not pool.owners:
+      pool.put(list(itertools.islice(waiting, free)))
 
 
 def _continuation(

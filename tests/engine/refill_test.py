@@ -11,7 +11,8 @@ import pytest
 from spectr_jax import METHODS, SamplingParams, TokenTree, generate, with_gumbel
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
-from spectr_jax.engine.refill import Request, generate_many, padded_lengths, refill
+from spectr_jax.engine.refill import Pool, Request, generate_many, padded_lengths, refill
+from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import init_decode
 from spectr_jax.models.table import table_model
@@ -225,3 +226,43 @@ def test_rows_that_cannot_be_refilled(tables):
     prompts = np.tile(prompt, (2 if len(rows) > 1 else 1, 1))
     with pytest.raises(ValueError, match='rows must be one different row of 1 for each prompt'):
       refill(decoder, state, rows, key, prompts, np.array([2] * min(len(rows), 2)))
+
+
+def test_requests_have_their_own_sampling_parameters(tables):
+  """In one batch, also where a filter first comes with a later request."""
+  options = {'method': 'spectr', 'tree': TokenTree.chains(2, 2), 'eos_id': _EOS}
+  own = [None, SamplingParams(0.5), SamplingParams(0), SamplingParams(2.0, top_p=0.6), SamplingParams(1.0, top_k=2)]
+  requests = [dataclasses.replace(each, sampling=own[i % 5]) for i, each in enumerate(_requests(11))]
+  common = SamplingParams(0.8)
+  found = {each.name: each for each in _together(tables, requests, sampling=common, batch_size=3, **options)}
+  assert len(found) == 11
+  for request in requests:
+    tokens, _, num_calls = _by_itself(tables, request, sampling=request.sampling or common, **options)
+    np.testing.assert_array_equal(found[request.name].tokens, tokens, err_msg=str(request))
+    assert found[request.name].num_target_calls == num_calls
+
+
+def test_a_row_that_is_not_finite_ends_alone(tables):
+  """Its neighbours go on as if it had not been there, and its row takes another request."""
+
+  # Nothing leads to token 5, after which the target has no distribution.
+  target, draft = (table_model(table.params.at[:, 5].set(-100.0)) for table in tables)
+  target = table_model(target.params.at[5].set(jnp.nan))
+  requests = [
+    dataclasses.replace(request, tokens=tokens)
+    for request, tokens in zip(_requests(4), ([1, 2], [3, 5], [2], [0]), strict=True)
+  ]
+  options = {'method': 'speculative', 'tree': TokenTree.chains(1, 2)}
+  decoder = Decoder.make(target, draft, max_new_tokens=_NEW, cache_size=_LONGEST + _NEW, **options)
+  pool = Pool(decoder, requests[:3], batch_size=3, longest_prompt=_LONGEST)
+  with pytest.raises(NotFiniteError, match='row 1, ') as caught:
+    pool.advance(1)
+  assert pool.forgive(caught.value.row) is requests[1]
+  assert pool.free == [1]
+  pool.put(requests[3:])
+  while len(pool.done()) < 3:
+    pool.advance(2)
+  result = pool.result()
+  for row, request in pool.owners.items():
+    expected, _, _ = _by_itself((target, draft), request, **options)
+    np.testing.assert_array_equal(result.tokens[row, : result.lengths[row]], expected)
