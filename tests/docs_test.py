@@ -219,41 +219,53 @@ def test_library_page(monkeypatch):
   assert sorted(many) == sorted(scope['texts'])
 
 
-_VERIFIER_AND_DRAFTER, _MODEL = _read('extending.md').split('\n## A model\n')
-
-
-@pytest.fixture(scope='module')
-def extended():
-  """The names that the code of docs/extending.md defines before its model, and its printed values."""
+def _extended(name):
+  """The names that the code of a page defines, run without the compiler's optimizations, and its printed values."""
   before = jax.config.read('jax_disable_most_optimizations')
   jax.config.update('jax_disable_most_optimizations', True)
   scope = {}
-  printed = _execute(_VERIFIER_AND_DRAFTER, scope)
-  yield scope, printed
-  jax.config.update('jax_disable_most_optimizations', before)
+  try:
+    printed = _execute(_read(name), scope)
+  finally:
+    jax.config.update('jax_disable_most_optimizations', before)
+  return scope, printed
+
+
+@pytest.fixture(scope='module')
+def own_verifiers():
+  yield _extended('extending.md')
   METHODS.pop('any_one', None)
 
 
+@pytest.fixture(scope='module')
+def own_drafters():
+  return _extended('extending_drafters.md')
+
+
 @pytest.mark.slow
-def test_verifier_and_drafter_of_the_page(extended):
-  scope, (errors, speed) = extended
+def test_verifiers_of_the_page(own_verifiers):
+  scope, (errors,) = own_verifiers
   assert max(scope['errors'][name] for name in ('any_one', 'matching')) <= 1e-10
   assert scope['errors']['likeliest'] > 1e-3
   assert errors == ({name: f'{error:.0e}' for name, error in scope['errors'].items()},)
+
+
+@pytest.mark.slow
+def test_drafters_of_the_page(own_drafters):
+  _, (speed,) = own_drafters
   assert speed[1] > 2
 
 
 @pytest.mark.slow
-def test_model_of_the_page(extended):
-  scope, _ = extended
-  ((is_same, num_target_calls),) = _execute(_MODEL, dict(scope))
+def test_model_of_the_page():
+  _, ((is_same, num_target_calls),) = _extended('extending_models.md')
   assert is_same is True
   assert num_target_calls < 10  # guesses were accepted
 
 
 @pytest.mark.slow
-def test_verifier_of_the_page_in_all_proofs(extended):
-  scope, _ = extended
+def test_verifier_of_the_page_in_all_proofs(own_verifiers):
+  scope, _ = own_verifiers
   assert prove(scope['any_one'], num_samples=10_000).is_passed
   assert prove(scope['matching'], num_samples=10_000).is_passed
   assert not prove(scope['likeliest'], num_samples=10_000).is_passed
@@ -261,9 +273,9 @@ def test_verifier_of_the_page_in_all_proofs(extended):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('method', ['spectr', 'gsd'])
-def test_drafter_of_the_page_keeps_the_law(extended, method):
+def test_drafter_of_the_page_keeps_the_distribution(own_drafters, method):
   """Its guesses depend on a row's whole text; the output has the chain's distribution, unless the drafter lies."""
-  scope, _ = extended
+  scope, _ = own_drafters
   probs = np.array([[0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.45, 0.1, 0.45]])
   num_rows, prompt = 20_000, [0, 1, 2, 0, 1, 1]
   law = np.einsum('a,ab,bc,cd->abcd', probs[prompt[-1]], probs, probs, probs).reshape(-1)
