@@ -42,7 +42,7 @@ def _read(name):
 @pytest.fixture(scope='module')
 def site(tmp_path_factory):
   """The directory of the built pages."""
-  for package in ('mkdocs', 'material', 'mkdocstrings'):
+  for package in ('mkdocs', 'material', 'mkdocstrings', 'latex2mathml'):
     pytest.importorskip(package, reason='needs the extra docs')
   directory = tmp_path_factory.mktemp('site')
   # A notice about the future of MkDocs, printed by the theme, is no warning about these pages.
@@ -300,7 +300,7 @@ def test_drafter_of_the_page_keeps_the_distribution(own_drafters, method):
 
 def test_example_of_race_traversal():
   """It prints the page's output, and the page's fractions by hand are those of the library."""
-  text, scope = _read('methods/race_traversal.md'), {}
+  text, scope = _read('methods/race_traversal_example.md'), {}
   printed = _execute(text, scope)
   (output,) = (block for block in documented.code_blocks(text, 'text') if block.startswith('ab '))
   assert [' '.join(map(str, values)) for values in printed] == output.splitlines()
