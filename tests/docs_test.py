@@ -8,6 +8,7 @@ import os
 import pathlib
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ import pytest
 from documented import ROOT, Command
 
 import spectr_jax
+from benchmarks import tabulate
 from spectr_jax import METHODS, TokenTree, couplings, draft, generate, table, testing, theory, transformer, verifiers
 from spectr_jax.testing import chi_square, prove
 
@@ -63,7 +65,7 @@ def _remote_resources(page: str) -> list[str]:
 
 @pytest.mark.slow
 def test_site_shows_docstrings(site):
-  page = (site / 'api.html').read_text(encoding='utf-8')
+  page = ' '.join(path.read_text(encoding='utf-8') for path in site.glob('api*.html'))
   text = ' '.join(html.unescape(re.sub(r'<[^>]+>', '', page)).split())
   for thing in (spectr_jax.generate, spectr_jax.TokenTree, couplings.Race, theory.kseq_gamma):
     assert ' '.join(re.sub('`', '', inspect.getdoc(thing).split('\n\n')[0]).split()) in text  # not only names
@@ -95,13 +97,14 @@ def test_pages_are_in_the_navigation(page):
 
 
 def test_everything_public_is_in_the_reference():
-  listed = set(re.findall(r'^::: (\S+)$', _read('api.md'), re.MULTILINE))
+  reference = ' '.join(path.read_text(encoding='utf-8') for path in _DOCS.glob('api*.md'))
+  listed = set(re.findall(r'^::: (\S+)$', reference, re.MULTILINE))
   names = set()
   for package in (spectr_jax, couplings, draft, testing, theory, verifiers):
     for name in package.__all__:
       thing = getattr(package, name)
       if inspect.ismodule(thing) or not hasattr(thing, '__qualname__'):
-        assert f'`{name}`' in _read('api.md') or f'`spectr_jax.{name}`' in _read('api.md'), name
+        assert f'`{name}`' in reference or f'`spectr_jax.{name}`' in reference, name
       else:
         names.add(f'{thing.__module__}.{thing.__qualname__}')
   assert names <= listed
@@ -109,6 +112,19 @@ def test_everything_public_is_in_the_reference():
     module, _, name = path.rpartition('.')
     assert not name.startswith('_')
     assert inspect.getdoc(getattr(__import__(module, fromlist=[name]), name)), path
+
+
+def test_the_reference_is_readable_without_the_site():
+  """GitHub shows directives as they stand: tables of what docstrings say are in front of them."""
+  tables = runpy.run_path(str(_DOCS / 'assets' / 'api_tables.py'))
+  assert len(tables['PAGES']) == 4
+  for path in tables['PAGES']:
+    page = path.read_text(encoding='utf-8')
+    assert tables['with_tables'](page) == page, f'{path.name}: python -m docs.assets.api_tables'
+    assert page.count('\n::: ') == len(re.findall(r'^\| `', page, re.MULTILINE))
+  made = tables['with_tables']('# A\n\n::: spectr_jax.methods.Method\n\n## B\n\n::: spectr_jax.methods.register\n')
+  assert '|\n\n::: spectr_jax.methods.Method\n\n## B\n\n| name' in made
+  assert tables['with_tables'](made) == made
 
 
 # What it says.
@@ -138,6 +154,34 @@ def test_pages_are_no_diary():
   dated = [path.name for path in pages if re.search(r'\b20\d\d-\d\d-\d\d\b', path.read_text(encoding='utf-8'))]
   assert len(pages) > 25
   assert not dated
+
+
+_MOST_WORDS = 1500
+
+
+def _num_words(text):
+  """Words between blanks, as `wc -w` counts them."""
+  return len(text.split())
+
+
+@pytest.mark.parametrize('page', sorted(path.relative_to(_DOCS).as_posix() for path in _DOCS.rglob('*.md')))
+def test_pages_are_short(page):
+  assert _num_words(_read(page)) <= _MOST_WORDS
+
+
+def test_a_long_page_is_noticed():
+  assert _num_words('| a | b |\n' * 300 + 'and one') == _MOST_WORDS + 2
+
+
+def test_tables_of_block_efficiency():
+  """Two pages have all tables that `benchmarks.tabulate` prints, and no other numbers in such tables."""
+  found = tabulate.read([str(_DOCS / 'block_efficiency.json')])
+  printed = '\n'.join(tabulate.tables(found, 'spectr')).strip().split('\n\nTemperature ')
+  pages = _read('block_efficiency.md') + _read('tables/block_efficiency.md')
+  assert len(printed) > 10
+  assert not [part for part in printed if part.removeprefix('Temperature ') not in pages]
+  rows = set('\n'.join(printed).splitlines())
+  assert set(re.findall(r'^\|.*\|$', _read('tables/block_efficiency.md'), re.MULTILINE)) <= rows
 
 
 def _measured():
