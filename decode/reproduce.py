@@ -42,7 +42,9 @@ _PROMPTS = flags.DEFINE_list(
   ' shipped prompts. A figure takes one.',
 )
 _OUTPUT = flags.DEFINE_string(
-  'output', None, 'Directory for NAME.json, NAME.md and NAME.png of a table, and NAME.csv, .md and .png of a figure.'
+  'output',
+  None,
+  'Directory for NAME.json, .md, .png and .svg of a table, and NAME.csv, .md, .png and .svg of a figure.',
 )
 _DTYPE = flags.DEFINE_string('dtype', '', "Type to compute in, float32 or bfloat16; '' for each model's own.")
 _SEED = flags.DEFINE_integer('seed', None, 'The first seed; default 0.', lower_bound=0)
@@ -154,7 +156,7 @@ def _output_files(requests: Mapping[str, Request]) -> OutputFiles:
   plots.check_available()
   directory = epath.Path(_OUTPUT.value)
   directory.mkdir(parents=True, exist_ok=True)
-  files = (f'{name}.{kind}' for name in requests for kind in (EXHIBITS[name].data_format, 'md', 'png'))
+  files = (f'{name}.{kind}' for name in requests for kind in (EXHIBITS[name].data_format, 'md', 'png', 'svg'))
   return OutputFiles(**{file: directory / file for file in files}).apart_from(_inputs(requests.values()))
 
 

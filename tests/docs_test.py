@@ -80,6 +80,16 @@ def test_site_fetches_nothing(site):
   assert _remote_resources('<link rel="icon" href="//cdn.org/a.png"><script src=https://cdn.org/a.js></script>')
 
 
+def test_site_sets_formulas(site):
+  pages = {path.relative_to(site).as_posix(): path.read_text(encoding='utf-8') for path in site.rglob('*.html')}
+  formulas = re.findall('<math.*?</math>', pages['methods/race_traversal.html'])
+  assert any('<mfrac>' in formula for formula in formulas)
+  assert len(formulas) > 40
+  assert not [
+    name for name, page in pages.items() if 'class="arithmatex"' in page or re.search(r'<math[^$]*\\[a-z]', page)
+  ]
+
+
 def test_site_is_searched_from_disk(site):
   """Browsers load no workers and no JSON from disk: both have a replacement, a script each."""
   page = (site / 'index.html').read_text(encoding='utf-8')
@@ -182,6 +192,12 @@ def test_tables_of_block_efficiency():
   assert not [part for part in printed if part.removeprefix('Temperature ') not in pages]
   rows = set('\n'.join(printed).splitlines())
   assert set(re.findall(r'^\|.*\|$', _read('tables/block_efficiency.md'), re.MULTILINE)) <= rows
+
+
+def test_figure_of_methods_has_all():
+  """All that draft; those that over-accept have a figure of their own."""
+  drawn = {line.split(',')[0].removesuffix(' (not lossless)') for line in _read('figures/methods.csv').splitlines()[1:]}
+  assert drawn == set(METHODS) - {'autoregressive', 'decoding_opt', 'decoding_uno'}
 
 
 def _measured():

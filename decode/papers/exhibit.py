@@ -213,7 +213,7 @@ class Exhibit(abc.ABC):
     return self.measure(request, notify)
 
   def files(self, name: str, request: Request, results: Results) -> dict[str, str | bytes]:
-    """Contents of the files to write, by file name: data, Markdown and picture.
+    """Contents of the files to write, by file name: data, Markdown, and the picture twice.
 
     Args:
       name: The exhibit's name.
@@ -224,7 +224,8 @@ class Exhibit(abc.ABC):
     return {
       f'{name}.{self.data_format}': self.to_data(name, request, results),
       f'{name}.md': self.to_markdown(name, results.rows, about),
-      f'{name}.png': self.to_png(results.rows, about),
+      f'{name}.png': self.to_image(results.rows, about),
+      f'{name}.svg': self.to_image(results.rows, about, kind='svg'),
     }
 
   @abc.abstractmethod
@@ -248,8 +249,8 @@ class Exhibit(abc.ABC):
     """The page of Markdown, with the lines of `describe`."""
 
   @abc.abstractmethod
-  def to_png(self, rows: Sequence[Row], about: Sequence[str] = ()) -> bytes:
-    """The picture; tables put the first lines of `describe` below it."""
+  def to_image(self, rows: Sequence[Row], about: Sequence[str] = (), *, kind: str = 'png') -> bytes:
+    """The picture as `png` or `svg`; tables put the first lines of `describe` below it."""
 
 
 def _check_inputs(request: Request) -> None:

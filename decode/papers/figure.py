@@ -59,12 +59,12 @@ class Figure(Exhibit):
   def to_markdown(self, name: str, rows: Sequence[Row], about: Sequence[str]) -> str:
     """The picture, the paragraph, and the lines of `describe` as a list."""
     lines = [f'- {line}' for line in about]
-    return '\n'.join([f'# {self.title}', '', f'![{name}]({name}.png)', '', self.tell(rows), '', *lines]) + '\n'
+    return '\n'.join([f'# {self.title}', '', f'![{name}]({name}.svg)', '', self.tell(rows), '', *lines]) + '\n'
 
-  def to_png(self, rows: Sequence[Row], about: Sequence[str] = ()) -> bytes:
+  def to_image(self, rows: Sequence[Row], about: Sequence[str] = (), *, kind: str = 'png') -> bytes:
     """The picture, under its title."""
     del about
-    return plots.to_png(self.draw(rows), title=self.title)
+    return plots.to_image(self.draw(rows), title=self.title, kind=kind)
 
 
 def to_csv(rows: Sequence[Row]) -> str:

@@ -239,7 +239,7 @@ _SPREADS = (
   '± and ranges here: 95% intervals, of block efficiency over prompts, of speed-up over batches, timed in turns;'
   f' {PAPER_SPREAD}'
 )
-_NOT_LOSSLESS = f'spectr_gbv does not keep the law of the target: {get_method("spectr_gbv").bias}.'
+_NOT_LOSSLESS = f'spectr_gbv does not keep the distribution of the target: {get_method("spectr_gbv").bias}.'
 _LONG_TEXTS = "The paper's continuations have some 520 tokens, by its Table 5."
 # Derived from Table 5, which prints tokens per second and seconds.
 _NUM_TOKENS = {'max_new_tokens': 520}

@@ -71,7 +71,8 @@ def _tell_methods(rows: Sequence[Row]) -> str:
   return (
     'Tokens per target call of every method that drafts; sampling from the target alone has 1. The best three that are'
     f' lossless, {"; ".join(parts)}. Intervals are over prompts, which all methods share, so that differences are surer'
-    " than they look. spectr_gbv does not keep the target's law with several drafts, and is drawn for comparison."
+    " than they look. spectr_gbv does not keep the target's distribution with several drafts, and is drawn for"
+    ' comparison. Decoding-OPT and Decoding-UNO, which over-accept, are in opt_uno.'
   )
 
 
@@ -236,14 +237,14 @@ def _tell_ladder(rows: Sequence[Row]) -> str:
     if method == BOUND
   )
   return (
-    'Tokens per target call over the nodes that a tree may have, each method on the best of a few shapes. With'
-    f' {most} nodes: {each}. The yield of {BEST} is {ratios}. The largest bound of these trees and other chains is'
+    f'Tokens per target call over the nodes that a tree may have, each method on the best of a few shapes. With {most}'
+    f' nodes: {each}. The yield of {BEST} is {ratios}. The largest bound of these trees and other chains is'
     f' {bound["tokens per call"]:.2f}, on {_short(bound["shape"])}: on none of them has a lossless rule that carries'
-    ' nothing over from one call to the next more on average. It follows from the laws of both models along the texts'
-    f' that were decoded on the trees of {BEST}, which have the law of the target. {BEST} reaches {reached} nodes.'
-    ' Single drafts are decoded once: with one, spectr is speculative, and race_block, traversal and race_traversal are'
-    ' block. Intervals are over prompts. All methods share these, so that differences are surer than they look; but'
-    ' each has decoded texts of its own, some of which are harder to guess than others.'
+    ' nothing over from one call to the next more on average. It follows from the distributions of both models along'
+    f' the texts that were decoded on the trees of {BEST}, which have the distribution of the target. {BEST} reaches'
+    f' {reached} nodes. Single drafts are decoded once: with one, spectr is speculative, and race_block, traversal and'
+    ' race_traversal are block. Intervals are over prompts. All methods share these, so that differences are surer than'
+    ' they look; but each has decoded texts of its own, some of which are harder to guess than others.'
   )
 
 

@@ -123,7 +123,7 @@ def _tell_rejections(num_tokens: int, published: str, rows: Sequence[Row]) -> st
 
 _NUM_RULES = 200
 _PARETO_EPSILON = tuple(round(0.02 * step, 2) for step in range(26))
-_BEST, _ANY = 'random acceptance, best law after a rejection', 'random acceptance, random law after a rejection'
+_BEST, _ANY = (f'random acceptance, {kind} distribution after a rejection' for kind in ('best', 'random'))
 
 
 def pareto_probs() -> tuple[np.ndarray, np.ndarray]:
@@ -199,10 +199,10 @@ def _tell_pareto(rows: Sequence[Row]) -> str:
   return (
     f'One token of two chains of 7 states with a total variation TV of {distance:.3f}. No rule rejects and is biased by'
     f' less than TV together: the least sum among {2 * _NUM_RULES} random rules and all others here is'
-    f' {min(anything):.3f}. Decoding-OPT, with the best law after a rejection, is on that front for every ε, from'
-    ' speculative decoding (no bias) to keeping whatever was drafted (no rejections): its sums differ from TV by at'
-    f" most {max(abs(each - distance) for each in best):.0e}. Decoding-UNO, which redraws from the target's whole law,"
-    f' is off the front, at ε = {worst[0]["epsilon"]:g} with a bias of {worst[1]["bias"]:.3f} instead of'
+    f' {min(anything):.3f}. Decoding-OPT, with the best distribution after a rejection, is on that front for every ε,'
+    ' from speculative decoding (no bias) to keeping whatever was drafted (no rejections): its sums differ from TV by'
+    f" at most {max(abs(each - distance) for each in best):.0e}. Decoding-UNO, which redraws from the target's whole"
+    f' distribution, is off the front, at ε = {worst[0]["epsilon"]:g} with a bias of {worst[1]["bias"]:.3f} instead of'
     f' {worst[0]["bias"]:.3f}.'
   )
 
@@ -333,11 +333,11 @@ def _tell_over_acceptance(rows: Sequence[Row]) -> str:
   few = [epsilon for epsilon in opt if rejection[epsilon] < 0.01]
   alike = f', below 1% from ε = {few[0]:g} on, where both keep whatever was drafted' if few else ''
   return (
-    "Decoding-OPT redraws a rejected token from the best law, Decoding-UNO from the target's whole law. Their biases,"
-    f' in total variation: {biases}. Both reject equally often{alike}. Text of OPT has {likelihood[OPT][first]:.2f}'
-    f' nats per token under the target at ε = {first:g} and {likelihood[OPT][last]:.2f} at {last:g}, that of UNO'
-    f" {likelihood[UNO][first]:.2f} and {likelihood[UNO][last]:.2f}, the target's own text {own[first]:.2f}: to be"
-    f' likelier than that is a bias too. With the target as scorer OPT wins {each};'
+    "Decoding-OPT redraws a rejected token from the best distribution, Decoding-UNO from the target's whole"
+    f' distribution. Their biases, in total variation: {biases}. Both reject equally often{alike}. Text of OPT has'
+    f' {likelihood[OPT][first]:.2f} nats per token under the target at ε = {first:g} and {likelihood[OPT][last]:.2f} at'
+    f" {last:g}, that of UNO {likelihood[UNO][first]:.2f} and {likelihood[UNO][last]:.2f}, the target's own text"
+    f' {own[first]:.2f}: to be likelier than that is a bias too. With the target as scorer OPT wins {each};'
     f' {len(clear)} of {len(won)} differ from one half by more than chance (95%). The paper, whose scorers are reward'
     ' models and which compares 500 texts of each prompt, prints 52.5% to 57.5%.'
   )

@@ -134,9 +134,9 @@ class Table(Exhibit):
     text = [f'# {self.title}', '', *(f'- {line}' for line in about), '']
     return '\n'.join([*text, *(f'| {" | ".join(cells)} |' for cells in body)]) + '\n'
 
-  def to_png(self, rows: Sequence[Row], about: Sequence[str] = ()) -> bytes:
+  def to_image(self, rows: Sequence[Row], about: Sequence[str] = (), *, kind: str = 'png') -> bytes:
     """The panels, and below them the first two lines of `describe`: models and prompts."""
-    return table_panels.draw(self.panels, rows, title=self.title, footer='; '.join(about[:2]))
+    return table_panels.draw(self.panels, rows, title=self.title, footer='; '.join(about[:2]), kind=kind)
 
 
 def _text_of(cell) -> str:

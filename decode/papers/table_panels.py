@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -169,14 +168,15 @@ def _name_axes(axes, panel: Panel) -> None:
     axes.set(xlabel=panel.x, ylabel=', '.join(panel.y))
 
 
-def draw(panels: Sequence[Panel], rows: Sequence[Row], *, title: str, footer: str) -> bytes:
-  """A PNG of the panels, side by side.
+def draw(panels: Sequence[Panel], rows: Sequence[Row], *, title: str, footer: str, kind: str = 'png') -> bytes:
+  """A picture of the panels, side by side.
 
   Args:
     panels: The panels, from left to right.
     rows: Rows of the table.
     title: Text above all panels.
     footer: Text below them.
+    kind: `png` or `svg`.
   """
   figure, axes = plots.bare_panels(len(panels), figsize=(max(7, 5.5 * len(panels)), 5.5), dpi=120)
   for each, panel in zip(axes, panels):
@@ -191,6 +191,4 @@ def draw(panels: Sequence[Panel], rows: Sequence[Row], *, title: str, footer: st
   for write, text, size in ((figure.suptitle, title, 9), (figure.supxlabel, footer, 6)):
     lines = '\n'.join(textwrap.wrap(text, width * 6 // size))
     write(lines, fontsize=size, parse_math=False)  # file names may hold dollar signs
-  content = io.BytesIO()
-  figure.savefig(content, format='png')
-  return content.getvalue()
+  return plots.save(figure, kind)

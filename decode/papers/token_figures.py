@@ -121,8 +121,8 @@ def _tell_uniform(rows: Sequence[Row]) -> str:
   return (
     f'Drafts are uniform on {UNIFORM_SIZE} tokens and the target on a share 1/r of them. The most that any lossless'
     f' rule accepts of k candidates is 1 - (1 - 1/r)^k, to {error:.0e} here: it rises to 1 for every r, but for a'
-    ' narrow target only with very many drafts. On these laws K-SEQ is optimal, as the paper says, and so is the race:'
-    f' they are at most {gaps["spectr"]:.0e} and {gaps["race"]:.0e} below.'
+    ' narrow target only with very many drafts. On these distributions K-SEQ is optimal, as the paper says, and so is'
+    f' the race: they are at most {gaps["spectr"]:.0e} and {gaps["race"]:.0e} below.'
   )
 
 
@@ -130,8 +130,8 @@ def _tell_bernoulli(rows: Sequence[Row]) -> str:
   gap, where = _largest_gap(rows, 'spectr')
   best = where['acceptance'] + gap
   return (
-    f'Drafts are Ber({_DRAFT_BERNOULLI:g}) and targets Ber(b). Two equal laws always agree; the farther b is from'
-    f' {_DRAFT_BERNOULLI:g}, the less is accepted of one candidate, and targets that are mostly 1 take the most'
+    f'Drafts are Ber({_DRAFT_BERNOULLI:g}) and targets Ber(b). Two equal distributions always agree; the farther b is'
+    f' from {_DRAFT_BERNOULLI:g}, the less is accepted of one candidate, and targets that are mostly 1 take the most'
     ' candidates, since few drafts are 1. K-SEQ is not'
     f' optimal here: for b = {where["b"]:g} and k = {where["k"]} it accepts {where["acceptance"]:.3f} where'
     f' {best:.3f} is possible, the widest gap of the figure. The race is at most'
@@ -186,9 +186,10 @@ def _tell_improvement(rows: Sequence[Row]) -> str:
     errors.append(abs(row['improvement'] - missed + missed ** row['M']))
   return (
     'How much rarer a rejection is with M candidates than with one, by recursive rejection. For Ber(u) and Ber(1/2) it'
-    ' is (u - 1/2)(1 - u^(M-1)), for uniform laws (1 - 1/r) - (1 - 1/r)^M, and what is computed for any laws agrees'
-    f' with these to {max(errors):.0e}. In the limit the improvement is the total variation itself, so that batches'
-    ' matter only where draft and target differ; the more they do, the more drafts it takes to get there.'
+    ' is (u - 1/2)(1 - u^(M-1)), for uniform distributions (1 - 1/r) - (1 - 1/r)^M, and what is computed for any'
+    f' distributions agrees with these to {max(errors):.0e}. In the limit the improvement is the total variation'
+    ' itself, so that batches matter only where draft and target differ; the more they do, the more drafts it takes to'
+    ' get there.'
   )
 
 
@@ -197,7 +198,7 @@ def _tell_improvement(rows: Sequence[Row]) -> str:
 # The prompt that the paper names.
 PROMPT = 'He said he also has asked prosecutors to'
 _NUM_LIKELIEST = 10
-_LAWS, _ACCEPTANCE, _SHARE = 'laws', 'acceptance', 'share of the optimum'
+_LAWS, _ACCEPTANCE, _SHARE = 'distributions', 'acceptance', 'share of the optimum'
 _PAIR_RULES = RULES | {'specinfer': theory.recursive_acceptance}
 
 
@@ -248,7 +249,7 @@ def _draw_pair(rows: Sequence[Row]):
   own = select(rows, panel=_LAWS)
   places = np.arange(len(own))
   for shift, model, color in ((-0.2, 'target', '#0072B2'), (0.2, 'draft', '#E69F00')):
-    laws.bar(places + shift, column(own, model), 0.4, color=color, label=f'{model}: its law')
+    laws.bar(places + shift, column(own, model), 0.4, color=color, label=f'{model}: its distribution')
   laws.set_xticks(places, [row['token'] for row in own], rotation=60, ha='right', rotation_mode='anchor')
   title = f'after "{PROMPT}"'
   plots.name_axes(laws, x='token (likeliest ten of either model)', y='probability', title=title)
@@ -270,10 +271,11 @@ def _tell_pair(rows: Sequence[Row]) -> str:
   race_gap, race_where = _largest_gap(own, 'race')
   last = {row['rule']: row['acceptance'] for row in select(own, k=most)}
   return (
-    f"Laws of both models after the paper's prompt, on the {len(select(rows, panel=_LAWS))} tokens that are among the"
-    f' {_NUM_LIKELIEST} likeliest of either. The optimum is {first[plots.OPTIMUM]:.3f} for k = {min(column(own, "k"))}'
-    f' and {last[plots.OPTIMUM]:.3f} for k = {most}. K-SEQ stays below it, by {gap:.3f} at most (k = {where["k"]}): the'
-    f' gap that the paper leaves as future work. The race closes it to {race_gap:.3f} at most (k = {race_where["k"]}).'
+    f"Distributions of both models after the paper's prompt, on the {len(select(rows, panel=_LAWS))} tokens that are"
+    f' among the {_NUM_LIKELIEST} likeliest of either. The optimum is {first[plots.OPTIMUM]:.3f} for k ='
+    f' {min(column(own, "k"))} and {last[plots.OPTIMUM]:.3f} for k = {most}. K-SEQ stays below it, by {gap:.3f} at most'
+    f' (k = {where["k"]}): the gap that the paper leaves as future work. The race closes it to {race_gap:.3f} at most'
+    f' (k = {race_where["k"]}).'
   )
 
 
@@ -321,16 +323,16 @@ def _tell_optimum(rows: Sequence[Row]) -> str:
     if (values := [share for (name, _), share in shares.items() if name == rule])
   )
   return (
-    'Acceptance of the next token from n independent candidates, computed from the laws of both models at every'
-    " position of the target's own continuations: no candidate is drawn, so that intervals are over prompts alone. The"
-    f' optimum is {best[min(best)]:.3f} for n = {min(best)} and {best[max(best)]:.3f} for n = {max(best)}. The share of'
-    f' it that rules reach with several candidates: {ranges}. For K-SEQ 1 - 1/e = .632 is guaranteed.'
+    'Acceptance of the next token from n independent candidates, computed from the distributions of both models at'
+    " every position of the target's own continuations: no candidate is drawn, so that intervals are over prompts"
+    f' alone. The optimum is {best[min(best)]:.3f} for n = {min(best)} and {best[max(best)]:.3f} for n = {max(best)}.'
+    f' The share of it that rules reach with several candidates: {ranges}. For K-SEQ 1 - 1/e = .632 is guaranteed.'
   )
 
 
 FIGURES = {
   'spectr_fig1': Figure(
-    title=f'{SPECTR}, Figure 1: acceptance of k candidates, uniform laws',
+    title=f'{SPECTR}, Figure 1: acceptance of k candidates, uniform distributions',
     measure=_compute_uniform,
     draw=functools.partial(_draw_rules, 'k', 'r', 'candidates k', 'target\nU(120/r), r ='),
     tell=_tell_uniform,
@@ -354,7 +356,7 @@ FIGURES = {
     has_models=False,
   ),
   'spectr_fig5': Figure(
-    title=f'{SPECTR}, Figure 5: acceptance of k candidates, laws of a pair of models',
+    title=f'{SPECTR}, Figure 5: acceptance of k candidates, distributions of a pair of models',
     measure=_compute_pair,
     draw=_draw_pair,
     tell=_tell_pair,

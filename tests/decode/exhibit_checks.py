@@ -37,12 +37,14 @@ def check_figure(name, request, rows):
   figure = FIGURES[name]
   assert len({tuple(row) for row in rows}) == 1
   files = figure.files(name, request, Results(rows))
-  assert list(files) == [f'{name}.{kind}' for kind in ('csv', 'md', 'png')]
+  assert list(files) == [f'{name}.{kind}' for kind in ('csv', 'md', 'png', 'svg')]
   again = figure.read_rows(files[f'{name}.csv'])
   assert again == rows
   picture = files[f'{name}.png']
   assert picture.startswith(b'\x89PNG')
-  assert picture == figure.to_png(again)
+  assert picture == figure.to_image(again)
+  assert files[f'{name}.svg'] == figure.to_image(again, kind='svg')
+  assert b'prefers-color-scheme: dark' in files[f'{name}.svg']
   text = files[f'{name}.md']
   assert text.startswith(f'# {figure.title}\n')
   paragraph = figure.tell(rows)

@@ -44,7 +44,7 @@ def test_pictures_are_written(results, tmp_path):
   commands.succeed('decode.plot', results, f'--output={tmp_path / "a.svg"}')
   drawn = (tmp_path / 'a.svg').read_text()
   assert drawn.startswith('<?xml')
-  assert '<!-- race_traversal -->' in drawn
+  assert '>race_traversal</text>' in drawn
   commands.succeed('decode.plot', results, results, f'--output={tmp_path / "b.png"}')
   assert image.imread(io.BytesIO((tmp_path / 'b.png').read_bytes())).shape[1] > 900
 
@@ -92,7 +92,7 @@ def test_curves_of_training(tmp_path):
   commands.succeed('decode.plot', *runs, f'--output={tmp_path / "a.svg"}')
   drawn = (tmp_path / 'a.svg').read_text()
   for label in ('big, training', 'big, held out', 'big, acceptance 2', 'draft_log, training'):
-    assert f'<!-- {label} -->' in drawn
+    assert f'>{label}</text>' in drawn
   assert 'draft_log, held out' not in drawn
 
 

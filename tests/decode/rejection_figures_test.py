@@ -21,7 +21,7 @@ def test_the_front_is_a_straight_line_that_nothing_crosses():
   assert all(own.min() >= distance - CLOSE for own in sums.values())
   assert sums['decoding_uno'][0] > distance + 0.1
   # With the best law every random acceptance above min(1, q/p) is on the front, and covers it.
-  best = [row for row in rows if row['line'].endswith('best law after a rejection')]
+  best = [row for row in rows if row['line'].endswith('best distribution after a rejection')]
   on_front = [row['rejection'] for row in best if abs(row['rejection'] + row['bias'] - distance) < CLOSE]
   assert len(on_front) == len(best)
   assert min(on_front) < 0.3 * distance < 0.9 * distance < max(on_front)

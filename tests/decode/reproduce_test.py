@@ -77,7 +77,7 @@ def test_recorded_pages_follow_from_their_data(path):
 @pytest.mark.parametrize('path', _RECORDED, ids=lambda path: path.stem)
 def test_recorded_pictures_can_be_drawn_again(path):
   exhibit = EXHIBITS[path.stem]
-  assert exhibit.to_png(exhibit.read_rows(path.read_text()), ['prompts: $a_b$']).startswith(b'\x89PNG')
+  assert exhibit.to_image(exhibit.read_rows(path.read_text()), ['prompts: $a_b$']).startswith(b'\x89PNG')
 
 
 # The command. All runs are forks of one process that has imported what takes long.
@@ -204,7 +204,7 @@ def test_the_command_writes_a_table(ran):
   code, out, err, output = ran['table']
   assert code == 0, err
   written = {path.name for path in output.iterdir()} - {'batch_fig3.csv', 'gbv_table1.json'}
-  assert written == {f'spectr_table1.{kind}' for kind in ('json', 'md', 'png')}
+  assert written == {f'spectr_table1.{kind}' for kind in ('json', 'md', 'png', 'svg')}
   assert 'reduced: num_runs 2 instead of 1000' in out
   assert out.startswith(TABLES['spectr_table1'].title)
   assert '[0/1] 2 calls, 2 times each' in err
@@ -214,7 +214,7 @@ def test_the_command_writes_figures(ran):
   code, out, err, output = ran['figures']
   assert code == 0, err
   written = {path.name for path in output.iterdir()} - {'gbv_table1.json'}
-  assert written == {f'{name}.{kind}' for name in ('batch_fig3', 'pareto_fig4') for kind in ('csv', 'md', 'png')}
+  assert written == {f'{name}.{kind}' for name in ('batch_fig3', 'pareto_fig4') for kind in ('csv', 'md', 'png', 'svg')}
   # Of several figures each takes the sizes that are for it.
   request = request_of('batch_fig3', num_drafts=(1, 2))
   figure = FIGURES['batch_fig3']

@@ -194,7 +194,7 @@ def test_drafts_of_several_kinds_and_temperatures(question_file, monkeypatch):
     for method in methods
   ]
   assert 'both: without speculative, which its guesses are not for' in results.runs[0]['notes']
-  assert TABLES['spec_bench'].to_png(results.rows).startswith(b'\x89PNG')
+  assert TABLES['spec_bench'].to_image(results.rows).startswith(b'\x89PNG')
   only = dataclasses.replace(request, options={**request.options, 'method': (_SPECULATIVE,)})
   with pytest.raises(
     ValueError, match=r'^lookup\+h takes none of these methods on none of these trees: autoregressive, spec'

@@ -63,7 +63,7 @@ def test_the_likeliest_tokens_of_both():
 @pytest.mark.slow
 def test_acceptance_on_the_distributions_of_a_pair(pair, prompt_file):
   rows = measure_small('spectr_fig5', pair, prompt_file)
-  laws = select(rows, panel='laws')
+  laws = select(rows, panel='distributions')
   assert 10 <= len(laws) <= 20
   p, q = (np.array([row[model] for row in laws]) for model in ('draft', 'target'))
   np.testing.assert_allclose([p.sum(), q.sum()], 1)
