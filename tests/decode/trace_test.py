@@ -131,6 +131,12 @@ def test_every_method_says_how_it_decides():
     explanation = method.verifier.explanation
     assert explanation.rule, method.name
     assert explanation.residual, method.name
+    sentences = explanation.plain.split('. ')
+    assert len(sentences) == 2, method.name
+    assert all(sentence[0].isupper() for sentence in sentences), method.name
+    assert sentences[1].endswith('.')
+    # Plain words: no symbols, and not the words of the formula once more.
+    assert not re.search(r'[^A-Za-z ,.:;\'-]|\b[a-zA-Z]\b(?<!a)(?<!A)', explanation.plain), method.name
 
 
 def test_who_is_compared():
