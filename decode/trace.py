@@ -7,6 +7,7 @@ the tokens that the method kept and why, and the decisions of other methods on t
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import pathlib
 import re
@@ -142,10 +143,14 @@ def make_page(data: dict[str, Any]) -> str:
     ValueError: The page would be larger than `MAX_BYTES`.
   """
 
-  def inline(name: str, element: str) -> str:
-    return f'<{element}>\n{(_PAGE / name).read_text(encoding="utf-8")}</{element}>'
+  def part(name: str) -> str:
+    return (_PAGE / name).read_text(encoding='utf-8')
 
-  page = (_PAGE / 'page.html').read_text(encoding='utf-8')
+  def inline(name: str, element: str) -> str:
+    return f'<{element}>\n{part(name)}</{element}>'
+
+  page = part('page.html').replace('{{guide.html}}', part('guide.html'))
+  page = page.replace('{{reference.py}}', html.escape(part('reference.py'), quote=False))
   page = re.sub(r'<link rel="stylesheet" href="(.+?)">', lambda match: inline(match[1], 'style'), page)
   page = re.sub(r'<script src="(.+?)"></script>', lambda match: inline(match[1], 'script'), page)
   page = page.replace('{{data}}', _embed(data))

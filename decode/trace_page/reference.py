@@ -4,6 +4,7 @@ import numpy as np
 
 
 def draw(rng, law):
+  """A token with the distribution `law`."""
   return int(rng.choice(len(law), p=law))
 
 
