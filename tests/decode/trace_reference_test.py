@@ -79,7 +79,7 @@ def _model(seed, num_tokens):
   return lambda text: law_after(tuple(text))
 
 
-def _errors(code, num_drafts, length, num_tokens=3, horizon=3):
+def _errors(code, num_drafts, length, num_tokens=4, horizon=3):
   """Total variation of the joint distributions of the first tokens after one round and after rounds in a row."""
   scope = {}
   exec(code, scope)
