@@ -1,7 +1,8 @@
 """Writes a page that steps through a run: `python -m decode.trace --prompt=TEXT --output=trace.html`.
 
-The page is one file and needs no network. It shows the drafts of every round, their probabilities under both models,
-the tokens that the method kept and why, and the decisions of other methods on the same drafts.
+The page is one file and needs no network. It says how to read it, and shows the drafts of every round, their
+probabilities under both models, the tokens that the method kept and why, and the decisions of other methods on the same
+drafts. What does not depend on the run is in `trace_page/guide.html`: when speculation pays, common bugs, reference code.
 """
 
 from __future__ import annotations
