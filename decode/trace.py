@@ -2,7 +2,8 @@
 
 The page is one file and needs no network. It says how to read it, and shows the drafts of every round, their
 probabilities under both models, the tokens that the method kept and why, and the decisions of other methods on the same
-drafts. What does not depend on the run is in `trace_page/guide.html`: when speculation pays, common bugs, reference code.
+drafts. What does not depend on the run is in `trace_page/guide.html`: when speculation pays, common bugs, and the code
+of `trace_page/reference.py`.
 """
 
 from __future__ import annotations
