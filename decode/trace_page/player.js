@@ -170,7 +170,7 @@ const PLAYER = (() => {
   /** The rule of a method as a formula, a line per sentence. */
   function ruleOf(method) {
     const lines = (method.rule || `Source: ${method.source}.`).split(/(?<=\.) (?=[A-Z])/);
-    return make('div', {class: 'rule'}, make('ul', {'aria-label': 'The rule as a formula'}, ...lines.map((line) => make('li', {}, line))),
+    return make('div', {class: 'rule'}, make('b', {}, 'In symbols'), make('ul', {'aria-label': 'The rule in symbols'}, ...lines.map((line) => make('li', {}, line))),
       method.bias ? make('p', {}, `Not lossless: ${method.bias}.`) : null);
   }
 

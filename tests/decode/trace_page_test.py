@@ -363,7 +363,7 @@ def test_a_link_opens_its_step(browser, page, address, data):
     opened.evaluate('location.hash = "#round=1&step=2&with=nothing"')
     opened.wait_for_function('document.getElementById("place").value === "1"')
     assert opened.locator('.panel').count() == 1
-    for other in ('#speed', '#round=x', '#step=4', '#round=1.5'):  # no step: the page stays where it is
+    for other in ('#calculator', '#round=x', '#step=4', '#round=1.5'):  # no step: the page stays where it is
       opened.evaluate(f'location.hash = "{other}"')
       opened.wait_for_timeout(50)
       assert _place(opened) == 1

@@ -121,6 +121,12 @@ def test_the_page_is_one_file_that_holds_its_data(traced):
   assert set(re.findall(r'https?://[^\s"\']+', page)) <= {'http://www.w3.org/2000/svg'}
 
 
+def test_ids_of_the_page_are_unique():
+  found = re.findall(r' id="([^"]*)"', trace.make_page({}))
+  assert len(found) > 30
+  assert len(set(found)) == len(found)
+
+
 def test_a_page_that_is_too_large_is_refused(traced):
   with pytest.raises(ValueError, match=r'the page would have \d+\.\d MB, more than 1: lower max_new_tokens'):
     trace.make_page(traced | {'rounds': traced['rounds'] * 500})
