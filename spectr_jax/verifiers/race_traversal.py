@@ -124,8 +124,8 @@ class RaceTraversal(RecordedVerifier):
     ' tried, leaves first, and the first node with u < h is kept. At a leaf h = P, at the root h = 1, elsewhere'
     ' h = S/(S + 1 − P) with S = Σ [Pq − p̃]₊ at the next position.',
     '[Pq − p̃]₊',
-    'The candidates of a position divide a credit, the chance that one of them may be kept, and those that would win a'
-    ' weighted race more often get more of it. Every branch is tried from its leaf up, and the first node whose random'
+    'The candidates of a position share a credit, the chance that one of them is kept; those that would win a weighted'
+    ' race more often get more of it. Every branch is tried from its leaf up, and the first node whose random'
     ' number falls below its chance is kept with the path to it.',
   )
 
