@@ -1,6 +1,7 @@
 """The data of the trace page are those of the run, and the page is one file that holds them safely."""
 
 import json
+import pathlib
 import re
 
 import commands
@@ -125,6 +126,17 @@ def test_ids_of_the_page_are_unique():
   found = re.findall(r' id="([^"]*)"', trace.make_page({}))
   assert len(found) > 30
   assert len(set(found)) == len(found)
+
+
+def test_the_sample_of_the_docs_has_the_fields_of_a_run(traced):
+  sample = (pathlib.Path(trace.__file__).parents[1] / 'docs' / 'sample_trace.html').read_text(encoding='utf-8')
+  shown = json.loads(re.search(r'id="data">(.*?)</script>', sample)[1])
+
+  def fields(data):
+    played = data['rounds'][0]
+    return [set(part) for part in (data, data['run'], data['methods'][0], played, played['judgements'][0])]
+
+  assert fields(shown) == fields(traced)
 
 
 def test_a_page_that_is_too_large_is_refused(traced):
