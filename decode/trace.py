@@ -1,12 +1,15 @@
 """Writes a page that steps through a run: `python -m decode.trace --prompt=TEXT --output=trace.html`.
 
-The page is one file and needs no network. It shows the drafts of every round, their probabilities under both models,
-the tokens that the method kept and why, and the decisions of other methods on the same drafts.
+The page is one file and needs no network. It says how to read it, and shows the drafts of every round, their
+probabilities under both models, the tokens that the method kept and why, and the decisions of other methods on the same
+drafts. What does not depend on the run is in `trace_page/guide.html`: when speculation pays, common bugs, and the code
+of `trace_page/reference.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import pathlib
 import re
@@ -142,10 +145,14 @@ def make_page(data: dict[str, Any]) -> str:
     ValueError: The page would be larger than `MAX_BYTES`.
   """
 
-  def inline(name: str, element: str) -> str:
-    return f'<{element}>\n{(_PAGE / name).read_text(encoding="utf-8")}</{element}>'
+  def part(name: str) -> str:
+    return (_PAGE / name).read_text(encoding='utf-8')
 
-  page = (_PAGE / 'page.html').read_text(encoding='utf-8')
+  def inline(name: str, element: str) -> str:
+    return f'<{element}>\n{part(name)}</{element}>'
+
+  page = part('page.html').replace('{{guide.html}}', part('guide.html'))
+  page = page.replace('{{reference.py}}', html.escape(part('reference.py'), quote=False))
   page = re.sub(r'<link rel="stylesheet" href="(.+?)">', lambda match: inline(match[1], 'style'), page)
   page = re.sub(r'<script src="(.+?)"></script>', lambda match: inline(match[1], 'script'), page)
   page = page.replace('{{data}}', _embed(data))

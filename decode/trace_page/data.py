@@ -183,7 +183,7 @@ def describe_trace(trace: Trace, tokenizer: TokenizerBase) -> dict[str, Any]:
       'source': judge.method.source,
       'nodes': judge.nodes.tolist(),
       'children': judge.method.proposal_rule.name,
-      **dataclasses.asdict(judge.method.verifier.explanation),  # rule and residual
+      **dataclasses.asdict(judge.method.verifier.explanation),  # rule, residual and plain words
     }
     for judge in trace.judges
   ]

@@ -117,51 +117,7 @@ const PLAYER = (() => {
     const tokens = rounds.slice(0, until).reduce((sum, each) => sum + each.pieces.length, 0);
     byId('rate').textContent = until ? (tokens / until).toFixed(2) : '–';
     byId('rate-note').textContent = until ? `${plural(tokens, 'token')} from ${plural(until, 'call')}` : 'no call yet';
-    renderChart(until);
-  }
-
-  /** A square per token, a column per round, and the running mean. */
-  function renderChart(until) {
-    const box = byId('chart');
-    const width = Math.max(box.clientWidth, 120);
-    const [height, left, most] = [118, 18, TREE.maxDepth + 1];
-    const column = (width - left) / rounds.length;
-    const unit = height / most;
-    const chart = makeSvg('svg', {width, height: height + 18, role: 'img'});
-    for (let level = 0; level <= most; level += Math.ceil(most / 4)) {
-      const y = height - level * unit;
-      chart.append(makeSvg('line', {x1: left, x2: width, y1: y, y2: y, class: 'grid'}));
-      chart.append(makeSvg('text', {x: left - 5, y: Math.max(y + 4, 9), class: 'tick', 'text-anchor': 'end'}, String(level)));
-    }
-    let total = 0;
-    const points = [];
-    rounds.forEach((each, i) => {
-      const x = left + i * column;
-      const group = makeSvg('g', {class: i < until ? '' : 'later'});
-      each.origins.forEach((origin, k) => {
-        group.append(makeSvg('rect', {x: x + column * 0.12, y: height - (k + 1) * unit + 1, width: column * 0.76,
-          height: Math.max(unit - 1.5, 1), rx: 1.5, class: ORIGINS[origin]}));
-      });
-      if (other >= 0) {
-        const y = Math.max(1.5, height - (each.judgements[other].path.length + 1) * unit);
-        group.append(makeSvg('line', {x1: x + 1, x2: x + column - 1, y1: y, y2: y, class: 'other'}));
-      }
-      if (i === round) group.append(makeSvg('rect', {x: x + 0.5, y: 0.5, width: column - 1, height: height - 0.5, class: 'now', rx: 3}));
-      const hit = makeSvg('rect', {x, y: 0, width: column, height: height + 16, class: 'hit'});
-      hit.addEventListener('click', () => goTo(i, 0));
-      hit.append(makeSvg('title', {}, `Round ${i + 1}`));
-      total += each.pieces.length;
-      if (i < until) points.push(`${x + column / 2},${height - (total / (i + 1)) * unit}`);
-      chart.append(group, hit);
-      if (i === 0 || i === rounds.length - 1 || (i + 1) % Math.max(5, Math.ceil(36 / column)) === 0) {
-        if (i === rounds.length - 1 || rounds.length - 1 - i > 24 / column) {
-          chart.append(makeSvg('text', {x: x + column / 2, y: height + 14, class: 'tick', 'text-anchor': 'middle'}, String(i + 1)));
-        }
-      }
-    });
-    if (points.length > 1) chart.append(makeSvg('polyline', {points: points.join(' '), class: 'mean'}));
-    chart.setAttribute('aria-label', `Tokens of each round: ${rounds.map((each) => each.pieces.length).join(', ')}`);
-    box.replaceChildren(chart);
+    drawChart(byId('chart'), {round, until, other, onChoose: (chosen) => goTo(chosen, 0)});
     byId('chart-note').textContent = 'Dashed: the mean so far.' +
       (other >= 0 ? ` Strokes: ${methods[other].name} on the same drafts.` : '');
   }
@@ -180,8 +136,8 @@ const PLAYER = (() => {
       const element = make('article', {class: `card panel ${index ? 'second' : 'first'}`, 'aria-label': method.name},
         make('div', {class: 'bar'}, make('h3', {}, method.name),
           make('span', {class: `badge ${method.is_lossless ? '' : 'biased'}`, title: method.bias}, method.is_lossless ? 'lossless' : 'not lossless')),
-        tally, tree.element, why,
-        make('p', {class: 'rule'}, `${method.rule || `Source: ${method.source}.`}${isPart ? ' It judges the first draft alone.' : ''}${method.bias ? ` Not lossless: ${method.bias}.` : ''}`));
+        make('p', {class: 'plain'}, method.plain + (isPart ? ' It judges the first draft alone.' : '')),
+        tally, tree.element, why, ruleOf(method));
       return {index, method, tree, why, tally, element};
     });
     byId('panels').replaceChildren(...panels.map((panel) => panel.element));
@@ -206,9 +162,16 @@ const PLAYER = (() => {
         (until ? `${(kept / until).toFixed(2)} tokens a round` : 'no round is over');
       if (decision) panel.why.replaceChildren(decisionCard(current, panel.method, decision, stage - 1, decisions.length));
       else if (isDone) panel.why.replaceChildren(verdictCard(current, panel.method, judgement));
-      else panel.why.replaceChildren(make('p', {class: 'note waiting'}, stage ? 'The target has scored every guess; decisions follow.' : 'Guesses, with the draft’s probability p of each that was drawn.'));
+      else panel.why.replaceChildren(guessCard(current, panel.method, stage > 0));
     }
     drawn = key;
+  }
+
+  /** The rule of a method as a formula, a line per sentence. */
+  function ruleOf(method) {
+    const lines = (method.rule || `Source: ${method.source}.`).split(/(?<=\.) (?=[A-Z])/);
+    return make('div', {class: 'rule'}, make('b', {}, 'In symbols'), make('ul', {'aria-label': 'The rule in symbols'}, ...lines.map((line) => make('li', {}, line))),
+      method.bias ? make('p', {}, `Not lossless: ${method.bias}.`) : null);
   }
 
   /** The node whose distributions are shown: the clicked node, else the node of the first method's decision. */
@@ -240,6 +203,7 @@ const PLAYER = (() => {
       const marks = (times ? ` ×${times}` : '') + (given.includes(token) ? ' (given)' : '');
       return {label: tokenText(token) + marks, values: [p, hasTarget ? q : null]};
     }), ['p', 'q']));
+    if (!hasDraft && !hasTarget) byId('laws').replaceChildren(make('p', {class: 'note'}, 'The target has not been called yet.'));
     byId('to-sandbox').disabled = !hasDraft || !hasTarget;
   }
 
@@ -255,11 +219,32 @@ const PLAYER = (() => {
     byId('place-out').textContent = `round ${round + 1} · ${stage + 1}/${lastStage(round) + 1}`;
     byId('back').disabled = round === 0 && stage === 0;
     byId('previous-round').disabled = byId('back').disabled;
+    byId('link').href = `#${fragment()}`;
     byId('forward').disabled = isLast();
     byId('next-round').disabled = isLast();
     renderText();
     renderPanels();
     renderLaws();
+  }
+
+  /** The part of the address that opens this step. */
+  function fragment() {
+    return new URLSearchParams({round: round + 1, step: stage + 1, with: other < 0 ? 'nothing' : methods[other].name});
+  }
+
+  /** Goes to the step of the address, if it names one. */
+  function openFragment() {
+    const wanted = new URLSearchParams(location.hash.slice(1));
+    const [newRound, newStep] = [wanted.get('round'), wanted.get('step') ?? '1'].map(Number);
+    if (!wanted.has('round') || !Number.isInteger(newRound) || !Number.isInteger(newStep)) return;
+    if (timer !== null) pause();
+    const index = methods.findIndex((method, place) => place > 0 && method.name === wanted.get('with'));
+    if (index > 0 || wanted.get('with') === 'nothing') {
+      byId('other').value = index;
+      chooseOther(index);
+    }
+    goTo(newRound - 1, newStep - 1);
+    byId('stage').scrollIntoView();
   }
 
   function chooseOther(index) {
@@ -303,6 +288,7 @@ const PLAYER = (() => {
     const shape = run.num_drafts ? `K = ${run.num_drafts}, L = ${run.draft_length}` : `tree ${run.tree}`;
     byId('about').append(make('strong', {}, methods[0].name), `, ${shape}, ${filters.filter(Boolean).join(', ')}, seed ${run.seed}; ${models}`);
     document.title = `${methods[0].name}, step by step`;
+    byId('given-note').hidden = !run.has_lookup;
   }
 
   function start() {
@@ -340,6 +326,8 @@ const PLAYER = (() => {
       render();
     });
     render();
+    openFragment();
+    window.addEventListener('hashchange', openFragment);
   }
 
   start();

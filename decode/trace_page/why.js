@@ -13,6 +13,38 @@ function whatIsLeft(round, method, decision) {
   return decision === decisions[decisions.length - 1] ? '; no branch is left' : '; the branches after it are still tried';
 }
 
+/** The paths of guesses that a method judges, as lists of nodes from the root's child down to a leaf. */
+function pathsOf(round, method) {
+  const judged = method.nodes.filter((node) => node && tokenOf(round, node) >= 0);
+  return judged.filter((node) => !judged.some((other) => TREE.parents[other] === node)).map(pathTo);
+}
+
+const PATHS_SHOWN = 8;
+
+/** The card before the decisions: every path of guesses, and its probability under the draft and the target. */
+function guessCard(round, method, hasTarget) {
+  const product = (values) => (values.includes(null) ? null : values.reduce((total, value) => total * value, 1));
+  const rows = pathsOf(round, method).map((path) => {
+    const p = product(path.map((node) => round.draft[node - 1]));
+    const q = product(path.map((node) => round.target[node - 1]));
+    return {text: path.map((node) => tokenText(tokenOf(round, node))).join(' '), p, q, ratio: p > 0 ? q / p : null};
+  });
+  if (!rows.length) return make('p', {class: 'note'}, 'There is nothing to judge in this round.');
+  const table = make('table', {class: 'numbers', 'aria-label': 'Paths of guesses'},
+    make('thead', {}, make('tr', {}, ...['', 'path', 'p', ...(hasTarget ? ['q', 'q/p'] : [])].map((head) => make('th', {scope: 'col'}, head)))),
+    make('tbody', {}, ...rows.slice(0, PATHS_SHOWN).map(({text, p, q, ratio}, i) => make('tr', {},
+      make('td', {}, String(i + 1)), make('th', {scope: 'row', title: text}, text), make('td', {}, number(p, 2)),
+      ...(hasTarget ? [make('td', {}, number(q, 2)), make('td', {}, number(ratio, 2))] : [])))));
+  table.classList.add('paths');
+  const sentence = hasTarget
+    ? 'The target may find a path more or less likely than the draft does. Decisions follow.'
+    : 'The probability p of a path is the product of those of its tokens. The target has not seen them yet.';
+  return make('div', {class: 'why-card'},
+    make('h4', {}, hasTarget ? 'Scored guesses ' : 'Guesses ', make('span', {class: 'note'}, plural(rows.length, 'path'))),
+    make('p', {class: 'sentence'}, sentence), make('div', {class: 'table-scroll'}, table),
+    rows.length > PATHS_SHOWN ? make('p', {class: 'note'}, `and ${rows.length - PATHS_SHOWN} more`) : null);
+}
+
 /** A sentence that describes one decision. */
 function decisionSentence(round, method, decision) {
   const {kind, chosen, nodes, uniform} = decision;
@@ -115,6 +147,18 @@ function decisionFacts(method, decision) {
   return facts.length ? make('p', {class: 'facts'}, facts.join(', ')) : null;
 }
 
+/** What the numbers of a decision to keep a path mean, or null. */
+function factsMeaning(method, decision) {
+  if (isOfContext(decision)) {
+    return make('p', {class: 'note'}, 'P: the chance that this node or one below it is kept, once it is tried. s: its share of the race among its ' +
+      'siblings. h: its chance now that nothing below it was kept.');
+  }
+  if (isBlock(method, decision)) {
+    return make('p', {class: 'note'}, 'P: the chance that the path is kept at least down to here. h: the chance with which this place passes.');
+  }
+  return null;
+}
+
 /** The card of a decision. */
 function decisionCard(round, method, decision, place, count) {
   const title = {accept: 'Candidates', pick: 'Pick', keep: 'Keep the path?', race: 'Race'}[decision.kind];
@@ -126,6 +170,8 @@ function decisionCard(round, method, decision, place, count) {
   if (decision.shares) card.append(unitLine(round, decision));
   const facts = decisionFacts(method, decision);
   if (facts) card.append(facts);
+  const meaning = factsMeaning(method, decision);
+  if (meaning) card.append(meaning);
   if (decision.kind !== 'keep') card.append(decisionTable(round, decision));
   return card;
 }
@@ -160,6 +206,7 @@ function lawBars(rows, names) {
   for (const {label, values, isMarked} of rows) {
     const bars = make('span', {class: 'bar-group'});
     values.forEach((value, i) => {
+      if (value === null) return;  // no distribution, or none yet
       const fill = make('i', {class: `fill ${names[i]}`});
       fill.style.width = `${100 * (value ?? 0)}%`;
       bars.append(make('span', {class: 'bar-row'}, make('span', {class: 'track'}, fill), make('em', {}, number(value))));

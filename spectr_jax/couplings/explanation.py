@@ -15,10 +15,12 @@ class Explanation:
   Attributes:
     rule: Sentences that say how candidates are judged.
     residual: The distribution of the next token if no candidate is accepted, up to normalisation.
+    plain: Two sentences without symbols that say what the rule does, displayed before it.
   """
 
   rule: str = ''
   residual: str = ''
+  plain: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +31,12 @@ class SelectionExplanation:
     path: A sentence that says how one candidate per position is picked.
     token: A sentence that says how a position is judged if the picked token is coupled maximally with the target.
     law: The symbol of the picked token's distribution.
+    plain_path: A sentence without symbols in place of `path`.
+    plain_token: Two sentences without symbols in place of `token`.
   """
 
   path: str = ''
   token: str = ''
   law: str = ''
+  plain_path: str = ''
+  plain_token: str = ''

@@ -78,7 +78,12 @@ class Given(Coupling):
   """
 
   proposal_rules = (Independent, WithoutReplacement)
-  explanation = Explanation('Each candidate x is accepted with probability q(x).', 'q without the candidates')
+  explanation = Explanation(
+    'Each candidate x is accepted with probability q(x).',
+    'q without the candidates',
+    'A candidate is accepted as often as the target would have written it. If none is, the token is drawn from all'
+    ' others.',
+  )
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     is_same = candidates[:, None] == candidates

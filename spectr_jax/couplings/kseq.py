@@ -31,6 +31,8 @@ class KSeq(ThresholdCoupling):
   explanation = Explanation(
     'K-SEQ tries the candidates in turn against one threshold γ: each is accepted with min(1, q/(γp)).',
     '[q − min(p, q/γ) · (1 − (1 − β)ⁿ)/β]₊',
+    'The candidates are tried one after the other against one threshold, just high enough that no token comes out too'
+    ' often. If all fail, the token is drawn from what the target still lacks.',
   )
 
   def gamma(self, draft_probs, target_probs, num_candidates):

@@ -20,7 +20,12 @@ class Maximal(Coupling):
   """
 
   proposal_rules = (Independent,)
-  explanation = Explanation('The candidate is accepted with probability min(1, q/p).', '[q − p]₊')
+  explanation = Explanation(
+    'The candidate is accepted with probability min(1, q/p).',
+    '[q − p]₊',
+    'A guess is always accepted if the target finds it at least as likely as the draft does, and in proportion if not.'
+    ' At the first rejection the token is drawn from what the draft offers too rarely.',
+  )
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     accept = jnp.minimum(1, ratio(target_probs[candidates], draft_probs[candidates]))

@@ -33,7 +33,10 @@ class OverAccept(Coupling):
   has_best_residual: bool
   proposal_rules = (Independent,)
   explanation = Explanation(
-    'The candidate is accepted with min(1, (q + ε)/p): more than is right, on purpose.', 'the rejection distribution'
+    'The candidate is accepted with min(1, (q + ε)/p): more than is right, on purpose.',
+    'the rejection distribution',
+    'A guess is accepted somewhat more often than is right. That saves calls of the target and biases the text, on'
+    ' purpose.',
   )
 
   def __post_init__(self):

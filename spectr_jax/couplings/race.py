@@ -100,6 +100,11 @@ class Race(Selection):
     token='A weighted race picks one candidate; it is accepted with min(1, q/p̃), where p̃ is the distribution of what'
     ' the race picks.',
     law='p̃',
+    plain_path='At each position the candidates run a race, weighted towards what the target wants, and the winners'
+    ' form one path.',
+    plain_token='The candidates run a race, weighted towards what the target wants, and only the winner is judged. It'
+    ' is accepted as often as the target covers its chance to win; otherwise the token is drawn from what the target'
+    ' still lacks.',
   )
 
   def beside_given(self) -> Race:

@@ -44,6 +44,9 @@ class Recursive(Coupling):
       'The candidates are tried in turn with min(1, r/p), where r is what the rejected ones before have left of q.'
       + differ,
       'r, which is what the rejected candidates have left of q',
+      ('The candidates' if self.with_replacement else 'The candidates, which all differ,')
+      + ' are tried one after the other, each against what the rejected ones have left of the target. If all fail, the'
+      ' token is drawn from that rest.',
     )
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:

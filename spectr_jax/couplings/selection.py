@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import Coupling, Outcome, ratio
 from spectr_jax.couplings.explanation import Explanation, SelectionExplanation
+from spectr_jax.couplings.maximal import Maximal
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
@@ -71,7 +72,11 @@ class SingleDraft(Selection):
   """
 
   explanation = SelectionExplanation(
-    path='The path is the draft.', token='The candidate is accepted with probability min(1, q/p).', law='p'
+    path='The path is the draft.',
+    token=Maximal.explanation.rule,
+    law='p',
+    plain_path='The draft is the path.',
+    plain_token=Maximal.explanation.plain,
   )
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Pick:
@@ -109,7 +114,7 @@ class MaximalAfter(Coupling):
   def explanation(self) -> Explanation:
     """The description of the selection, as that of a coupling."""
     words = self.selection.explanation
-    return Explanation(words.token, f'[q − {words.law}]₊' if words.law else '')
+    return Explanation(words.token, f'[q − {words.law}]₊' if words.law else '', words.plain_token)
 
   def numbers(self, draft_probs, target_probs, candidates, is_valid, *is_given) -> dict[str, jax.Array]:
     """The probability that each candidate is picked and its probability under pt, `[n]` each, for display.

@@ -88,6 +88,10 @@ class Block(RecordedVerifier):
       f'{words.path} With P = min(1, P · q/{words.law}) along the path and S = Σ [Pq − {words.law}]₊ at its next'
       ' position, the path is kept down to the deepest token with u < h = S/(S + 1 − P); at its end h = P.',
       f'[Pq − {words.law}]₊',
+      f'{words.plain_path} It is judged as a whole: a likely continuation makes up for an unlikely token before it, and'
+      ' the longest part that passes is kept.'
+      if words.plain_path
+      else '',
     )
 
   def _step(self, tree: Tree, proposal: Proposal, target_probs, node, log_kept) -> _Step:

@@ -84,6 +84,8 @@ class GreedyBlock(RecordedVerifier):
   explanation = Explanation(
     'Every beginning of every draft is accepted with probability h; the longest accepted one is kept.',
     'q (1 − min(1, p/(vq)))ᴷ',
+    'Every beginning of every draft passes or fails, and the longest that passes is kept. What it keeps beyond its'
+    ' share is paid back by other distributions at the next positions.',
   )
 
   def init_state(self, tree) -> Modifications:

@@ -119,10 +119,14 @@ class RaceTraversal(RecordedVerifier):
   tries_every_branch = True
   explanation = Explanation(
     'Nodes that spell the same are one. A weighted race would pick each candidate with probability s; p̃ is the'
-    ' distribution of what it picks. Every branch is tried, leaves first, candidates in ascending order of s. With'
-    ' m = s · min(1, P · q/p̃) a candidate has P = m/(1 − Σ m of those before it). The first with u < h is kept:'
-    ' h = S/(S + 1 − P) with S = Σ [Pq − p̃]₊ at the next position; at a leaf h = P.',
+    ' distribution of what it picks. The root has credit P = 1. A candidate takes m = s · min(1, P · q/p̃) of the credit'
+    ' above it, and its own is P = m/(1 − Σ m of its siblings before it), in ascending order of s. Every branch is'
+    ' tried, leaves first, and the first node with u < h is kept. At a leaf h = P, at the root h = 1, elsewhere'
+    ' h = S/(S + 1 − P) with S = Σ [Pq − p̃]₊ at the next position.',
     '[Pq − p̃]₊',
+    'The candidates of a position share a credit, the chance that one of them is kept; those that would win a weighted'
+    ' race more often get more of it. Every branch is tried from its leaf up, and the first node whose random'
+    ' number falls below its chance is kept with the path to it.',
   )
 
   # The contexts and their races depend on the guesses and distributions alone.

@@ -35,6 +35,8 @@ class SeedExact(RecordedVerifier):
     "Every token x has one exponential E. Candidates are the first to arrive at E/p; the target's own winner is the"
     ' first at E/q. If it is a candidate, the walk goes on there.',
     "q: it is the winner of the target's race",
+    'Draft and target run the same race with the same random times, each with its own odds. The winner of the target is'
+    ' the next token in any case, and the round goes on if it is among the candidates.',
   )
 
   def _start(self):

@@ -60,6 +60,8 @@ class Traversal(RecordedVerifier):
     'Leaves first: the whole path to a leaf is kept if u < P, with P = min(1, P · q/p) along it. A rejected leaf is'
     ' deleted, and takes [Pq − p]₊ as the new q at its parent, whose P becomes S/(S + 1 − P).',
     'what the rejected children have left of q',
+    'Whole paths are tried, leaves first, and the first that passes is kept. A path that fails takes its share out of'
+    ' the target, and the next one is judged against what is left.',
   )
 
   @property

@@ -71,7 +71,11 @@ class Walk(RecordedVerifier):
     # If siblings differ, no two nodes spell the same, so there is nothing to pool.
     if self.is_pooled or not words.rule or Independent not in self.proposal_rules:
       return words
-    return Explanation(f'{words.rule} After the first position only the accepted draft goes on.', words.residual)
+    return Explanation(
+      f'{words.rule} After the first position only the accepted draft goes on.',
+      words.residual,
+      'The drafts compete for the first token alone. After it only the accepted draft goes on, one token at a time.',
+    )
 
   def with_epsilon(self, epsilon: float) -> Walk:
     """The walk with another amount of over-acceptance; itself if its coupling never over-accepts."""

@@ -1,7 +1,9 @@
 """The trace page in a browser: `pytest -m browser`, with the extra `browser` and a Chromium."""
 
 import contextlib
+import html
 import json
+import pathlib
 import re
 import shutil
 import time
@@ -60,7 +62,7 @@ def _opened(browser, address, size='desktop', **options):
   try:
     yield page
     assert not problems
-    assert [url for url in requests if not url.startswith('data:')] == [address]
+    assert [url.split('#')[0] for url in requests if not url.startswith('data:')] == [address.split('#')[0]]
   finally:
     page.close()
 
@@ -308,6 +310,124 @@ def test_the_sandbox_computes_what_the_theory_does(page):
   np.testing.assert_allclose(values, 1)
 
 
+def test_how_to_read_it_comes_first(page):
+  assert page.locator('main h2').first.inner_text() == 'How to read this page'
+  for link in page.locator('.contents a').evaluate_all('all => all.map((a) => a.getAttribute("href"))'):
+    assert page.locator(link).count() == 1, link
+
+
+def test_a_rule_is_in_words_before_it_is_a_formula(page, data):
+  for place, panel in enumerate(page.locator('.panel').all()):
+    name = panel.locator('h3').inner_text()
+    method = next(method for method in data['methods'] if method['name'] == name)
+    assert panel.locator('.plain').inner_text().startswith(method['plain'])
+    assert ' '.join(panel.locator('.rule li').all_inner_texts()) == method['rule'], place
+    classes = panel.evaluate('panel => [...panel.children].map((child) => child.className.split(" ")[0])')
+    assert classes.index('plain') < classes.index('rule')
+
+
+def test_no_box_is_empty(page, data):
+  boxes = '.card, .panel, .why, .table-scroll, #laws, #laws li, #acceptance, #speed-run, #speed-chart, .sliders, .plain'
+  empty = f'''() => [...document.querySelectorAll("{boxes}")].filter((e) => e.offsetHeight > 8
+    && !e.innerText.trim() && !e.querySelector("svg")).map((e) => e.outerHTML)'''
+  for step in range(5):
+    assert page.evaluate(empty) == [], step
+    if step < 2:  # the guesses, then the guesses with their scores
+      cards = page.locator('.why')
+      assert cards.count() == 2
+      for card in cards.all():
+        assert card.locator('h4').inner_text().startswith('Scored guesses' if step else 'Guesses')
+        assert card.locator('thead th').count() == (5 if step else 3)
+      rows = cards.first.locator('tbody tr')
+      assert rows.count() == 3
+      played = data['rounds'][0]
+      for branch, row in enumerate(rows.all()):
+        product = np.prod([played['draft'][3 * depth + branch] for depth in range(3)])  # numbered level by level
+        shown = float(row.locator('td').nth(1).inner_text().replace('−', '-'))
+        assert shown == pytest.approx(product, rel=0.06, abs=6e-4)
+    _press(page, 'ArrowRight')
+
+
+def test_a_link_opens_its_step(browser, page, address, data):
+  page.select_option('#other', label='race_traversal')
+  page.evaluate('document.activeElement.blur()')
+  _press(page, 'PageDown', 'ArrowRight', 'ArrowRight')
+  link = page.get_attribute('#link', 'href')
+  assert link == '#round=2&step=3&with=race_traversal'
+  place, caption = _place(page), page.inner_text('#caption')
+  with _opened(browser, address + link) as opened:
+    assert _place(opened) == place
+    assert opened.inner_text('#caption') == caption
+    assert opened.locator('.panel h3').all_text_contents() == ['race_block', 'race_traversal']
+    assert 0 <= opened.locator('#stage').bounding_box()['y'] < 100
+    opened.evaluate('location.hash = "#round=1&step=2&with=nothing"')
+    opened.wait_for_function('document.getElementById("place").value === "1"')
+    assert opened.locator('.panel').count() == 1
+    for other in ('#calculator', '#round=x', '#step=4', '#round=1.5'):  # no step: the page stays where it is
+      opened.evaluate(f'location.hash = "{other}"')
+      opened.wait_for_timeout(50)
+      assert _place(opened) == 1
+    opened.evaluate('location.hash = "#round=999&step=999"')  # the last one
+    opened.wait_for_function('document.getElementById("place").value === document.getElementById("place").max')
+  page.click('#link')
+  assert page.evaluate('location.hash') == link
+  assert _place(page) == place
+
+
+def test_the_calculator_computes_what_the_theory_does(page, data):
+  rates, lengths = np.array([0, 0.3, 0.76, 0.99, 1]), np.array([1, 4, 16])
+  shown = page.evaluate(
+    '([rates, lengths]) => rates.map((a) => lengths.map((length) => SPEED.chainTokens(a, length)))',
+    [rates.tolist(), lengths.tolist()],
+  )
+  np.testing.assert_allclose(shown, theory.expected_chain_tokens(rates[:, None], lengths), rtol=1e-12)
+  setting = {'a': 0.7, 'numDrafts': 3, 'length': 5, 'draftCost': 0.1, 'guessCost': 0.02}
+  tokens = theory.expected_chain_tokens(1 - 0.3**3, 5)
+  wanted = theory.speed_up(tokens, 5, draft_cost=0.1, call_cost=1 + 15 * 0.02)
+  assert page.evaluate('(setting) => SPEED.speedUp(setting)', setting) == pytest.approx(float(wanted))
+  best = page.evaluate('(setting) => SPEED.bestLength(setting, 24)', setting)
+  by_length = theory.speed_up(
+    theory.expected_chain_tokens(1 - 0.3**3, np.arange(1, 25)),
+    np.arange(1, 25),
+    draft_cost=0.1,
+    call_cost=1 + 0.06 * np.arange(1, 25),
+  )
+  assert best == np.argmax(by_length) + 1
+  assert page.evaluate('SPEED.acceptanceOf(SPEED.chainTokens(.6, 7), 7)') == pytest.approx(0.6)
+  # Sliders, by hand.
+  for name, value in setting.items():
+    page.fill(f'#knob-{name}', str(value))
+  assert page.inner_text('#speed-up') == f'{wanted:.2f}×'
+  assert page.inner_text('#speed-verdict') == 'It pays.'
+  assert page.input_value('#costs') == 'your own'
+  assert 'approximately' in page.inner_text('#speed-steps')
+  page.select_option('#costs', label='a large batch')
+  assert page.inner_text('#speed-verdict') == 'It does not pay.'
+  # The run's methods at these costs, each with its own guesses: the first draft alone, or three of three.
+  for index, method in enumerate(data['methods']):
+    kept = np.mean([len(played['judgements'][index]['path']) + 1 for played in data['rounds']])
+    value = float(page.get_attribute(f'#speed-run li[data-method="{method["name"]}"]', 'data-value'))
+    assert value == pytest.approx(kept / (1 + 3 * 0.05 + len(method['nodes']) - 1)), method['name']
+  page.click('#speed-own')
+  kept = np.mean([len(played['judgements'][0]['path']) + 1 for played in data['rounds']])
+  rate = float(page.input_value('#knob-a'))
+  assert theory.expected_chain_tokens(rate, 3) == pytest.approx(kept, abs=0.05)
+
+
+def test_the_code_is_shown_as_it_is(page):
+  file = pathlib.Path(trace.__file__).parent / 'trace_page' / 'reference.py'
+  assert page.text_content('#reference') == file.read_text(encoding='utf-8')
+
+
+def test_the_sample_of_the_docs_opens(browser):
+  path = pathlib.Path(trace.__file__).parents[1] / 'docs' / 'sample_trace.html'
+  (shown,) = re.findall(r'<title>(.*?)</title>', path.read_text(encoding='utf-8'))
+  with _opened(browser, path.as_uri()) as page:
+    assert page.title() != html.unescape(shown)  # its script has run
+    _press(page, 'End')
+    assert float(page.inner_text('#rate')) > 2
+
+
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 @pytest.mark.parametrize('size', _SIZES)
 def test_fits_every_size(browser, address, size, scheme):
@@ -350,6 +470,10 @@ def test_is_accessible(browser, address, scheme):
       ('.origin.prompt', '.card'),
       ('#text .origin.draft', '#text .origin.draft'),
       ('.note', '.card'),
+      ('.contents a', '.card'),
+      ('.plain', '.card'),
+      ('.formula', '.formula'),
+      ('#reference', '.code'),
       ('#about', 'body'),
     ):
       color = page.evaluate('(s) => getComputedStyle(document.querySelector(s)).color', text)

@@ -1,6 +1,7 @@
 """The data of the trace page are those of the run, and the page is one file that holds them safely."""
 
 import json
+import pathlib
 import re
 
 import commands
@@ -121,6 +122,23 @@ def test_the_page_is_one_file_that_holds_its_data(traced):
   assert set(re.findall(r'https?://[^\s"\']+', page)) <= {'http://www.w3.org/2000/svg'}
 
 
+def test_ids_of_the_page_are_unique():
+  found = re.findall(r' id="([^"]*)"', trace.make_page({}))
+  assert len(found) > 30
+  assert len(set(found)) == len(found)
+
+
+def test_the_sample_of_the_docs_has_the_fields_of_a_run(traced):
+  sample = (pathlib.Path(trace.__file__).parents[1] / 'docs' / 'sample_trace.html').read_text(encoding='utf-8')
+  shown = json.loads(re.search(r'id="data">(.*?)</script>', sample)[1])
+
+  def fields(data):
+    played = data['rounds'][0]
+    return [set(part) for part in (data, data['run'], data['methods'][0], played, played['judgements'][0])]
+
+  assert fields(shown) == fields(traced)
+
+
 def test_a_page_that_is_too_large_is_refused(traced):
   with pytest.raises(ValueError, match=r'the page would have \d+\.\d MB, more than 1: lower max_new_tokens'):
     trace.make_page(traced | {'rounds': traced['rounds'] * 500})
@@ -131,6 +149,12 @@ def test_every_method_says_how_it_decides():
     explanation = method.verifier.explanation
     assert explanation.rule, method.name
     assert explanation.residual, method.name
+    sentences = explanation.plain.split('. ')
+    assert len(sentences) == 2, method.name
+    assert all(sentence[0].isupper() for sentence in sentences), method.name
+    assert sentences[1].endswith('.')
+    # Plain words: no symbols, and not the words of the formula once more.
+    assert not re.search(r'[^A-Za-z ,.:;\'-]|\b[a-zA-Z]\b(?<!a)(?<!A)', explanation.plain), method.name
 
 
 def test_who_is_compared():

@@ -1,0 +1,86 @@
+"""The sample of the trace page in the docs: it is written by the present code, with the command beside its link."""
+
+import html
+import json
+import pathlib
+import re
+
+import documented
+import pytest
+
+from decode import trace
+from spectr_jax import METHODS, theory
+
+_SAMPLE = documented.ROOT / 'docs' / 'sample_trace.html'
+_GUIDE = pathlib.Path(trace.__file__).parent / 'trace_page' / 'guide.html'
+
+
+@pytest.fixture(scope='module')
+def sample():
+  return _SAMPLE.read_text(encoding='utf-8')
+
+
+@pytest.fixture(scope='module')
+def data(sample):
+  return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', sample, re.DOTALL)[1])
+
+
+def test_the_sample_is_of_the_present_page(sample, data):
+  """All but the data are the skeleton."""
+  is_present = sample == trace.make_page(data)  # not in the assert, which would compare both line by line
+  assert is_present, 'write it again with the command of docs/commands.md'
+  assert len(sample.encode()) < 600_000
+  for method in data['methods']:
+    explanation = METHODS[method['name']].verifier.explanation
+    assert [method[name] for name in ('rule', 'residual', 'plain')] == [
+      explanation.rule,
+      explanation.residual,
+      explanation.plain,
+    ]
+
+
+def test_the_sample_is_written_by_the_command_beside_it(data):
+  (command,) = (
+    command
+    for command in documented.commands(documented.ROOT / 'docs' / 'commands.md')
+    if f'--output=docs/{_SAMPLE.name}' in command.arguments
+  )
+  assert command.module == 'decode.trace'
+  values = dict(argument.removeprefix('--').split('=', 1) for argument in command.arguments)
+  run = data['run']
+  assert values.pop('method') == data['methods'][0]['name']
+  assert int(values.pop('max_new_tokens')) == sum(len(played['pieces']) for played in data['rounds'])
+  assert [int(values.pop(name)) for name in ('num_drafts', 'draft_length')] == [run['num_drafts'], run['draft_length']]
+  assert values.pop('prompt') == run['prompt']
+  assert set(values) == {'output'}
+  assert [name.split()[0] for name in run['models'].values()] == ['pretrained/target', 'pretrained/draft']
+  assert {'spectr', 'speculative', 'block', 'traversal'} < {method['name'] for method in data['methods']}
+
+
+def test_pages_link_to_the_sample():
+  for page in ('README.md', 'docs/index.md', 'docs/commands.md'):
+    assert f'{_SAMPLE.name})' in (documented.ROOT / page).read_text(encoding='utf-8'), page
+
+
+def test_measured_numbers_of_the_guide_are_those_of_the_docs():
+  guide = html.unescape(re.sub(r'<[^>]+>', ' ', _GUIDE.read_text(encoding='utf-8')))
+  guide = re.sub(r'\s+', ' ', guide)
+  readme = (documented.ROOT / 'README.md').read_text(encoding='utf-8')
+  run = re.findall(
+    r'^(\w+) +yes +\S+ +\S+ +(\d\.\d\d) ± (\d\.\d\d) .*? (\d\.\d\d)x(?: ± (\d\.\d\d))?$', readme, re.MULTILINE
+  )
+  assert len(run) == 5
+  for method, tokens, interval, speed_up, its_interval in run[1:]:
+    assert re.search(rf'{method} \d x 8 {tokens} ± {interval} {speed_up} ± {its_interval}', guide), method
+  measured = {method: tokens for method, tokens, *_ in run}
+  first, second = theory.expected_chain_tokens([0.76, 1 - 0.24**2], 8)
+  assert re.search(r'^speculative +.* 0\.76 ', readme, re.MULTILINE)
+  assert f'gives {first:.2f}, and the run has {measured["speculative"]} with speculative' in guide
+  assert (
+    f'gives {second:.2f}, and the run has {measured["spectr"]} with spectr and {measured["race_traversal"]}' in guide
+  )
+  assert '1.9 times as long for 17 nodes' in ' '.join(readme.split())
+  assert f'a call yields {float(theory.expected_chain_tokens(0.8, 4)):.2f} tokens' in guide
+  training = (documented.ROOT / 'docs' / 'training.md').read_text(encoding='utf-8')
+  assert re.search(r'`speculative`, one draft \| 2\.89 ± \S+ \| 3\.60 ±', training)
+  assert '2.89 to 3.60' in guide
