@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from decode.serving.protocol import Asked, RefusedError
+from decode.serving.protocol import DEFAULT_TOKENS, Asked, RefusedError
 from decode.serving.worker import Job, Piece, Worker
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.state import sample_keys
@@ -99,7 +99,9 @@ class Answer:
     most = self.served.max_new_tokens
     if self.asked.max_tokens is not None and self.asked.max_tokens > most:
       raise RefusedError(f'max_tokens must be at most {most} here, got {self.asked.max_tokens}', 'max_tokens')
-    return most if self.asked.max_tokens is None else self.asked.max_tokens
+    if self.asked.max_tokens is None:
+      return most if self.asked.is_chat else min(DEFAULT_TOKENS, most)
+    return self.asked.max_tokens
 
   def submit(self) -> None:
     """Hands all continuations to the worker.

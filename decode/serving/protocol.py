@@ -17,7 +17,7 @@ from spectr_jax.unicode import check_unicode
 
 MOST_PROMPTS, MOST_SAMPLES, MOST_TOP, MOST_STOPS, MOST_MESSAGES = 64, 16, 20, 16, 1_000
 _ROLES = 'system', 'developer', 'user', 'assistant'
-_DEFAULT_TOKENS = 16  # of a completion that names no limit, as the interface has it
+DEFAULT_TOKENS = 16  # of a completion that names no limit, as the interface has it
 
 
 class RefusedError(ValueError):
@@ -43,7 +43,7 @@ class Asked:
     sampling: How tokens are drawn, scalars.
     seed: The seed of all samples, or None.
     num_samples: Continuations of each prompt.
-    max_tokens: The most new tokens, or None for as many as there may be; 0 only with `echo`.
+    max_tokens: The most new tokens, or None for the default; 0 only with `echo`.
     stop: Texts that end a continuation.
     is_streamed: Whether tokens are sent as they come.
     has_usage: Whether a stream ends with counts of tokens.
@@ -213,7 +213,7 @@ def _limit(given: Mapping[str, Any], is_chat: bool) -> int | None:
     if given.get('max_tokens', given['max_completion_tokens']) != given['max_completion_tokens']:
       raise RefusedError('max_tokens and max_completion_tokens are different', 'max_tokens')
     return given['max_completion_tokens']
-  return given.get('max_tokens', None if is_chat else _DEFAULT_TOKENS)
+  return given.get('max_tokens')
 
 
 def _top(given: Mapping[str, Any], is_chat: bool) -> int | None:
