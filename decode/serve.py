@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
+import socket
 import sys
 
 from absl import flags
@@ -99,6 +101,22 @@ def read_key(given: str | None, path: str | None) -> str | None:
   return given
 
 
+def listen(host: str, port: int) -> socket.socket:
+  """A socket that listens, before models are loaded.
+
+  Args:
+    host: The address.
+    port: The port; 0 for a free one.
+
+  Raises:
+    ValueError: Somebody listens there already, or there is no such address.
+  """
+  try:
+    return socket.create_server((host, port))
+  except OSError as error:
+    raise ValueError(f'cannot listen on {host}:{port}: {error.strerror or error}') from error
+
+
 if __name__ == '__main__':
   extras.need('serve', 'starlette', 'uvicorn')
   from decode.experiment.option_flags import read_options  # defines flags
@@ -124,16 +142,18 @@ if __name__ == '__main__':
     if flags.FLAGS['method'].using_default_value:
       flags.FLAGS.set_default('method', ['race_traversal'])
     options, key = read_options(), read_key(_KEY.value, _KEY_FILE.value)
+    sock = listen(_HOST.value, _PORT.value)
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'most_waiting': _WAITING.value}
       worker, tokenizer = start_worker(options, **sizes, notify=notify)
     name = _NAME.value or os.path.basename(options.target.rstrip('/')) or options.target
     app = make_app(Served(worker, tokenizer, name, options.max_new_tokens, key))
-    config = uvicorn.Config(app, host=_HOST.value, port=_PORT.value, log_level='warning', access_log=False)
-    server = uvicorn.Server(config)
-    sock = config.bind_socket()
+    server = uvicorn.Server(uvicorn.Config(app, log_level='warning', access_log=False))
     host, port = sock.getsockname()[:2]
     print(f'serving {printable(name)} at http://{host}:{port}/v1, {options.batch_size} rows', flush=True)
+    # The server ends by them in order, and then raises them again.
+    for number in (signal.SIGINT, signal.SIGTERM):
+      signal.signal(number, lambda *_: None)
     try:
       server.run(sockets=[sock])
     finally:

@@ -114,7 +114,8 @@ def test_streams_of_chats_begin_with_the_role(client):
 
 def test_stop_texts_and_limits(client):
   whole = _ask(client, _PROMPT | {'max_tokens': NEW})['choices'][0]['text']
-  stop = next(whole[place : place + 2] for place in range(3, len(whole) - 1) if '\ufffd' not in whole[place : place + 2])
+  pairs = (whole[place : place + 2] for place in range(3, len(whole) - 1))
+  stop = next(pair for pair in pairs if '\ufffd' not in pair)
   found = _ask(client, _PROMPT | {'max_tokens': NEW, 'stop': stop})
   assert found['choices'][0]['text'] == whole[: whole.index(stop)]
   assert found['choices'][0]['finish_reason'] == 'stop'
