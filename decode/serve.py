@@ -114,7 +114,7 @@ def listen(host: str, port: int) -> socket.socket:
   try:
     return socket.create_server((host, port))
   except OSError as error:
-    raise ValueError(f'cannot listen on {host}:{port}: {error.strerror or error}') from error
+    raise ValueError(f'cannot listen on {host}:{port}: {os.strerror(error.errno) if error.errno else error}') from error
 
 
 if __name__ == '__main__':

@@ -78,9 +78,14 @@ def test_wrong_options_are_one_line(tmp_path):
     ('--api_key=', 'the key must be at least one ASCII character'),
     (f'--api_key_file={tmp_path / "none"}', 'No such file'),
   ):
-    assert message in commands.refuse(
-      'decode.serve', _TARGET, '--draft=pretrained/draft_undistilled', '--port=0', option
-    )
+    draft = '--draft=pretrained/draft_undistilled'
+    ran = commands.run('decode.serve', _TARGET, draft, '--num_drafts=1', '--draft_length=2', '--port=0', option)
+    *progress, line = ran.stderr.splitlines()
+    assert (ran.returncode, ran.stdout) == (1, '')
+    assert line.startswith('error: ')
+    assert message in line
+    assert all(line.startswith('[') for line in progress)
   with commands.socket.create_server(('127.0.0.1', 0)) as taken:
     port = taken.getsockname()[1]
-    assert f'cannot listen on 127.0.0.1:{port}' in commands.refuse('decode.serve', _TARGET, f'--port={port}')
+    ran = commands.run('decode.serve', _TARGET, f'--port={port}')
+    assert ran.stderr == f'error: cannot listen on 127.0.0.1:{port}: Address already in use\n'
