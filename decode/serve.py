@@ -129,7 +129,7 @@ if __name__ == '__main__':
   _LONGEST = flags.DEFINE_integer('longest_prompt', 1024, 'The most tokens of a prompt.', lower_bound=1)
   _WAITING = flags.DEFINE_integer('most_waiting', 512, 'Continuations that may wait for a row.', lower_bound=1)
   help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING)
-  flags.FLAGS.set_default('max_new_tokens', 512)
+  flags.FLAGS.set_default('max_new_tokens', 256)
   flags.FLAGS.set_default('batch_size', 8)
 
   def main(argv):
