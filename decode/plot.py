@@ -134,7 +134,7 @@ if __name__ == '__main__':
     [
       'results.json --output=results.svg',
       'cpu.json gpu.json --output=both.png',
-      'runs/target/metrics.jsonl runs/draft/metrics.jsonl --output=curves.svg',
+      'a/metrics.jsonl b/metrics.jsonl --output=curves.svg',
     ],
     files='FILE',
   )

@@ -1,0 +1,277 @@
+"""A request on its way to an answer: its continuations as they come, and what is sent of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from decode.serving.protocol import DEFAULT_TOKENS, Asked, RefusedError
+from decode.serving.worker import Job, Piece, Worker
+from spectr_jax.engine.likelihood import LogLikelihood
+from spectr_jax.engine.state import sample_keys
+from spectr_jax.engine.stop import StopStrings
+from spectr_jax.io.tokenizer import TokenizerBase
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+  """What the endpoint serves.
+
+  Attributes:
+    worker: The thread that decodes.
+    tokenizer: The target's tokenizer.
+    name: The model's name.
+    max_new_tokens: The most new tokens of a continuation.
+    api_key: What clients must send, or None.
+  """
+
+  worker: Worker
+  tokenizer: TokenizerBase
+  name: str
+  max_new_tokens: int
+  api_key: str | None = None
+
+
+@dataclasses.dataclass
+class Choice:
+  """A continuation as it comes: its prompt's number, its ids and text, and the pieces that wait to be sent."""
+
+  index: int
+  prompt: Sequence[int]
+  job: Job | None = None
+  pieces: asyncio.Queue = dataclasses.field(default_factory=asyncio.Queue)
+  text: str = ''
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  finish_reason: str | None = None
+  num_target_calls: int = 0
+  num_accepted: int = 0
+  likelihood: tuple[LogLikelihood, int] | None = None
+
+  def add(self, piece: Piece) -> None:
+    self.text += piece.text
+    self.tokens += piece.tokens
+    self.logprobs += piece.logprobs
+    self.finish_reason = piece.finish_reason
+    self.num_target_calls, self.num_accepted = piece.num_target_calls, piece.num_accepted
+
+
+class Answer:
+  """A request on its way to an answer."""
+
+  def __init__(self, served: Served, asked: Asked):
+    self.served, self.asked = served, asked
+    self.id = f'{"chatcmpl" if asked.is_chat else "cmpl"}-{secrets.token_hex(12)}'
+    self.created = int(time.time())
+    self.choices = self._choices()
+
+  def _choices(self) -> list[Choice]:
+    asked, tokenizer = self.asked, self.served.tokenizer
+    field = 'messages' if asked.is_chat else 'prompt'
+    try:
+      if asked.is_chat:
+        prompts = [tokenizer.encode_chat(messages) for messages in asked.prompts]
+      else:
+        prompts = [tokenizer.encode_prompt(each) if isinstance(each, str) else each for each in asked.prompts]
+    except ValueError as error:
+      raise RefusedError(str(error), field) from error
+    most, vocab_size = self.served.worker.longest_prompt, self.served.worker.vocab_size
+    for prompt in prompts:
+      if not 1 <= len(prompt) <= most:
+        raise RefusedError(f'{field} has {len(prompt)} tokens, allowed are 1 to {most}', field)
+      if max(prompt) >= vocab_size:
+        raise RefusedError(f'{field} has the id {max(prompt)}, the vocabulary is 0 to {vocab_size - 1}', field)
+    return [
+      Choice(place * asked.num_samples + sample, prompt)
+      for place, prompt in enumerate(prompts)
+      for sample in range(asked.num_samples)
+    ]
+
+  @property
+  def max_tokens(self) -> int:
+    most = self.served.max_new_tokens
+    if self.asked.max_tokens is not None and self.asked.max_tokens > most:
+      raise RefusedError(f'max_tokens must be at most {most} here, got {self.asked.max_tokens}', 'max_tokens')
+    if self.asked.max_tokens is None:
+      return most if self.asked.is_chat else min(DEFAULT_TOKENS, most)
+    return self.asked.max_tokens
+
+  def submit(self) -> None:
+    """Hands all continuations to the worker.
+
+    Raises:
+      FullError: Too many wait.
+      RefusedError: The limit is above what is served.
+    """
+    asked, loop = self.asked, asyncio.get_running_loop()
+    if self.max_tokens == 0:
+      return
+    stop = StopStrings(self.served.tokenizer, asked.stop) if asked.stop else None
+    for choice, key in zip(self.choices, self._keys(), strict=True):
+
+      def tell(found, pieces=choice.pieces):
+        loop.call_soon_threadsafe(pieces.put_nowait, found)
+
+      choice.job = Job(choice.prompt, key, asked.sampling, self.max_tokens, stop, tell)
+    jobs = [choice.job for choice in self.choices if choice.job is not None]
+    self.served.worker.submit(jobs)
+
+  def _keys(self) -> Iterator[jax.Array]:
+    """A key for each continuation: the first one has the seed's own, whatever else is asked for."""
+    asked = self.asked
+    seed = secrets.randbits(32) if asked.seed is None else asked.seed % 2**32
+    key = jax.random.key(seed, impl='threefry2x32')
+    for place in range(len(asked.prompts)):
+      own = jax.random.fold_in(key, place) if place else key
+      yield from [own] if asked.num_samples == 1 else sample_keys(own[None], asked.num_samples)
+
+  def cancel(self) -> None:
+    """Lets go of what nobody waits for any more."""
+    for choice in self.choices:
+      if choice.job is not None and choice.finish_reason is None:
+        choice.job.is_cancelled = True
+
+  async def pieces_of(self, choice: Choice) -> AsyncIterator[Piece]:
+    """The pieces of a continuation, which are added to it."""
+    while choice.job is not None and choice.finish_reason is None:
+      found = await choice.pieces.get()
+      if isinstance(found, Exception):
+        raise found
+      if not choice.tokens:
+        self.served.worker.metrics.observe_first_token(time.monotonic() - choice.job.begun)
+      choice.add(found)
+      yield found
+
+  async def finish(self) -> None:
+    """Waits for all continuations, and for the log probabilities that a reading of the texts gives."""
+    for choice in self.choices:
+      async for _ in self.pieces_of(choice):
+        pass
+    asked = self.asked
+    if not (asked.echo and asked.top_logprobs is not None) and not asked.top_logprobs:
+      return
+    for choice in self.choices:
+      loop = asyncio.get_running_loop()
+      found: asyncio.Future = loop.create_future()
+
+      def tell(value, loop=loop, found=found):
+        loop.call_soon_threadsafe(_settle, found, value)
+
+      self.served.worker.score([[*choice.prompt, *choice.tokens]], asked.top_logprobs or 0, tell)
+      choice.likelihood = await found, len(choice.prompt)
+
+  # What is sent.
+
+  def head(self, *, is_chunk: bool) -> dict[str, Any]:
+    kind = 'chat.completion' if self.asked.is_chat else 'text_completion'
+    kind += '.chunk' if is_chunk and self.asked.is_chat else ''
+    return {'id': self.id, 'object': kind, 'created': self.created, 'model': self.served.name}
+
+  def usage(self) -> dict[str, Any]:
+    asked = self.asked
+    prompt = sum(len(choice.prompt) for choice in self.choices[:: asked.num_samples])
+    tokens = sum(len(choice.tokens) for choice in self.choices)
+    calls = sum(choice.num_target_calls for choice in self.choices)
+    accepted = sum(choice.num_accepted for choice in self.choices)
+    return {
+      'prompt_tokens': prompt,
+      'completion_tokens': tokens,
+      'total_tokens': prompt + tokens,
+      'completion_tokens_details': {'accepted_prediction_tokens': accepted},
+      'spectr_jax': {'target_calls': calls, 'accepted_tokens': accepted},
+    }
+
+  def whole(self) -> dict[str, Any]:
+    """The response that is not streamed."""
+    self.served.worker.metrics.add('prompt_tokens_total', self.usage()['prompt_tokens'])
+    choices = [self._whole_choice(choice) for choice in self.choices]
+    return self.head(is_chunk=False) | {'choices': choices, 'usage': self.usage()}
+
+  def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    common = {'index': choice.index, 'finish_reason': choice.finish_reason or 'length'}
+    if self.asked.is_chat:
+      message = {'role': 'assistant', 'content': choice.text}
+      return common | {'message': message, 'logprobs': self._chat_logprobs(choice)}
+    text = choice.text
+    if self.asked.echo:
+      text = self.served.tokenizer.decode(choice.prompt) + text
+    return common | {'text': text, 'logprobs': self._completion_logprobs(choice)}
+
+  def _word(self, token: int) -> str:
+    return self.served.tokenizer.decode([token])
+
+  def _places(self, choice: Choice) -> tuple[list[int], list[float | None], list[dict[int, float] | None]]:
+    """Ids, their log probabilities, and the likeliest ids, of all places that a response shows."""
+    if choice.likelihood is None:
+      return choice.tokens, list(choice.logprobs), [None] * len(choice.tokens)
+    found, start = choice.likelihood
+    first = 0 if self.asked.echo else start
+    ids = [*choice.prompt, *choice.tokens][first:]
+    values = [_number(value) for value in found.logprobs[0, first : first + len(ids)]]
+    tops: list[dict[int, float] | None] = []
+    for place in range(first, first + len(ids)):
+      pairs = zip(found.top_tokens[0, place].tolist(), found.top_logprobs[0, place].tolist())
+      tops.append({token: value for token, value in pairs if np.isfinite(value)} if place else None)
+    return ids, values, tops
+
+  def _completion_logprobs(self, choice: Choice) -> dict[str, Any] | None:
+    if self.asked.top_logprobs is None:
+      return None
+    ids, values, tops = self._places(choice)
+    words = [self._word(token) for token in ids]
+    offsets = np.cumsum([0, *map(len, words)])[:-1].tolist()
+    named = [None if top is None else self._named(top) for top in tops]
+    return {'tokens': words, 'token_logprobs': values, 'top_logprobs': named, 'text_offset': offsets}
+
+  def _named(self, top: dict[int, float]) -> dict[str, float]:
+    # Of several ids with one text the likeliest counts, which comes first.
+    named: dict[str, float] = {}
+    for token, value in top.items():
+      named.setdefault(self._word(token), value)
+    return named
+
+  def _chat_logprobs(self, choice: Choice) -> dict[str, Any] | None:
+    if self.asked.top_logprobs is None:
+      return None
+    ids, values, tops = self._places(choice)
+    return {
+      'content': [
+        self._entry(token, value) | {'top_logprobs': [self._entry(*pair) for pair in (top or {}).items()]}
+        for token, value, top in zip(ids, values, tops)
+      ]
+    }
+
+  def _entry(self, token: int, value: float | None) -> dict[str, Any]:
+    word = self._word(token)
+    return {'token': word, 'logprob': value, 'bytes': list(word.encode('utf-8', 'replace'))}
+
+  def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    """A piece of a stream."""
+    part = Choice(choice.index, choice.prompt, tokens=list(piece.tokens), logprobs=list(piece.logprobs))
+    common = {'index': choice.index, 'finish_reason': piece.finish_reason}
+    if self.asked.is_chat:
+      is_first = len(choice.tokens) == len(piece.tokens)
+      delta = ({'role': 'assistant'} if is_first else {}) | {'content': piece.text}
+      own = common | {'delta': delta, 'logprobs': self._chat_logprobs(part)}
+    else:
+      own = common | {'text': piece.text, 'logprobs': self._completion_logprobs(part)}
+    return self.head(is_chunk=True) | {'choices': [own]}
+
+
+def _number(value: float) -> float | None:
+  return None if np.isnan(value) else max(float(value), -1e30)  # JSON has no infinity
+
+
+def _settle(future: asyncio.Future, value: Any) -> None:
+  if not future.done():
+    if isinstance(value, Exception):
+      future.set_exception(value)
+    else:
+      future.set_result(value)

@@ -1,0 +1,280 @@
+"""What a request may say: the fields of completions and chat completions, checked one by one.
+
+Every field is either known, and does what it says, or refused by its name. Fields of the interface that this endpoint
+does not have are accepted where their value turns them off, such as `presence_penalty` 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from spectr_jax.engine.stop import check_stop_texts
+from spectr_jax.sampling import SamplingParams
+from spectr_jax.unicode import check_unicode
+
+MOST_PROMPTS, MOST_SAMPLES, MOST_TOP, MOST_STOPS, MOST_MESSAGES = 64, 16, 20, 16, 1_000
+_ROLES = 'system', 'developer', 'user', 'assistant'
+DEFAULT_TOKENS = 16  # of a completion that names no limit, as the interface has it
+
+
+class RefusedError(ValueError):
+  """A request that is not answered.
+
+  Attributes:
+    field: The field that is wrong, or None.
+    status: The status of the response.
+  """
+
+  def __init__(self, message: str, field: str | None = None, status: int = 400):
+    super().__init__(message)
+    self.field, self.status = field, status
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """A request.
+
+  Attributes:
+    prompts: Texts, or ids `[P]` each, to continue; or one conversation.
+    is_chat: Whether the prompt is a conversation.
+    sampling: How tokens are drawn, scalars.
+    seed: The seed of all samples, or None.
+    num_samples: Continuations of each prompt.
+    max_tokens: The most new tokens, or None for the default; 0 only with `echo`.
+    stop: Texts that end a continuation.
+    is_streamed: Whether tokens are sent as they come.
+    has_usage: Whether a stream ends with counts of tokens.
+    top_logprobs: How many of the likeliest tokens are named with every token; None for no log probabilities.
+    echo: Whether the prompt is returned in front of the continuation.
+  """
+
+  prompts: Sequence[Any]
+  is_chat: bool
+  sampling: SamplingParams
+  seed: int | None
+  num_samples: int
+  max_tokens: int | None
+  stop: tuple[str, ...]
+  is_streamed: bool
+  has_usage: bool
+  top_logprobs: int | None
+  echo: bool
+
+
+def _whole(least: int, most: int) -> Callable[[Any], bool]:
+  return lambda x: isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
+
+
+def _real(least: float, most: float) -> Callable[[Any], bool]:
+  return lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and least <= x <= most
+
+
+def _is_bool(x: Any) -> bool:
+  return isinstance(x, bool)
+
+
+def _is_stop(x: Any) -> bool:
+  texts = [x] if isinstance(x, str) else x
+  return isinstance(texts, list) and len(texts) <= MOST_STOPS and all(isinstance(text, str) for text in texts)
+
+
+def _is_stream_options(x: Any) -> bool:
+  return isinstance(x, dict) and set(x) <= {'include_usage'} and all(map(_is_bool, x.values()))
+
+
+_Rule = tuple[Callable[[Any], bool], str]
+_COUNT = f'a whole number from 1 to {MOST_SAMPLES}'
+_BOOL: _Rule = (_is_bool, 'true or false')
+_LIMIT: _Rule = (_whole(0, 2**31 - 1), 'a whole number of tokens')
+# What fields of both kinds of requests may be.
+_SHARED: dict[str, _Rule] = {
+  'model': (lambda x: isinstance(x, str), 'a text'),
+  'temperature': (_real(0, 1e6), 'a number of at least 0'),
+  'top_p': (lambda x: _real(0, 1)(x) and x > 0, 'a number above 0 and at most 1'),
+  'top_k': (_whole(-1, 2**31 - 1), 'a whole number of at least 0 (0 keeps all)'),
+  'min_p': (_real(0, 1), 'a number from 0 to 1'),
+  'seed': (_whole(-(2**63), 2**63 - 1), 'a whole number of 64 bits'),
+  'n': (_whole(1, MOST_SAMPLES), _COUNT),
+  'stop': (_is_stop, f'a text, or a list of at most {MOST_STOPS}'),
+  'stream': _BOOL,
+  'stream_options': (_is_stream_options, 'an object with include_usage'),
+  'max_tokens': _LIMIT,
+  'user': (lambda x: isinstance(x, str), 'a text'),
+}
+_COMPLETION: dict[str, _Rule] = _SHARED | {
+  'prompt': (lambda x: True, ''),
+  'logprobs': (_whole(0, MOST_TOP), f'a whole number from 0 to {MOST_TOP}'),
+  'echo': _BOOL,
+}
+_CHAT: dict[str, _Rule] = _SHARED | {
+  'messages': (lambda x: isinstance(x, list) and 1 <= len(x) <= MOST_MESSAGES, f'a list of 1 to {MOST_MESSAGES}'),
+  'max_completion_tokens': _LIMIT,
+  'logprobs': _BOOL,
+  'top_logprobs': (_whole(0, MOST_TOP), f'a whole number from 0 to {MOST_TOP}'),
+}
+# Fields of the interface that do nothing here, with the values that ask for nothing.
+_OFF: dict[str, tuple[Any, ...]] = {
+  'presence_penalty': (0,),
+  'frequency_penalty': (0,),
+  'repetition_penalty': (1,),
+  'logit_bias': ({},),
+  'best_of': (1,),
+  'suffix': ('',),
+  'tools': ([],),
+  'functions': ([],),
+  'tool_choice': ('none', 'auto'),
+  'parallel_tool_calls': (True, False),
+  'response_format': ({'type': 'text'},),
+  'store': (False,),
+  'modalities': (['text'],),
+}
+
+
+def parse(body: Any, *, is_chat: bool, model: str) -> Asked:
+  """Reads the body of a request.
+
+  Args:
+    body: Parsed JSON.
+    is_chat: Whether it is a chat completion.
+    model: The name of the model that is served.
+
+  Raises:
+    RefusedError: A field is unknown or wrong; it is named.
+  """
+  if not isinstance(body, dict):
+    raise RefusedError('the body must be a JSON object')
+  known = _CHAT if is_chat else _COMPLETION
+  given = {name: value for name, value in body.items() if value is not None}
+  for name, value in given.items():
+    _check(name, value, known)
+  if given.get('model', model) != model:
+    raise RefusedError(f'there is no model {given["model"]!r:.80}; this endpoint serves {model!r}', 'model', 404)
+  stop = given.get('stop', ())
+  asked = Asked(
+    prompts=_messages(given) if is_chat else _prompts(given),
+    is_chat=is_chat,
+    sampling=_sampling(given),
+    seed=given.get('seed'),
+    num_samples=given.get('n', 1),
+    max_tokens=_limit(given, is_chat),
+    stop=(stop,) if isinstance(stop, str) else tuple(stop),
+    is_streamed=given.get('stream', False),
+    has_usage=given.get('stream_options', {}).get('include_usage', False),
+    top_logprobs=_top(given, is_chat),
+    echo=given.get('echo', False),
+  )
+  _check_together(asked, given)
+  return asked
+
+
+def _check(name: str, value: Any, known: Mapping[str, _Rule]) -> None:
+  if name in known:
+    is_right, wanted = known[name]
+    if not is_right(value):
+      raise RefusedError(f'{name} must be {wanted}, got {value!r:.80}', name)
+  elif name in _OFF:
+    if not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in _OFF[name]):
+      raise RefusedError(f'{name} is not offered here: leave it out', name)
+  else:
+    raise RefusedError(f'unknown field {name!r:.80}', name[:80])
+
+
+def _check_together(asked: Asked, given: Mapping[str, Any]) -> None:
+  if 'stream_options' in given and not asked.is_streamed:
+    raise RefusedError('stream_options is for streams', 'stream_options')
+  if asked.is_streamed and asked.echo:
+    raise RefusedError('echo is not offered for streams', 'echo')
+  if asked.is_streamed and asked.top_logprobs:
+    name = 'top_logprobs' if asked.is_chat else 'logprobs'
+    raise RefusedError('the likeliest tokens are not offered for streams: ask for 0 of them', name)
+  if asked.max_tokens == 0 and not asked.echo:
+    raise RefusedError('max_tokens 0 is for echo', 'max_tokens')
+  try:
+    check_stop_texts(asked.stop)
+  except ValueError as error:
+    raise RefusedError(str(error), 'stop') from error
+
+
+def _sampling(given: Mapping[str, Any]) -> SamplingParams:
+  top_k = given.get('top_k', 0)
+  return SamplingParams(
+    temperature=float(given.get('temperature', 1.0)),
+    top_k=0 if top_k == -1 else top_k,  # other servers write -1 for all
+    top_p=float(given.get('top_p', 1.0)),
+    min_p=float(given.get('min_p', 0.0)),
+  )
+
+
+def _limit(given: Mapping[str, Any], is_chat: bool) -> int | None:
+  if is_chat and 'max_completion_tokens' in given:
+    if given.get('max_tokens', given['max_completion_tokens']) != given['max_completion_tokens']:
+      raise RefusedError('max_tokens and max_completion_tokens are different', 'max_tokens')
+    return given['max_completion_tokens']
+  return given.get('max_tokens')
+
+
+def _top(given: Mapping[str, Any], is_chat: bool) -> int | None:
+  if not is_chat:
+    return given.get('logprobs')
+  if not given.get('logprobs', False):
+    if given.get('top_logprobs', 0):
+      raise RefusedError('top_logprobs needs logprobs true', 'top_logprobs')
+    return None
+  return given.get('top_logprobs', 0)
+
+
+def _is_ids(x: Any) -> bool:
+  return isinstance(x, list) and bool(x) and all(_whole(0, 2**31 - 1)(token) for token in x)
+
+
+def _prompts(given: Mapping[str, Any]) -> list[Any]:
+  if 'prompt' not in given:
+    raise RefusedError('prompt is missing', 'prompt')
+  prompt = given['prompt']
+  prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
+  if not isinstance(prompts, list) or not 1 <= len(prompts) <= MOST_PROMPTS:
+    raise RefusedError(f'prompt must be a text, token ids, or a list of 1 to {MOST_PROMPTS} of them', 'prompt')
+  if not all(isinstance(each, str) for each in prompts) and not all(map(_is_ids, prompts)):
+    raise RefusedError('prompt must be texts, or lists of token ids', 'prompt')
+  for each in prompts:
+    if isinstance(each, str):
+      _check_text(each, 'prompt')
+  return prompts
+
+
+def _messages(given: Mapping[str, Any]) -> list[Any]:
+  if 'messages' not in given:
+    raise RefusedError('messages is missing', 'messages')
+  return [[_message(entry, f'messages[{place}]') for place, entry in enumerate(given['messages'])]]
+
+
+def _message(entry: Any, where: str) -> dict[str, str]:
+  if not isinstance(entry, dict) or not {'role', 'content'} <= set(entry):
+    raise RefusedError(f'{where} must be an object with role and content', where)
+  if others := {name for name, value in entry.items() if value is not None} - {'role', 'content', 'name'}:
+    raise RefusedError(f'{where}.{min(others)[:80]} is not offered here', f'{where}.{min(others)[:80]}')
+  role, content = entry['role'], entry['content']
+  if role not in _ROLES:
+    raise RefusedError(f'{where}.role must be one of {", ".join(_ROLES)}', f'{where}.role')
+  if isinstance(content, list):
+    content = ''.join(_part(part, where) for part in content)
+  if not isinstance(content, str):
+    raise RefusedError(f'{where}.content must be a text, or a list of texts', f'{where}.content')
+  _check_text(content, f'{where}.content')
+  return {'role': 'system' if role == 'developer' else role, 'content': content}
+
+
+def _part(part: Any, where: str) -> str:
+  if not isinstance(part, dict) or part.get('type') != 'text' or not isinstance(part.get('text'), str):
+    raise RefusedError(f'{where}.content: a part must be of type text', f'{where}.content')
+  return part['text']
+
+
+def _check_text(text: str, field: str) -> None:
+  try:
+    check_unicode(text, field)
+  except ValueError as error:
+    raise RefusedError(str(error), field) from error

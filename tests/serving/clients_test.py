@@ -1,0 +1,143 @@
+"""Tools that others wrote talk with the endpoint: the client of `openai`, and the tasks of `lm-eval`."""
+
+import json
+import pathlib
+import shutil
+
+import commands
+import jax
+import numpy as np
+import pytest
+
+import spectr_jax
+from spectr_jax import SamplingParams, log_likelihood
+
+pytestmark = pytest.mark.clients
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_TARGET, _DRAFT = 'pretrained/draft', 'pretrained/draft_undistilled'
+_NEW = 24
+_QUESTIONS = [
+  ('Mr. Speaker, I rise today to', [' honor', ' the purple', ' zebra of']),
+  ('It was a dark and', [' stormy night', ' bill', ' the the']),
+  ('I thank the gentleman for', [' yielding', ' his', ' seven']),
+  ('She looked at him and', [' said', ' Senate', ' smiled']),
+]
+
+
+@pytest.fixture(scope='module', params=['with a draft', 'without'])
+def address(request):
+  guesses = [f'--draft={_DRAFT}', '--num_drafts=2', '--draft_length=3']
+  own = guesses if request.param == 'with a draft' else ['--method=autoregressive']
+  sizes = f'--max_new_tokens={_NEW}', '--longest_prompt=128', '--batch_size=4', '--port=0'
+  process = commands.start('decode.serve', f'--target={_TARGET}', *own, *sizes, '--api_key=secret')
+  line = process.stdout.readline()
+  assert line.startswith('serving '), process.stderr.read()
+  yield line.split(' at ')[1].split(',')[0]
+  process.terminate()
+  process.communicate(timeout=60)
+
+
+@pytest.fixture(scope='module')
+def model():
+  return spectr_jax.load_model(_ROOT / _TARGET)
+
+
+def _greedy(model, ids):
+  target, tokenizer = model
+  found = spectr_jax.generate(
+    jax.random.key(0), target, None, np.array([ids]), [len(ids)], method='autoregressive', max_new_tokens=_NEW,
+    sampling=SamplingParams(temperature=0), eos_id=tokenizer.eos_ids,
+  )  # fmt: skip
+  return np.asarray(found.tokens[0, : int(found.lengths[0])]).tolist()
+
+
+def test_openai(address, model):
+  import openai
+
+  client, (_, tokenizer) = openai.OpenAI(base_url=address, api_key='secret', max_retries=0), model
+  assert [each.id for each in client.models.list()] == ['draft']
+  text = _QUESTIONS[0][0]
+  asked = {'model': 'draft', 'prompt': text, 'temperature': 0, 'max_tokens': _NEW}
+  expected = tokenizer.decode(_greedy(model, tokenizer.encode_prompt(text)))
+  found = client.completions.create(**asked, logprobs=2)
+  assert found.choices[0].text == expected
+  assert found.usage.completion_tokens == _NEW
+  assert len(found.choices[0].logprobs.top_logprobs) == _NEW
+  streamed = client.completions.create(**asked, stream=True)
+  assert ''.join(chunk.choices[0].text for chunk in streamed) == expected
+  with pytest.raises(openai.BadRequestError, match='max_tokens must be at most'):
+    client.completions.create(model='draft', prompt=text, max_tokens=10_000)
+  with pytest.raises(openai.BadRequestError, match='no chat template|takes no conversations'):
+    client.chat.completions.create(model='draft', messages=[{'role': 'user', 'content': 'hello'}])
+  with pytest.raises(openai.NotFoundError, match='there is no model'):
+    client.completions.create(model='another', prompt=text)
+  with pytest.raises(openai.AuthenticationError):
+    openai.OpenAI(base_url=address, api_key='wrong', max_retries=0).models.list()
+
+
+_TASK = """
+task: tiny_{kind}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+target_delimiter: ""
+{more}
+"""
+_MORE = {
+  'choice': 'output_type: multiple_choice\ndoc_to_choice: "{{choices}}"\ndoc_to_target: 0\n'
+  'metric_list: [{metric: acc}]',
+  'text': 'output_type: generate_until\ndoc_to_target: "x"\ngeneration_kwargs: {until: ["\\n\\n\\n"], do_sample: false,'
+  f' temperature: 0, max_gen_toks: {_NEW}}}\nmetric_list: [{{metric: exact_match}}]',
+}
+
+
+@pytest.fixture(scope='module')
+def tasks(tmp_path_factory):
+  """A folder of tasks, and one with the tokenizer as `transformers` reads it."""
+  folder = tmp_path_factory.mktemp('tasks')
+  data = folder / 'questions.jsonl'
+  data.write_text(''.join(json.dumps({'question': text, 'choices': own}) + '\n' for text, own in _QUESTIONS))
+  for kind, more in _MORE.items():
+    (folder / f'{kind}.yaml').write_text(_TASK.format(kind=kind, data=data, more=more))
+  tokenizer = tmp_path_factory.mktemp('tokenizer')
+  shutil.copy(_ROOT / _TARGET / 'tokenizer.json', tokenizer)
+  (tokenizer / 'tokenizer_config.json').write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+  return folder, tokenizer
+
+
+def _evaluate(address, tasks, kind, monkeypatch):
+  import lm_eval
+  from lm_eval.tasks import TaskManager
+
+  monkeypatch.setenv('OPENAI_API_KEY', 'secret')
+  folder, tokenizer = tasks
+  arguments = {
+    'model': 'draft', 'base_url': f'{address}/completions', 'tokenizer': str(tokenizer), 'max_length': 120,
+    'num_concurrent': 3, 'max_retries': 1,
+  }  # fmt: skip
+  found = lm_eval.simple_evaluate(
+    'local-completions', model_args=arguments, tasks=[f'tiny_{kind}'], bootstrap_iters=0, log_samples=True,
+    task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+  )  # fmt: skip
+  return sorted(found['samples'][f'tiny_{kind}'], key=lambda sample: sample['doc_id'])
+
+
+def test_multiple_choice_of_lm_eval(address, tasks, model, monkeypatch):
+  target, tokenizer = model
+  samples = _evaluate(address, tasks, 'choice', monkeypatch)
+  assert len(samples) == len(_QUESTIONS)
+  for sample, (text, choices) in zip(samples, _QUESTIONS, strict=True):
+    for choice, (found, is_greedy) in zip(choices, sample['filtered_resps'], strict=True):
+      start, whole = len(tokenizer.encode(text)), tokenizer.encode(text + choice)
+      expected, expected_greedy = log_likelihood(target, [whole]).of(0, start, len(whole))
+      assert float(found) == pytest.approx(expected, abs=1e-3), (text, choice)
+      assert str(is_greedy) == str(expected_greedy)
+
+
+def test_texts_of_lm_eval(address, tasks, model, monkeypatch):
+  tokenizer = model[1]
+  for sample, (text, _) in zip(_evaluate(address, tasks, 'text', monkeypatch), _QUESTIONS, strict=True):
+    expected = tokenizer.decode(_greedy(model, tokenizer.encode(text)))
+    assert sample['filtered_resps'] == [expected.split('\n\n\n')[0]]

@@ -1,0 +1,91 @@
+"""The command: what it serves, and how it ends."""
+
+import json
+import signal
+import threading
+
+import commands
+import httpx
+import pytest
+
+_TARGET = '--target=pretrained/draft'
+_SMALL = (
+  _TARGET, '--draft=pretrained/draft_undistilled', '--num_drafts=2', '--draft_length=2', '--batch_size=2',
+  '--max_new_tokens=300', '--longest_prompt=64', '--port=0',
+)  # fmt: skip
+_BODY = {'prompt': 'Mr. Speaker, I rise', 'seed': 1, 'max_tokens': 300}
+
+
+@pytest.fixture
+def served():
+  """A server, and its address."""
+  process = commands.start('decode.serve', *_SMALL)
+  line = process.stdout.readline()
+  assert line.startswith('serving draft at http://127.0.0.1:'), line + process.stderr.read()
+  yield process, line.split(' at ')[1].split(',')[0]
+  process.kill()
+  process.communicate()
+
+
+def _stream(address, found, begun):
+  """Streams a completion, and appends its texts or the error."""
+  try:
+    with httpx.stream('POST', f'{address}/completions', json=_BODY | {'stream': True}, timeout=120) as response:
+      for line in response.iter_lines():
+        if line:
+          found.append(line.removeprefix('data: '))
+          begun.set()
+  except httpx.HTTPError as error:
+    found.append(error)
+    begun.set()
+
+
+@pytest.mark.slow
+def test_the_end_waits_for_answers_that_have_begun(served):
+  process, address = served
+  whole = httpx.post(f'{address}/completions', json=_BODY, timeout=300).json()['choices'][0]['text']
+  found, begun = [], threading.Event()
+  reader = threading.Thread(target=_stream, args=(address, found, begun))
+  reader.start()
+  assert begun.wait(120)
+  process.send_signal(signal.SIGTERM)
+  reader.join(120)
+  assert found[-1] == '[DONE]'
+  assert ''.join(json.loads(line)['choices'][0]['text'] for line in found[:-1]) == whole
+  _, err = process.communicate(timeout=60)
+  assert process.returncode == 0
+  assert err.splitlines()[-1] == 'ended'
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_is_one_clear_end(served):
+  process, address = served
+  found, begun = [], threading.Event()
+  reader = threading.Thread(target=_stream, args=(address, found, begun))
+  reader.start()
+  assert begun.wait(300)
+  process.kill()
+  reader.join(60)
+  assert isinstance(found[-1], httpx.HTTPError)
+
+
+@pytest.mark.slow
+def test_wrong_options_are_one_line(tmp_path):
+  for option, message in (
+    ('--breakdown', 'breakdown is not for decode.serve'),
+    ('--method=block,spectr', 'one method, K, L and tree at a time'),
+    ('--max_new_tokens=512', 'max_new_tokens must be below 512'),
+    ('--api_key=', 'the key must be at least one ASCII character'),
+    (f'--api_key_file={tmp_path / "none"}', 'No such file'),
+  ):
+    draft = '--draft=pretrained/draft_undistilled'
+    ran = commands.run('decode.serve', _TARGET, draft, '--num_drafts=1', '--draft_length=2', '--port=0', option)
+    *progress, line = ran.stderr.splitlines()
+    assert (ran.returncode, ran.stdout) == (1, '')
+    assert line.startswith('error: ')
+    assert message in line
+    assert all(line.startswith('[') for line in progress)
+  with commands.socket.create_server(('127.0.0.1', 0)) as taken:
+    port = taken.getsockname()[1]
+    ran = commands.run('decode.serve', _TARGET, f'--port={port}')
+    assert ran.stderr == f'error: cannot listen on 127.0.0.1:{port}: Address already in use\n'

@@ -1,0 +1,44 @@
+"""A tiny pair behind the endpoint."""
+
+import jax
+import pytest
+import tiny_hub
+from starlette.testclient import TestClient
+
+from decode.serving.answer import Served
+from decode.serving.app import make_app
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
+from spectr_jax.models import transformer
+from tests.serving.served import EOS, LONGEST, NEW, make_worker
+
+
+@pytest.fixture(scope='session')
+def tokenizer():
+  return HubTokenizer.from_parts(
+    tiny_hub.backend(), bos_id=None, eos_ids=(EOS,), add_bos=False, chat_template=tiny_hub.CHAT
+  )
+
+
+@pytest.fixture(scope='session')
+def models(tokenizer):
+  """Target and draft."""
+  config = transformer.TransformerConfig(
+    tokenizer.vocab_size, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=LONGEST + NEW
+  )
+  return [
+    transformer.transformer_model(transformer.init_params(jax.random.key(seed), config), config) for seed in (0, 1)
+  ]
+
+
+@pytest.fixture(scope='session')
+def worker(models, tokenizer):
+  worker = make_worker(models, tokenizer)
+  worker.start()
+  yield worker
+  worker.stop()
+
+
+@pytest.fixture(scope='session')
+def client(worker, tokenizer):
+  with TestClient(make_app(Served(worker, tokenizer, 'tiny', NEW))) as client:
+    yield client
