@@ -85,9 +85,9 @@ def log_likelihood(target: Model, texts: Sequence[ArrayLike], *, num_top: int = 
 
 
 class _Found(NamedTuple):
-  """What the program returns: the fields of `LogLikelihood` after each token, and which rows are finite."""
+  """What the program returns: the fields of `LogLikelihood`, about the token after each, and which rows are finite."""
 
-  after: LogLikelihood
+  after: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
   is_finite: jax.Array
 
 
@@ -109,7 +109,7 @@ def _read(target: Model, tokens: jax.Array, lengths: jax.Array, *, num_top: int)
     top = jax.lax.top_k(logits, num_top) if num_top else (logits[..., :0], jnp.zeros((*chunk.shape, 0), jnp.int32))
     is_read = first + offsets < lengths[:, None]
     is_finite = jnp.all(jnp.isfinite(jnp.max(logits, axis=-1)) | ~is_read, axis=1)
-    after = LogLikelihood(
+    after = (
       (own - total)[..., 0].astype(jnp.float32),
       jnp.argmax(logits, axis=-1) == wanted,
       top[1].astype(jnp.int32),
