@@ -68,7 +68,6 @@ def decode_bulk(
   num_tokens = num_calls = 0
   with GenerationFile(part, resume=resume) as file:
     check_parts(path, num_processes)
-    notify(f'loading {options.target}', 0, 1)
     work = Workload.load(options, is_local=True)
     if setting is None:
       setting = choose(predict_all(work, notify))

@@ -52,7 +52,6 @@ def start_worker(options: DecodeOptions, *, longest_prompt: int, most_waiting: i
     if getattr(options, name):
       raise ValueError(f'{name} is not for decode.serve, where requests say what they want')
   setting = only_setting(options)
-  notify(f'loading {options.target}', 0, 1)
   models = load_models(options)
   limit = models.context_length
   if limit is not None and longest_prompt + options.max_new_tokens > limit:

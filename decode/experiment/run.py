@@ -138,7 +138,6 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None, pick: Pick 
   notify = notify or (lambda what, done, total: None)
   settings = expand(options)
   given = None if options.acceptance is None else read_acceptance(options.acceptance)
-  notify(f'loading {options.target}', 0, 1)
   workload = Workload.load(options, pick=pick)
   predictions = predict_all(workload, notify) if options.is_auto else []
   if predictions:

@@ -79,12 +79,8 @@ def test_wrong_options_are_one_line(tmp_path):
     (f'--api_key_file={tmp_path / "none"}', 'No such file'),
   ):
     draft = '--draft=pretrained/draft_undistilled'
-    ran = commands.run('decode.serve', _TARGET, draft, '--num_drafts=1', '--draft_length=2', '--port=0', option)
-    *progress, line = ran.stderr.splitlines()
-    assert (ran.returncode, ran.stdout) == (1, '')
-    assert line.startswith('error: ')
-    assert message in line
-    assert all(line.startswith('[') for line in progress)
+    more = '--num_drafts=1', '--draft_length=2', '--port=0'
+    assert message in commands.refuse('decode.serve', _TARGET, draft, *more, option)
   with commands.socket.create_server(('127.0.0.1', 0)) as taken:
     port = taken.getsockname()[1]
     ran = commands.run('decode.serve', _TARGET, f'--port={port}')
