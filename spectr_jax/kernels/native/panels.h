@@ -25,10 +25,11 @@ inline void Block(const typename S::Row* rows, const char* panels, int64_t num_s
     for (int panel = 0; panel < kPanels; ++panel) {
       const char* at = panels + (panel * num_steps + step) * kLine;
       __builtin_prefetch(at + kAhead / kPanels);
-      for (int v = 0; v < kVectors; ++v) {
-        const typename S::Weights weights = S::Load(at + v * kLine / kVectors);
-        for (int row = 0; row < kNumRows; ++row)
-          sums[row][panel][v] = S::Add(sums[row][panel][v], weights, S::Broadcast(rows + row * num_steps + step));
+      typename S::Weights weights[kVectors];
+      for (int v = 0; v < kVectors; ++v) weights[v] = S::Load(at + v * kLine / kVectors);
+      for (int row = 0; row < kNumRows; ++row) {
+        const typename S::Input input = S::Broadcast(rows + row * num_steps + step);
+        for (int v = 0; v < kVectors; ++v) sums[row][panel][v] = S::Add(sums[row][panel][v], weights[v], input);
       }
     }
   }
