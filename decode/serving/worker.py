@@ -77,9 +77,14 @@ class Growing:
     self._tokenizer = tokenizer
     self._stream = TextStream(tokenizer, job.stop)
 
+  @property
+  def num_tokens(self) -> int:
+    """Tokens that were handed out."""
+    return len(self._stream.tokens)
+
   def take(self, result: Generation, row: int) -> Piece | None:
     """The piece of new tokens, or None if there are none."""
-    seen = len(self._stream.tokens)
+    seen = self.num_tokens
     end = min(int(result.lengths[row]), self.job.max_tokens)
     text, reason = '', None
     for place in range(seen, end):  # one by one, since the first that completes a stop text is the last
@@ -294,16 +299,16 @@ class Worker:
       if each.job.is_cancelled or (piece is not None and piece.finish_reason is not None):
         ended.append(row)
         del growing[row], pool.owners[row]
-        self._count(result, row, piece)
+        self._count(result, row, each.num_tokens, is_cancelled=piece is None)
       if piece is not None:
         each.job.tell(piece)
     if ended:
       pool.end(ended)
 
-  def _count(self, result: Generation, row: int, piece: Piece | None) -> None:
+  def _count(self, result: Generation, row: int, num_tokens: int, *, is_cancelled: bool) -> None:
     metrics = self.metrics
-    metrics.add('requests_total', label=f'outcome="{"cancelled" if piece is None else "done"}"')
-    metrics.add('tokens_total', int(result.lengths[row]))
+    metrics.add('requests_total', label=f'outcome="{"cancelled" if is_cancelled else "done"}"')
+    metrics.add('tokens_total', num_tokens)
     metrics.add('target_calls_total', int(result.num_target_calls[row]))
     for depth, number in enumerate(np.asarray(result.accepted_by_depth[row]).tolist(), 1):
       metrics.add('accepted_total', number, f'depth="{depth}"')
