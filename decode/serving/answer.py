@@ -88,6 +88,9 @@ class Answer:
         raise RefusedError(f'{field} has {len(prompt)} tokens, allowed are 1 to {most}', field)
       if max(prompt) >= vocab_size:
         raise RefusedError(f'{field} has the id {max(prompt)}, the vocabulary is 0 to {vocab_size - 1}', field)
+    if len(prompts) * asked.num_samples > self.served.worker.most_waiting:
+      number = len(prompts) * asked.num_samples
+      raise RefusedError(f'{number} continuations are more than {self.served.worker.most_waiting} that may wait', 'n')
     return [
       Choice(place * asked.num_samples + sample, prompt)
       for place, prompt in enumerate(prompts)

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from common.printable import printable
 from decode.serving.answer import Answer, Choice, Served
 from decode.serving.protocol import RefusedError, parse
-from decode.serving.worker import FullError
+from decode.serving.worker import EndedError, FullError
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.io.foreign import parse_json
 
@@ -99,7 +99,7 @@ def _failed(error: Exception) -> JSONResponse:
   if isinstance(error, FullError):
     wait = {'Retry-After': str(_RETRY_SECONDS)}
     return _error(f'too many requests: try again in {_RETRY_SECONDS} s', 429, kind='rate_limit_error', **wait)
-  return _error(str(error) or 'the server is ending', 503, kind='server_error')
+  return _error(str(error) or type(error).__name__, 503, kind='server_error')
 
 
 async def _until_gone(request: Request) -> None:
@@ -139,7 +139,7 @@ def make_app(served: Served) -> Starlette:
       answer.submit()
     except RefusedError as error:
       return _refused(error)
-    except FullError as error:
+    except (FullError, EndedError) as error:
       served.worker.metrics.add('requests_total', label='outcome="refused"')
       return _failed(error)
     except ClientDisconnect:

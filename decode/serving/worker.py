@@ -116,12 +116,20 @@ class FullError(Exception):
   """Too many continuations wait."""
 
 
+class EndedError(Exception):
+  """The thread decodes no more."""
+
+  def __str__(self) -> str:
+    return 'the server is ending'
+
+
 class Worker:
   """The thread, its rows, and the continuations that wait for one.
 
   Attributes:
     metrics: What it counts.
     longest_prompt: The most tokens of a prompt.
+    most_waiting: Continuations that may wait for a row.
   """
 
   def __init__(
@@ -144,9 +152,9 @@ class Worker:
       most_waiting: Continuations that may wait for a row.
       rounds_at_a_time: Rounds between two looks at what is new.
     """
-    self.metrics, self.longest_prompt = Metrics(), longest_prompt
+    self.metrics, self.longest_prompt, self.most_waiting = Metrics(), longest_prompt, most_waiting
     self._decoder, self._tokenizer = decoder, tokenizer
-    self._batch_size, self._most_waiting, self._rounds = batch_size, most_waiting, rounds_at_a_time
+    self._rounds = rounds_at_a_time
     self._waiting: collections.deque[Job] = collections.deque()
     self._tasks: collections.deque[tuple[Callable[[], Any], Callable[[Any], None]]] = collections.deque()
     self._ready = threading.Condition()
@@ -210,11 +218,11 @@ class Worker:
     """Lets continuations wait for rows.
 
     Raises:
-      FullError: Too many wait already, or the thread has ended; none of them is taken.
+      FullError: Too many wait already; none of them is taken.
+      EndedError: The thread has ended.
     """
     with self._ready:
-      if self._is_stopping or len(self._waiting) + len(jobs) > self._most_waiting:
-        raise FullError
+      self._check_room(len(self._waiting) + len(jobs) - 1)
       self._waiting += jobs
       self._ready.notify()
 
@@ -227,13 +235,19 @@ class Worker:
       tell: Called with a `LogLikelihood`, or with the error.
 
     Raises:
-      FullError: Too much waits already, or the thread has ended.
+      FullError: Too much waits already.
+      EndedError: The thread has ended.
     """
     with self._ready:
-      if self._is_stopping or len(self._tasks) >= self._most_waiting:
-        raise FullError
+      self._check_room(len(self._tasks))
       self._tasks.append((functools.partial(self._read, texts, num_top), tell))
       self._ready.notify()
+
+  def _check_room(self, num_waiting: int) -> None:
+    if self._is_stopping:
+      raise EndedError
+    if num_waiting >= self.most_waiting:
+      raise FullError
 
   def _read(self, texts: Sequence[Sequence[int]], num_top: int) -> LogLikelihood:
     return log_likelihood(self._decoder.target, texts, num_top=num_top)
@@ -249,7 +263,7 @@ class Worker:
     except BaseException as error:  # whatever it is, those who wait must be told
       self.fault = error
     self._is_stopping = True
-    error = RuntimeError('the server is ending')
+    error = EndedError()
     with self._ready:
       left = [each.job for each in growing.values()] + list(self._waiting)
       self._waiting.clear()

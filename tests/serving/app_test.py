@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 import spectr_jax
 from decode.serving.answer import Served
 from decode.serving.app import make_app
+from decode.serving.worker import Job
 from spectr_jax import SamplingParams, TokenTree, log_likelihood, sample_keys
 from tests.serving.served import EOS, LONGEST, NEW, make_worker
 
@@ -286,11 +287,17 @@ def _post(client):
 def test_too_many_are_asked_to_come_again(models, tokenizer):
   worker = make_worker(models, tokenizer, most_waiting=1)  # nobody decodes
   client = TestClient(make_app(Served(worker, tokenizer, 'tiny', NEW)))
-  response = client.post('/v1/completions', json=_PROMPT | {'n': 2})
+  worker.submit([Job([1], _key(0), SamplingParams(), 1, None, print)])
+  response = client.post('/v1/completions', json=_PROMPT)
   assert response.status_code == 429
   assert int(response.headers['Retry-After']) > 0
-  assert worker.num_waiting == 0
+  assert worker.num_waiting == 1
+  response = client.post('/v1/completions', json=_PROMPT | {'n': 2})
+  assert (response.status_code, response.json()['error']['param']) == (400, 'n')
   assert client.get('/health').status_code == 503
+  worker.stop()
+  response = client.post('/v1/completions', json=_PROMPT)
+  assert (response.status_code, response.json()['error']['message']) == (503, 'the server is ending')
 
 
 def test_a_failed_round_fails_its_request_alone(models, tokenizer):

@@ -6,7 +6,7 @@ import time
 import jax
 import pytest
 
-from decode.serving.worker import FullError, Job
+from decode.serving.worker import EndedError, Job
 from spectr_jax import SamplingParams
 from tests.serving.served import make_worker
 
@@ -52,5 +52,5 @@ def test_the_end_is_told(models, tokenizer):
   deadline = time.monotonic() + 60
   while worker.is_alive and time.monotonic() < deadline:
     time.sleep(0.01)
-  with pytest.raises(FullError):
+  with pytest.raises(EndedError):
     worker.score([[1, 2]], 0, scored.put)
