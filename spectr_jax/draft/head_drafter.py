@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
 from spectr_jax.draft.drawing import ScoredNodes, draw_tree
-from spectr_jax.model import PREFILL_CHUNK, KVCache
+from spectr_jax.draft.new_features import NewFeatures, embed, read_features
+from spectr_jax.model import KVCache
 from spectr_jax.models import head, layers
 from spectr_jax.models.decoding_form import kernels_for_decoding
 from spectr_jax.models.head import HeadConfig
@@ -37,15 +38,6 @@ class _State:
   output: jax.Array
 
 
-def _embed(params: Mapping[str, Any], context: DraftContext, tokens: jax.Array) -> jax.Array:
-  if 'embedding' in params:
-    return jnp.take(params['embedding'], tokens, axis=0)
-  target = context.target
-  if target.embed_fn is None:
-    raise ValueError('this head reads embeddings of the target, but the target has no embed_fn')
-  return target.embed_fn(target.params, tokens)
-
-
 def _extend(
   params: Mapping[str, Any],
   state: _State,
@@ -63,37 +55,22 @@ def _extend(
     num_new: The most pairs that a row lacks, static.
     config: The head.
   """
-  if context.tokens is None or context.features is None:
-    raise ValueError("a head reads the text and the target's hidden states: the context must hold tokens and features")
-  text, features = context.tokens, context.features
-  size = min(num_new, PREFILL_CHUNK)
-  offsets, causal = jnp.arange(size), jnp.tril(jnp.ones((size, size), bool))
-  missing = context.lengths - 1 - state.cache.lengths
 
-  def add(first, state):
-    start = state.cache.lengths[:, None]
-    pairs = jnp.minimum(start + offsets, text.shape[1] - 2)
-    tokens = jnp.take_along_axis(text, pairs + 1, axis=1)
-    # Behind the text both may be anything. Nothing that is kept attends to them, but it must not be NaN.
-    is_new = offsets < (missing - first)[:, None]
-    read = jax.vmap(lambda row, places: row[places])(features, pairs)
-    read = jnp.where(is_new[..., None, None], read, 0)
-    embedded = _embed(params, context, jnp.where(is_new, tokens, 0))
-    hidden = head.hidden_of_features(params, config, read)
-    hidden, output, cache = head.apply(params, config, embedded, hidden, start + offsets, causal, state.cache)
-    num_kept = jnp.clip(missing - first, 0, size)
-    last = jnp.maximum(num_kept - 1, 0)[:, None, None]
+  def add(state, new: NewFeatures):
+    size = new.next_tokens.shape[1]
+    embedded = embed(params, context, new.next_tokens)
+    hidden = head.hidden_of_features(params, config, new.features)
+    causal = jnp.tril(jnp.ones((size, size), bool))
+    hidden, output, cache = head.apply(params, config, embedded, hidden, new.positions, causal, state.cache)
+    last = jnp.maximum(new.num_kept - 1, 0)[:, None, None]
 
-    def latest(new, old):
-      return jnp.where(num_kept[:, None] > 0, jnp.take_along_axis(new, last, axis=1)[:, 0], old)
+    def latest(new_rows, old):
+      return jnp.where(new.num_kept[:, None] > 0, jnp.take_along_axis(new_rows, last, axis=1)[:, 0], old)
 
-    cache = cache.commit(jnp.broadcast_to(offsets, tokens.shape), num_kept)
+    cache = cache.commit(jnp.broadcast_to(jnp.arange(size), new.next_tokens.shape), new.num_kept)
     return _State(cache, latest(hidden, state.hidden), latest(output, state.output))
 
-  if size == num_new:
-    return add(0, state)
-  num_chunks = -(-jnp.clip(jnp.max(missing), 0, num_new) // size)
-  return jax.lax.fori_loop(0, num_chunks, lambda i, state: add(i * size, state), state)
+  return read_features(context, state.cache.lengths, num_new, state, add)
 
 
 def _init(params, context: DraftContext, cache_size: int, *, config: HeadConfig) -> _State:
@@ -125,13 +102,8 @@ def target_logits(params: Mapping[str, Any], config: HeadConfig, output: jax.Arr
     output: `[..., embed_dim]`, from `head.advance`.
     vocab_size: V.
   """
-  logits = head.unembed(params, output)
-  if not config.is_reduced:
-    return logits
-  num_ids = config.block.vocab_size
-  own = jnp.full(vocab_size, num_ids, jnp.int32).at[params['target_ids']].set(jnp.arange(num_ids, dtype=jnp.int32))
-  padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, 1)], constant_values=-jnp.inf)
-  return jnp.take(padded, own, axis=-1)
+  ids = params['target_ids'] if config.is_reduced else None
+  return head.over_vocabulary(head.unembed(params, output), ids, vocab_size)
 
 
 def _propose(params, state: _State, context: DraftContext, request: DraftRequest, *, config: HeadConfig) -> Proposal:
@@ -142,7 +114,7 @@ def _propose(params, state: _State, context: DraftContext, request: DraftRequest
   def score(carry, nodes: ScoredNodes):
     cache, outputs = carry
     positions = jnp.broadcast_to(context.lengths[:, None] - 2 + nodes.depth, nodes.tokens.shape)
-    embedded = _embed(params, context, nodes.tokens)
+    embedded = embed(params, context, nodes.tokens)
     hidden = jnp.take_along_axis(outputs, nodes.above[..., None], axis=1)
     hidden, output, cache = head.apply(params, config, embedded, hidden, positions, nodes.seen[:, :, 1:], cache)
     outputs = jax.lax.dynamic_update_slice_in_dim(outputs, hidden, nodes.first, axis=1)
@@ -186,12 +158,7 @@ def head_drafter(params: Mapping[str, Any], config: HeadConfig, vocab_size: int)
     ValueError: A parameter is missing, surplus, or of another shape, or an id is not in the vocabulary.
   """
   layers.check_params(params, head.param_shapes(config))
-  if config.is_reduced:
-    ids = params['target_ids']
-    if not isinstance(ids, jax.ShapeDtypeStruct) and not ((ids >= 0) & (ids < vocab_size)).all():
-      raise ValueError(f'target_ids must be from 0 to {vocab_size - 1}')
-  elif config.block.vocab_size != vocab_size:
-    raise ValueError(f'the head guesses {config.block.vocab_size} tokens, but the target has {vocab_size}')
+  head.check_target_ids(params, config.is_reduced, config.block.vocab_size, vocab_size)
   return Drafter(
     params=params,
     vocab_size=vocab_size,

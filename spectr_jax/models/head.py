@@ -134,14 +134,14 @@ def param_shapes(config: HeadConfig) -> dict[str, Any]:
   return shapes
 
 
-def init_params(key: jax.Array, config: HeadConfig) -> dict[str, Any]:
+def random_params(key: jax.Array, shapes: Mapping[str, Any]) -> dict[str, Any]:
   """Random parameters, of a scale that keeps activations near unit variance; `target_ids` are the first Vd ids.
 
   Args:
     key: A typed key.
-    config: The head.
+    shapes: A nested dict, such as `param_shapes` returns.
   """
-  shapes, structure = jax.tree_util.tree_flatten_with_path(param_shapes(config))
+  leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
 
   def draw(key, path, shape):
     if path[-1].key == 'target_ids':
@@ -151,8 +151,18 @@ def init_params(key: jax.Array, config: HeadConfig) -> dict[str, Any]:
     scale = shape.shape[0] ** -0.5
     return (scale * jax.random.normal(key, shape.shape)).astype(shape.dtype)
 
-  keys = jax.random.split(key, len(shapes))
-  return jax.tree.unflatten(structure, [draw(key, *shape) for key, shape in zip(keys, shapes)])
+  keys = jax.random.split(key, len(leaves))
+  return jax.tree.unflatten(structure, [draw(key, *leaf) for key, leaf in zip(keys, leaves)])
+
+
+def init_params(key: jax.Array, config: HeadConfig) -> dict[str, Any]:
+  """Random parameters, see `random_params`.
+
+  Args:
+    key: A typed key.
+    config: The head.
+  """
+  return random_params(key, param_shapes(config))
 
 
 def hidden_of_features(params: Mapping[str, Any], config: HeadConfig, features: jax.Array) -> jax.Array:
@@ -293,3 +303,40 @@ def unembed(params: Mapping[str, Any], output: jax.Array) -> jax.Array:
     output: `[..., embed_dim]`, from `advance`.
   """
   return matmul(output, params['unembedding'])
+
+
+def over_vocabulary(logits: jax.Array, target_ids: jax.Array | None, vocab_size: int) -> jax.Array:
+  """Logits over the target's vocabulary, `[..., V]`; -inf for tokens that cannot be guessed.
+
+  Args:
+    logits: `[..., Vd]`, of the tokens that can be guessed.
+    target_ids: int32 `[Vd]`, these tokens; None if they are all, in order.
+    vocab_size: V.
+  """
+  if target_ids is None:
+    return logits
+  num_ids = logits.shape[-1]
+  own = jnp.full(vocab_size, num_ids, jnp.int32).at[target_ids].set(jnp.arange(num_ids, dtype=jnp.int32))
+  padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, 1)], constant_values=-jnp.inf)
+  return jnp.take(padded, own, axis=-1)
+
+
+def check_target_ids(params: Mapping[str, Any], is_reduced: bool, num_ids: int, vocab_size: int) -> None:
+  """Checks that what a head guesses are tokens of the target.
+
+  Args:
+    params: The parameters, with `target_ids` int32 `[Vd]` if the head is reduced.
+    is_reduced: Whether it guesses some of the target's tokens only.
+    num_ids: Vd, the tokens that it guesses.
+    vocab_size: V, the target's.
+
+  Raises:
+    ValueError: An id is not in the vocabulary, or a head that is not reduced guesses more or fewer tokens.
+  """
+  if not is_reduced:
+    if num_ids != vocab_size:
+      raise ValueError(f'the head guesses {num_ids} tokens, but the target has {vocab_size}')
+    return
+  ids = params['target_ids']
+  if not isinstance(ids, jax.ShapeDtypeStruct) and not ((ids >= 0) & (ids < vocab_size)).all():
+    raise ValueError(f'target_ids must be from 0 to {vocab_size - 1}')

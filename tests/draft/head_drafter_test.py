@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 
 import spectr_jax
 from spectr_jax import SamplingParams, TokenTree
-from spectr_jax.draft import Likeliest, growing, lookup_beside
+from spectr_jax.draft import Likeliest, growing, lookup_beside, new_features
 from spectr_jax.draft.head_drafter import head_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
@@ -193,7 +192,7 @@ def test_a_long_prompt_is_read_in_chunks(target, monkeypatch):
   features = jnp.stack([_features(target, config, row.tolist()) for row in prompts])
   context = spectr_jax.draft.DraftContext(lengths, target, prompts, features)
   whole = drafter.init(context, 40)
-  monkeypatch.setattr(sys.modules[head_drafter.__module__], 'PREFILL_CHUNK', 8)
+  monkeypatch.setattr(new_features, 'PREFILL_CHUNK', 8)
   parts = drafter.init(context, 40)
   np.testing.assert_array_equal(parts.cache.lengths, lengths - 1)
   np.testing.assert_allclose(parts.hidden, whole.hidden, rtol=1e-5, atol=1e-5)
