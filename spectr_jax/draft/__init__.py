@@ -7,6 +7,7 @@ from spectr_jax.draft.head_drafter import head_drafter
 from spectr_jax.draft.lookup import lookup_beside, lookup_drafter
 from spectr_jax.draft.medusa_drafter import medusa_drafter
 from spectr_jax.draft.model_drafter import as_drafter, model_drafter
+from spectr_jax.draft.one_pass_drafter import one_pass_drafter
 
 __all__ = [
   'Commitment',
@@ -25,4 +26,5 @@ __all__ = [
   'lookup_drafter',
   'medusa_drafter',
   'model_drafter',
+  'one_pass_drafter',
 ]
