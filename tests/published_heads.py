@@ -67,6 +67,45 @@ _DEEPSEEK_MTP = {
   'eh_proj.weight': (D, 2 * D), 'enorm.weight': (D,), 'hnorm.weight': (D,), 'shared_head.norm.weight': (D,),
   'shared_head.head.weight': (V, D), 'embed_tokens.weight': (V, D),
 }  # fmt: skip
+RANK, SLOTS, MASK = 6, 4, 20
+_ONE_PASS_SIZES = _SIZES | {'num_hidden_layers': 2, 'block_size': SLOTS, 'head_dim': D // HEADS, 'model_type': 'qwen3'}
+
+
+def _one_pass(markov=None, confidence_inputs=0, vocab_size=V, *, is_own=True):
+  qk = {f'self_attn.{name}_norm': (D // HEADS,) for name in 'qk'}
+  shapes = {'fc.weight': (D, 2 * D), 'hidden_norm.weight': (D,), 'norm.weight': (D,)}
+  for layer in range(2):
+    shapes |= _block(f'layers.{layer}.', input_layernorm=(D,), **qk)
+  if is_own:
+    shapes |= {'embed_tokens.weight': (V, D)}
+  if is_own or vocab_size != V:
+    shapes |= {'lm_head.weight': (vocab_size, D)}
+  parts = {'gated': {'gate_proj': (RANK, D + RANK)}, 'rnn': {'joint_proj': (3 * RANK, 2 * RANK + D)}}
+  if markov is not None:
+    shapes |= {'markov_head.markov_w1.weight': (V, RANK), 'markov_head.markov_w2.weight': (vocab_size, RANK)}
+    for name, shape in parts.get(markov, {}).items():
+      shapes |= {f'markov_head.{name}.weight': shape, f'markov_head.{name}.bias': shape[:1]}
+  if confidence_inputs:
+    shapes |= {'confidence_head.proj.weight': (1, confidence_inputs), 'confidence_head.proj.bias': (1,)}
+  return shapes
+
+
+def _dspark(kind):
+  return _ONE_PASS_SIZES | {
+    'architectures': ['Qwen3DSparkModel'], 'target_layer_ids': [-1, 2], 'mask_token_id': MASK, 'num_anchors': 512,
+    'enable_confidence_head': True, 'confidence_head_with_markov': True, 'markov_rank': RANK, 'markov_head_type': kind,
+  }  # fmt: skip
+
+
+def _one_pass_speculators(kind, **fields):
+  block = {key: value for key, value in _ONE_PASS_SIZES.items() if key != 'block_size'}
+  return fields | {
+    'speculators_model_type': kind, 'block_size': SLOTS, 'mask_token_id': MASK, 'draft_vocab_size': VD,
+    'aux_hidden_state_layer_ids': [0, 3],
+    'transformer_layer_config': block | {'layer_types': ['sliding_attention', 'full_attention'], 'sliding_window': 3},
+  }  # fmt: skip
+
+
 # Name -> config.json, shapes by name.
 HEADS_BY_NAME = {
   'eagle': (_SIZES | {'bias': True}, _block('layers.0.') | {'fc.weight': (D, 2 * D), 'fc.bias': (D,)}),
@@ -80,6 +119,25 @@ HEADS_BY_NAME = {
       for i in range(5)
       for name, shape in (('0.linear.weight', (D, D)), ('0.linear.bias', (D,)), ('1.weight', (V, D)))
     },
+  ),
+  'dflash': (
+    _ONE_PASS_SIZES
+    | {
+      'architectures': ['DFlashDraftModel'],
+      'num_target_layers': LAYERS,
+      'layer_types': ['sliding_attention', 'full_attention'],
+      'sliding_window': 3,
+      'dflash_config': {'target_layer_ids': [0, 3], 'mask_token_id': MASK},
+    },
+    _one_pass(is_own=False),
+  ),
+  'dspark': (_dspark('vanilla'), _one_pass('vanilla', D + RANK)),
+  'dspark gated': (_dspark('gated'), _one_pass('gated', D + RANK)),
+  'dspark rnn': (_dspark('rnn'), _one_pass('rnn', D)),
+  'speculators dflash': (_one_pass_speculators('dflash'), _one_pass(vocab_size=VD, is_own=False)),
+  'speculators dspark': (
+    _one_pass_speculators('dspark', sample_from_anchor=False, sliding_window_non_causal=True),
+    _one_pass('rnn', D + RANK, VD, is_own=False),
   ),
   'mtp': (
     _SIZES | {'num_hidden_layers': LAYERS, 'partial_rotary_factor': 0.5, 'rope_theta': 300.0},
