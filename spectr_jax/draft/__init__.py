@@ -2,7 +2,7 @@
 
 from spectr_jax.draft.corpus import LookupCorpus, lookup_corpus
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest, Growth
-from spectr_jax.draft.growth import Confident, Likeliest, growing
+from spectr_jax.draft.growth import Confident, Estimated, Likeliest, growing
 from spectr_jax.draft.head_drafter import head_drafter
 from spectr_jax.draft.lookup import lookup_beside, lookup_drafter
 from spectr_jax.draft.medusa_drafter import medusa_drafter
@@ -15,6 +15,7 @@ __all__ = [
   'DraftContext',
   'DraftRequest',
   'Drafter',
+  'Estimated',
   'Growth',
   'Likeliest',
   'LookupCorpus',

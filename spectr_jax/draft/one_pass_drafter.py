@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
-from spectr_jax.draft.drawing import ScoredNodes, draw_tree
+from spectr_jax.draft.drawing import Estimates, ScoredNodes, draw_tree
 from spectr_jax.draft.new_features import NewFeatures, embed, read_features
 from spectr_jax.model import KVCache
 from spectr_jax.models import layers, one_pass
@@ -65,11 +65,15 @@ def _propose(
   logits = one_pass.unembed(params, outputs[:, first : first + request.tree.max_depth])
   ids = params['target_ids'] if config.is_reduced else None
 
-  def biased(tokens, slot, states):
-    """The biases `[B, N, Vd]` of a slot after tokens `[B, N]`, and the states `[B, N, rank]` there."""
+  def read(tokens, slot):
+    """The embeddings of tokens `[B, N]` before a slot, None without a sequential part, and the slot's outputs."""
     output = jax.lax.dynamic_index_in_dim(outputs, slot, axis=1)
-    output = jnp.broadcast_to(output, (*tokens.shape, output.shape[-1]))
-    return one_pass.bias(params, config, one_pass.embed_before(params, config, tokens), output, states)
+    before = None if config.markov is None else one_pass.embed_before(params, config, tokens)
+    return before, jnp.broadcast_to(output, (*tokens.shape, output.shape[-1]))
+
+  def estimate(tokens, depth):
+    before, output = read(tokens, first + depth)
+    return one_pass.confidence(params, config, output, before)
 
   def after(tokens, depth, states):
     """The logits `[B, N, V]` after nodes of a depth, and the states there."""
@@ -77,7 +81,7 @@ def _propose(
     if config.markov is None:
       found = jnp.broadcast_to(found, (*tokens.shape, found.shape[-1]))
     else:
-      biases, states = biased(tokens, first + depth, states)
+      biases, states = one_pass.bias(params, config, *read(tokens, first + depth), states)
       found += biases
     return over_vocabulary(found, ids, context.target.vocab_size), states
 
@@ -93,11 +97,14 @@ def _propose(
     states = jnp.zeros((len(root), len(request.tree.parent_nodes), config.markov.rank), outputs.dtype)
     state = states[:, :1]
     if first:  # the recurrence begins at slot 0, also where that guesses nothing
-      _, state = biased(root, 0, state)
+      _, state = one_pass.bias(params, config, *read(root, 0), state)
   root_logits, state = after(root, 0, state)
   if states is not None:
     states = states.at[:, :1].set(state)
-  proposal, _ = draw_tree(request, root_logits[:, 0], states, score)
+  estimates = None
+  if config.confidence is not None:
+    estimates = Estimates(estimate(root, 0)[:, 0], lambda nodes: estimate(nodes.tokens, nodes.depth))
+  proposal, _ = draw_tree(request, root_logits[:, 0], states, score, estimates)
   return dataclasses.replace(proposal, state=cache)
 
 
@@ -145,6 +152,7 @@ def one_pass_drafter(params: Mapping[str, Any], config: OnePassConfig, vocab_siz
     reads_tokens=True,
     reads_target='embedding' not in params,
     feature_layers=config.feature_layers,
+    estimates=config.confidence is not None,
     for_decoding_fn=kernels_for_decoding,
     **_functions(config),
   )

@@ -13,7 +13,16 @@ from tiny_heads import tiny_one_pass
 
 import spectr_jax
 from spectr_jax import METHODS, SamplingParams, TokenTree
-from spectr_jax.draft import Confident, DraftContext, DraftRequest, Likeliest, growing, lookup_beside, new_features
+from spectr_jax.draft import (
+  Confident,
+  DraftContext,
+  DraftRequest,
+  Estimated,
+  Likeliest,
+  growing,
+  lookup_beside,
+  new_features,
+)
 from spectr_jax.draft.one_pass_drafter import config_of, one_pass_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
@@ -295,8 +304,9 @@ _TREES = {
   'prefix': TokenTree.prefix((2, 2, 1)),
   'likeliest': TokenTree.slots((3, 4, 2)),
   'confident': TokenTree.slots((2, 3, 2)),
+  'estimated': TokenTree.slots((2, 3, 2)),
 }
-_GROWTHS = {'likeliest': Likeliest(), 'confident': Confident(0.3)}
+_GROWTHS = {'likeliest': Likeliest(), 'confident': Confident(0.3), 'estimated': Estimated(0.2)}
 
 
 @pytest.mark.slow
@@ -304,6 +314,10 @@ _GROWTHS = {'likeliest': Likeliest(), 'confident': Confident(0.3)}
 @pytest.mark.parametrize('shape', _TREES)
 def test_greedy_tokens_are_the_targets(target, name, shape):
   drafter = _drafter(_CONFIGS[name])
+  if shape == 'estimated' and not drafter.estimates:
+    with pytest.raises(ValueError, match='this draft makes none'):
+      growing(drafter, _GROWTHS[shape])
+    return
   drafter = growing(drafter, _GROWTHS[shape]) if shape in _GROWTHS else drafter
   prompts, lengths = jax.random.randint(jax.random.key(5), (3, 5), 0, V), jnp.array([5, 1, 3])
   options = {'max_new_tokens': 12, 'sampling': SamplingParams(0.0)}
@@ -312,6 +326,32 @@ def test_greedy_tokens_are_the_targets(target, name, shape):
     jax.random.key(0), target, drafter, prompts, lengths, method='specinfer', tree=_TREES[shape], **options
   )  # fmt: skip
   np.testing.assert_array_equal(found.tokens, plain.tokens)
+
+
+@pytest.mark.slow
+def test_a_chain_ends_with_the_first_guess_that_its_estimates_reject(target):
+  """For each row by itself, left to right, by the products of estimates that read the guesses before."""
+  tree, prompts, lengths = TokenTree.slots((1, 1, 1, 1)), jax.random.randint(jax.random.key(5), (6, 5), 0, V), 5
+  plain = _drafter(_DSPARK)
+  texts = [prompt.tolist() for prompt in prompts]
+  thresholds, sizes = (0.0, 0.1, 0.25, 0.5), []
+  for threshold in thresholds:
+    drafter = growing(plain, Estimated(threshold))
+    decoder = Decoder.make(target, drafter, method='race_traversal', tree=tree, max_new_tokens=4, cache_size=12)
+    state = init_decode(decoder, jax.random.key(2), prompts, jnp.full(6, lengths))
+    proposal = jax.jit(propose)(decoder, state, noise_keys(decoder, state)[0])
+    for row, text in enumerate(texts):
+      features, worth, guesses = _features_of(target, plain, text), 1.0, []
+      for depth in range(4):
+        worth *= _reference(target, plain, text, features, guesses)[1]
+        assert (proposal.tokens[row, depth] >= 0) == (worth >= threshold)
+        assert proposal.parents[row, depth] == (depth if worth >= threshold else -1)
+        if worth < threshold:
+          assert (proposal.tokens[row, depth:] < 0).all()
+          break
+        guesses.append(int(proposal.tokens[row, depth]))
+      sizes.append(len(guesses))
+  assert len(set(sizes)) > 2
 
 
 _SAMPLING = {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
@@ -356,7 +396,11 @@ def test_prefix_trees_in_the_loop(name, method):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures('highest')
-@pytest.mark.parametrize('growth', [Likeliest(), Confident(0.3, threshold=0.1)], ids=['likeliest', 'confident'])
+@pytest.mark.parametrize(
+  'growth',
+  [Likeliest(), Confident(0.3, threshold=0.1), Estimated(0.2)],
+  ids=['likeliest', 'confident', 'estimated'],
+)
 def test_grown_trees_in_the_loop(growth):
   _assert_engine_is_exact(growing(tiny_one_pass(), growth), 'specinfer', TokenTree.slots((2, 3)))
 
