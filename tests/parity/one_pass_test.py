@@ -23,7 +23,7 @@ from spectr_jax.engine.state import init_decode
 from spectr_jax.models import one_pass
 
 torch = pytest.importorskip('torch', reason='needs the extra parity')
-pytest.importorskip('speculators', reason='needs the package speculators')
+pytest.importorskip('speculators', reason='needs speculators, see .ci/run')
 pytestmark = [pytest.mark.parity, pytest.mark.usefixtures('highest')]
 
 LAYERS_READ = [0, 3]
