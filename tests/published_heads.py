@@ -1,5 +1,6 @@
 """Tiny random heads in the names and configurations that are published, as arrays; and a target for them."""
 
+import itertools
 import json
 
 import jax
@@ -67,7 +68,7 @@ _DEEPSEEK_MTP = {
   'eh_proj.weight': (D, 2 * D), 'enorm.weight': (D,), 'hnorm.weight': (D,), 'shared_head.norm.weight': (D,),
   'shared_head.head.weight': (V, D), 'embed_tokens.weight': (V, D),
 }  # fmt: skip
-RANK, SLOTS, MASK = 6, 4, 20
+RANK, SLOTS, MASK, GROUP, CANDIDATES = 6, 4, 20, 8, 5
 _ONE_PASS_SIZES = _SIZES | {'num_hidden_layers': 2, 'block_size': SLOTS, 'head_dim': D // HEADS, 'model_type': 'qwen3'}
 
 
@@ -90,6 +91,16 @@ def _one_pass(markov=None, confidence_inputs=0, vocab_size=V, *, is_own=True):
   return shapes
 
 
+def _dflash2():
+  groups = D // GROUP
+  shapes = {'candidate_selector.hidden_projection.weight': (RANK, D)}
+  shapes |= {f'candidate_selector.{name}_codebook': (V, RANK) for name in ('predecessor', 'successor')}
+  for layer, name in itertools.product(range(2), ('attention_conv', 'mlp_conv')):
+    shapes |= {f'layers.{layer}.{name}.base_kernel': (2, 2, D)}
+    shapes |= {f'layers.{layer}.{name}.kernel_projection.weight': (2 * 2 * groups, D)}
+  return _one_pass(is_own=False) | shapes
+
+
 def _dspark(kind):
   return _ONE_PASS_SIZES | {
     'architectures': ['Qwen3DSparkModel'], 'target_layer_ids': [-1, 2], 'mask_token_id': MASK, 'num_anchors': 512,
@@ -106,6 +117,7 @@ def _one_pass_speculators(kind, **fields):
   }  # fmt: skip
 
 
+_SELECTOR = {'conv_kernel_size': 2, 'conv_group_size': GROUP, 'selector_rank': RANK, 'selector_top_k': CANDIDATES}
 # Name -> config.json, shapes by name.
 HEADS_BY_NAME = {
   'eagle': (_SIZES | {'bias': True}, _block('layers.0.') | {'fc.weight': (D, 2 * D), 'fc.bias': (D,)}),
@@ -131,6 +143,18 @@ HEADS_BY_NAME = {
     },
     _one_pass(is_own=False),
   ),
+  'dflash2': (
+    _ONE_PASS_SIZES
+    | {
+      'architectures': ['DFlash2DraftModel'],
+      'is_causal': False,
+      'layer_types': ['sliding_attention'] * 2,
+      'sliding_window': 3,
+      'dflash_config': {'target_layer_ids': [0, 3], 'mask_token_id': MASK} | _SELECTOR,
+    },
+    _dflash2(),
+  ),
+  'speculators dflash2': (_one_pass_speculators('dflash2', **_SELECTOR), _dflash2()),
   'dspark': (_dspark('vanilla'), _one_pass('vanilla', D + RANK)),
   'dspark gated': (_dspark('gated'), _one_pass('gated', D + RANK)),
   'dspark rnn': (_dspark('rnn'), _one_pass('rnn', D)),

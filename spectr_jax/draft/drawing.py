@@ -215,7 +215,7 @@ def _grow_tree(
     tokens, above = (jnp.maximum(rows[:, nodes - 1], 0) for rows in (state.tokens, state.parents))
     scored = ScoredNodes(tokens, first, depth, above, state.seen[:, nodes])
     carry, logits = score_fn(state.carry, scored)
-    if estimates is not None:
+    if estimates is not None and state.estimates is not None:
       own = estimates.of_nodes(scored).astype(state.estimates.dtype)
       state = state._replace(estimates=jax.lax.dynamic_update_slice_in_dim(state.estimates, own, first, axis=1))
     laws = logits_to_probs(logits, sampling)

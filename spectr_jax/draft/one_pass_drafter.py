@@ -1,4 +1,4 @@
-"""A drafter that guesses a block in one pass (DFlash, DSpark): one call of its network, whatever the tree."""
+"""A drafter that guesses a block in one pass (DFlash, DFlash 2, DSpark): one call of its network, whatever the tree."""
 
 from __future__ import annotations
 
@@ -61,49 +61,31 @@ def _propose(
   masks = jnp.full((len(root), config.num_slots - 1), config.mask_id, root.dtype)
   embedded = embed(params, context, jnp.concatenate([root, masks], axis=1))
   outputs = one_pass.run_block(params, config, embedded, cache)
-  first = config.num_slots - config.max_depth  # the slot that guesses depth 1
-  logits = one_pass.unembed(params, outputs[:, first : first + request.tree.max_depth])
+  block = one_pass.begin(params, config, outputs, root, request.tree.max_depth)
   ids = params['target_ids'] if config.is_reduced else None
 
-  def read(tokens, slot):
-    """The embeddings of tokens `[B, N]` before a slot, None without a sequential part, and the slot's outputs."""
-    output = jax.lax.dynamic_index_in_dim(outputs, slot, axis=1)
-    before = None if config.markov is None else one_pass.embed_before(params, config, tokens)
-    return before, jnp.broadcast_to(output, (*tokens.shape, output.shape[-1]))
-
-  def estimate(tokens, depth):
-    before, output = read(tokens, first + depth)
-    return one_pass.confidence(params, config, output, before)
-
   def after(tokens, depth, states):
-    """The logits `[B, N, V]` after nodes of a depth, and the states there."""
-    found = jax.lax.dynamic_index_in_dim(logits, depth, axis=1)
-    if config.markov is None:
-      found = jnp.broadcast_to(found, (*tokens.shape, found.shape[-1]))
-    else:
-      biases, states = one_pass.bias(params, config, *read(tokens, first + depth), states)
-      found += biases
-    return over_vocabulary(found, ids, context.target.vocab_size), states
+    logits, states = one_pass.logits_after(params, config, block, depth, tokens, states)
+    return over_vocabulary(logits, ids, context.target.vocab_size), states
 
   def score(states, nodes: ScoredNodes):
-    above = None if states is None else jnp.take_along_axis(states, nodes.above[..., None], axis=1)
-    found, own = after(nodes.tokens, nodes.depth, above)
-    if states is not None:
-      states = jax.lax.dynamic_update_slice_in_dim(states, own, nodes.first, axis=1)
-    return states, found
+    if states is None:
+      return None, after(nodes.tokens, nodes.depth, None)[0]
+    above = jnp.take_along_axis(states, nodes.above[..., None], axis=1)
+    logits, own = after(nodes.tokens, nodes.depth, above)
+    return jax.lax.dynamic_update_slice_in_dim(states, own, nodes.first, axis=1), logits
 
-  states = state = None
-  if config.markov is not None and config.markov.kind == 'rnn':
-    states = jnp.zeros((len(root), len(request.tree.parent_nodes), config.markov.rank), outputs.dtype)
-    state = states[:, :1]
-    if first:  # the recurrence begins at slot 0, also where that guesses nothing
-      _, state = one_pass.bias(params, config, *read(root, 0), state)
-  root_logits, state = after(root, 0, state)
-  if states is not None:
-    states = states.at[:, :1].set(state)
+  def estimate(tokens, depth):
+    return one_pass.confidence_after(params, config, block, depth, tokens)
+
+  root_logits, state = after(root, jnp.int32(0), block.state)
+  states = None  # of every parent node, for a sequential part that has them
+  if state is not None:
+    num_parents = len(request.tree.parent_nodes)
+    states = jnp.zeros((len(root), num_parents, state.shape[-1]), state.dtype).at[:, :1].set(state)
   estimates = None
   if config.confidence is not None:
-    estimates = Estimates(estimate(root, 0)[:, 0], lambda nodes: estimate(nodes.tokens, nodes.depth))
+    estimates = Estimates(estimate(root, jnp.int32(0))[:, 0], lambda nodes: estimate(nodes.tokens, nodes.depth))
   proposal, _ = draw_tree(request, root_logits[:, 0], states, score, estimates)
   return dataclasses.replace(proposal, state=cache)
 
@@ -141,8 +123,9 @@ def one_pass_drafter(params: Mapping[str, Any], config: OnePassConfig, vocab_siz
   """
   layers.check_params(params, one_pass.param_shapes(config))
   check_target_ids(params, config.is_reduced, config.backbone.vocab_size, vocab_size)
-  if config.markov is not None and config.markov.num_tokens < vocab_size:
-    raise ValueError(f'the sequential part reads {config.markov.num_tokens} tokens, but the target has {vocab_size}')
+  sequential = config.markov or config.selector
+  if sequential is not None and sequential.num_tokens < vocab_size:
+    raise ValueError(f'the sequential part reads {sequential.num_tokens} tokens, but the target has {vocab_size}')
   if config.num_embedded is None and config.mask_id >= vocab_size:
     raise ValueError(f"mask_id {config.mask_id} is not among the target's {vocab_size} tokens")
   return Drafter(

@@ -1,4 +1,4 @@
-"""Networks that guess a block of tokens in one pass: DFlash, DSpark.
+"""Networks that guess a block of tokens in one pass: DFlash, DFlash 2, DSpark.
 
 A few decoder blocks run once over W slots: the last token of the text, then W - 1 times a mask token. The text behind
 them is there as the target's hidden states, which a product and a norm map to a context. Every layer projects keys and
@@ -7,18 +7,19 @@ written to the cache: what they hold are guesses.
 
 The output of a slot gives logits U, whatever is guessed in the slots before. DFlash stops there, so its guesses at
 different depths are independent. In DSpark a small sequential part adds a bias B(x) for the token x before, so the W
-logits become a Markov chain, softmax(U_k + B(x_{k-1})), and any tree of guesses is drawn from one pass.
+logits become a Markov chain, softmax(U_k + B(x_{k-1})), and any tree of guesses is drawn from one pass. DFlash 2 does
+so with the likeliest tokens of each slot alone, and mixes neighbouring slots before and after attention and MLP.
 
-Sources: DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147). Parameters are a nested dict of arrays of one dtype, with
-kernels `[in, out]`, see `param_shapes`.
+Sources: DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), DFlash 2 (github.com/z-lab/dflash). Parameters are a
+nested dict of arrays of one dtype, with kernels `[in, out]`, see `param_shapes`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import reprlib
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,52 @@ class Markov:
 
 
 @dataclasses.dataclass(frozen=True)
+class Selector:
+  """The sequential part of DFlash 2: a law over the likeliest tokens of a slot, given the token before.
+
+  With h the output of the slot, a candidate y after the token x has the logit U(y) + sum of a(x) (P h) b(y), over the
+  entries of the three vectors. Tokens that are no candidates are not guessed.
+
+  Attributes:
+    rank: Width of a(x), P h and b(y).
+    num_tokens: Tokens that a and b are there for, at least the target's.
+    num_candidates: The number of likeliest tokens that are candidates.
+
+  Raises:
+    ValueError: A size is not a positive integer.
+  """
+
+  rank: int
+  num_tokens: int
+  num_candidates: int
+
+  def __post_init__(self):
+    check_sizes(self, 'rank', 'num_tokens', 'num_candidates')
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+  """The mixing of neighbouring slots in DFlash 2: before and after attention, and before and after the MLP.
+
+  Slot i becomes the sum over taps t of (b_t + d_{i,t}) x_{i-t}, entry by entry, without slots before the first. The
+  kernel b is fixed. d is linear in the normalised input of attention or MLP, with one number for a group of entries.
+
+  Attributes:
+    num_taps: Slots that are mixed, a slot itself included.
+    group_size: Neighbouring entries that share d.
+
+  Raises:
+    ValueError: A size is not a positive integer.
+  """
+
+  num_taps: int
+  group_size: int
+
+  def __post_init__(self):
+    check_sizes(self, 'num_taps', 'group_size')
+
+
+@dataclasses.dataclass(frozen=True)
 class OnePassConfig:
   """The sizes of a network that guesses a block in one pass, and what it does where published ones differ.
 
@@ -75,7 +122,9 @@ class OnePassConfig:
     sees_from_root: Whether a window of n tokens is that of the n tokens before the last one for all slots, and ends no
       slot's view of others; else it ends with the slot itself, as in decoders.
     has_causal_windows: Whether slots do not attend to later ones in layers that have a window.
-    markov: The sequential part, or None for independent guesses.
+    markov: The sequential part of DSpark, or None.
+    selector: That of DFlash 2, or None. With neither, guesses are independent of each other.
+    convolution: How neighbouring slots are mixed, or None for not at all.
     confidence: What the estimate reads whether a slot's guess is accepted: the slot's output alone (`hidden`), or the
       embedding of the token before as well (`markov`). None if there is no estimate.
     num_embedded: Tokens of an embedding of its own; None if it reads the target's.
@@ -95,6 +144,8 @@ class OnePassConfig:
   sees_from_root: bool = False
   has_causal_windows: bool = True
   markov: Markov | None = None
+  selector: Selector | None = None
+  convolution: Convolution | None = None
   confidence: Literal['hidden', 'markov'] | None = None
   num_embedded: int | None = None
   has_unembedding: bool = True
@@ -117,6 +168,19 @@ class OnePassConfig:
       raise ValueError(f'confidence must be hidden, markov or None, got {self.confidence!r}')
     if self.confidence == 'markov' and self.markov is None:
       raise ValueError('confidence markov reads the embedding of the sequential part, and markov is None')
+    if self.selector is not None:
+      if self.markov is not None or self.is_reduced:
+        raise ValueError('a selector stands alone: without markov, and with all tokens of the target')
+      if self.selector.num_candidates > self.backbone.vocab_size:
+        raise ValueError(
+          f'{self.selector.num_candidates} candidates were asked for among {self.backbone.vocab_size} tokens'
+        )
+    if self.convolution is not None:
+      width = self.backbone.embed_dim
+      if width % self.convolution.group_size:
+        raise ValueError(f'a width of {width} does not divide into groups of {self.convolution.group_size}')
+      if self.convolution.num_taps > self.num_slots:
+        raise ValueError(f'a convolution of {self.convolution.num_taps} taps needs as many slots, got {self.num_slots}')
 
   @property
   def max_depth(self) -> int:
@@ -163,6 +227,14 @@ def param_shapes(config: OnePassConfig) -> dict[str, Any]:
       'unembedding': array(rank, backbone.vocab_size),
       **more[config.markov.kind],
     }
+  if config.selector is not None:
+    books = array(config.selector.num_tokens, config.selector.rank)
+    shapes['selector'] = {'before': books, 'after': books, 'kernel': array(width, config.selector.rank)}
+  if config.convolution is not None:
+    num_taps, num_groups = config.convolution.num_taps, width // config.convolution.group_size
+    own = {'base': array(2, num_taps, width), 'kernel': array(width, 2 * num_taps * num_groups)}
+    for layer in range(backbone.num_layers):
+      shapes[f'layer_{layer}'] |= {'attention_conv': dict(own), 'mlp_conv': dict(own)}
   if config.confidence is not None:
     shapes['confidence'] = linear(width + (rank if config.confidence == 'markov' else 0), 1)
   return shapes
@@ -232,6 +304,46 @@ def _visible(config: OnePassConfig, window: int | None, positions: jax.Array, ca
   return (seen & (jnp.abs(ahead) < window))[None], causal_lm.visible_slots(window, positions, cache)
 
 
+def _convolve(x: jax.Array, base: jax.Array, dynamic: jax.Array) -> jax.Array:
+  """`[B, W, embed_dim]`, slots mixed with those before them, see `Convolution`.
+
+  Args:
+    x: `[B, W, embed_dim]`.
+    base: `[T, embed_dim]`, the fixed kernel b.
+    dynamic: `[B, W, T, G]`, the kernel d of every slot, a number per group.
+  """
+  mixed, group_size = jnp.zeros_like(x), x.shape[-1] // dynamic.shape[-1]
+  for tap in range(len(base)):
+    before = jnp.pad(x[:, : x.shape[1] - tap], ((0, 0), (tap, 0), (0, 0)))
+    mixed += (base[tap] + jnp.repeat(dynamic[:, :, tap], group_size, axis=-1)) * before
+  return mixed
+
+
+def _mixed(params, x: jax.Array, run_fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
+  """`run_fn` of mixed slots, mixed again; both kernels are those of its input `[B, W, embed_dim]`."""
+  dynamic = causal_lm.linear(params, x).reshape(*x.shape[:2], 2, params['base'].shape[1], -1)
+  result = run_fn(_convolve(x, params['base'][0], dynamic[:, :, 0]))
+  return _convolve(result, params['base'][1], dynamic[:, :, 1])
+
+
+def _layer(params, config: OnePassConfig, layer: int, x, rotation, visible, cache: KVCache):
+  """The stream after a decoder block, `[B, W, embed_dim]`, whose slots may be mixed."""
+  backbone = config.backbone
+  if config.convolution is None:
+    return causal_lm.block(params, backbone, layer, x, rotation, visible, cache)[0]
+
+  def attend(normed):
+    return causal_lm.attention(params['attention'], backbone, layer, normed, rotation, visible, cache)[0]
+
+  def transform(normed):
+    return causal_lm.mlp(params['mlp'], backbone, normed)
+
+  normed = causal_lm.norm(params['attention_norm'], x, backbone)
+  x += _mixed(params['attention_conv'], normed, attend)
+  normed = causal_lm.norm(params['mlp_norm'], x, backbone)
+  return x + _mixed(params['mlp_conv'], normed, transform)
+
+
 def run_block(params: Mapping[str, Any], config: OnePassConfig, embedded: jax.Array, cache: KVCache) -> jax.Array:
   """The outputs of all slots, `[B, W, embed_dim]`, the inputs of the output head.
 
@@ -248,7 +360,7 @@ def run_block(params: Mapping[str, Any], config: OnePassConfig, embedded: jax.Ar
   x = embedded.astype(backbone.dtype)
   for layer, rotation in enumerate(_rotations(config, positions)):
     seen = visible[backbone.window(layer)]
-    x, _, _ = causal_lm.block(params[f'layer_{layer}'], backbone, layer, x, rotation, seen, cache)
+    x = _layer(params[f'layer_{layer}'], config, layer, x, rotation, seen, cache)
   return causal_lm.norm(params['final_norm'], x, backbone)
 
 
@@ -289,14 +401,16 @@ def bias(
     `[..., Vd]` in float32 or wider, and s after the slot.
 
   Raises:
-    ValueError: The network has no sequential part.
+    ValueError: The network has no sequential part of this kind, or one with a state gets none.
   """
   if config.markov is None:
-    raise ValueError('this network has no sequential part')
+    raise ValueError('this network has no Markov chain')
   own = params['markov']
   if config.markov.kind == 'gated':
     mixed = jax.nn.sigmoid(causal_lm.linear(own['gate'], jnp.concatenate([output, before], axis=-1))) * before
   elif config.markov.kind == 'rnn':
+    if state is None:
+      raise ValueError('a recurrent bias needs the state before the slot')
     product = causal_lm.linear(own['joint'], jnp.concatenate([state, before, output], axis=-1))
     gate, candidate, mixed = jnp.split(product, 3, axis=-1)
     gate, mixed = jax.nn.sigmoid(gate), jnp.tanh(mixed)
@@ -304,6 +418,36 @@ def bias(
   else:
     mixed = before
   return matmul(mixed, own['unembedding']), state
+
+
+def select(
+  params: Mapping[str, Any],
+  logits: jax.Array,
+  candidates: jax.Array,
+  tokens: jax.Array,
+  output: jax.Array,
+) -> jax.Array:
+  """The logits of a slot after the tokens before it, `[B, N, V]`; -inf for tokens that are no candidates.
+
+  Source: see `Selector`.
+
+  Args:
+    params: The parameters of a network with a selector.
+    logits: `[B, V]`, the slot's logits U.
+    candidates: int32 `[B, C]`, the tokens that are candidates.
+    tokens: int32 `[B, N]`, the tokens before.
+    output: `[B, embed_dim]`, the outputs of the slot.
+  """
+  own = params['selector']
+  before = layers.take_rows(own['before'], tokens).astype(output.dtype) * causal_lm.linear(own, output)[:, None]
+  after = layers.take_rows(own['after'], candidates).astype(output.dtype)
+  scores = jnp.einsum('bnr,bcr->bnc', before, after, preferred_element_type=logits.dtype)
+  scores += jnp.take_along_axis(logits, candidates, axis=1)[:, None]
+
+  def of_row(scores, candidates):
+    return jnp.full((len(scores), logits.shape[-1]), -jnp.inf, logits.dtype).at[:, candidates].set(scores)
+
+  return jax.vmap(of_row)(scores, candidates)
 
 
 def confidence(
@@ -317,8 +461,101 @@ def confidence(
     params: The parameters.
     config: The network, with an estimate.
     output: `[..., embed_dim]`, the outputs of the slot.
-    before: `[..., rank]`, from `embed_before`; only read if `config.confidence` is `markov`.
+    before: `[..., rank]`, from `embed_before`; only read if `config.confidence` is `markov`, else it may be None.
+
+  Raises:
+    ValueError: The embeddings of the tokens before are missing.
   """
-  read = output if config.confidence == 'hidden' else jnp.concatenate([output, before], axis=-1)
+  if config.confidence == 'markov':
+    if before is None:
+      raise ValueError('this estimate reads the embeddings of the tokens before')
+    output = jnp.concatenate([output, before], axis=-1)
   own = params['confidence']
-  return jax.nn.sigmoid(matmul(read, own['kernel'])[..., 0] + own['bias'][0])
+  return jax.nn.sigmoid(matmul(output, own['kernel'])[..., 0] + own['bias'][0])
+
+
+class Block(NamedTuple):
+  """What one pass has for the L depths of a tree, whatever is guessed.
+
+  Attributes:
+    outputs: `[B, L, embed_dim]`, the outputs of the slots that guess the tokens at depth 1, 2, ..., L.
+    logits: `[B, L, Vd]`, their logits U.
+    candidates: int32 `[B, L, C]`, the tokens that a selector chooses among; None without one.
+    state: `[B, 1, rank]`, s before the first of these slots, of a sequential part that has one; else None.
+  """
+
+  outputs: jax.Array
+  logits: jax.Array
+  candidates: jax.Array | None
+  state: jax.Array | None
+
+
+def begin(
+  params: Mapping[str, Any], config: OnePassConfig, outputs: jax.Array, root: jax.Array, num_depths: int
+) -> Block:
+  """The part of a pass that a tree of some depth needs.
+
+  Args:
+    params: The parameters.
+    config: The network.
+    outputs: `[B, W, embed_dim]`, from `run_block`.
+    root: int32 `[B, 1]`, the last token of the text.
+    num_depths: L, at most `config.max_depth`.
+  """
+  first = config.num_slots - config.max_depth
+  own = outputs[:, first : first + num_depths]
+  logits, candidates, state = unembed(params, own), None, None
+  if config.selector is not None:
+    _, candidates = jax.lax.top_k(logits, config.selector.num_candidates)
+  if config.markov is not None and config.markov.kind == 'rnn':
+    state = jnp.zeros((len(root), 1, config.markov.rank), outputs.dtype)
+    if first:  # the recurrence begins at slot 0, also where that guesses nothing
+      _, state = bias(params, config, embed_before(params, config, root), outputs[:, :1], state)
+  return Block(own, logits, candidates, state)
+
+
+def _at(rows: jax.Array, depth: jax.Array, num_nodes: int) -> jax.Array:
+  """`[B, N, ...]`, the rows `[B, L, ...]` of a depth, for each of N nodes."""
+  own = jax.lax.dynamic_index_in_dim(rows, depth, axis=1)
+  return jnp.broadcast_to(own, (len(own), num_nodes, *own.shape[2:]))
+
+
+def logits_after(
+  params: Mapping[str, Any],
+  config: OnePassConfig,
+  block: Block,
+  depth: jax.Array,
+  tokens: jax.Array,
+  states: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """The logits after nodes of one depth, `[B, N, Vd]`, and s after the slot that guesses their children.
+
+  Args:
+    params: The parameters.
+    config: The network.
+    block: The pass.
+    depth: int32 scalar, the depth of the nodes, 0 for the root.
+    tokens: int32 `[B, N]`, the nodes' tokens.
+    states: `[B, N, rank]`, s before that slot, or None, as in `block`.
+  """
+  num_nodes = tokens.shape[1]
+  logits, outputs = _at(block.logits, depth, num_nodes), _at(block.outputs, depth, num_nodes)
+  if block.candidates is not None:
+    candidates = jax.lax.dynamic_index_in_dim(block.candidates, depth, axis=1, keepdims=False)
+    return select(params, logits[:, 0], candidates, tokens, outputs[:, 0]), states
+  if config.markov is None:
+    return logits, states
+  biases, states = bias(params, config, embed_before(params, config, tokens), outputs, states)
+  return logits + biases, states
+
+
+def confidence_after(
+  params: Mapping[str, Any], config: OnePassConfig, block: Block, depth: jax.Array, tokens: jax.Array
+) -> jax.Array:
+  """The estimated chance that a guess after nodes of one depth is accepted, `[B, N]`; see `confidence`.
+
+  Args:
+    params, config, block, depth, tokens: As for `logits_after`.
+  """
+  before = None if config.markov is None else embed_before(params, config, tokens)
+  return confidence(params, config, _at(block.outputs, depth, tokens.shape[1]), before)

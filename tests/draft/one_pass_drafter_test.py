@@ -29,7 +29,7 @@ from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
 from spectr_jax.kernels import products
 from spectr_jax.models import causal_lm, head, one_pass
-from spectr_jax.models.one_pass import Markov
+from spectr_jax.models.one_pass import Convolution, Markov, Selector
 from spectr_jax.testing import (
   ContextTables,
   chi_square,
@@ -49,11 +49,15 @@ _DFLASH = one_pass.OnePassConfig(_BACKBONE, D, (0, 2), SLOTS, MASK)
 _DSPARK = dataclasses.replace(
   _DFLASH, guesses_at_root=True, markov=Markov(5, V), confidence='markov', num_embedded=V
 )  # fmt: skip
+_DFLASH2 = dataclasses.replace(
+  _DFLASH, backbone=_WINDOWS, has_causal_windows=False, selector=Selector(5, V, 6), convolution=Convolution(2, 4)
+)  # fmt: skip
 _RNN = Markov(5, V, 'rnn')
 _CONFIGS = {
   'dflash': _DFLASH,
   'dflash with windows': dataclasses.replace(_DFLASH, backbone=_WINDOWS),
   'dflash with windows to both sides': dataclasses.replace(_DFLASH, backbone=_WINDOWS, has_causal_windows=False),
+  'dflash2': _DFLASH2,
   'dspark': _DSPARK,
   'dspark gated': dataclasses.replace(_DSPARK, markov=Markov(5, V, 'gated'), confidence=None),
   'dspark rnn': dataclasses.replace(_DSPARK, markov=_RNN, confidence='hidden'),
@@ -104,6 +108,21 @@ def _is_seen(config, window, root):
   return seen & ~(is_slot & (other > own)) if config.has_causal_windows else seen
 
 
+def _convolved(x, base, dynamic):
+  """`[W, D]`, by taps: the slot itself, then the one before it."""
+  coefficients = base + np.repeat(dynamic, D // dynamic.shape[-1], axis=-1)
+  before = np.concatenate([np.zeros((1, D)), x[:-1]])
+  return coefficients[:, 0] * x + coefficients[:, 1] * before
+
+
+def _between(config, own, x, transform):
+  """What attention or MLP makes of slots, which DFlash 2 mixes before and after it."""
+  if config.convolution is None:
+    return transform(x)
+  dynamic = (x @ own['kernel']).reshape(SLOTS, 2, 2, -1)
+  return _convolved(transform(_convolved(x, own['base'][0], dynamic[:, 0])), own['base'][1], dynamic[:, 1])
+
+
 def _outputs(params, config, features, embedded):
   """`[W, D]`, after the features `[S - 1, F, D]` of a text and with the embedded slots."""
   root, backbone = len(features), config.backbone
@@ -113,24 +132,28 @@ def _outputs(params, config, features, embedded):
   for layer in range(backbone.num_layers):
     own = params[f'layer_{layer}']
     attention = own['attention']
-    normed = _rms(x, own['attention_norm']['gain'])
 
-    def heads(name, rows, attention=attention):
-      return (rows @ attention[name]['kernel']).reshape(len(rows), -1, backbone.head_dim)
+    def attend(normed, attention=attention, layer=layer):
+      def heads(name, rows):
+        return (rows @ attention[name]['kernel']).reshape(len(rows), -1, backbone.head_dim)
 
-    rows = np.concatenate([context, normed])
-    query = _rotated(_rms(heads('q', normed), attention['q_norm']['gain']), root + np.arange(SLOTS))
-    key = _rotated(_rms(heads('k', rows), attention['k_norm']['gain']), np.arange(root + SLOTS))
-    group = backbone.num_heads // backbone.num_kv_heads
-    key, value = (np.repeat(y, group, axis=1) for y in (key, heads('v', rows)))
-    scores = np.einsum('qhd,khd->hqk', query, key) / backbone.head_dim**0.5
-    scores = np.where(_is_seen(config, backbone.window(layer), root), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    mixed = np.einsum('hqk,khd->qhd', weights / weights.sum(-1, keepdims=True), value).reshape(SLOTS, -1)
-    x = x + mixed @ attention['out']['kernel']
-    normed, mlp = _rms(x, own['mlp_norm']['gain']), own['mlp']
-    gate = normed @ mlp['gate']['kernel']
-    x = x + (gate * _sigmoid(gate) * (normed @ mlp['up']['kernel'])) @ mlp['down']['kernel']
+      rows = np.concatenate([context, normed])
+      query = _rotated(_rms(heads('q', normed), attention['q_norm']['gain']), root + np.arange(SLOTS))
+      key = _rotated(_rms(heads('k', rows), attention['k_norm']['gain']), np.arange(root + SLOTS))
+      group = backbone.num_heads // backbone.num_kv_heads
+      key, value = (np.repeat(y, group, axis=1) for y in (key, heads('v', rows)))
+      scores = np.einsum('qhd,khd->hqk', query, key) / backbone.head_dim**0.5
+      scores = np.where(_is_seen(config, backbone.window(layer), root), scores, -np.inf)
+      weights = np.exp(scores - scores.max(-1, keepdims=True))
+      mixed = np.einsum('hqk,khd->qhd', weights / weights.sum(-1, keepdims=True), value).reshape(SLOTS, -1)
+      return mixed @ attention['out']['kernel']
+
+    def transform(normed, mlp=own['mlp']):
+      gate = normed @ mlp['gate']['kernel']
+      return (gate * _sigmoid(gate) * (normed @ mlp['up']['kernel'])) @ mlp['down']['kernel']
+
+    x = x + _between(config, own.get('attention_conv'), _rms(x, own['attention_norm']['gain']), attend)
+    x = x + _between(config, own.get('mlp_conv'), _rms(x, own['mlp_norm']['gain']), transform)
   return _rms(x, params['final_norm']['gain'])
 
 
@@ -158,6 +181,12 @@ def _reference(target, drafter, text, features, guesses):
         state = _sigmoid(gate) * state + (1 - _sigmoid(gate)) * np.tanh(new)
         mixed = np.tanh(out)
     logits = logits + mixed @ markov['unembedding']
+  if config.selector is not None:
+    own, unary = params['selector'], logits
+    candidates = np.argsort(-unary)[: config.selector.num_candidates]
+    scores = (own['before'][tokens[slot]] * (outputs[slot] @ own['kernel'])) @ own['after'][candidates].T
+    logits = np.full(V, -np.inf)
+    logits[candidates] = unary[candidates] + scores
   chance = None
   if config.confidence is not None:
     read = outputs[slot] if config.confidence == 'hidden' else np.concatenate([outputs[slot], before])
@@ -359,8 +388,12 @@ _PROMPTS = [1, 2, 1], [3]
 _TINY = {
   'dspark': {},
   'dflash': {'guesses_at_root': False, 'markov': None, 'confidence': None, 'num_slots': 4},
+  'dflash2': {
+    'guesses_at_root': False, 'markov': None, 'confidence': None, 'num_slots': 4, 'selector': Selector(4, 5, 3),
+    'convolution': Convolution(2, 4),
+  },
   'dspark rnn': {'markov': Markov(4, 5, 'rnn')},
-}
+}  # fmt: skip
 
 
 def _assert_engine_is_exact(drafter, method, tree):
@@ -380,8 +413,11 @@ _METHODS = 'spectr', 'specinfer', 'batch', 'race', 'race_block', 'traversal', 'r
 
 @pytest.mark.slow
 @pytest.mark.usefixtures('highest')
-@pytest.mark.parametrize('method', slow_but(['race_traversal'], _METHODS))
-@pytest.mark.parametrize('name', ['dspark', 'dspark rnn'])
+@pytest.mark.parametrize(
+  ('name', 'method'),
+  [('dspark', method) for method in _METHODS]
+  + [(name, method) for name in ('dflash', 'dflash2', 'dspark rnn') for method in ('spectr', 'race_traversal')],
+)
 def test_chains_in_the_loop(name, method):
   _assert_engine_is_exact(tiny_one_pass(**_TINY[name]), method, TokenTree.chains(2, 3))
 
@@ -389,7 +425,7 @@ def test_chains_in_the_loop(name, method):
 @pytest.mark.slow
 @pytest.mark.usefixtures('highest')
 @pytest.mark.parametrize('method', ['race_traversal', 'traversal'])
-@pytest.mark.parametrize('name', ['dspark', 'dspark rnn'])
+@pytest.mark.parametrize('name', ['dflash2', 'dspark rnn'])
 def test_prefix_trees_in_the_loop(name, method):
   _assert_engine_is_exact(tiny_one_pass(**_TINY[name]), method, TokenTree.prefix((2, 2, 1)))
 
@@ -483,6 +519,9 @@ def test_what_does_not_fit_is_refused():
     ('markov', None, 'confidence markov reads the embedding of the sequential part'),
     ('confidence', 'both', 'confidence must be hidden, markov or None'),
     ('backbone', dataclasses.replace(_BACKBONE, rope=None), 'rotary positions'),
+    ('selector', Selector(5, V, 6), 'a selector stands alone'),
+    ('convolution', Convolution(2, 3), 'a width of 8 does not divide into groups of 3'),
+    ('convolution', Convolution(5, 4), 'a convolution of 5 taps needs as many slots, got 4'),
   ):
     with pytest.raises(ValueError, match=message):
       dataclasses.replace(_DSPARK, **{field: value})

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from published_heads import HEADS, IDS, KV_HEADS, MASK, MLP, RANK, SLOTS, VD, D, V, tiny_target
+from published_heads import CANDIDATES, GROUP, HEADS, IDS, KV_HEADS, MASK, MLP, RANK, SLOTS, VD, D, V, tiny_target
 from safetensors.torch import save_file
 
 import spectr_jax
@@ -45,15 +45,19 @@ def _layer_config(layer_types):
 def _model(target, kind, *, layer_types=('full_attention', 'full_attention'), is_reduced=False, **options):
   """A model of `speculators` with random weights and the target's embedding and output head."""
   from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+  from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
   from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 
   of_kind = {
     'dflash': (DFlashDraftModel, DFlashSpeculatorConfig),
+    'dflash2': (DFlash2DraftModel, DFlash2SpeculatorConfig),
     'dspark': (DSparkDraftModel, DSparkSpeculatorConfig),
   }
   make, make_config = of_kind[kind]
   if kind == 'dspark':
     options = {'markov_rank': RANK} | options
+  elif kind == 'dflash2':
+    options |= _SELECTOR
   config = make_config(
     transformer_layer_config=_layer_config(list(layer_types)), draft_vocab_size=VD if is_reduced else V,
     block_size=SLOTS, aux_hidden_state_layer_ids=LAYERS_READ, mask_token_id=MASK, **options,
@@ -108,6 +112,13 @@ def _as_speculators(folder, model):
   return folder
 
 
+def _as_dflash2(folder, model):
+  own = {'target_layer_ids': [layer - 1 for layer in LAYERS_READ], 'mask_token_id': MASK} | _SELECTOR
+  spec = {'architectures': ['DFlash2DraftModel'], 'is_causal': False, 'dflash_config': own}
+  return _write_in_own_format(folder, model, spec, is_self_contained=False)
+
+
+_SELECTOR = {'conv_kernel_size': 2, 'conv_group_size': GROUP, 'selector_rank': RANK, 'selector_top_k': CANDIDATES}
 _SLIDING = {'layer_types': ('sliding_attention', 'full_attention')}
 # Name -> the model's kind and options, and what writes it.
 _CASES = {
@@ -115,6 +126,8 @@ _CASES = {
   'dflash, reduced': ('dflash', {'is_reduced': True}, _as_speculators),
   'dflash, windows to both sides': ('dflash', _SLIDING | {'sliding_window_non_causal': True}, _as_speculators),
   'dflash, as DFlash': ('dflash', {}, _as_dflash),
+  'dflash2': ('dflash2', _SLIDING, _as_speculators),
+  'dflash2, as DFlash 2': ('dflash2', {}, _as_dflash2),
   'dspark': ('dspark', _SLIDING, _as_speculators),
   'dspark, reduced': ('dspark', {'is_reduced': True, 'confidence_head_with_markov': False}, _as_speculators),
   'dspark, as DSpark': ('dspark', {}, _as_dspark),
@@ -143,11 +156,13 @@ def _reference(model, text, features, guesses):
   ids = torch.tensor([tokens])
   last = torch.zeros(1, len(tokens), D, dtype=torch.float64)
   states, logits, *_ = model._backbone_forward(hidden, ids, anchor, last, torch.zeros_like(ids), max_anchors=1)
-  estimates = None
+  estimates, before = None, ids[:, size - 1 : size - 1 + num_slots]
+  if not model.config.sample_from_anchor:
+    before = torch.cat([before[:, :1], before[:, :-1]], 1)
+  if getattr(model, 'candidate_selector', None) is not None:
+    candidates, scores = model.candidate_selector.select(logits, states, before)
+    logits = torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores)
   if getattr(model, 'markov_head', None) is not None:
-    before = ids[:, size - 1 : size - 1 + num_slots]
-    if not model.config.sample_from_anchor:
-      before = torch.cat([before[:, :1], before[:, :-1]], 1)
     logits = logits + model.markov_head.block_bias(prev_token_ids=before, hidden_states=states)
     if model.confidence_head is not None:
       read = states

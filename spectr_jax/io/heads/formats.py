@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from spectr_jax.io.foreign import FLAG, TEXT, list_of, object_of, shown, whole
-from spectr_jax.io.heads.names import DEEPSEEK_MTP, DFLASH, DSPARK, MTP, head_prefix
-from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, TOKEN, check_requests, checked, plain_name
+from spectr_jax.io.heads.names import DEEPSEEK_MTP, DFLASH, DFLASH2, DSPARK, MTP, head_prefix
+from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, TOKEN, VOCAB, WIDTH, check_requests, checked, plain_name
 from spectr_jax.io.hub.families import LLAMA_MODULES
 from spectr_jax.io.hub.family_configs import layer_windows, llama_config
 from spectr_jax.io.hub.load import for_platform
@@ -23,7 +23,7 @@ from spectr_jax.model import KVCache, Model
 from spectr_jax.models import head, one_pass
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
-from spectr_jax.models.one_pass import Markov, OnePassConfig
+from spectr_jax.models.one_pass import Convolution, Markov, OnePassConfig, Selector
 
 _BLOCK_MODULES = {
   ours: theirs
@@ -48,6 +48,9 @@ _ONE_PASS_FIELDS = {
   'sliding_window_non_causal': FLAG,
   'is_causal': FLAG,
   'markov_head_type': TEXT,
+  'conv_kernel_size': whole(1, 1024),
+  'conv_group_size': WIDTH,
+  'selector_top_k': VOCAB,
 }
 # Of the `config.json` of a head. The number of blocks may be that of the target.
 _FIELDS = (
@@ -291,29 +294,53 @@ def read_eagle3(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, d
 def _one_pass_modules(num_layers: int) -> dict[str, str]:
   """The hub's name of every module of a network that guesses in one pass, by ours."""
   block = _BLOCK_MODULES | {'attention_norm': 'input_layernorm'}
+  for conv in ('attention_conv', 'mlp_conv'):
+    block |= {conv: f'{conv}.kernel_projection', f'{conv}/base': f'{conv}.base_kernel'}
   blocks = {f'layer_{i}/{ours}': f'layers.{i}.{theirs}' for i in range(num_layers) for ours, theirs in block.items()}
   return blocks | {
     'features': 'fc', 'features_norm': 'hidden_norm', 'final_norm': 'norm',
     'embedding': 'embed_tokens', 'unembedding': 'lm_head',
     'markov/embedding': 'markov_head.markov_w1', 'markov/unembedding': 'markov_head.markov_w2',
     'markov/gate': 'markov_head.gate_proj', 'markov/joint': 'markov_head.joint_proj',
-    'confidence': 'confidence_head.proj',
+    'confidence': 'confidence_head.proj', 'selector': 'candidate_selector.hidden_projection',
+    'selector/before': 'candidate_selector.predecessor_codebook',
+    'selector/after': 'candidate_selector.successor_codebook',
   }  # fmt: skip
+
+
+def _table(tensors: Tensors, name: str, sizes: TargetSizes) -> tuple[int, int] | None:
+  """Tokens and width of a table of the target's tokens, None if there is no such tensor."""
+  if name not in tensors.names():
+    return None
+  num_tokens, width = _shape(tensors, name)
+  if num_tokens < sizes.vocab_size:
+    raise ValueError(f'tensor {name} has shape {(num_tokens, width)}, and the target has {sizes.vocab_size} tokens')
+  return num_tokens, width
 
 
 def _markov(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes) -> Markov | None:
   """The sequential part of DSpark, None for a network that has none."""
-  name, names = 'markov_head.markov_w1.weight', tensors.names()
-  if name not in names:
+  table, names = _table(tensors, 'markov_head.markov_w1.weight', sizes), tensors.names()
+  if table is None:
     return None
-  num_tokens, rank = _shape(tensors, name)
-  if num_tokens < sizes.vocab_size:
-    raise ValueError(f'tensor {name} has shape {(num_tokens, rank)}, and the target has {sizes.vocab_size} tokens')
-  kinds = {'gate_proj': 'gated', 'joint_proj': 'rnn'}
-  kind = next((kind for part, kind in kinds.items() if f'markov_head.{part}.weight' in names), 'vanilla')
+  num_tokens, rank = table
+  kind: Literal['vanilla', 'gated', 'rnn'] = 'vanilla'
+  if 'markov_head.gate_proj.weight' in names:
+    kind = 'gated'
+  elif 'markov_head.joint_proj.weight' in names:
+    kind = 'rnn'
   if spec.get('markov_head_type', kind) != kind:
     raise ValueError(f'markov_head_type is {plain_name(spec["markov_head_type"])}, and the tensors are those of {kind}')
   return Markov(rank, num_tokens, kind)
+
+
+def _selector(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes) -> Selector | None:
+  """The sequential part of DFlash 2, None for a network that has none."""
+  table = _table(tensors, 'candidate_selector.predecessor_codebook', sizes)
+  if table is None:
+    return None
+  num_tokens, rank = table
+  return Selector(rank, num_tokens, spec['selector_top_k'])
 
 
 def _read_one_pass(
@@ -350,12 +377,17 @@ def _read_one_pass(
     confidence = 'hidden' if read == width else 'markov'
     if confidence == 'markov' and markov is None:
       raise ValueError(f'confidence_head.proj.weight reads {read} numbers, and there are {width}')
+  convolution = None
+  if 'layers.0.attention_conv.base_kernel' in names:
+    convolution = Convolution(spec['conv_kernel_size'], spec['conv_group_size'])
   config = OnePassConfig(
     backbone,
     sizes.width,
     num_slots=spec['block_size'],
     mask_id=spec['mask_token_id'],
     markov=markov,
+    selector=_selector(spec, tensors, sizes),
+    convolution=convolution,
     confidence=confidence,
     num_embedded=num_embedded,
     has_unembedding='lm_head.weight' in names,
@@ -366,6 +398,7 @@ def _read_one_pass(
 
 
 def _check_architecture(spec: Mapping[str, Any], known: str) -> None:
+  """Refuses files whose architecture is not that of the format."""
   for name in spec.get('architectures', []):
     if name != known:
       raise ValueError(f'architecture {plain_name(name)} is unknown in this format; known is {known}')
@@ -380,8 +413,8 @@ def _layers_after(spec: Mapping[str, Any]) -> tuple[int, ...]:
 _DFLASH_REQUESTS = {'input_embedding_scale': 1, 'output_multiplier': 1, 'final_logit_softcapping': None}
 
 
-def _dflash(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
-  _check_architecture(spec, 'DFlashDraftModel')
+def _dflash(spec, tensors: Tensors, sizes: TargetSizes, dtype, architecture: str = 'DFlashDraftModel') -> Layout:
+  _check_architecture(spec, architecture)
   nested = checked(spec.get('dflash_config', {}), _ONE_PASS_FIELDS, 'dflash_config')
   for name, harmless in _DFLASH_REQUESTS.items():
     if nested.get(name, harmless) != harmless:
@@ -392,6 +425,10 @@ def _dflash(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
   return _read_one_pass(
     spec, tensors, sizes, dtype, feature_layers=_layers_after(spec), has_causal_windows='is_causal' not in spec
   )
+
+
+def _dflash2(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  return _dflash(spec, tensors, sizes, dtype, 'DFlash2DraftModel')
 
 
 def _dspark(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
@@ -410,7 +447,7 @@ def _one_pass_speculators(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> 
     feature_layers=tuple(spec['aux_hidden_state_layer_ids']),
     guesses_at_root=spec.get('sample_from_anchor', spec['speculators_model_type'] == 'dspark'),
     sees_from_root=True,
-    has_causal_windows=not spec.get('sliding_window_non_causal', False),
+    has_causal_windows=not spec.get('sliding_window_non_causal', spec['speculators_model_type'] == 'dflash2'),
   )
 
 
@@ -418,6 +455,7 @@ def _one_pass_speculators(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> 
 _SPECULATORS: dict[str, Callable[..., Layout]] = {
   'eagle3': read_eagle3,
   'dflash': _one_pass_speculators,
+  'dflash2': _one_pass_speculators,
   'dspark': _one_pass_speculators,
 }
 
@@ -515,6 +553,7 @@ READERS: dict[str, Callable[..., Layout]] = {
   'EAGLE-3': read_eagle3,
   'speculators': _speculators,
   DFLASH: _dflash,
+  DFLASH2: _dflash2,
   DSPARK: _dspark,
   MTP: _qwen_mtp,
   DEEPSEEK_MTP: _deepseek_mtp,
@@ -534,12 +573,15 @@ def checked_spec(spec: Any, where: str) -> dict[str, Any]:
   return checked(spec, _FIELDS, where)
 
 
+_WITHOUT_WEIGHT = '_codebook', '.base_kernel'  # ends of names of tensors that are not the weight of a module
+
+
 def _name_of(path: str, modules: Mapping[str, str]) -> str:
   """The hub's name of a parameter."""
   if path == 'target_ids':
     return 'd2t'
   if path in modules:
-    return f'{modules[path]}.weight'
+    return modules[path] if modules[path].endswith(_WITHOUT_WEIGHT) else f'{modules[path]}.weight'
   module, leaf = path.rsplit('/', 1)
   kind, _, number = module.partition('/')
   stem = modules[module] if module in modules else f'{modules[kind]}.{number}'

@@ -35,7 +35,7 @@ from spectr_jax.models.one_pass import OnePassConfig
 _DOWNLOADED = ('*.json', '*.safetensors')
 _TORCH_FILES = ('pytorch_model.bin', 'medusa_lm_head.pt')
 _MEDUSA_NAME = r'(?:medusa_head\.)?([0-9]{1,9})\.([0-9]{1,9})\.(.+)'
-_KNOWN = 'EAGLE-1, 2 and 3, the speculators format, DFlash, DSpark, Medusa-1 and MTP'
+_KNOWN = 'EAGLE-1, 2 and 3, the speculators format, DFlash 1 and 2, DSpark, Medusa-1 and MTP'
 
 
 def output_head_rows(target: Model, ids: np.ndarray | None, dtype: str) -> jax.Array:
@@ -150,7 +150,7 @@ class HeadFiles:
 
   Attributes:
     path: The folder.
-    format: `EAGLE`, `EAGLE-3`, `speculators`, `DFlash`, `DSpark`, `Medusa`, `MTP`, or `MTP, DeepSeek`.
+    format: `EAGLE`, `EAGLE-3`, `speculators`, `DFlash`, `DFlash 2`, `DSpark`, `Medusa`, `MTP`, or `MTP, DeepSeek`.
     prefix: The beginning of the names that belong to it.
     is_part: Whether it stands among the tensors of its target.
     spec: The content of `config.json`, checked.
@@ -223,8 +223,9 @@ def open_head(path: epath.PathLike) -> HeadFiles | None:
 
 
 def load_drafter(path: epath.PathLike, target: Model, *, dtype: str | None = None) -> Drafter:
-  """Reads a published head as a drafter: EAGLE-1, 2 or 3, the speculators format, DFlash, DSpark, Medusa-1, MTP.
+  """Reads a published head as a drafter.
 
+  Known are EAGLE-1, 2 and 3, the speculators format, DFlash 1 and 2, DSpark, Medusa-1 and MTP.
   A head without an output head takes the target's rows, once. A head without an embedding reads the target's.
 
   Args:

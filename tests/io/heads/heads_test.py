@@ -9,6 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from published_heads import (
+  CANDIDATES,
+  GROUP,
   HEADS_BY_NAME,
   IDS,
   LAYERS,
@@ -35,17 +37,19 @@ from spectr_jax.engine.loop import noise_keys, propose
 from spectr_jax.io.heads import save as heads_save
 from spectr_jax.io.heads.load import open_head
 from spectr_jax.models import causal_lm
+from spectr_jax.models.one_pass import Convolution, Selector
 from tests.slow import slow_but
 
 _FORMATS = {
   'eagle': 'EAGLE', 'eagle3': 'EAGLE-3', 'speculators': 'speculators', 'speculators joint': 'speculators',
   'medusa': 'Medusa', 'mtp': 'MTP', 'deepseek mtp': 'MTP, DeepSeek', 'dflash': 'DFlash', 'dspark': 'DSpark',
   'dspark gated': 'DSpark', 'dspark rnn': 'DSpark', 'speculators dflash': 'speculators',
-  'speculators dspark': 'speculators',
+  'speculators dspark': 'speculators', 'dflash2': 'DFlash 2', 'speculators dflash2': 'speculators',
 }  # fmt: skip
 
 
 _DFLASH = {'target_layer_ids': [0, 3], 'mask_token_id': MASK}
+_DFLASH2 = _DFLASH | {'conv_kernel_size': 2, 'conv_group_size': GROUP, 'selector_top_k': CANDIDATES}
 
 
 @pytest.fixture(scope='module')
@@ -127,6 +131,24 @@ def test_the_tensors_of_dspark_come_to_their_places(tmp_path, target, name):
   config = one_pass_config_of(drafter)
   assert config.feature_layers == drafter.feature_layers == (0, 3)  # by outputs or by inputs of layers
   assert (config.num_slots, config.mask_id, drafter.max_depth) == (SLOTS, MASK, SLOTS - (name == 'speculators dspark'))
+
+
+def test_the_tensors_of_dflash2_come_to_their_places(tmp_path, target):
+  for name in ('dflash2', 'speculators dflash2'):
+    arrays = arrays_of(name)
+    drafter = load_drafter(write_head(tmp_path / name, name), target)
+    params, config = drafter.params, one_pass_config_of(drafter)
+    for found, theirs in (
+      (params['layer_1']['attention_conv']['base'], 'layers.1.attention_conv.base_kernel'),
+      (params['layer_1']['mlp_conv']['kernel'].T, 'layers.1.mlp_conv.kernel_projection.weight'),
+      (params['selector']['before'], 'candidate_selector.predecessor_codebook'),
+      (params['selector']['after'], 'candidate_selector.successor_codebook'),
+      (params['selector']['kernel'].T, 'candidate_selector.hidden_projection.weight'),
+    ):
+      np.testing.assert_array_equal(found, arrays[theirs])
+    assert config.selector == Selector(RANK, V, CANDIDATES)
+    assert config.convolution == Convolution(2, GROUP)
+    assert (drafter.max_depth, config.has_causal_windows) == (SLOTS - 1, False)
 
 
 def test_one_pass_formats_differ_in_windows_and_first_slots(tmp_path, target):
@@ -262,6 +284,14 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
     ('dflash', {}, {'dflash_config': _DFLASH | {'output_multiplier': 0.5}}, 'output_multiplier 0.5 is not supported'),
     ('dflash', {}, {'layer_types': ['full_attention', 'chunked']}, "layer_types: 'chunked' is not supported"),
     ('dflash', {'hidden_norm.weight': np.ones(D + 1, np.float32)}, {}, r'hidden_norm.weight must have shape \(16,\)'),
+    ('dflash2', {}, {'architectures': ['DFlashDraftModel']}, 'architecture DFlashDraftModel is unknown in this format'),
+    ('dflash2', {}, {'dflash_config': _DFLASH2 | {'conv_group_size': 5}}, 'width of 16 does not divide into groups'),
+    ('dflash2', {}, {'dflash_config': _DFLASH2 | {'conv_kernel_size': 5}}, 'a convolution of 5 taps needs as many'),
+    ('dflash2', {}, {'dflash_config': _DFLASH2 | {'conv_kernel_size': 3}}, r'must have shape \(2, 3, 16\), got'),
+    ('dflash2', {}, {'dflash_config': _DFLASH2 | {'selector_top_k': V + 1}}, '24 candidates were asked for among 23'),
+    ('dflash2', {}, {'dflash_config': _DFLASH}, 'the configuration of the head has no conv_kernel_size'),
+    ('dflash2', {'candidate_selector.successor_codebook': None}, {}, 'lacks 1 tensors, the first of them candidate_'),
+    ('dflash2', {'lm_head.weight': np.ones((VD, D), np.float32), 'd2t': IDS - np.arange(VD)}, {}, 'selector stands'),
     ('dspark', {}, {'architectures': ['Qwen9DSparkModel']}, 'architecture Qwen9DSparkModel is unknown in this format'),
     ('dspark', {}, {'layer_types': ['sliding_attention'] * 2}, 'sliding_attention is not supported in this format'),
     ('dspark', {}, {'markov_head_type': 'rnn'}, 'markov_head_type is rnn, and the tensors are those of vanilla'),
