@@ -53,6 +53,12 @@ def _speculators(*, is_joint):
   return _eagle3('layers.0.') | norms | qk | {'embed_tokens.weight': (V, D)}
 
 
+def _peagle():
+  qk = {f'self_attn.{name}_norm': (D // HEADS,) for name in 'qk'}
+  shapes = _speculators(is_joint=True) | _block('layers.1.', input_layernorm=(D,), **qk)
+  return shapes | {'mask_hidden': (1, 1, 3 * D)}
+
+
 _SPECULATORS = {
   'speculators_model_type': 'eagle3',
   'transformer_layer_config': {**_SIZES, 'model_type': 'qwen3', 'rope_theta': 500.0},
@@ -142,6 +148,16 @@ HEADS_BY_NAME = {
       'dflash_config': {'target_layer_ids': [0, 3], 'mask_token_id': MASK},
     },
     _one_pass(is_own=False),
+  ),
+  'speculators peagle': (
+    _SPECULATORS
+    | {
+      'speculators_model_type': 'peagle',
+      'transformer_layer_config': {**_SPECULATORS['transformer_layer_config'], 'num_hidden_layers': 2},
+      'norm_before_fc': True,
+      'mask_token_id': MASK,
+    },
+    _peagle(),
   ),
   'dflash2': (
     _ONE_PASS_SIZES

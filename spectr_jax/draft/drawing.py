@@ -169,6 +169,24 @@ def draw_tree(
   return proposal, cast(Carry, last)
 
 
+def draw_by_depth(request: DraftRequest, logits: jax.Array) -> Proposal:
+  """Draws a tree whose distributions depend on the depth alone, whatever is guessed above.
+
+  Args:
+    request: As for `draw_tree`.
+    logits: `[B, L, V]`, after nodes of depth 0, 1, ..., of as many depths as the tree has.
+
+  Returns:
+    The proposal, whose state is `()`.
+  """
+
+  def score(carry, nodes: ScoredNodes):
+    own = jax.lax.dynamic_index_in_dim(logits, nodes.depth, axis=1)
+    return carry, jnp.broadcast_to(own, (*nodes.tokens.shape, logits.shape[-1]))
+
+  return draw_tree(request, logits[:, 0], (), score)[0]
+
+
 class _Growing(NamedTuple):
   """Trees while they grow; what the slots below the depth in progress hold is not used yet.
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
-from spectr_jax.draft.drawing import ScoredNodes, draw_tree
+from spectr_jax.draft.drawing import ScoredNodes, draw_by_depth, draw_tree
 from spectr_jax.draft.new_features import NewFeatures, embed, read_features
 from spectr_jax.model import KVCache
 from spectr_jax.models import head, layers
@@ -106,7 +106,28 @@ def target_logits(params: Mapping[str, Any], config: HeadConfig, output: jax.Arr
   return head.over_vocabulary(head.unembed(params, output), ids, vocab_size)
 
 
+def _propose_at_once(
+  params, state: _State, context: DraftContext, request: DraftRequest, *, config: HeadConfig
+) -> Proposal:
+  """The guesses of a head that reads a mask token in place of guesses (P-EAGLE): one pass, whatever the tree."""
+  outputs = state.output[:, None]  # the root's pair is committed
+  num_slots = request.tree.max_depth - 1
+  if num_slots:
+    shape = len(context.lengths), num_slots
+    embedded = embed(params, context, jnp.full(shape, config.mask_id))
+    features = params['mask_features'].reshape(1, 1, len(config.feature_layers), config.target_dim)
+    hidden = head.hidden_of_features(params, config, jnp.broadcast_to(features, (*shape, *features.shape[2:])))
+    positions = context.lengths[:, None] - 1 + jnp.arange(num_slots)
+    causal = jnp.tril(jnp.ones((num_slots, num_slots), bool))
+    _, more, _ = head.apply(params, config, embedded, hidden, positions, causal, state.cache)
+    outputs = jnp.concatenate([outputs, more], axis=1)
+  proposal = draw_by_depth(request, target_logits(params, config, outputs, context.target.vocab_size))
+  return dataclasses.replace(proposal, state=state)
+
+
 def _propose(params, state: _State, context: DraftContext, request: DraftRequest, *, config: HeadConfig) -> Proposal:
+  if config.mask_id is not None:
+    return _propose_at_once(params, state, context, request, config=config)
   tree, vocab_size = request.tree, context.target.vocab_size
   # The root's pair is committed. The pending ones are those of the other nodes with children.
   num_parents = len(tree.parent_nodes)
@@ -147,7 +168,8 @@ def head_drafter(params: Mapping[str, Any], config: HeadConfig, vocab_size: int)
   """A drafter that draws from a head, depth by depth.
 
   A round runs the head on the tokens that the round before has committed, with the target's hidden states, and on every
-  guess that has children, with its own. Its state per row is the keys and values of one layer, and two vectors.
+  guess that has children, with its own; with `config.mask_id` once on mask tokens instead. Its state per row is the
+  keys and values of its layers, and two vectors.
 
   Args:
     params: The head's parameters, see `head.param_shapes`.
@@ -158,6 +180,8 @@ def head_drafter(params: Mapping[str, Any], config: HeadConfig, vocab_size: int)
     ValueError: A parameter is missing, surplus, or of another shape, or an id is not in the vocabulary.
   """
   layers.check_params(params, head.param_shapes(config))
+  if config.mask_id is not None and config.num_embedded is None and config.mask_id >= vocab_size:
+    raise ValueError(f"mask_id {config.mask_id} is not among the target's {vocab_size} tokens")
   head.check_target_ids(params, config.is_reduced, config.block.vocab_size, vocab_size)
   return Drafter(
     params=params,

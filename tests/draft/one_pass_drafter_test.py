@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coarse import coarse
-from tiny_heads import tiny_one_pass
+from tiny_heads import tiny_head, tiny_one_pass
 
 import spectr_jax
 from spectr_jax import METHODS, SamplingParams, TokenTree
@@ -439,6 +439,13 @@ def test_prefix_trees_in_the_loop(name, method):
 )
 def test_grown_trees_in_the_loop(growth):
   _assert_engine_is_exact(growing(tiny_one_pass(), growth), 'specinfer', TokenTree.slots((2, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('highest')
+def test_p_eagle_in_the_loop():
+  """Its guesses are sampled as the product that they are."""
+  _assert_engine_is_exact(tiny_head(num_layers=2, mask_id=1), 'race_traversal', TokenTree.chains(2, 3))
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ from spectr_jax.draft.medusa_drafter import MedusaConfig, param_shapes
 from spectr_jax.models import causal_lm, head, one_pass
 
 
-def tiny_head(vocab_size=5, width=16, feature_layers=(0, -1), seed=4):
-  """A head that guesses all tokens but the first, and reads two layers."""
-  block = causal_lm.CausalLMConfig(vocab_size - 1, 8, 1, 2, 1, 4, 12, 64, rope=causal_lm.Rope((1.0, 0.1)))
-  config = head.HeadConfig(block, width, width, feature_layers)
+def tiny_head(vocab_size=5, width=16, feature_layers=(0, -1), seed=4, *, num_layers=1, mask_id=None):
+  """A head that guesses all tokens but the first, and reads two layers; with `mask_id` in one pass."""
+  block = causal_lm.CausalLMConfig(vocab_size - 1, 8, num_layers, 2, 1, 4, 12, 64, rope=causal_lm.Rope((1.0, 0.1)))
+  config = head.HeadConfig(block, width, width, feature_layers, mask_id=mask_id)
   params = head.init_params(jax.random.key(seed), config)
   params['target_ids'] = jnp.arange(1, vocab_size, dtype=jnp.int32)
   params['unembedding'] *= 2

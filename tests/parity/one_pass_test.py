@@ -252,3 +252,83 @@ def test_states_laws_and_estimates(tmp_path, name):
   cache = drafter.reprompt(_row(state.draft_state, 0), context, jnp.array([6]), 3, 48)
   assert cache.lengths.tolist() == [len(other) - 1]
   assert_same(cache, other, [4] * (SLOTS - 1))
+
+
+class _Enough(Exception):  # noqa: N818 - no error
+  pass
+
+
+@torch.no_grad()
+def _logits_of_peagle(model, text, features, num_guesses, monkeypatch):
+  """`[L, V]`, of the last token of a text and of the mask tokens behind it."""
+  from speculators.models.peagle import core
+
+  num_pairs = len(text) - 1
+  anchors = torch.cat([torch.arange(num_pairs), torch.full((num_guesses - 1,), num_pairs - 1)])
+  depths = torch.cat([torch.zeros(num_pairs, dtype=torch.long), torch.arange(1, num_guesses)])
+  monkeypatch.setattr(core, 'generate_cod_sample_indices', lambda **_: (anchors, depths))
+  found = []
+
+  def keep(module, inputs, output):
+    found.append(output)
+    raise _Enough
+
+  ids = torch.tensor([[*text[1:], *[0] * num_guesses]])
+  hidden = torch.zeros(1, ids.shape[1], 3 * D, dtype=torch.float64)
+  hidden[0, :num_pairs] = torch.tensor(np.asarray(features, np.float64)).reshape(num_pairs, 3 * D)
+  handle = model.lm_head.register_forward_hook(keep)
+  with pytest.raises(_Enough):
+    model(hidden, ids, torch.zeros_like(ids), verifier_last_hidden_states=torch.zeros(1, ids.shape[1], D))
+  handle.remove()
+  full = torch.full((num_guesses, V), -torch.inf, dtype=torch.float64)
+  full[:, torch.tensor(IDS)] = found[0][0, num_pairs - 1 :]
+  return full
+
+
+@pytest.mark.parametrize(
+  'options', [{}, {'norm_before_fc': True, 'norm_before_residual': True}], ids=['plain', 'normed']
+)
+def test_laws_of_p_eagle(tmp_path, monkeypatch, options):
+  """Every slot's logits, for ragged prompts, before and after a partial acceptance."""
+  from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
+
+  target, length, temperature = tiny_target(), 4, 4.0
+  config = PEagleSpeculatorConfig(
+    transformer_layer_config=_layer_config(['full_attention'] * 2), draft_vocab_size=VD,
+    eagle_aux_hidden_state_layer_ids=[1, 3, 4], mask_token_id=MASK, **options,
+  )  # fmt: skip
+  model = PEagleDraftModel(config)
+  generator, ids = torch.Generator().manual_seed(1), torch.tensor(IDS)
+  with torch.no_grad():
+    for param in model.parameters():
+      noise = torch.randn(param.shape, generator=generator)
+      param.copy_(1 + 0.3 * noise if param.ndim == 1 else 1.5 * param.shape[-1] ** -0.5 * noise)
+  model.load_vocab_mappings(torch.isin(torch.arange(V), ids), ids - torch.arange(VD))
+  model.save_pretrained(tmp_path / 'head')
+  drafter = spectr_jax.load_drafter(tmp_path / 'head', target)
+  model = model.eval().double()
+
+  read, apply = target.with_features(drafter.feature_layers), jax.jit(spectr_jax.Model.apply)
+  causal = jnp.tril(jnp.ones((48, 48), bool))
+  tree = TokenTree.chains(1, length)
+  decoder = spectr_jax.Decoder.make(target, drafter, method='block', tree=tree, max_new_tokens=30, cache_size=48)
+  prompts = jax.random.randint(jax.random.key(3), (4, 9), 0, V)
+  state = init_decode(
+    decoder, jax.random.key(2), prompts, jnp.array([9, 2, 5, 7]), sampling=SamplingParams(temperature)
+  )  # fmt: skip
+  ours, advance, num_partial = jax.jit(propose), jax.jit(run_round), 0
+  for _ in range(4):
+    proposal = ours(decoder, state, jax.jit(noise_keys)(decoder, state)[0])
+    for row in range(len(prompts)):
+      text = np.asarray(state.text[row, : int(state.root_position[row]) + 1]).tolist()
+      padded = jnp.zeros((1, 48), jnp.int32).at[0, : len(text)].set(jnp.array(text))
+      features = apply(read, padded, jnp.arange(48)[None], causal, read.init_cache_fn(1, 1)).features[0]
+      logits = _logits_of_peagle(model, text, features[: len(text) - 1], length, monkeypatch)
+      wanted, found = (logits / temperature).softmax(-1).numpy(), np.asarray(proposal.probs[row], np.float64)
+      np.testing.assert_array_equal(found > 0, wanted > 0)
+      np.testing.assert_allclose(np.log(found[wanted > 0]), np.log(wanted[wanted > 0]), **CLOSE)
+    before = np.asarray(state.root_position)
+    state, _ = advance(decoder, state)
+    moved = np.asarray(state.root_position) - before
+    num_partial += ((moved > 1) & (moved <= length)).sum()
+  assert num_partial > 0

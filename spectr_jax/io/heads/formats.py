@@ -137,6 +137,14 @@ def _modules(block: str, **others: str) -> dict[str, str]:
   return {ours: block + theirs for ours, theirs in _BLOCK_MODULES.items()} | others
 
 
+def _layer_modules(layers: range) -> dict[str, str]:
+  """The hub's name of every module of whole blocks, which stand below `layers`, by ours."""
+  modules = _BLOCK_MODULES | {'attention_norm': 'input_layernorm'}
+  for conv in ('attention_conv', 'mlp_conv'):
+    modules |= {conv: f'{conv}.kernel_projection', f'{conv}/base': f'{conv}.base_kernel'}
+  return {f'layer_{i}/{ours}': f'layers.{i}.{theirs}' for i in layers for ours, theirs in modules.items()}
+
+
 def _block(
   spec: Mapping[str, Any],
   tensors: Tensors,
@@ -198,6 +206,14 @@ def _num_rows(tensors: Tensors, name: str, num_axes: int = 2) -> int | None:
   return _shape(tensors, name, num_axes)[0] if name in tensors.names() else None
 
 
+def _num_layers(spec: Mapping[str, Any], tensors: Tensors) -> int:
+  """The blocks of a head that has several, no more than it has tensors."""
+  num_layers, num_tensors = spec['num_hidden_layers'], len(tensors.names())
+  if not 1 <= num_layers <= num_tensors:
+    raise ValueError(f'the configuration has {num_layers} layers, but the checkpoint {num_tensors} tensors')
+  return num_layers
+
+
 def _embedding(tensors: Tensors, name: str, sizes: TargetSizes) -> tuple[int | None, int]:
   """Tokens of a head's own embedding, None if it reads the target's, and the width of embedded tokens."""
   if name in tensors.names():
@@ -239,8 +255,10 @@ def eagle3_modules(config: HeadConfig, block: str) -> dict[str, str]:
     config: The head.
     block: The beginning of the names of the block's modules.
   """
-  return _modules(
+  layers = _layer_modules(range(1, config.block.num_layers))
+  return layers | _modules(
     block,
+    mask_features='mask_hidden',
     features='fc',
     features_norm='input_norm' if config.features_norm == 'joint' else 'fc_norm',
     embedding_norm=f'{block}input_layernorm',
@@ -251,7 +269,9 @@ def eagle3_modules(config: HeadConfig, block: str) -> dict[str, str]:
   )
 
 
-def read_eagle3(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, dtype: str | None) -> Layout:
+def read_eagle3(
+  spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, dtype: str | None, *, mask_id: int | None = None
+) -> Layout:
   """A head of EAGLE-3's kind; with what the speculators format adds, which some files without that format have too.
 
   Args:
@@ -259,6 +279,7 @@ def read_eagle3(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, d
     tensors: The head's tensors, of which only names and shapes are read.
     sizes: The target's sizes.
     dtype: The dtype to compute in; None for the one of the configuration.
+    mask_id: The mask token of P-EAGLE; None for a head that reads its guesses.
 
   Raises:
     ValueError: Something is missing, unknown or does not fit the target.
@@ -276,8 +297,9 @@ def read_eagle3(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, d
   vocab_size = _num_rows(tensors, 'lm_head.weight') or _num_rows(tensors, 'd2t', 1) or sizes.vocab_size
   if 'fc.weight' not in names:
     raise ValueError('the checkpoint lacks fc.weight')
+  num_layers = 1 if mask_id is None else _num_layers(spec, tensors)
   config = HeadConfig(
-    _block(spec, tensors, block, vocab_size, dtype),
+    _block(spec, tensors, block, vocab_size, dtype, num_layers=num_layers),
     sizes.width,
     embedding_dim,
     _feature_layers(spec, tensors, sizes),
@@ -287,17 +309,18 @@ def read_eagle3(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, d
     num_embedded=num_embedded,
     has_unembedding='lm_head.weight' in names,
     is_reduced='d2t' in names,
+    mask_id=mask_id,
   )
   return Layout(config, eagle3_modules(config, block))
 
 
+def _peagle(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  return read_eagle3(spec, tensors, sizes, dtype, mask_id=spec['mask_token_id'])
+
+
 def _one_pass_modules(num_layers: int) -> dict[str, str]:
   """The hub's name of every module of a network that guesses in one pass, by ours."""
-  block = _BLOCK_MODULES | {'attention_norm': 'input_layernorm'}
-  for conv in ('attention_conv', 'mlp_conv'):
-    block |= {conv: f'{conv}.kernel_projection', f'{conv}/base': f'{conv}.base_kernel'}
-  blocks = {f'layer_{i}/{ours}': f'layers.{i}.{theirs}' for i in range(num_layers) for ours, theirs in block.items()}
-  return blocks | {
+  return _layer_modules(range(num_layers)) | {
     'features': 'fc', 'features_norm': 'hidden_norm', 'final_norm': 'norm',
     'embedding': 'embed_tokens', 'unembedding': 'lm_head',
     'markov/embedding': 'markov_head.markov_w1', 'markov/unembedding': 'markov_head.markov_w2',
@@ -355,9 +378,7 @@ def _read_one_pass(
     dtype: The dtype to compute in; None for the one of the configuration.
     **differences: Fields of `OnePassConfig` by which formats differ, `feature_layers` among them.
   """
-  names, num_layers = tensors.names(), spec['num_hidden_layers']
-  if not 1 <= num_layers <= len(names):
-    raise ValueError(f'the configuration has {num_layers} layers, but the checkpoint {len(names)} tensors')
+  names, num_layers = tensors.names(), _num_layers(spec, tensors)
   if spec.get('model_type', 'qwen3') == 'qwen3':
     spec = {'num_key_value_heads': 32, 'head_dim': 128, **spec}  # what Qwen3 has where a file says nothing
   num_embedded, width = _embedding(tensors, 'embed_tokens.weight', sizes)
@@ -457,6 +478,7 @@ _SPECULATORS: dict[str, Callable[..., Layout]] = {
   'dflash': _one_pass_speculators,
   'dflash2': _one_pass_speculators,
   'dspark': _one_pass_speculators,
+  'peagle': _peagle,
 }
 
 
@@ -573,7 +595,8 @@ def checked_spec(spec: Any, where: str) -> dict[str, Any]:
   return checked(spec, _FIELDS, where)
 
 
-_WITHOUT_WEIGHT = '_codebook', '.base_kernel'  # ends of names of tensors that are not the weight of a module
+# Ends of names of tensors that are not the weight of a module.
+_WITHOUT_WEIGHT = '_codebook', '.base_kernel', 'mask_hidden'
 
 
 def _name_of(path: str, modules: Mapping[str, str]) -> str:

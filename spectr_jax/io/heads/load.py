@@ -225,7 +225,7 @@ def open_head(path: epath.PathLike) -> HeadFiles | None:
 def load_drafter(path: epath.PathLike, target: Model, *, dtype: str | None = None) -> Drafter:
   """Reads a published head as a drafter.
 
-  Known are EAGLE-1, 2 and 3, the speculators format, DFlash 1 and 2, DSpark, Medusa-1 and MTP.
+  Known are EAGLE-1, 2 and 3, P-EAGLE, the speculators format, DFlash 1 and 2, DSpark, Medusa-1 and MTP.
   A head without an output head takes the target's rows, once. A head without an embedding reads the target's.
 
   Args:

@@ -45,6 +45,7 @@ _FORMATS = {
   'medusa': 'Medusa', 'mtp': 'MTP', 'deepseek mtp': 'MTP, DeepSeek', 'dflash': 'DFlash', 'dspark': 'DSpark',
   'dspark gated': 'DSpark', 'dspark rnn': 'DSpark', 'speculators dflash': 'speculators',
   'speculators dspark': 'speculators', 'dflash2': 'DFlash 2', 'speculators dflash2': 'speculators',
+  'speculators peagle': 'speculators',
 }  # fmt: skip
 
 
@@ -131,6 +132,21 @@ def test_the_tensors_of_dspark_come_to_their_places(tmp_path, target, name):
   config = one_pass_config_of(drafter)
   assert config.feature_layers == drafter.feature_layers == (0, 3)  # by outputs or by inputs of layers
   assert (config.num_slots, config.mask_id, drafter.max_depth) == (SLOTS, MASK, SLOTS - (name == 'speculators dspark'))
+
+
+def test_the_tensors_of_p_eagle_come_to_their_places(tmp_path, target):
+  arrays = arrays_of('speculators peagle')
+  drafter = load_drafter(write_head(tmp_path, 'speculators peagle'), target)
+  params, config = drafter.params, config_of(drafter)
+  for found, theirs in (
+    (params['mask_features'], 'mask_hidden'),
+    (params['attention']['q']['kernel'].T, 'layers.0.self_attn.q_proj.weight'),
+    (params['layer_1']['attention']['q']['kernel'].T, 'layers.1.self_attn.q_proj.weight'),
+    (params['layer_1']['attention_norm']['gain'], 'layers.1.input_layernorm.weight'),
+    (params['layer_1']['mlp']['down']['kernel'].T, 'layers.1.mlp.down_proj.weight'),
+  ):
+    np.testing.assert_array_equal(found, arrays[theirs])
+  assert (config.mask_id, config.block.num_layers, config.is_residual_normed) == (MASK, 2, True)
 
 
 def test_the_tensors_of_dflash2_come_to_their_places(tmp_path, target):
@@ -292,6 +308,10 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
     ('dflash2', {}, {'dflash_config': _DFLASH}, 'the configuration of the head has no conv_kernel_size'),
     ('dflash2', {'candidate_selector.successor_codebook': None}, {}, 'lacks 1 tensors, the first of them candidate_'),
     ('dflash2', {'lm_head.weight': np.ones((VD, D), np.float32), 'd2t': IDS - np.arange(VD)}, {}, 'selector stands'),
+    ('speculators peagle', {'mask_hidden': None}, {}, 'lacks 1 tensors, the first of them mask_hidden'),
+    ('speculators peagle', {}, {'mask_token_id': None}, 'the configuration of the head has no mask_token_id'),
+    ('speculators peagle', {}, {'mask_token_id': V}, 'mask_id must be a token that is embedded, got 23'),
+    ('speculators peagle', {'mask_hidden': np.ones((1, D), np.float32)}, {}, r'must have shape \(1, 1, 48\), got'),
     ('dspark', {}, {'architectures': ['Qwen9DSparkModel']}, 'architecture Qwen9DSparkModel is unknown in this format'),
     ('dspark', {}, {'layer_types': ['sliding_attention'] * 2}, 'sliding_attention is not supported in this format'),
     ('dspark', {}, {'markov_head_type': 'rnn'}, 'markov_head_type is rnn, and the tensors are those of vanilla'),
