@@ -110,6 +110,7 @@ def _propose_at_once(
   params, state: _State, context: DraftContext, request: DraftRequest, *, config: HeadConfig
 ) -> Proposal:
   """The guesses of a head that reads a mask token in place of guesses (P-EAGLE): one pass, whatever the tree."""
+  assert config.mask_id is not None
   outputs = state.output[:, None]  # the root's pair is committed
   num_slots = request.tree.max_depth - 1
   if num_slots:

@@ -73,6 +73,7 @@ def _propose(
       return None, after(nodes.tokens, nodes.depth, None)[0]
     above = jnp.take_along_axis(states, nodes.above[..., None], axis=1)
     logits, own = after(nodes.tokens, nodes.depth, above)
+    assert own is not None  # a network with states returns them
     return jax.lax.dynamic_update_slice_in_dim(states, own, nodes.first, axis=1), logits
 
   def estimate(tokens, depth):

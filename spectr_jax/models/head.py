@@ -326,8 +326,8 @@ def apply(
   x, *pending = _first_block(params, config, embedded, hidden, positions, attend)
   for layer in range(1, block.num_layers):
     rotation = causal_lm.rotation_of(block.rope_of(layer), positions)
-    x, *kept = causal_lm.block(params[f'layer_{layer}'], block, layer, x, rotation, visible, cache)
-    pending.append(kept)
+    x, keys, values = causal_lm.block(params[f'layer_{layer}'], block, layer, x, rotation, visible, cache)
+    pending.append((keys, values))
   keys, values = zip(*pending, strict=True)
   num_pending = cache.num_pending + embedded.shape[1]
   cache = dataclasses.replace(cache, pending_keys=keys, pending_values=values, num_pending=num_pending)

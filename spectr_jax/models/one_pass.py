@@ -387,7 +387,7 @@ def embed_before(params: Mapping[str, Any], config: OnePassConfig, tokens: jax.A
 
 def bias(
   params: Mapping[str, Any], config: OnePassConfig, before: jax.Array, output: jax.Array, state: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
   """The bias of a slot's logits by the tokens before it, see `Markov`.
 
   Args:
