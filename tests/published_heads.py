@@ -1,5 +1,6 @@
 """Tiny random heads in the names and configurations that are published, as arrays; and a target for them."""
 
+import itertools
 import json
 
 import jax
@@ -52,6 +53,12 @@ def _speculators(*, is_joint):
   return _eagle3('layers.0.') | norms | qk | {'embed_tokens.weight': (V, D)}
 
 
+def _peagle():
+  qk = {f'self_attn.{name}_norm': (D // HEADS,) for name in 'qk'}
+  shapes = _speculators(is_joint=True) | _block('layers.1.', input_layernorm=(D,), **qk)
+  return shapes | {'mask_hidden': (1, 1, 3 * D)}
+
+
 _SPECULATORS = {
   'speculators_model_type': 'eagle3',
   'transformer_layer_config': {**_SIZES, 'model_type': 'qwen3', 'rope_theta': 500.0},
@@ -67,6 +74,56 @@ _DEEPSEEK_MTP = {
   'eh_proj.weight': (D, 2 * D), 'enorm.weight': (D,), 'hnorm.weight': (D,), 'shared_head.norm.weight': (D,),
   'shared_head.head.weight': (V, D), 'embed_tokens.weight': (V, D),
 }  # fmt: skip
+RANK, SLOTS, MASK, GROUP, CANDIDATES = 6, 4, 20, 8, 5
+_ONE_PASS_SIZES = _SIZES | {'num_hidden_layers': 2, 'block_size': SLOTS, 'head_dim': D // HEADS, 'model_type': 'qwen3'}
+
+
+def _one_pass(markov=None, confidence_inputs=0, vocab_size=V, *, is_own=True):
+  qk = {f'self_attn.{name}_norm': (D // HEADS,) for name in 'qk'}
+  shapes = {'fc.weight': (D, 2 * D), 'hidden_norm.weight': (D,), 'norm.weight': (D,)}
+  for layer in range(2):
+    shapes |= _block(f'layers.{layer}.', input_layernorm=(D,), **qk)
+  if is_own:
+    shapes |= {'embed_tokens.weight': (V, D)}
+  if is_own or vocab_size != V:
+    shapes |= {'lm_head.weight': (vocab_size, D)}
+  parts = {'gated': {'gate_proj': (RANK, D + RANK)}, 'rnn': {'joint_proj': (3 * RANK, 2 * RANK + D)}}
+  if markov is not None:
+    shapes |= {'markov_head.markov_w1.weight': (V, RANK), 'markov_head.markov_w2.weight': (vocab_size, RANK)}
+    for name, shape in parts.get(markov, {}).items():
+      shapes |= {f'markov_head.{name}.weight': shape, f'markov_head.{name}.bias': shape[:1]}
+  if confidence_inputs:
+    shapes |= {'confidence_head.proj.weight': (1, confidence_inputs), 'confidence_head.proj.bias': (1,)}
+  return shapes
+
+
+def _dflash2():
+  groups = D // GROUP
+  shapes = {'candidate_selector.hidden_projection.weight': (RANK, D)}
+  shapes |= {f'candidate_selector.{name}_codebook': (V, RANK) for name in ('predecessor', 'successor')}
+  for layer, name in itertools.product(range(2), ('attention_conv', 'mlp_conv')):
+    shapes |= {f'layers.{layer}.{name}.base_kernel': (2, 2, D)}
+    shapes |= {f'layers.{layer}.{name}.kernel_projection.weight': (2 * 2 * groups, D)}
+  return _one_pass(is_own=False) | shapes
+
+
+def _dspark(kind):
+  return _ONE_PASS_SIZES | {
+    'architectures': ['Qwen3DSparkModel'], 'target_layer_ids': [-1, 2], 'mask_token_id': MASK, 'num_anchors': 512,
+    'enable_confidence_head': True, 'confidence_head_with_markov': True, 'markov_rank': RANK, 'markov_head_type': kind,
+  }  # fmt: skip
+
+
+def _one_pass_speculators(kind, **fields):
+  block = {key: value for key, value in _ONE_PASS_SIZES.items() if key != 'block_size'}
+  return fields | {
+    'speculators_model_type': kind, 'block_size': SLOTS, 'mask_token_id': MASK, 'draft_vocab_size': VD,
+    'aux_hidden_state_layer_ids': [0, 3],
+    'transformer_layer_config': block | {'layer_types': ['sliding_attention', 'full_attention'], 'sliding_window': 3},
+  }  # fmt: skip
+
+
+_SELECTOR = {'conv_kernel_size': 2, 'conv_group_size': GROUP, 'selector_rank': RANK, 'selector_top_k': CANDIDATES}
 # Name -> config.json, shapes by name.
 HEADS_BY_NAME = {
   'eagle': (_SIZES | {'bias': True}, _block('layers.0.') | {'fc.weight': (D, 2 * D), 'fc.bias': (D,)}),
@@ -80,6 +137,47 @@ HEADS_BY_NAME = {
       for i in range(5)
       for name, shape in (('0.linear.weight', (D, D)), ('0.linear.bias', (D,)), ('1.weight', (V, D)))
     },
+  ),
+  'dflash': (
+    _ONE_PASS_SIZES
+    | {
+      'architectures': ['DFlashDraftModel'],
+      'num_target_layers': LAYERS,
+      'layer_types': ['sliding_attention', 'full_attention'],
+      'sliding_window': 3,
+      'dflash_config': {'target_layer_ids': [0, 3], 'mask_token_id': MASK},
+    },
+    _one_pass(is_own=False),
+  ),
+  'speculators peagle': (
+    _SPECULATORS
+    | {
+      'speculators_model_type': 'peagle',
+      'transformer_layer_config': {**_SPECULATORS['transformer_layer_config'], 'num_hidden_layers': 2},
+      'norm_before_fc': True,
+      'mask_token_id': MASK,
+    },
+    _peagle(),
+  ),
+  'dflash2': (
+    _ONE_PASS_SIZES
+    | {
+      'architectures': ['DFlash2DraftModel'],
+      'is_causal': False,
+      'layer_types': ['sliding_attention'] * 2,
+      'sliding_window': 3,
+      'dflash_config': {'target_layer_ids': [0, 3], 'mask_token_id': MASK} | _SELECTOR,
+    },
+    _dflash2(),
+  ),
+  'speculators dflash2': (_one_pass_speculators('dflash2', **_SELECTOR), _dflash2()),
+  'dspark': (_dspark('vanilla'), _one_pass('vanilla', D + RANK)),
+  'dspark gated': (_dspark('gated'), _one_pass('gated', D + RANK)),
+  'dspark rnn': (_dspark('rnn'), _one_pass('rnn', D)),
+  'speculators dflash': (_one_pass_speculators('dflash'), _one_pass(vocab_size=VD, is_own=False)),
+  'speculators dspark': (
+    _one_pass_speculators('dspark', sample_from_anchor=False, sliding_window_non_causal=True),
+    _one_pass('rnn', D + RANK, VD, is_own=False),
   ),
   'mtp': (
     _SIZES | {'num_hidden_layers': LAYERS, 'partial_rotary_factor': 0.5, 'rope_theta': 300.0},

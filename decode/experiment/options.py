@@ -35,6 +35,7 @@ DEFAULT_GRID = {'num_drafts': (2,), 'draft_length': (8,)}
 AUTO_GRID = {'num_drafts': NUM_DRAFTS, 'draft_length': DRAFT_LENGTHS}
 # Trees that `auto` adds at temperature 0: 8, 16, 16 and 32 of the draft's likeliest guesses.
 AUTO_TREES = tuple(f'likeliest:{",".join(map(str, widths))}' for widths in GREEDY_WIDTHS)
+_GROWING = 'likeliest', 'confident', 'estimated'  # trees that every row grows for itself
 DRAFT_MESHES = 'whole', 'divided'
 # Groups of the options in `--help`.
 _MODELS, _METHOD, _SAMPLING, _PROMPTS = 'Models', 'Method and tree', 'Sampling', 'Prompts'
@@ -118,8 +119,9 @@ class DecodeOptions:
   )
   draft: str = option(
     _MODELS,
-    'The draft: as the target, or the folder of a head on it (EAGLE, Medusa, MTP), or lookup, or lookup+DRAFT. lookup'
-    ' guesses what followed in the text before, without a model; lookup+DRAFT does so beside the samples of a draft.',
+    'The draft: as the target, or the folder of a head on it (EAGLE, DFlash, DSpark, Medusa, MTP), or lookup, or'
+    ' lookup+DRAFT. lookup guesses what followed in the text before, without a model; lookup+DRAFT does so beside the'
+    ' samples of a draft.',
     str(PRETRAINED / 'draft'),
   )
   lookup_max: int = option(
@@ -152,17 +154,18 @@ class DecodeOptions:
   )
   tree: tuple[str, ...] = option(
     _METHOD,
-    'Tree of guesses: chains, prefix:FACTORS, specinfer, optimal:BUDGET, likeliest:WIDTHS or confident:WIDTHS; repeat'
-    ' the flag for several. chains is K drafts of L tokens, prefix:4,2,2,1 a prefix tree, specinfer three chains of L'
-    ' tokens that share two, and optimal the best tree of at most so many nodes. likeliest is for greedy decoding: the'
-    " draft's likeliest paths, so many at each depth; confident has so many samples where the draft is confident.",
+    'Tree of guesses: chains, prefix:FACTORS, specinfer, optimal:BUDGET, likeliest:WIDTHS, confident:WIDTHS or'
+    ' estimated:WIDTHS; repeat the flag for several. chains is K drafts of L tokens, prefix:4,2,2,1 a prefix tree,'
+    ' specinfer three chains of L tokens that share two, and optimal the best tree of at most so many nodes. likeliest'
+    " is for greedy decoding: the draft's likeliest paths, so many at each depth; confident has so many samples where"
+    ' the draft is confident, and estimated where its confidence head says so.',
     ('chains',),
     is_repeated=True,
   )
   growth_threshold: float = option(
     _METHOD,
-    'Trees of likeliest and confident have no guess whose estimated chance is below this; drafting ends where none is'
-    ' left. With auto 0 stands for the best of some.',
+    'Trees of likeliest, confident and estimated have no guess whose estimated chance is below this; drafting ends'
+    ' where none is left. With auto 0 stands for the best of some.',
     0.0,
   )
   acceptance: str | None = option(
@@ -252,8 +255,9 @@ class DecodeOptions:
         raise ValueError(f'{name} must be whole numbers of at least 1, got {", ".join(map(str, values)) or "none"}')
     if not self.tree:
       raise ValueError('no tree given; chains is the default')
-    if self.growth_threshold and not any(tree.startswith(('likeliest', 'confident')) for tree in self.tree):
-      raise ValueError('growth_threshold is for --tree=likeliest:WIDTHS and --tree=confident:WIDTHS')
+    if self.growth_threshold and not any(tree.startswith(_GROWING) for tree in self.tree):
+      known = ', '.join(f'--tree={name}:WIDTHS' for name in _GROWING)
+      raise ValueError(f'growth_threshold is for {known}')
     check_stop_texts(self.stop)
     for name in ('prompt', 'system'):
       if (text := getattr(self, name)) is not None:

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 
 from common.command_line import parse_name_and_ints
 from decode.experiment.options import DecodeOptions
-from spectr_jax import METHODS, Confident, Likeliest, Method, TokenTree, auto
+from spectr_jax import METHODS, Confident, Estimated, Likeliest, Method, TokenTree, auto
 from spectr_jax.suggestion import did_you_mean
 
 MAX_NODES = 1024
 _FORMS = (
-  'chains, prefix:FACTORS (such as prefix:4,2,2,1), specinfer, optimal:BUDGET, likeliest:WIDTHS or'
-  ' confident:WIDTHS (such as confident:4,4,4,4)'
+  'chains, prefix:FACTORS (such as prefix:4,2,2,1), specinfer, optimal:BUDGET, likeliest:WIDTHS, confident:WIDTHS or'
+  ' estimated:WIDTHS (such as estimated:4,4,4,4)'
 )
 
 
-_GROWTHS = {'likeliest': Likeliest, 'confident': Confident}
+_GROWTHS = {'likeliest': Likeliest, 'confident': Confident, 'estimated': Estimated}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,12 @@ class TreeSpec:
   and so on; `specinfer` is three chains of L tokens that share their first two; `optimal:BUDGET` is a method's best
   tree of at most that many nodes, by measured acceptance or, for `race_traversal`, by a bound on the tokens kept;
   `likeliest:4,4,3,2` grows a tree of its own for every row, with the draft's likeliest paths in 4, 4, 3 and 2 nodes of
-  the first depths; `confident:4,4,3,2` draws so many samples, where the draft is confident.
+  the first depths; `confident:4,4,3,2` draws so many samples, where the draft is confident, and `estimated:4,4,3,2`
+  where a confidence head says so.
 
   Attributes:
-    name: `chains`, `prefix`, `specinfer`, `optimal`, `likeliest` or `confident`.
-    numbers: The factors of `prefix`, the budget of `optimal`, or the widths of `likeliest` and `confident`.
+    name: `chains`, `prefix`, `specinfer`, `optimal`, `likeliest`, `confident` or `estimated`.
+    numbers: The factors of `prefix`, the budget of `optimal`, or the widths of trees that grow.
   """
 
   name: str

@@ -8,7 +8,7 @@ from typing import Self, TypeVar
 
 import numpy as np
 
-from spectr_jax.draft import Confident, Drafter, Likeliest, as_drafter, growing
+from spectr_jax.draft import Confident, Drafter, Estimated, Likeliest, as_drafter, growing
 from spectr_jax.methods import METHODS, Method
 from spectr_jax.model import Model
 from spectr_jax.tree import TokenTree
@@ -36,7 +36,7 @@ class Setting:
   num_drafts: int = 0
   draft_length: int = 0
   tree: TokenTree = TokenTree()
-  growth: Likeliest | Confident | None = None
+  growth: Likeliest | Confident | Estimated | None = None
 
   @classmethod
   def of_chains(cls, method: Method, num_drafts: int, draft_length: int) -> Setting:

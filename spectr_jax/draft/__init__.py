@@ -2,11 +2,12 @@
 
 from spectr_jax.draft.corpus import LookupCorpus, lookup_corpus
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest, Growth
-from spectr_jax.draft.growth import Confident, Likeliest, growing
+from spectr_jax.draft.growth import Confident, Estimated, Likeliest, growing
 from spectr_jax.draft.head_drafter import head_drafter
 from spectr_jax.draft.lookup import lookup_beside, lookup_drafter
 from spectr_jax.draft.medusa_drafter import medusa_drafter
 from spectr_jax.draft.model_drafter import as_drafter, model_drafter
+from spectr_jax.draft.one_pass_drafter import one_pass_drafter
 
 __all__ = [
   'Commitment',
@@ -14,6 +15,7 @@ __all__ = [
   'DraftContext',
   'DraftRequest',
   'Drafter',
+  'Estimated',
   'Growth',
   'Likeliest',
   'LookupCorpus',
@@ -25,4 +27,5 @@ __all__ = [
   'lookup_drafter',
   'medusa_drafter',
   'model_drafter',
+  'one_pass_drafter',
 ]

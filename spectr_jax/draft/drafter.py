@@ -22,6 +22,11 @@ class Growth(Protocol):
     """True if its guesses are given (`Proposal.is_given`), False if they are drawn."""
     ...
 
+  @property
+  def reads_estimates(self) -> bool:
+    """True if it reads the drafter's own estimates of acceptance, which few drafters make (`Drafter.estimates`)."""
+    ...
+
   def sampling(self, sampling: SamplingParams) -> SamplingParams:
     """The parameters of the distributions that `expand` reads.
 
@@ -31,7 +36,13 @@ class Growth(Protocol):
     ...
 
   def expand(
-    self, key: jax.Array, rule: ProposalRule, laws: jax.Array, chances: jax.Array, slots: jax.Array
+    self,
+    key: jax.Array,
+    rule: ProposalRule,
+    laws: jax.Array,
+    chances: jax.Array,
+    slots: jax.Array,
+    estimates: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Guesses for the slots of the next depth.
 
@@ -43,6 +54,8 @@ class Growth(Protocol):
       laws: `[W, V]`, the draft's distributions after the nodes of this depth.
       chances: `[W]`, the logarithm of each node's estimated chance to be accepted; -inf for slots that are not used.
       slots: int32 `[S]`, the nodes of the next depth.
+      estimates: `[W]`, the drafter's own estimate of the chance that a guess after each node is accepted; None if it
+        makes none.
 
     Returns:
       int32 `[S]`, the place of each slot's parent among the W nodes, or -1 for a slot that is not used; int32 `[S]`,
@@ -146,6 +159,8 @@ class Drafter:
     may_pass: Whether rounds in which it has no guess for any row run the target on the last tokens alone. All
       candidates must be given.
     grows: Whether rows have trees of their own (`Proposal.parents`).
+    estimates: Whether it estimates itself the chance that its guesses are accepted, for rules that read it
+      (`Growth.reads_estimates`).
     growth: The rule by which `draw_tree` grows its trees, see `growing`. None if it draws one tree for all rows, or has
       a rule of its own.
     param_shardings_fn: `(sharding, params) -> shardings` for a `DecodeSharding`; None keeps the parameters whole on
@@ -170,6 +185,7 @@ class Drafter:
   mixes: bool = static_field(False)
   may_pass: bool = static_field(False)
   grows: bool = static_field(False)
+  estimates: bool = static_field(False)
   growth: Growth | None = None
   param_shardings_fn: Callable[[Any, Any], Any] | None = static_field(None)
   state_shardings_fn: Callable[[Any, Any, Any], Any] | None = static_field(None)

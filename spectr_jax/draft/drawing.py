@@ -41,6 +41,18 @@ class ScoredNodes(NamedTuple):
 ScoreFn = Callable[[Carry, ScoredNodes], tuple[Carry, jax.Array]]
 
 
+class Estimates(NamedTuple):
+  """A drafter's own estimates of the chance that a guess is accepted; they must not read that guess or a later one.
+
+  Attributes:
+    root: `[B]`, for guesses after the root.
+    of_nodes: Gives `[B, W]`, for guesses after W nodes.
+  """
+
+  root: jax.Array
+  of_nodes: Callable[[ScoredNodes], jax.Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Level:
   """The parent nodes of one depth, as ranges of `tree.parent_nodes` relative to the first of the depth.
@@ -71,7 +83,13 @@ def _levels(tree: TokenTree) -> list[_Level]:
   return levels
 
 
-def draw_tree(request: DraftRequest, root_logits: jax.Array, carry: Carry, score_fn: ScoreFn) -> tuple[Proposal, Carry]:
+def draw_tree(
+  request: DraftRequest,
+  root_logits: jax.Array,
+  carry: Carry,
+  score_fn: ScoreFn,
+  estimates: Estimates | None = None,
+) -> tuple[Proposal, Carry]:
   """Draws a tree, scoring every node that has children; with `request.growth`, a tree of its own for every row.
 
   Args:
@@ -79,12 +97,13 @@ def draw_tree(request: DraftRequest, root_logits: jax.Array, carry: Carry, score
     root_logits: `[B, V]`, the logits after the root.
     carry: What `score_fn` carries from depth to depth, any pytree of arrays.
     score_fn: Scores nodes, see `ScoreFn`. It scores given nodes, too.
+    estimates: The drafter's own estimates, for rules of growth; None if it makes none.
 
   Returns:
     The proposal, whose state is `()`, and the last carry.
   """
   if request.growth is not None:
-    return _grow_tree(request, request.growth, root_logits, carry, score_fn)
+    return _grow_tree(request, request.growth, root_logits, carry, score_fn, estimates)
   tree, sampling, keys, given = request.tree, request.sampling, request.keys, request.given
   batch_size, vocab_size = root_logits.shape
   # By place among the parents: those of a range of places are a slice, where those of nodes are gathered.
@@ -150,6 +169,24 @@ def draw_tree(request: DraftRequest, root_logits: jax.Array, carry: Carry, score
   return proposal, cast(Carry, last)
 
 
+def draw_by_depth(request: DraftRequest, logits: jax.Array) -> Proposal:
+  """Draws a tree whose distributions depend on the depth alone, whatever is guessed above.
+
+  Args:
+    request: As for `draw_tree`.
+    logits: `[B, L, V]`, after nodes of depth 0, 1, ..., of as many depths as the tree has.
+
+  Returns:
+    The proposal, whose state is `()`.
+  """
+
+  def score(carry, nodes: ScoredNodes):
+    own = jax.lax.dynamic_index_in_dim(logits, nodes.depth, axis=1)
+    return carry, jnp.broadcast_to(own, (*nodes.tokens.shape, logits.shape[-1]))
+
+  return draw_tree(request, logits[:, 0], (), score)[0]
+
+
 class _Growing(NamedTuple):
   """Trees while they grow; what the slots below the depth in progress hold is not used yet.
 
@@ -159,6 +196,7 @@ class _Growing(NamedTuple):
     chances: `[B, N + 1]`, the logarithm of each node's estimated chance to be accepted; -inf for unused slots.
     probs: `[B, R, V]`, as in `Proposal`.
     seen: bool `[B, R, R]`, see `ScoredNodes`.
+    estimates: `[B, R]`, the estimates for guesses after each parent node, or None.
   """
 
   carry: Any
@@ -167,10 +205,16 @@ class _Growing(NamedTuple):
   chances: jax.Array
   probs: jax.Array
   seen: jax.Array
+  estimates: jax.Array | None
 
 
 def _grow_tree(
-  request: DraftRequest, growth: Growth, root_logits: jax.Array, carry: Carry, score_fn: ScoreFn
+  request: DraftRequest,
+  growth: Growth,
+  root_logits: jax.Array,
+  carry: Carry,
+  score_fn: ScoreFn,
+  estimates: Estimates | None,
 ) -> tuple[Proposal, Carry]:
   """`draw_tree` by a rule that chooses parents and tokens of one depth after the other, until no row goes on.
 
@@ -187,17 +231,24 @@ def _grow_tree(
     nodes = first + jnp.arange(width)
     # An unused slot runs on token 0 below the root; nothing below it is ever used.
     tokens, above = (jnp.maximum(rows[:, nodes - 1], 0) for rows in (state.tokens, state.parents))
-    carry, logits = score_fn(state.carry, ScoredNodes(tokens, first, depth, above, state.seen[:, nodes]))
+    scored = ScoredNodes(tokens, first, depth, above, state.seen[:, nodes])
+    carry, logits = score_fn(state.carry, scored)
+    if estimates is not None and state.estimates is not None:
+      own = estimates.of_nodes(scored).astype(state.estimates.dtype)
+      state = state._replace(estimates=jax.lax.dynamic_update_slice_in_dim(state.estimates, own, first, axis=1))
     laws = logits_to_probs(logits, sampling)
     return state._replace(carry=carry, probs=jax.lax.dynamic_update_slice_in_dim(state.probs, laws, first, axis=1))
 
   def expand(state: _Growing, first, width, num_slots, depth):
     """Fills the slots of the next depth."""
     slots = first + width + jnp.arange(num_slots)
-    laws, chances = (jax.lax.dynamic_slice_in_dim(rows, first, width, axis=1) for rows in (state.probs, state.chances))
-    above, tokens, found = jax.vmap(lambda key, laws, chances: growth.expand(key, request.rule, laws, chances, slots))(
-      keys[:, depth], laws, chances
+    laws, chances, own = (
+      None if rows is None else jax.lax.dynamic_slice_in_dim(rows, first, width, axis=1)
+      for rows in (state.probs, state.chances, state.estimates)
     )
+    above, tokens, found = jax.vmap(
+      lambda key, laws, chances, own: growth.expand(key, request.rule, laws, chances, slots, own)
+    )(keys[:, depth], laws, chances, own)
     parents = jnp.where(above < 0, -1, first + above).astype(jnp.int32)
     seen = jax.vmap(lambda seen, parents: seen[parents])(state.seen, jnp.maximum(parents, 0))
     return state._replace(
@@ -217,6 +268,7 @@ def _grow_tree(
     chances=jnp.full((batch_size, tree.num_nodes + 1), -jnp.inf, laws.dtype).at[:, 0].set(0),
     probs=jnp.zeros((batch_size, num_parents, vocab_size), laws.dtype).at[:, :1].set(laws),
     seen=jnp.zeros((batch_size, num_parents, num_parents), bool).at[:, 0, 0].set(True),
+    estimates=None if estimates is None else jnp.zeros((batch_size, num_parents)).at[:, 0].set(estimates.root),
   )
   state = expand(state, 0, 1, widths[1], 0)
   first, depth = 1, 1

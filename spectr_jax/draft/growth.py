@@ -11,6 +11,47 @@ from spectr_jax.draft.drafter import Drafter, Growth
 from spectr_jax.sampling import SamplingParams
 
 
+def _allocate(
+  accepted: jax.Array, chances: jax.Array, num_slots: int, threshold: jax.Array | float
+) -> tuple[jax.Array, jax.Array]:
+  """The parents of the next depth's slots, before anything is drawn.
+
+  With c a node's own worth and a the chance that a guess after it is accepted, its j-th child is worth
+  c a (1 - a)^(j - 1), the chance that it is the first accepted one. The children worth most fill the slots, the
+  worthiest first. For example, nodes worth (1, .5) with a = (.5, .8) have children worth (.5, .25, ...) and (.4, ...).
+
+  Args:
+    accepted: `[W]`, a of each node.
+    chances: `[W]`, the logarithm of c.
+    num_slots: S.
+    threshold: A slot is used if its child is worth at least this.
+
+  Returns:
+    int32 `[S]` and `[S]`, the first and the last result of `Growth.expand`.
+  """
+  # With a = 1, a second child is worth next to nothing.
+  accepted = jnp.minimum(accepted, 1 - 1e-6)
+  worth = (chances + jnp.log(accepted))[:, None] + jnp.arange(num_slots) * jnp.log1p(-accepted)[:, None]
+  found, places = jax.lax.top_k(worth.reshape(-1), num_slots)
+  is_used = jnp.isfinite(found) & (found >= jnp.log(threshold))
+  return jnp.where(is_used, places // num_slots, -1).astype(jnp.int32), jnp.where(is_used, found, -jnp.inf)
+
+
+def _drawn(key, rule, laws, slots, above, found):
+  """The results of `Growth.expand` for slots whose parents are allocated."""
+  num_slots, own = len(slots), jnp.maximum(above, 0)
+  if rule.are_exchangeable:
+    drawn = jax.vmap(lambda law, slot: rule(key, law, slot, 1)[0])(laws[own], slots)
+  else:
+    # Siblings are drawn together, as many as there may be of each node; a node uses the first ones.
+    first = jnp.arange(len(laws)) * num_slots
+    siblings = jax.vmap(lambda law, first: rule(key, law, first, num_slots))(laws, first)
+    is_earlier = (above[:, None] == above) & jnp.tri(num_slots, k=-1, dtype=bool)
+    drawn = siblings[own, jnp.sum(is_earlier, axis=1)]
+  tokens = jnp.where(above < 0, -1, drawn).astype(jnp.int32)
+  return above, tokens, jnp.where(tokens < 0, -jnp.inf, found)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Likeliest:
@@ -35,6 +76,7 @@ class Likeliest:
   temperature: jax.Array | float = 0.25
   threshold: jax.Array | float = 0.0
   gives = True
+  reads_estimates = False
 
   def sampling(self, sampling: SamplingParams) -> SamplingParams:
     """The rows' own parameters; for greedy rows the temperature alone, without filters."""
@@ -42,9 +84,9 @@ class Likeliest:
     plain = SamplingParams.make(len(is_greedy), temperature=self.temperature).with_filters_of(sampling)
     return jax.tree.map(lambda own, other: jnp.where(is_greedy, other, own), sampling, plain)
 
-  def expand(self, key, rule, laws, chances, slots):
+  def expand(self, key, rule, laws, chances, slots, estimates=None):
     """The likeliest children, see `Growth.expand`; nothing is drawn."""
-    del key, rule
+    del key, rule, estimates
     num_slots, vocab_size = len(slots), laws.shape[1]
     # No more than `num_slots` children of one node can be among the likeliest.
     probs, tokens = jax.lax.top_k(laws, min(num_slots, vocab_size))
@@ -78,6 +120,7 @@ class Confident:
   acceptance: jax.Array | float = 0.75
   threshold: jax.Array | float = 0.0
   gives = False
+  reads_estimates = False
 
   def sampling(self, sampling: SamplingParams) -> SamplingParams:
     """The rows' own parameters: those that guesses are drawn with."""
@@ -94,29 +137,58 @@ class Confident:
     Returns:
       int32 `[S]` and `[S]`, the first and the last result of `Growth.expand`.
     """
-    # A sure draft has a = 1, and a second child is worth next to nothing.
     sureness = jnp.sum(laws**2, axis=1)
-    accepted = jnp.minimum(self.acceptance + (1 - self.acceptance) * sureness, 1 - 1e-6)
-    worth = (chances + jnp.log(accepted))[:, None] + jnp.arange(num_slots) * jnp.log1p(-accepted)[:, None]
-    found, places = jax.lax.top_k(worth.reshape(-1), num_slots)
-    is_used = jnp.isfinite(found) & (found >= jnp.log(self.threshold))
-    return jnp.where(is_used, places // num_slots, -1).astype(jnp.int32), jnp.where(is_used, found, -jnp.inf)
+    return _allocate(self.acceptance + (1 - self.acceptance) * sureness, chances, num_slots, self.threshold)
 
-  def expand(self, key, rule, laws, chances, slots):
+  def expand(self, key, rule, laws, chances, slots, estimates=None):
     """Allocated and drawn children, see `Growth.expand`."""
-    num_slots = len(slots)
-    above, found = self.allocate(laws, chances, num_slots)
-    own = jnp.maximum(above, 0)
-    if rule.are_exchangeable:
-      drawn = jax.vmap(lambda law, slot: rule(key, law, slot, 1)[0])(laws[own], slots)
-    else:
-      # Siblings are drawn together, as many as there may be of each node; a node uses the first ones.
-      first = jnp.arange(len(laws)) * num_slots
-      siblings = jax.vmap(lambda law, first: rule(key, law, first, num_slots))(laws, first)
-      is_earlier = (above[:, None] == above) & jnp.tri(num_slots, k=-1, dtype=bool)
-      drawn = siblings[own, jnp.sum(is_earlier, axis=1)]
-    tokens = jnp.where(above < 0, -1, drawn).astype(jnp.int32)
-    return above, tokens, jnp.where(tokens < 0, -jnp.inf, found)
+    del estimates
+    return _drawn(key, rule, laws, slots, *self.allocate(laws, chances, len(slots)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Estimated:
+  """Samples where the drafter itself expects them to be accepted, allocated before they are drawn.
+
+  Like `Confident`, with the drafter's own estimate of a, as the confidence head of DSpark gives it (arXiv:2607.05147,
+  section 3). In a chain the k-th guess is worth a_1 ... a_k, so drafting goes from left to right and ends with the
+  first guess that is worth too little.
+
+  The estimate of a guess must read neither that guess nor a later one. That of DSpark reads the token before it. A
+  search over all lengths, which makes the first guess or not by what is worth after it, would not be lossless: with the
+  target (.7, .3), the draft (.5, .5) and a first guess that is kept only if it is token 0, the output is (.85, .15).
+
+  Attributes:
+    threshold: A slot is used if its child is worth at least this. A row in which none is, is drafted no further.
+  """
+
+  threshold: jax.Array | float = 0.0
+  gives = False
+  reads_estimates = True
+
+  def sampling(self, sampling: SamplingParams) -> SamplingParams:
+    """The rows' own parameters: those that guesses are drawn with."""
+    return sampling
+
+  def allocate(self, estimates: jax.Array, chances: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
+    """The parents of the next depth's slots, before anything is drawn.
+
+    Args:
+      estimates: `[W]`, as for `Growth.expand`.
+      chances: `[W]`, likewise; the logarithm of what each node is worth.
+      num_slots: S.
+
+    Returns:
+      int32 `[S]` and `[S]`, the first and the last result of `Growth.expand`.
+    """
+    return _allocate(estimates, chances, num_slots, self.threshold)
+
+  def expand(self, key, rule, laws, chances, slots, estimates=None):
+    """Allocated and drawn children, see `Growth.expand`."""
+    if estimates is None:
+      raise ValueError('Estimated reads estimates of acceptance, and this draft makes none')
+    return _drawn(key, rule, laws, slots, *self.allocate(estimates, chances, len(slots)))
 
 
 def growing(drafter: Drafter, growth: Growth) -> Drafter:
@@ -127,9 +199,12 @@ def growing(drafter: Drafter, growth: Growth) -> Drafter:
     growth: The rule.
 
   Raises:
-    ValueError: The drafter gives guesses of its own or grows trees already.
+    ValueError: The drafter gives guesses of its own or grows trees already, or makes no estimates that the rule reads.
   """
   if drafter.gives or drafter.grows:
     raise ValueError('only a drafter that draws all guesses of one tree can be made to grow trees')
+  if growth.reads_estimates and not drafter.estimates:
+    name = type(growth).__name__
+    raise ValueError(f'{name} reads estimates of acceptance, and this draft makes none: it has no confidence head')
   growth = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), growth)
   return dataclasses.replace(drafter, growth=growth, gives=growth.gives, grows=True)

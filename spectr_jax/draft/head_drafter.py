@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
-from spectr_jax.draft.drawing import ScoredNodes, draw_tree
-from spectr_jax.model import PREFILL_CHUNK, KVCache
+from spectr_jax.draft.drawing import ScoredNodes, draw_by_depth, draw_tree
+from spectr_jax.draft.new_features import NewFeatures, embed, read_features
+from spectr_jax.model import KVCache
 from spectr_jax.models import head, layers
 from spectr_jax.models.decoding_form import kernels_for_decoding
 from spectr_jax.models.head import HeadConfig
@@ -37,15 +38,6 @@ class _State:
   output: jax.Array
 
 
-def _embed(params: Mapping[str, Any], context: DraftContext, tokens: jax.Array) -> jax.Array:
-  if 'embedding' in params:
-    return jnp.take(params['embedding'], tokens, axis=0)
-  target = context.target
-  if target.embed_fn is None:
-    raise ValueError('this head reads embeddings of the target, but the target has no embed_fn')
-  return target.embed_fn(target.params, tokens)
-
-
 def _extend(
   params: Mapping[str, Any],
   state: _State,
@@ -63,37 +55,22 @@ def _extend(
     num_new: The most pairs that a row lacks, static.
     config: The head.
   """
-  if context.tokens is None or context.features is None:
-    raise ValueError("a head reads the text and the target's hidden states: the context must hold tokens and features")
-  text, features = context.tokens, context.features
-  size = min(num_new, PREFILL_CHUNK)
-  offsets, causal = jnp.arange(size), jnp.tril(jnp.ones((size, size), bool))
-  missing = context.lengths - 1 - state.cache.lengths
 
-  def add(first, state):
-    start = state.cache.lengths[:, None]
-    pairs = jnp.minimum(start + offsets, text.shape[1] - 2)
-    tokens = jnp.take_along_axis(text, pairs + 1, axis=1)
-    # Behind the text both may be anything. Nothing that is kept attends to them, but it must not be NaN.
-    is_new = offsets < (missing - first)[:, None]
-    read = jax.vmap(lambda row, places: row[places])(features, pairs)
-    read = jnp.where(is_new[..., None, None], read, 0)
-    embedded = _embed(params, context, jnp.where(is_new, tokens, 0))
-    hidden = head.hidden_of_features(params, config, read)
-    hidden, output, cache = head.apply(params, config, embedded, hidden, start + offsets, causal, state.cache)
-    num_kept = jnp.clip(missing - first, 0, size)
-    last = jnp.maximum(num_kept - 1, 0)[:, None, None]
+  def add(state, new: NewFeatures):
+    size = new.next_tokens.shape[1]
+    embedded = embed(params, context, new.next_tokens)
+    hidden = head.hidden_of_features(params, config, new.features)
+    causal = jnp.tril(jnp.ones((size, size), bool))
+    hidden, output, cache = head.apply(params, config, embedded, hidden, new.positions, causal, state.cache)
+    last = jnp.maximum(new.num_kept - 1, 0)[:, None, None]
 
-    def latest(new, old):
-      return jnp.where(num_kept[:, None] > 0, jnp.take_along_axis(new, last, axis=1)[:, 0], old)
+    def latest(new_rows, old):
+      return jnp.where(new.num_kept[:, None] > 0, jnp.take_along_axis(new_rows, last, axis=1)[:, 0], old)
 
-    cache = cache.commit(jnp.broadcast_to(offsets, tokens.shape), num_kept)
+    cache = cache.commit(jnp.broadcast_to(jnp.arange(size), new.next_tokens.shape), new.num_kept)
     return _State(cache, latest(hidden, state.hidden), latest(output, state.output))
 
-  if size == num_new:
-    return add(0, state)
-  num_chunks = -(-jnp.clip(jnp.max(missing), 0, num_new) // size)
-  return jax.lax.fori_loop(0, num_chunks, lambda i, state: add(i * size, state), state)
+  return read_features(context, state.cache.lengths, num_new, state, add)
 
 
 def _init(params, context: DraftContext, cache_size: int, *, config: HeadConfig) -> _State:
@@ -125,16 +102,33 @@ def target_logits(params: Mapping[str, Any], config: HeadConfig, output: jax.Arr
     output: `[..., embed_dim]`, from `head.advance`.
     vocab_size: V.
   """
-  logits = head.unembed(params, output)
-  if not config.is_reduced:
-    return logits
-  num_ids = config.block.vocab_size
-  own = jnp.full(vocab_size, num_ids, jnp.int32).at[params['target_ids']].set(jnp.arange(num_ids, dtype=jnp.int32))
-  padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, 1)], constant_values=-jnp.inf)
-  return jnp.take(padded, own, axis=-1)
+  ids = params['target_ids'] if config.is_reduced else None
+  return head.over_vocabulary(head.unembed(params, output), ids, vocab_size)
+
+
+def _propose_at_once(
+  params, state: _State, context: DraftContext, request: DraftRequest, *, config: HeadConfig
+) -> Proposal:
+  """The guesses of a head that reads a mask token in place of guesses (P-EAGLE): one pass, whatever the tree."""
+  assert config.mask_id is not None
+  outputs = state.output[:, None]  # the root's pair is committed
+  num_slots = request.tree.max_depth - 1
+  if num_slots:
+    shape = len(context.lengths), num_slots
+    embedded = embed(params, context, jnp.full(shape, config.mask_id))
+    features = params['mask_features'].reshape(1, 1, len(config.feature_layers), config.target_dim)
+    hidden = head.hidden_of_features(params, config, jnp.broadcast_to(features, (*shape, *features.shape[2:])))
+    positions = context.lengths[:, None] - 1 + jnp.arange(num_slots)
+    causal = jnp.tril(jnp.ones((num_slots, num_slots), bool))
+    _, more, _ = head.apply(params, config, embedded, hidden, positions, causal, state.cache)
+    outputs = jnp.concatenate([outputs, more], axis=1)
+  proposal = draw_by_depth(request, target_logits(params, config, outputs, context.target.vocab_size))
+  return dataclasses.replace(proposal, state=state)
 
 
 def _propose(params, state: _State, context: DraftContext, request: DraftRequest, *, config: HeadConfig) -> Proposal:
+  if config.mask_id is not None:
+    return _propose_at_once(params, state, context, request, config=config)
   tree, vocab_size = request.tree, context.target.vocab_size
   # The root's pair is committed. The pending ones are those of the other nodes with children.
   num_parents = len(tree.parent_nodes)
@@ -142,7 +136,7 @@ def _propose(params, state: _State, context: DraftContext, request: DraftRequest
   def score(carry, nodes: ScoredNodes):
     cache, outputs = carry
     positions = jnp.broadcast_to(context.lengths[:, None] - 2 + nodes.depth, nodes.tokens.shape)
-    embedded = _embed(params, context, nodes.tokens)
+    embedded = embed(params, context, nodes.tokens)
     hidden = jnp.take_along_axis(outputs, nodes.above[..., None], axis=1)
     hidden, output, cache = head.apply(params, config, embedded, hidden, positions, nodes.seen[:, :, 1:], cache)
     outputs = jax.lax.dynamic_update_slice_in_dim(outputs, hidden, nodes.first, axis=1)
@@ -175,7 +169,8 @@ def head_drafter(params: Mapping[str, Any], config: HeadConfig, vocab_size: int)
   """A drafter that draws from a head, depth by depth.
 
   A round runs the head on the tokens that the round before has committed, with the target's hidden states, and on every
-  guess that has children, with its own. Its state per row is the keys and values of one layer, and two vectors.
+  guess that has children, with its own; with `config.mask_id` once on mask tokens instead. Its state per row is the
+  keys and values of its layers, and two vectors.
 
   Args:
     params: The head's parameters, see `head.param_shapes`.
@@ -186,12 +181,9 @@ def head_drafter(params: Mapping[str, Any], config: HeadConfig, vocab_size: int)
     ValueError: A parameter is missing, surplus, or of another shape, or an id is not in the vocabulary.
   """
   layers.check_params(params, head.param_shapes(config))
-  if config.is_reduced:
-    ids = params['target_ids']
-    if not isinstance(ids, jax.ShapeDtypeStruct) and not ((ids >= 0) & (ids < vocab_size)).all():
-      raise ValueError(f'target_ids must be from 0 to {vocab_size - 1}')
-  elif config.block.vocab_size != vocab_size:
-    raise ValueError(f'the head guesses {config.block.vocab_size} tokens, but the target has {vocab_size}')
+  if config.mask_id is not None and config.num_embedded is None and config.mask_id >= vocab_size:
+    raise ValueError(f"mask_id {config.mask_id} is not among the target's {vocab_size} tokens")
+  head.check_target_ids(params, config.is_reduced, config.block.vocab_size, vocab_size)
   return Drafter(
     params=params,
     vocab_size=vocab_size,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import DraftContext, Drafter, DraftRequest
-from spectr_jax.draft.drawing import ScoredNodes, draw_tree
+from spectr_jax.draft.drawing import draw_by_depth
 from spectr_jax.models import layers
 from spectr_jax.models.causal_lm_config import check_sizes
 from spectr_jax.models.products import matmul
@@ -92,7 +92,7 @@ def output_kernel(unembedding: jax.Array, head: int) -> jax.Array:
 
 
 def _head_logits(params: Mapping[str, Any], hidden: jax.Array, num_heads: int) -> jax.Array:
-  """Logits of the first heads, `[num_heads, B, V]`, in float32 or wider.
+  """Logits of the first heads, `[B, num_heads, V]`, in float32 or wider.
 
   Args:
     params: The parameters.
@@ -102,7 +102,7 @@ def _head_logits(params: Mapping[str, Any], hidden: jax.Array, num_heads: int) -
   each = [
     matmul(head_output(params, hidden, head), output_kernel(params['unembedding'], head)) for head in range(num_heads)
   ]
-  return jnp.stack(each)
+  return jnp.stack(each, axis=1)
 
 
 def _no_state(*_):
@@ -117,13 +117,7 @@ def _propose(params, state, context: DraftContext, request: DraftRequest, *, con
   hidden = jax.vmap(lambda row, place: row[place, 0])(context.features, last)
   # A text of one token has no hidden state yet. What stands there may be anything, so it must not be NaN.
   hidden = jnp.where((context.lengths > 1)[:, None], hidden, 0).astype(config.dtype)
-  logits = _head_logits(params, hidden, request.tree.max_depth)
-
-  def score(carry, nodes: ScoredNodes):
-    own = jax.lax.dynamic_index_in_dim(logits, nodes.depth, keepdims=False)
-    return carry, jnp.broadcast_to(own[:, None], (*nodes.tokens.shape, own.shape[-1]))
-
-  return draw_tree(request, logits[0], (), score)[0]
+  return draw_by_depth(request, _head_logits(params, hidden, request.tree.max_depth))
 
 
 @functools.lru_cache

@@ -29,6 +29,7 @@ __all__ = [
   'CausalLMConfig',
   'Rope',
   'attention',
+  'block',
   'causal_lm',
   'config_of',
   'hidden_states',
@@ -204,8 +205,16 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
   return linear(params['down'], hidden)
 
 
-def _block(params, config, layer, x, rotation, visible, cache):
-  """The stream after a block, and the layer's pending keys and values."""
+def block(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None):
+  """The stream after a block, `[B, N, embed_dim]`, and the layer's pending keys and values.
+
+  Args:
+    params: The parameters of the block.
+    config: The configuration.
+    layer: The layer.
+    x: `[B, N, embed_dim]`, the stream before it.
+    rotation, visible, cache: As for `attention`.
+  """
 
   def post(name, out):
     return norm(params[name], out, config) if config.has_post_norms else out
@@ -245,7 +254,7 @@ def _streams(params, tokens, positions, mask, cache, *, config):
   pending, streams = [], [x]
   for layer in range(config.num_layers):
     rotation, seen = rotations[config.rope_of(layer)], visible[config.window(layer)]
-    x, keys, values = _block(params[f'layer_{layer}'], config, layer, x, rotation, seen, cache)
+    x, keys, values = block(params[f'layer_{layer}'], config, layer, x, rotation, seen, cache)
     pending.append((keys, values))
     streams.append(x)
   return [*streams, norm(params['final_norm'], x, config)], pending

@@ -1,9 +1,11 @@
-"""Networks that draft from a target's hidden states: EAGLE-1, 2 and 3, the speculators format, MTP.
+"""Networks that draft from a target's hidden states: EAGLE-1, 2 and 3, P-EAGLE, the speculators format, MTP.
 
 Such a head is one block of a decoder. At a token it reads the token's embedding and a hidden state h, which sums up
 what stands before: that of the target where the target has been, else the head's own output one token earlier. Its
-output is the next h, and the logits of the next token. Sources: EAGLE (Li et al. 2024), EAGLE-3 (Li et al. 2025),
-multi-token prediction (DeepSeek-V3, section 2.2).
+output is the next h, and the logits of the next token. P-EAGLE reads a mask token and one h of its own in place of
+guesses, and so guesses several tokens in one pass, each whatever the others are; it may have more blocks. Sources:
+EAGLE (Li et al. 2024), EAGLE-3 (Li et al. 2025), P-EAGLE (arXiv:2602.01469), multi-token prediction (DeepSeek-V3,
+section 2.2).
 
 Parameters are a nested dict of arrays of one dtype, with kernels `[in, out]`, see `param_shapes`. Heads differ in which
 parameters they have and in three options of `HeadConfig`.
@@ -12,6 +14,7 @@ parameters they have and in three options of `HeadConfig`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
@@ -31,7 +34,8 @@ class HeadConfig:
   """The sizes of a head, and what it does where published heads differ.
 
   Attributes:
-    block: Sizes of the block: a decoder of one layer. Its `vocab_size` is Vd, the tokens that the head can guess.
+    block: Sizes of the block: a decoder of one layer, of one or more with `mask_id`. Its `vocab_size` is Vd, the tokens
+      that the head can guess.
     target_dim: Width of the target's hidden states.
     embedding_dim: Width of the embedded tokens that it reads.
     feature_layers: The F layers of the target that it reads, numbered as in `Model.features_fn`.
@@ -49,10 +53,12 @@ class HeadConfig:
     num_embedded: Tokens of an embedding of its own, V; None if it reads the target's.
     has_unembedding: Whether it has an output head of its own; else it takes the target's rows.
     is_reduced: Whether it guesses some of the target's tokens only, those of the parameter `target_ids`.
+    mask_id: The token that it reads in place of guesses, if it guesses all depths in one pass (P-EAGLE); None if it
+      reads its guesses.
 
   Raises:
-    ValueError: The block has more than one layer, a size or layer is no number that it can be, or options contradict
-      each other.
+    ValueError: The block has more layers than it can have, a size, layer or token is no number that it can be, or
+      options contradict each other.
   """
 
   block: CausalLMConfig
@@ -71,9 +77,10 @@ class HeadConfig:
   num_embedded: int | None = None
   has_unembedding: bool = True
   is_reduced: bool = True
+  mask_id: int | None = None
 
   def __post_init__(self):
-    if self.block.num_layers != 1:
+    if self.block.num_layers != 1 and self.mask_id is None:
       raise ValueError(f'a head has one layer, got num_layers {self.block.num_layers}')
     if self.block.rope is None:
       raise ValueError('a head has rotary positions, got rope None')
@@ -85,6 +92,12 @@ class HeadConfig:
         'without a product of the features a head reads one hidden state of its own width;'
         f' got {len(self.feature_layers)} of width {self.target_dim}, and width {self.block.embed_dim}'
       )
+    if self.mask_id is None:
+      return
+    if type(self.mask_id) is not int or self.mask_id < 0 or self.mask_id >= (self.num_embedded or math.inf):
+      raise ValueError(f'mask_id must be a token that is embedded, got {self.mask_id!r}')
+    if self.join != 'wide' or any(self.block.windows):
+      raise ValueError("a head with mask_id is of EAGLE-3's kind, without windows")
 
 
 def param_shapes(config: HeadConfig) -> dict[str, Any]:
@@ -104,8 +117,12 @@ def param_shapes(config: HeadConfig) -> dict[str, Any]:
   def norm(size):
     return {'gain': array(size)} | ({'bias': array(size)} if block.norm == 'layer' else {})
 
-  layer = causal_lm.param_shapes(block)['layer_0']
+  of_decoder = causal_lm.param_shapes(block)
+  layer = of_decoder['layer_0']
   shapes: dict[str, Any] = {'attention': layer['attention'], 'mlp': layer['mlp'], 'mlp_norm': layer['mlp_norm']}
+  shapes |= {f'layer_{i}': of_decoder[f'layer_{i}'] for i in range(1, block.num_layers)}
+  if config.mask_id is not None:
+    shapes['mask_features'] = array(1, 1, len(config.feature_layers) * config.target_dim)
   if config.has_features_kernel:
     shapes['features'] = {'kernel': array(len(config.feature_layers) * config.target_dim, width)}
   num_features = len(config.feature_layers)
@@ -134,14 +151,14 @@ def param_shapes(config: HeadConfig) -> dict[str, Any]:
   return shapes
 
 
-def init_params(key: jax.Array, config: HeadConfig) -> dict[str, Any]:
+def random_params(key: jax.Array, shapes: Mapping[str, Any]) -> dict[str, Any]:
   """Random parameters, of a scale that keeps activations near unit variance; `target_ids` are the first Vd ids.
 
   Args:
     key: A typed key.
-    config: The head.
+    shapes: A nested dict, such as `param_shapes` returns.
   """
-  shapes, structure = jax.tree_util.tree_flatten_with_path(param_shapes(config))
+  leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
 
   def draw(key, path, shape):
     if path[-1].key == 'target_ids':
@@ -151,8 +168,18 @@ def init_params(key: jax.Array, config: HeadConfig) -> dict[str, Any]:
     scale = shape.shape[0] ** -0.5
     return (scale * jax.random.normal(key, shape.shape)).astype(shape.dtype)
 
-  keys = jax.random.split(key, len(shapes))
-  return jax.tree.unflatten(structure, [draw(key, *shape) for key, shape in zip(keys, shapes)])
+  keys = jax.random.split(key, len(leaves))
+  return jax.tree.unflatten(structure, [draw(key, *leaf) for key, leaf in zip(keys, leaves)])
+
+
+def init_params(key: jax.Array, config: HeadConfig) -> dict[str, Any]:
+  """Random parameters, see `random_params`.
+
+  Args:
+    key: A typed key.
+    config: The head.
+  """
+  return random_params(key, param_shapes(config))
 
 
 def hidden_of_features(params: Mapping[str, Any], config: HeadConfig, features: jax.Array) -> jax.Array:
@@ -180,27 +207,15 @@ Kept = TypeVar('Kept')
 AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kept]]
 
 
-def advance(
+def _first_block(
   params: Mapping[str, Any],
   config: HeadConfig,
   embedded: jax.Array,
   hidden: jax.Array,
   positions: jax.Array,
   attend_fn: AttendFn[Kept],
-) -> tuple[jax.Array, jax.Array, Kept]:
-  """The head at some tokens.
-
-  Args:
-    params: The head's parameters.
-    config: The head.
-    embedded: `[B, N, embedding_dim]`, the embedded tokens.
-    hidden: `[B, N, embed_dim]`, the hidden states h of what stands before each.
-    positions: int32 `[B, N]`; any origin will do.
-    attend_fn: Attention over these tokens and those before them.
-
-  Returns:
-    The next hidden states and the input of the output head, `[B, N, embed_dim]` each, and what `attend_fn` keeps.
-  """
+) -> tuple[jax.Array, Kept]:
+  """The stream after the block where embedding and hidden state meet, and what `attend_fn` keeps."""
   block = config.block
   embedded = embedded.astype(block.dtype)
   residual = hidden
@@ -217,9 +232,38 @@ def advance(
   rotation = causal_lm.rotation_of(block.rope_of(0), positions)
   mixed, kept = attend_fn(*causal_lm.project(params['attention'], block, x, rotation))
   x = residual + causal_lm.linear(params['attention']['out'], mixed.reshape(*x.shape[:2], -1))
-  x += causal_lm.mlp(params['mlp'], block, causal_lm.norm(params['mlp_norm'], x, block))
-  output = causal_lm.norm(params['output_norm'], x, block) if config.has_output_norm else x
-  return (output if config.is_output_normed else x), output, kept
+  return x + causal_lm.mlp(params['mlp'], block, causal_lm.norm(params['mlp_norm'], x, block)), kept
+
+
+def _finish(params: Mapping[str, Any], config: HeadConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The next hidden states and the input of the output head, of the stream after the last block."""
+  output = causal_lm.norm(params['output_norm'], x, config.block) if config.has_output_norm else x
+  return (output if config.is_output_normed else x), output
+
+
+def advance(
+  params: Mapping[str, Any],
+  config: HeadConfig,
+  embedded: jax.Array,
+  hidden: jax.Array,
+  positions: jax.Array,
+  attend_fn: AttendFn[Kept],
+) -> tuple[jax.Array, jax.Array, Kept]:
+  """A head of one block at some tokens.
+
+  Args:
+    params: The head's parameters.
+    config: The head.
+    embedded: `[B, N, embedding_dim]`, the embedded tokens.
+    hidden: `[B, N, embed_dim]`, the hidden states h of what stands before each.
+    positions: int32 `[B, N]`; any origin will do.
+    attend_fn: Attention over these tokens and those before them.
+
+  Returns:
+    The next hidden states and the input of the output head, `[B, N, embed_dim]` each, and what `attend_fn` keeps.
+  """
+  x, kept = _first_block(params, config, embedded, hidden, positions, attend_fn)
+  return *_finish(params, config, x), kept
 
 
 def init_cache(config: HeadConfig, batch_size: int, cache_size: int) -> KVCache:
@@ -232,7 +276,7 @@ def init_cache(config: HeadConfig, batch_size: int, cache_size: int) -> KVCache:
   """
   block = config.block
   return KVCache.empty(
-    num_layers=1,
+    num_layers=block.num_layers,
     batch_size=batch_size,
     num_heads=block.num_cached_heads,
     head_dim=block.head_dim,
@@ -250,7 +294,7 @@ def apply(
   mask: jax.Array,
   cache: KVCache,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-  """`advance` after the committed tokens of a cache, like `Model.apply_fn`.
+  """`advance` after the committed tokens of a cache, like `Model.apply_fn`; through all blocks.
 
   Args:
     params: The head's parameters.
@@ -267,22 +311,27 @@ def apply(
   """
   block = config.block
   mask = mask[None] if mask.ndim == 2 else mask
+  window = block.window(0)
+  visible = causal_lm.visible_tokens(window, mask), causal_lm.visible_slots(window, positions, cache)
 
   def attend(query, key, value):
     keys, values = cache.append(
       0, jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3)), num_pending_slots=mask.shape[-1]
     )
-    window = block.window(0)
-    seen = causal_lm.visible_tokens(window, mask)
-    prefix = cache.keys[0], cache.values[0], causal_lm.visible_slots(window, positions, cache)
+    prefix = cache.keys[0], cache.values[0], visible[1]
     options = {'scale': block.query_scale, 'soft_cap': block.attention_soft_cap}
-    mixed = attention.attend(query, keys, values, seen, prefix, **options)
+    mixed = attention.attend(query, keys, values, visible[0], prefix, **options)
     return mixed, (keys, values)
 
-  hidden, output, (keys, values) = advance(params, config, embedded, hidden, positions, attend)
+  x, *pending = _first_block(params, config, embedded, hidden, positions, attend)
+  for layer in range(1, block.num_layers):
+    rotation = causal_lm.rotation_of(block.rope_of(layer), positions)
+    x, keys, values = causal_lm.block(params[f'layer_{layer}'], block, layer, x, rotation, visible, cache)
+    pending.append((keys, values))
+  keys, values = zip(*pending, strict=True)
   num_pending = cache.num_pending + embedded.shape[1]
-  cache = dataclasses.replace(cache, pending_keys=(keys,), pending_values=(values,), num_pending=num_pending)
-  return hidden, output, cache
+  cache = dataclasses.replace(cache, pending_keys=keys, pending_values=values, num_pending=num_pending)
+  return *_finish(params, config, x), cache
 
 
 def unembed(params: Mapping[str, Any], output: jax.Array) -> jax.Array:
@@ -293,3 +342,40 @@ def unembed(params: Mapping[str, Any], output: jax.Array) -> jax.Array:
     output: `[..., embed_dim]`, from `advance`.
   """
   return matmul(output, params['unembedding'])
+
+
+def over_vocabulary(logits: jax.Array, target_ids: jax.Array | None, vocab_size: int) -> jax.Array:
+  """Logits over the target's vocabulary, `[..., V]`; -inf for tokens that cannot be guessed.
+
+  Args:
+    logits: `[..., Vd]`, of the tokens that can be guessed.
+    target_ids: int32 `[Vd]`, these tokens; None if they are all, in order.
+    vocab_size: V.
+  """
+  if target_ids is None:
+    return logits
+  num_ids = logits.shape[-1]
+  own = jnp.full(vocab_size, num_ids, jnp.int32).at[target_ids].set(jnp.arange(num_ids, dtype=jnp.int32))
+  padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, 1)], constant_values=-jnp.inf)
+  return jnp.take(padded, own, axis=-1)
+
+
+def check_target_ids(params: Mapping[str, Any], is_reduced: bool, num_ids: int, vocab_size: int) -> None:
+  """Checks that what a head guesses are tokens of the target.
+
+  Args:
+    params: The parameters, with `target_ids` int32 `[Vd]` if the head is reduced.
+    is_reduced: Whether it guesses some of the target's tokens only.
+    num_ids: Vd, the tokens that it guesses.
+    vocab_size: V, the target's.
+
+  Raises:
+    ValueError: An id is not in the vocabulary, or a head that is not reduced guesses more or fewer tokens.
+  """
+  if not is_reduced:
+    if num_ids != vocab_size:
+      raise ValueError(f'the head guesses {num_ids} tokens, but the target has {vocab_size}')
+    return
+  ids = params['target_ids']
+  if not isinstance(ids, jax.ShapeDtypeStruct) and not ((ids >= 0) & (ids < vocab_size)).all():
+    raise ValueError(f'target_ids must be from 0 to {vocab_size - 1}')

@@ -5,7 +5,7 @@ import pytest
 
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import TreeSpec, expand
-from spectr_jax import METHODS, Confident, Likeliest, TokenTree
+from spectr_jax import METHODS, Confident, Estimated, Likeliest, TokenTree
 from spectr_jax.models.table import table_model
 
 
@@ -51,6 +51,10 @@ def test_grown_trees_have_widths_and_a_drafter_of_their_own(draft):
   (drawn,) = expand(DecodeOptions(method=('traversal',), tree=('confident:4,3',), growth_threshold=0.1))
   assert drawn.growth == Confident(threshold=0.1)
   assert not drawn.drafter(draft).gives
+  (by_estimates,) = expand(DecodeOptions(method=('traversal',), tree=('estimated:4,3',), growth_threshold=0.1))
+  assert (by_estimates.growth, str(by_estimates)) == (Estimated(threshold=0.1), 'traversal estimated:4,3 from 0.1')
+  with pytest.raises(ValueError, match='reads estimates of acceptance, and this draft makes none'):
+    by_estimates.drafter(draft)
   (other,) = expand(DecodeOptions(method=('specinfer',), tree=('prefix:4,3,1',)))
   assert other.drafter(draft) is draft
 

@@ -1,5 +1,6 @@
 """Trees that grow by confidence: the rules beside a plain search, exact proofs, and the loop."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,16 +12,18 @@ from growing_drafter import growing_drafter
 
 import spectr_jax
 from spectr_jax import METHODS, Decoder, TokenTree, lookup_drafter, model_drafter
-from spectr_jax.draft import Confident, DraftRequest, Likeliest, growing
+from spectr_jax.draft import Confident, DraftRequest, Estimated, Likeliest, growing
 from spectr_jax.draft.drawing import draw_tree
 from spectr_jax.engine.loop import noise_keys, propose, run_rounds
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import (
+  ContextTables,
   chi_square,
   engine_counts,
   enumeration,
   enumeration_error,
+  joint_law,
   ordinary_law,
   random_tables,
   tiny_transformers,
@@ -130,6 +133,68 @@ def test_confident_allocation():
   # The more a draft is trusted, the fewer siblings.
   above, _ = Confident(0.95).allocate(laws, jnp.log(jnp.array([0.9, 0.1])), 2)
   np.testing.assert_array_equal(above, [0, 1])
+
+
+# Estimates of a drafter that knows how likely a guess after each token is accepted; the root's comes last.
+_ESTIMATES = 0.9, 0.2, 0.6
+
+
+def _grow_by_estimates(tokens, parents, probs, depth, tree, growth):
+  """`Estimated.allocate` depth by depth, as `enumeration.GrowFn`; an estimate reads the token before the guess."""
+  chances = jnp.zeros(1, probs.dtype)
+  for level in range(depth + 1):
+    nodes, slots = (nodes[nodes >= 0] for nodes in tree.levels[level : level + 2])
+    before = jnp.full(1, 2) if level == 0 else tokens[nodes - 1]
+    above, chances = growth.allocate(jnp.array(_ESTIMATES, probs.dtype)[before], chances, len(slots))
+  return jnp.full(tree.num_nodes, -1, jnp.int32).at[slots - 1].set(jnp.where(above < 0, -1, nodes[0] + above))
+
+
+@pytest.mark.parametrize('method', slow_but(['race_traversal'], _DRAWN))
+def test_estimated_samples_are_exact(method):
+  for seed, (widths, threshold) in enumerate((((2, 3), 0.0), ((2, 3), 0.15), ((1, 1), 0.3))):
+    tree = TokenTree.slots(widths)
+    grow_fn = functools.partial(_grow_by_estimates, tree=tree, growth=Estimated(threshold))
+    tables = random_tables(seed, 2, 5)
+    assert enumeration_error(coarse(METHODS[method]), tree, tables, 3, grow_fn=grow_fn) < 1e-10
+
+
+def test_estimated_allocation():
+  """By hand; and a chain ends from left to right, with the first guess that is worth too little."""
+  above, found = Estimated().allocate(jnp.array([0.5, 0.8]), jnp.log(jnp.array([1.0, 0.5])), 3)
+  np.testing.assert_array_equal(above, [0, 1, 0])
+  np.testing.assert_allclose(jnp.exp(found), [0.5, 0.4, 0.25], rtol=1e-5)
+  chances, used = jnp.zeros(1), []
+  for estimate in (0.9, 0.5, 0.8, 1.0):
+    above, chances = Estimated(0.4).allocate(jnp.array([estimate]), chances, 1)
+    used.append(int(above[0]))
+  assert used == [0, 0, -1, -1]  # .9, .45, then .36: the last guess is not made either, although it would be accepted
+
+
+@pytest.mark.parametrize('method', slow_but(['speculative'], ('speculative', 'spectr', 'block', 'race_traversal')))
+def test_a_search_over_lengths_is_caught(method):
+  """A first guess that is kept only if what follows it is worth a guess: the estimate for that reads the first."""
+  target, draft = np.tile([0.7, 0.3], (3, 1)), np.tile([0.5, 0.5], (3, 1))
+  tables, tree = ContextTables(draft, target, 1), TokenTree.chains(1, 1)
+  # A name of its own, so that no other test gets the program that is compiled with the patch.
+  cut_short = dataclasses.replace(coarse(METHODS[method]), name='cut short')
+  with pytest.MonkeyPatch.context() as patch:
+    proposal = enumeration.Proposal
+
+    def cut(tokens, probs, *others):
+      is_worth = jnp.array(_ESTIMATES)[tokens] > 0.5
+      return proposal(jnp.where(is_worth, tokens, -1), probs, *others)
+
+    patch.setattr(enumeration, 'Proposal', cut)
+    law = joint_law(cut_short, tree, tables, 1)
+  np.testing.assert_allclose(law, [0.85, 0.15], atol=1e-10)
+  assert enumeration_error(coarse(METHODS[method]), tree, tables, 1) < 1e-10
+
+
+def test_estimates_that_no_draft_makes_are_refused():
+  with pytest.raises(ValueError, match='Estimated reads estimates of acceptance, and this draft makes none'):
+    growing(model_drafter(tiny_transformers()[1]), Estimated())
+  with pytest.raises(ValueError, match='this draft makes none'):
+    _draw(jnp.full((4, 3), 1 / 3), 0, 0, TokenTree.slots((1, 1)), Estimated())
 
 
 @pytest.mark.slow

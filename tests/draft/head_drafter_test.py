@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 
 import spectr_jax
 from spectr_jax import SamplingParams, TokenTree
-from spectr_jax.draft import Likeliest, growing, lookup_beside
+from spectr_jax.draft import Likeliest, growing, lookup_beside, new_features
 from spectr_jax.draft.head_drafter import head_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
@@ -30,6 +29,9 @@ _CONFIGS = {
     _WIDE, features_norm='each', is_residual_normed=True, is_output_normed=True, num_embedded=V
   ),
   'eagle3 normed jointly': dataclasses.replace(_WIDE, features_norm='joint'),
+  'p-eagle': dataclasses.replace(
+    _WIDE, block=dataclasses.replace(_BLOCK, num_layers=2), features_norm='joint', mask_id=20
+  ),
   'eagle': head.HeadConfig(
     dataclasses.replace(_BLOCK, vocab_size=V), D, D, (-1,), join='linear', has_features_kernel=False,
     has_input_norms=False, has_join_bias=True, has_output_norm=False, is_reduced=False,
@@ -99,6 +101,9 @@ def _reference(target, drafter, config, text, guesses):
     full = np.full(V, -np.inf)
     full[np.asarray(drafter.params['target_ids']) if config.is_reduced else np.arange(V)] = logits
     found.append(full)
+    if config.mask_id is not None:  # whatever was guessed
+      own_features = drafter.params['mask_features'].reshape(len(config.feature_layers), D)
+      guess, after = config.mask_id, head.hidden_of_features(drafter.params, config, own_features)
     hidden = hidden.at[size].set(after)
     tokens.append(guess)
   return np.array(found)
@@ -159,7 +164,7 @@ def test_greedy_tokens_are_the_target_s(target, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['eagle3', 'mtp'])
+@pytest.mark.parametrize('name', ['eagle3', 'mtp', 'p-eagle'])
 def test_a_head_grows_trees(target, name):
   """Its laws are those of a plain computation, and greedy tokens the target's."""
   config = _CONFIGS[name]
@@ -193,7 +198,7 @@ def test_a_long_prompt_is_read_in_chunks(target, monkeypatch):
   features = jnp.stack([_features(target, config, row.tolist()) for row in prompts])
   context = spectr_jax.draft.DraftContext(lengths, target, prompts, features)
   whole = drafter.init(context, 40)
-  monkeypatch.setattr(sys.modules[head_drafter.__module__], 'PREFILL_CHUNK', 8)
+  monkeypatch.setattr(new_features, 'PREFILL_CHUNK', 8)
   parts = drafter.init(context, 40)
   np.testing.assert_array_equal(parts.cache.lengths, lengths - 1)
   np.testing.assert_allclose(parts.hidden, whole.hidden, rtol=1e-5, atol=1e-5)
@@ -210,3 +215,10 @@ def test_what_does_not_fit_is_refused():
     head_drafter(head.init_params(jax.random.key(0), _CONFIGS['eagle']), _CONFIGS['eagle'], 24)
   with pytest.raises(ValueError, match='one layer'):
     dataclasses.replace(_WIDE, block=_TARGET)
+  for options, message in (
+    ({'mask_id': -1}, 'mask_id must be a token that is embedded'),
+    ({'mask_id': V, 'num_embedded': V}, 'mask_id must be a token that is embedded, got 23'),
+    ({'mask_id': 1, 'block': dataclasses.replace(_BLOCK, windows=(3,))}, 'without windows'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      dataclasses.replace(_WIDE, **options)

@@ -10,12 +10,12 @@ import pytest
 
 import spectr_jax
 from decode.experiment import latency
-from spectr_jax import Confident, Likeliest, TokenTree, growing, lookup_beside, lookup_drafter
+from spectr_jax import Confident, Estimated, Likeliest, TokenTree, growing, lookup_beside, lookup_drafter
 from spectr_jax.draft import DraftContext, model_drafter
 from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import session as engine_session
 from spectr_jax.engine import state as engine_state
-from tests.draft.tiny_heads import tiny_head, tiny_medusa
+from tests.draft.tiny_heads import tiny_head, tiny_medusa, tiny_one_pass
 from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, begin, generate, make_keys
 from tests.slow import slow, slow_but
 
@@ -114,12 +114,14 @@ def test_programs_are_those_of_a_drafter(tables):
     slow('head', TokenTree.chains(2, 3), [None]),
     ('head', TokenTree.slots((2, 2, 2)), [Likeliest(), Likeliest(temperature=0.5, threshold=0.3)]),
     slow('model', TokenTree.slots((2, 3)), [Confident(), Confident(0.5, 0.1)]),
+    slow('one pass', TokenTree.slots((2, 3)), [Estimated(), Estimated(0.1)]),
     slow('beside a head', TokenTree.chains(2, 3), [None]),
   ],
 )
 def test_rounds_of_every_drafter_compile_once(target, draft, name, tree, growths):
   """Round by round, for other prompts, sampling parameters and rules of growth."""
-  drafter, num_traces = model_drafter(draft) if name == 'model' else tiny_head(target.vocab_size, width=32), []
+  make = {'model': lambda *_, **__: model_drafter(draft), 'one pass': tiny_one_pass}.get(name, tiny_head)
+  drafter, num_traces = make(target.vocab_size, width=32), []
 
   def propose(*rest):
     num_traces.append(name)
@@ -146,9 +148,11 @@ def test_rounds_of_every_drafter_compile_once(target, draft, name, tree, growths
     (lambda: tiny_head(17, width=32), 2 * 4 * 4 + 4 + 2 * 32 * 4),
     (lambda: lookup_beside(tiny_head(17, width=32)), 2 * 4 * 4 + 4 + 2 * 32 * 4),
     (lambda: tiny_medusa(17, width=32), 32 * 4),
+    # Keys and values of two layers.
+    (lambda: tiny_one_pass(17, width=32), 2 * 2 * 4 * 4 + 4 + 2 * 32 * 4),
     (lambda: lookup_drafter(17), 4),
   ],
-  ids=['head', 'beside a head', 'Medusa', 'lookup'],
+  ids=['head', 'beside a head', 'Medusa', 'one pass', 'lookup'],
 )
 def test_memory_of_a_drafters_state(target, drafter, per_token):
   """Bytes per row and token of its room, as docs/drafters.md has them."""

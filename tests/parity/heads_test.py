@@ -181,7 +181,7 @@ _REFERENCES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize('name', HEADS_BY_NAME)
+@pytest.mark.parametrize('name', _REFERENCES)
 def test_distributions_of_a_chain(tmp_path, name):
   target = tiny_target()
   drafter = spectr_jax.load_drafter(write_head(tmp_path, name), target)

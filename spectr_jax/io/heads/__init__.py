@@ -1,1 +1,1 @@
-"""Published heads: EAGLE-1, 2 and 3, the speculators format, Medusa-1, MTP."""
+"""Published heads: EAGLE-1, 2 and 3, the speculators format, DFlash 1 and 2, DSpark, Medusa-1, MTP."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from spectr_jax.draft import Drafter, head_drafter, medusa_drafter
+from spectr_jax.draft import Drafter, head_drafter, medusa_drafter, one_pass_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig
 from spectr_jax.io.foreign import named
 from spectr_jax.io.heads.formats import (
@@ -30,11 +30,12 @@ from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.io.hub.torch_file import TorchFile
 from spectr_jax.io.load import hub_folder
 from spectr_jax.model import Model
+from spectr_jax.models.one_pass import OnePassConfig
 
 _DOWNLOADED = ('*.json', '*.safetensors')
 _TORCH_FILES = ('pytorch_model.bin', 'medusa_lm_head.pt')
 _MEDUSA_NAME = r'(?:medusa_head\.)?([0-9]{1,9})\.([0-9]{1,9})\.(.+)'
-_KNOWN = 'EAGLE-1, 2 and 3, the speculators format, Medusa-1 and MTP'
+_KNOWN = 'EAGLE-1, 2 and 3, the speculators format, DFlash 1 and 2, DSpark, Medusa-1 and MTP'
 
 
 def output_head_rows(target: Model, ids: np.ndarray | None, dtype: str) -> jax.Array:
@@ -98,7 +99,7 @@ def _load_head(layout: Layout, tensors: Tensors, target: Model) -> Drafter:
   check_tensors(tensors, wanted, lambda name: is_beside(layout.prefix, name), integers=('d2t',))
   target.with_features(config.feature_layers)  # refuses layers that the target does not have
   params: dict[str, Any] = {}
-  ids = None
+  ids: np.ndarray | None = None
   for path, (name, leaf) in sources.items():
     if path == 'target_ids':
       found = ids = _target_ids(tensors, target)
@@ -110,7 +111,9 @@ def _load_head(layout: Layout, tensors: Tensors, target: Model) -> Drafter:
       inner = inner.setdefault(module, {})
     inner[last] = jnp.asarray((found.T if is_transposed(path) else found).astype(leaf.dtype))
   if not config.has_unembedding:
-    params['unembedding'] = output_head_rows(target, ids, config.block.dtype)
+    params['unembedding'] = output_head_rows(target, ids, layout.param_shapes['unembedding'].dtype)
+  if isinstance(config, OnePassConfig):
+    return one_pass_drafter(params, config, target.vocab_size)
   return head_drafter(params, config, target.vocab_size)
 
 
@@ -147,7 +150,7 @@ class HeadFiles:
 
   Attributes:
     path: The folder.
-    format: `EAGLE`, `EAGLE-3`, `speculators`, `Medusa`, `MTP`, or `MTP, DeepSeek`.
+    format: `EAGLE`, `EAGLE-3`, `speculators`, `DFlash`, `DFlash 2`, `DSpark`, `Medusa`, `MTP`, or `MTP, DeepSeek`.
     prefix: The beginning of the names that belong to it.
     is_part: Whether it stands among the tensors of its target.
     spec: The content of `config.json`, checked.
@@ -220,8 +223,9 @@ def open_head(path: epath.PathLike) -> HeadFiles | None:
 
 
 def load_drafter(path: epath.PathLike, target: Model, *, dtype: str | None = None) -> Drafter:
-  """Reads a published head as a drafter: EAGLE-1, 2 or 3, the speculators format, Medusa-1, MTP.
+  """Reads a published head as a drafter.
 
+  Known are EAGLE-1, 2 and 3, P-EAGLE, the speculators format, DFlash 1 and 2, DSpark, Medusa-1 and MTP.
   A head without an output head takes the target's rows, once. A head without an embedding reads the target's.
 
   Args:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+DFLASH, DFLASH2, DSPARK = 'DFlash', 'DFlash 2', 'DSpark'
 MEDUSA, MTP, DEEPSEEK_MTP = 'Medusa', 'MTP', 'MTP, DeepSeek'
 _MTP_NAME = r'model\.layers\.([0-9]{1,5})\.eh_proj\.weight'
 
@@ -21,6 +22,11 @@ def find_format(spec: Mapping[str, Any], names: set[str]) -> str | None:
     return 'speculators'
   if {'midlayer.self_attn.q_proj.weight', 'layers.0.hidden_norm.weight'} & names:
     return 'EAGLE-3'
+  if {'fc.weight', 'hidden_norm.weight'} <= names:
+    if 'candidate_selector.predecessor_codebook' in names:
+      return DFLASH2
+    # DFlash takes the target's embedding and output head; DSpark has copies.
+    return DSPARK if {'lm_head.weight', 'markov_head.markov_w1.weight'} & names else DFLASH
   if {'fc.weight', 'layers.0.self_attn.q_proj.weight'} <= names:
     return 'EAGLE'
   if {'0.0.linear.weight', 'medusa_head.0.0.linear.weight'} & names:

@@ -108,7 +108,9 @@ def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
   shapes = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in stored}
   tensors = _Arrays({name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()})
   sizes = TargetSizes(vocab_size, config.target_dim, config.embedding_dim, 0)
-  _check_same(config, read_eagle3(spec, tensors, sizes, None).config)
+  read = read_eagle3(spec, tensors, sizes, None).config
+  assert isinstance(read, HeadConfig)  # as that reader makes it
+  _check_same(config, read)
   return spec
 
 

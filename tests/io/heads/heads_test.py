@@ -8,7 +8,23 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from published_heads import HEADS_BY_NAME, IDS, LAYERS, TARGET, VD, D, V, arrays_of, tiny_target, write_head
+from published_heads import (
+  CANDIDATES,
+  GROUP,
+  HEADS_BY_NAME,
+  IDS,
+  LAYERS,
+  MASK,
+  RANK,
+  SLOTS,
+  TARGET,
+  VD,
+  D,
+  V,
+  arrays_of,
+  tiny_target,
+  write_head,
+)
 from safetensors import safe_open
 
 import spectr_jax
@@ -16,16 +32,25 @@ from spectr_jax import SamplingParams, TokenTree, load_drafter, save_drafter
 from spectr_jax.draft import head_drafter, lookup_drafter
 from spectr_jax.draft.head_drafter import config_of
 from spectr_jax.draft.medusa_drafter import config_of as medusa_config_of
+from spectr_jax.draft.one_pass_drafter import config_of as one_pass_config_of
 from spectr_jax.engine.loop import noise_keys, propose
 from spectr_jax.io.heads import save as heads_save
 from spectr_jax.io.heads.load import open_head
 from spectr_jax.models import causal_lm
+from spectr_jax.models.one_pass import Convolution, Selector
 from tests.slow import slow_but
 
 _FORMATS = {
   'eagle': 'EAGLE', 'eagle3': 'EAGLE-3', 'speculators': 'speculators', 'speculators joint': 'speculators',
-  'medusa': 'Medusa', 'mtp': 'MTP', 'deepseek mtp': 'MTP, DeepSeek',
+  'medusa': 'Medusa', 'mtp': 'MTP', 'deepseek mtp': 'MTP, DeepSeek', 'dflash': 'DFlash', 'dspark': 'DSpark',
+  'dspark gated': 'DSpark', 'dspark rnn': 'DSpark', 'speculators dflash': 'speculators',
+  'speculators dspark': 'speculators', 'dflash2': 'DFlash 2', 'speculators dflash2': 'speculators',
+  'speculators peagle': 'speculators',
 }  # fmt: skip
+
+
+_DFLASH = {'target_layer_ids': [0, 3], 'mask_token_id': MASK}
+_DFLASH2 = _DFLASH | {'conv_kernel_size': 2, 'conv_group_size': GROUP, 'selector_top_k': CANDIDATES}
 
 
 @pytest.fixture(scope='module')
@@ -79,6 +104,86 @@ def test_configurations_name_layers_in_two_ways(tmp_path, target):
     fc = {'fc.weight': np.ones((D, 2 * D), np.float32)}
     drafter = load_drafter(write_head(tmp_path, 'eagle3', fc, spec), target)
     assert drafter.feature_layers == (1, 4)
+
+
+@pytest.mark.parametrize('name', ['dspark gated', 'dspark rnn', 'speculators dspark'])
+def test_the_tensors_of_dspark_come_to_their_places(tmp_path, target, name):
+  arrays = arrays_of(name)
+  drafter = load_drafter(write_head(tmp_path, name), target)
+  params = drafter.params
+  part = 'gate' if name == 'dspark gated' else 'joint'
+  for found, theirs in (
+    (params['features']['kernel'].T, 'fc.weight'),
+    (params['features_norm']['gain'], 'hidden_norm.weight'),
+    (params['final_norm']['gain'], 'norm.weight'),
+    (params['unembedding'].T, 'lm_head.weight'),
+    (params['layer_1']['attention_norm']['gain'], 'layers.1.input_layernorm.weight'),
+    (params['layer_1']['mlp_norm']['gain'], 'layers.1.post_attention_layernorm.weight'),
+    (params['layer_1']['attention']['k']['kernel'].T, 'layers.1.self_attn.k_proj.weight'),
+    (params['layer_0']['attention']['q_norm']['gain'], 'layers.0.self_attn.q_norm.weight'),
+    (params['markov']['embedding'], 'markov_head.markov_w1.weight'),
+    (params['markov']['unembedding'].T, 'markov_head.markov_w2.weight'),
+    (params['markov'][part]['kernel'].T, f'markov_head.{part}_proj.weight'),
+    (params['markov'][part]['bias'], f'markov_head.{part}_proj.bias'),
+    (params['confidence']['kernel'].T, 'confidence_head.proj.weight'),
+    (params['confidence']['bias'], 'confidence_head.proj.bias'),
+  ):
+    np.testing.assert_array_equal(found, arrays[theirs])
+  config = one_pass_config_of(drafter)
+  assert config.feature_layers == drafter.feature_layers == (0, 3)  # by outputs or by inputs of layers
+  assert (config.num_slots, config.mask_id, drafter.max_depth) == (SLOTS, MASK, SLOTS - (name == 'speculators dspark'))
+
+
+def test_the_tensors_of_p_eagle_come_to_their_places(tmp_path, target):
+  arrays = arrays_of('speculators peagle')
+  drafter = load_drafter(write_head(tmp_path, 'speculators peagle'), target)
+  params, config = drafter.params, config_of(drafter)
+  for found, theirs in (
+    (params['mask_features'], 'mask_hidden'),
+    (params['attention']['q']['kernel'].T, 'layers.0.self_attn.q_proj.weight'),
+    (params['layer_1']['attention']['q']['kernel'].T, 'layers.1.self_attn.q_proj.weight'),
+    (params['layer_1']['attention_norm']['gain'], 'layers.1.input_layernorm.weight'),
+    (params['layer_1']['mlp']['down']['kernel'].T, 'layers.1.mlp.down_proj.weight'),
+  ):
+    np.testing.assert_array_equal(found, arrays[theirs])
+  assert (config.mask_id, config.block.num_layers, config.is_residual_normed) == (MASK, 2, True)
+
+
+def test_the_tensors_of_dflash2_come_to_their_places(tmp_path, target):
+  for name in ('dflash2', 'speculators dflash2'):
+    arrays = arrays_of(name)
+    drafter = load_drafter(write_head(tmp_path / name, name), target)
+    params, config = drafter.params, one_pass_config_of(drafter)
+    for found, theirs in (
+      (params['layer_1']['attention_conv']['base'], 'layers.1.attention_conv.base_kernel'),
+      (params['layer_1']['mlp_conv']['kernel'].T, 'layers.1.mlp_conv.kernel_projection.weight'),
+      (params['selector']['before'], 'candidate_selector.predecessor_codebook'),
+      (params['selector']['after'], 'candidate_selector.successor_codebook'),
+      (params['selector']['kernel'].T, 'candidate_selector.hidden_projection.weight'),
+    ):
+      np.testing.assert_array_equal(found, arrays[theirs])
+    assert config.selector == Selector(RANK, V, CANDIDATES)
+    assert config.convolution == Convolution(2, GROUP)
+    assert (drafter.max_depth, config.has_causal_windows) == (SLOTS - 1, False)
+
+
+def test_one_pass_formats_differ_in_windows_and_first_slots(tmp_path, target):
+  configs = {
+    name: one_pass_config_of(load_drafter(write_head(tmp_path / name, name, (), spec), target))
+    for name, spec in (('dflash', {}), ('dspark', {}), ('speculators dflash', {}), ('speculators dspark', {}))
+  }
+  fields = 'guesses_at_root', 'sees_from_root', 'has_causal_windows', 'is_reduced', 'has_unembedding', 'num_embedded'
+  found = {name: tuple(getattr(config, field) for field in fields) for name, config in configs.items()}
+  assert found == {
+    'dflash': (False, False, True, False, False, None),
+    'dspark': (True, False, True, False, True, V),
+    'speculators dflash': (False, True, True, True, True, None),
+    'speculators dspark': (False, True, False, True, True, None),
+  }
+  assert [config.backbone.windows for config in configs.values()] == [(3, None), (), (3, None), (3, None)]
+  assert configs['dflash'].backbone.has_qk_norm
+  other = write_head(tmp_path / 'dflash', 'dflash', (), {'is_causal': False})
+  assert not one_pass_config_of(load_drafter(other, target)).has_causal_windows
 
 
 def test_speculators_say_what_is_normed(tmp_path, target):
@@ -149,7 +254,7 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
     ('eagle3', {'d2t': None, 't2d': None}, {}, 'the head guesses 11 tokens, but the target has 23'),
     ('eagle', {}, {'bias': False}, '1 tensors too many, the first of them fc.bias'),
     ('eagle', {'embed_tokens.weight': np.ones((9, D), np.float32)}, {}, r'has shape \(9, 16\), and the target has 23'),
-    ('speculators', {}, {'speculators_model_type': 'dflash'}, 'speculators of type dflash are not read'),
+    ('speculators', {}, {'speculators_model_type': 'xpress'}, 'speculators of type xpress are not read; known are'),
     ('medusa', {'0.1.linear.weight': np.ones((D, D), np.float32)}, {}, 'several residual layers'),
     ('medusa', {'3.1.weight': None}, {}, 'lacks 1 tensors, the first of them 3.1.weight'),
     ('mtp', {'mtp.layers.0.mlp.experts.0.up_proj.weight': np.ones(1)}, {}, 'has a mixture of experts, which is not'),
@@ -179,6 +284,49 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
     ('speculators', {}, {'speculators_model_type': [1]}, 'speculators_model_type must be a text'),
     ('medusa', {'999999999.0.linear.weight': np.ones((D, D), np.float32)}, {}, 'names Medusa head 999999999, but has'),
     ('medusa', {}, {'torch_dtype': ['float32']}, 'torch_dtype must be a text'),
+    ('dflash', {}, {'architectures': ['DFlash3DraftModel']}, 'architecture DFlash3DraftModel is unknown'),
+    ('dflash', {}, {'is_causal': True}, 'is_causal True is not supported'),
+    ('dspark', {}, {'num_hidden_layers': 3}, 'lacks 11 tensors, the first of them layers.2.'),
+    ('dflash', {}, {'num_hidden_layers': 9999}, 'has 9999 layers, but the checkpoint 25 tensors'),
+    ('dflash', {}, {'num_hidden_layers': 0}, 'has 0 layers'),
+    ('dflash', {}, {'block_size': 1}, 'a block of 1 slot guesses nothing'),
+    ('dflash', {}, {'block_size': 10**9}, 'block_size must be a whole number from 1 to 1024'),
+    ('dflash', {}, {'block_size': None}, 'the configuration of the head has no block_size'),
+    ('dflash', {}, {'dflash_config': 7}, 'dflash_config must be an object'),
+    ('dflash', {}, {'dflash_config': {'mask_token_id': MASK}}, 'the configuration of the head has no target_layer_ids'),
+    ('dflash', {}, {'dflash_config': _DFLASH | {'target_layer_ids': []}}, 'feature_layers must be integers, at least'),
+    ('dflash', {}, {'dflash_config': _DFLASH | {'target_layer_ids': [0, 4]}}, 'enters layer 5 of the target; possible'),
+    ('dflash', {}, {'dflash_config': _DFLASH | {'mask_token_id': V}}, "mask_id 23 is not among the target's 23 tokens"),
+    ('dflash', {}, {'dflash_config': _DFLASH | {'output_multiplier': 0.5}}, 'output_multiplier 0.5 is not supported'),
+    ('dflash', {}, {'layer_types': ['full_attention', 'chunked']}, "layer_types: 'chunked' is not supported"),
+    ('dflash', {'hidden_norm.weight': np.ones(D + 1, np.float32)}, {}, r'hidden_norm.weight must have shape \(16,\)'),
+    ('dflash2', {}, {'architectures': ['DFlashDraftModel']}, 'architecture DFlashDraftModel is unknown in this format'),
+    ('dflash2', {}, {'dflash_config': _DFLASH2 | {'conv_group_size': 5}}, 'width of 16 does not divide into groups'),
+    ('dflash2', {}, {'dflash_config': _DFLASH2 | {'conv_kernel_size': 5}}, 'a convolution of 5 taps needs as many'),
+    ('dflash2', {}, {'dflash_config': _DFLASH2 | {'conv_kernel_size': 3}}, r'must have shape \(2, 3, 16\), got'),
+    ('dflash2', {}, {'dflash_config': _DFLASH2 | {'selector_top_k': V + 1}}, '24 candidates were asked for among 23'),
+    ('dflash2', {}, {'dflash_config': _DFLASH}, 'the configuration of the head has no conv_kernel_size'),
+    ('dflash2', {'candidate_selector.successor_codebook': None}, {}, 'lacks 1 tensors, the first of them candidate_'),
+    ('dflash2', {'lm_head.weight': np.ones((VD, D), np.float32), 'd2t': IDS - np.arange(VD)}, {}, 'selector stands'),
+    ('speculators peagle', {'mask_hidden': None}, {}, 'lacks 1 tensors, the first of them mask_hidden'),
+    ('speculators peagle', {}, {'mask_token_id': None}, 'the configuration of the head has no mask_token_id'),
+    ('speculators peagle', {}, {'mask_token_id': V}, 'mask_id must be a token that is embedded, got 23'),
+    ('speculators peagle', {'mask_hidden': np.ones((1, D), np.float32)}, {}, r'must have shape \(1, 1, 48\), got'),
+    ('dspark', {}, {'architectures': ['Qwen9DSparkModel']}, 'architecture Qwen9DSparkModel is unknown in this format'),
+    ('dspark', {}, {'layer_types': ['sliding_attention'] * 2}, 'sliding_attention is not supported in this format'),
+    ('dspark', {}, {'markov_head_type': 'rnn'}, 'markov_head_type is rnn, and the tensors are those of vanilla'),
+    ('dspark', {}, {'mask_token_id': V}, 'mask_id 23 is not among the 23 tokens of the embedding'),
+    ('dspark', {'markov_head.markov_w1.weight': np.ones((9, RANK), np.float32)}, {}, r'shape \(9, 6\), and the target'),
+    ('dspark', {'markov_head.markov_w2.weight': np.ones((V, 3), np.float32)}, {}, r'must have shape \(23, 6\)'),
+    ('dspark', {'confidence_head.proj.weight': np.ones((1, 5), np.float32)}, {}, r'must have shape \(1, 22\)'),
+    (
+      'dspark', {'markov_head.markov_w1.weight': None, 'markov_head.markov_w2.weight': None}, {},
+      'confidence_head.proj.weight reads 22 numbers, and there are 16',
+    ),
+    ('dspark', {'embed_tokens.weight': np.ones((V, 5), np.float32)}, {}, '16 wide, and reads embeddings of width 5'),
+    ('speculators dspark', {}, {'aux_hidden_state_layer_ids': None}, 'the head has no aux_hidden_state_layer_ids'),
+    ('speculators dspark', {}, {'aux_hidden_state_layer_ids': [-1]}, 'enters layer -1 of the target; possible'),
+    ('speculators dspark', {}, {'sample_from_anchor': 1}, 'sample_from_anchor must be true or false'),
   ],
 )  # fmt: skip
 def test_heads_that_do_not_fit(tmp_path, target, name, changes, spec, message):

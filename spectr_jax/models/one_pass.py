@@ -1,0 +1,561 @@
+"""Networks that guess a block of tokens in one pass: DFlash, DFlash 2, DSpark.
+
+A few decoder blocks run once over W slots: the last token of the text, then W - 1 times a mask token. The text behind
+them is there as the target's hidden states, which a product and a norm map to a context. Every layer projects keys and
+values of the context with its own kernels, keeps them in a cache, and attends to them and to all W slots. Slots are not
+written to the cache: what they hold are guesses.
+
+The output of a slot gives logits U, whatever is guessed in the slots before. DFlash stops there, so its guesses at
+different depths are independent. In DSpark a small sequential part adds a bias B(x) for the token x before, so the W
+logits become a Markov chain, softmax(U_k + B(x_{k-1})), and any tree of guesses is drawn from one pass. DFlash 2 does
+so with the likeliest tokens of each slot alone, and mixes neighbouring slots before and after attention and MLP.
+
+Sources: DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), DFlash 2 (github.com/z-lab/dflash). Parameters are a
+nested dict of arrays of one dtype, with kernels `[in, out]`, see `param_shapes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.model import KVCache
+from spectr_jax.models import causal_lm, layers
+from spectr_jax.models.causal_lm_config import CausalLMConfig, check_sizes
+from spectr_jax.models.products import matmul
+
+_KINDS = ('vanilla', 'gated', 'rnn')
+
+
+@dataclasses.dataclass(frozen=True)
+class Markov:
+  """The sequential part of DSpark: how the token before biases the logits of a slot.
+
+  With e the embedding of that token, `[rank]`, h the output of the slot and [;] side by side, the bias is W of
+    `vanilla`: e;
+    `gated`: sigmoid(G [h; e]) e;
+    `rnn`: tanh(o), where (g, c, o) = J [s; e; h], and the state s becomes sigmoid(g) s + (1 - sigmoid(g)) tanh(c).
+
+  Attributes:
+    rank: Width of e and s.
+    num_tokens: Tokens that e is there for, at least the target's.
+    kind: `vanilla`, `gated` or `rnn`.
+
+  Raises:
+    ValueError: A size is not a positive integer, or the kind is unknown.
+  """
+
+  rank: int
+  num_tokens: int
+  kind: Literal['vanilla', 'gated', 'rnn'] = 'vanilla'
+
+  def __post_init__(self):
+    check_sizes(self, 'rank', 'num_tokens')
+    if self.kind not in _KINDS:
+      raise ValueError(f'kind must be one of {", ".join(_KINDS)}; got {self.kind!r}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Selector:
+  """The sequential part of DFlash 2: a law over the likeliest tokens of a slot, given the token before.
+
+  With h the output of the slot, a candidate y after the token x has the logit U(y) + sum of a(x) (P h) b(y), over the
+  entries of the three vectors. Tokens that are no candidates are not guessed.
+
+  Attributes:
+    rank: Width of a(x), P h and b(y).
+    num_tokens: Tokens that a and b are there for, at least the target's.
+    num_candidates: The number of likeliest tokens that are candidates.
+
+  Raises:
+    ValueError: A size is not a positive integer.
+  """
+
+  rank: int
+  num_tokens: int
+  num_candidates: int
+
+  def __post_init__(self):
+    check_sizes(self, 'rank', 'num_tokens', 'num_candidates')
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+  """The mixing of neighbouring slots in DFlash 2: before and after attention, and before and after the MLP.
+
+  Slot i becomes the sum over taps t of (b_t + d_{i,t}) x_{i-t}, entry by entry, without slots before the first. The
+  kernel b is fixed. d is linear in the normalised input of attention or MLP, with one number for a group of entries.
+
+  Attributes:
+    num_taps: Slots that are mixed, a slot itself included.
+    group_size: Neighbouring entries that share d.
+
+  Raises:
+    ValueError: A size is not a positive integer.
+  """
+
+  num_taps: int
+  group_size: int
+
+  def __post_init__(self):
+    check_sizes(self, 'num_taps', 'group_size')
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePassConfig:
+  """The sizes of a network that guesses a block in one pass, and what it does where published ones differ.
+
+  Attributes:
+    backbone: Sizes of its decoder blocks. Its `vocab_size` is Vd, the tokens that it can guess, and its windows are
+      those of `sees_from_root` and `has_causal_windows`.
+    target_dim: Width of the target's hidden states.
+    feature_layers: The F layers of the target that it reads, numbered as in `Model.features_fn`.
+    num_slots: W, the last token included.
+    mask_id: The token that fills the slots behind the last token.
+    guesses_at_root: Whether slot 0 guesses the token after the last one (DSpark), so that W tokens are guessed; else
+      slot 1 does, and W - 1 are (DFlash).
+    sees_from_root: Whether a window of n tokens is that of the n tokens before the last one for all slots, and ends no
+      slot's view of others; else it ends with the slot itself, as in decoders.
+    has_causal_windows: Whether slots do not attend to later ones in layers that have a window.
+    markov: The sequential part of DSpark, or None.
+    selector: That of DFlash 2, or None. With neither, guesses are independent of each other.
+    convolution: How neighbouring slots are mixed, or None for not at all.
+    confidence: What the estimate reads whether a slot's guess is accepted: the slot's output alone (`hidden`), or the
+      embedding of the token before as well (`markov`). None if there is no estimate.
+    num_embedded: Tokens of an embedding of its own; None if it reads the target's.
+    has_unembedding: Whether it has an output head of its own; else it takes the target's rows.
+    is_reduced: Whether it guesses some of the target's tokens only, those of the parameter `target_ids`.
+
+  Raises:
+    ValueError: A size, layer or token is no number that it can be, or options contradict each other.
+  """
+
+  backbone: CausalLMConfig
+  target_dim: int
+  feature_layers: tuple[int, ...]
+  num_slots: int
+  mask_id: int
+  guesses_at_root: bool = False
+  sees_from_root: bool = False
+  has_causal_windows: bool = True
+  markov: Markov | None = None
+  selector: Selector | None = None
+  convolution: Convolution | None = None
+  confidence: Literal['hidden', 'markov'] | None = None
+  num_embedded: int | None = None
+  has_unembedding: bool = True
+  is_reduced: bool = False
+
+  def __post_init__(self):
+    if self.backbone.rope is None:
+      raise ValueError('a network that guesses in one pass has rotary positions, got rope None')
+    own = ['num_embedded'] if self.num_embedded is not None else []
+    check_sizes(self, 'target_dim', 'num_slots', *own)
+    if not self.max_depth:
+      raise ValueError('a block of 1 slot guesses nothing: its only token is the last one')
+    if not self.feature_layers or any(type(layer) is not int for layer in self.feature_layers):
+      raise ValueError(f'feature_layers must be integers, at least one, got {reprlib.repr(self.feature_layers)}')
+    if type(self.mask_id) is not int or self.mask_id < 0:
+      raise ValueError(f'mask_id must be a token, got {self.mask_id!r}')
+    if self.num_embedded is not None and self.mask_id >= self.num_embedded:
+      raise ValueError(f'mask_id {self.mask_id} is not among the {self.num_embedded} tokens of the embedding')
+    if self.confidence not in (None, 'hidden', 'markov'):
+      raise ValueError(f'confidence must be hidden, markov or None, got {self.confidence!r}')
+    if self.confidence == 'markov' and self.markov is None:
+      raise ValueError('confidence markov reads the embedding of the sequential part, and markov is None')
+    if self.selector is not None:
+      if self.markov is not None or self.is_reduced:
+        raise ValueError('a selector stands alone: without markov, and with all tokens of the target')
+      if self.selector.num_candidates > self.backbone.vocab_size:
+        raise ValueError(
+          f'{self.selector.num_candidates} candidates were asked for among {self.backbone.vocab_size} tokens'
+        )
+    if self.convolution is not None:
+      width = self.backbone.embed_dim
+      if width % self.convolution.group_size:
+        raise ValueError(f'a width of {width} does not divide into groups of {self.convolution.group_size}')
+      if self.convolution.num_taps > self.num_slots:
+        raise ValueError(f'a convolution of {self.convolution.num_taps} taps needs as many slots, got {self.num_slots}')
+
+  @property
+  def max_depth(self) -> int:
+    """The tokens that it guesses ahead."""
+    return self.num_slots if self.guesses_at_root else self.num_slots - 1
+
+
+def param_shapes(config: OnePassConfig) -> dict[str, Any]:
+  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`.
+
+  The output head is one of them also where it is made of the target's rows: it is gathered once, when it is loaded.
+
+  Args:
+    config: The network.
+  """
+  backbone, width = config.backbone, config.backbone.embed_dim
+
+  def array(*shape, dtype=backbone.dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+  def linear(num_in, num_out):
+    return {'kernel': array(num_in, num_out), 'bias': array(num_out)}
+
+  of_decoder = causal_lm.param_shapes(backbone)
+  shapes = {name: shape for name, shape in of_decoder.items() if name.startswith('layer_') or name == 'final_norm'}
+  shapes |= {
+    'features': {'kernel': array(len(config.feature_layers) * config.target_dim, width)},
+    'features_norm': {'gain': array(width)},
+    'unembedding': array(width, backbone.vocab_size),
+  }
+  if config.num_embedded is not None:
+    shapes['embedding'] = array(config.num_embedded, width)
+  if config.is_reduced:
+    shapes['target_ids'] = array(backbone.vocab_size, dtype='int32')
+  rank = 0 if config.markov is None else config.markov.rank
+  if config.markov is not None:
+    more = {
+      'vanilla': {},
+      'gated': {'gate': linear(width + rank, rank)},
+      'rnn': {'joint': linear(2 * rank + width, 3 * rank)},
+    }
+    shapes['markov'] = {
+      'embedding': array(config.markov.num_tokens, rank),
+      'unembedding': array(rank, backbone.vocab_size),
+      **more[config.markov.kind],
+    }
+  if config.selector is not None:
+    books = array(config.selector.num_tokens, config.selector.rank)
+    shapes['selector'] = {'before': books, 'after': books, 'kernel': array(width, config.selector.rank)}
+  if config.convolution is not None:
+    num_taps, num_groups = config.convolution.num_taps, width // config.convolution.group_size
+    own = {'base': array(2, num_taps, width), 'kernel': array(width, 2 * num_taps * num_groups)}
+    for layer in range(backbone.num_layers):
+      shapes[f'layer_{layer}'] |= {'attention_conv': dict(own), 'mlp_conv': dict(own)}
+  if config.confidence is not None:
+    shapes['confidence'] = linear(width + (rank if config.confidence == 'markov' else 0), 1)
+  return shapes
+
+
+def init_cache(config: OnePassConfig, batch_size: int, cache_size: int) -> KVCache:
+  """An empty cache of the keys and values of the context.
+
+  Args:
+    config: The network.
+    batch_size: B, rows.
+    cache_size: Tokens that a row can hold.
+  """
+  backbone = config.backbone
+  return KVCache.empty(
+    num_layers=backbone.num_layers,
+    batch_size=batch_size,
+    num_heads=backbone.num_cached_heads,
+    head_dim=backbone.head_dim,
+    cache_size=cache_size,
+    dtype=backbone.cache_dtype or backbone.dtype,
+  )
+
+
+def _rotations(config: OnePassConfig, positions: jax.Array) -> list[Any]:
+  """The angles of rotary positions of every layer."""
+  backbone = config.backbone
+  by_rope = {rope: causal_lm.rotation_of(rope, positions) for rope in map(backbone.rope_of, range(backbone.num_layers))}
+  return [by_rope[backbone.rope_of(layer)] for layer in range(backbone.num_layers)]
+
+
+def read_context(
+  params: Mapping[str, Any], config: OnePassConfig, features: jax.Array, positions: jax.Array, cache: KVCache
+) -> KVCache:
+  """The cache with the keys and values of some tokens' context pending.
+
+  Args:
+    params: The parameters.
+    config: The network.
+    features: `[B, N, F, target_dim]`, the target's hidden states at these tokens.
+    positions: int32 `[B, N]`, their positions.
+    cache: The cache, with nothing pending.
+  """
+  backbone, num_new = config.backbone, features.shape[1]
+  joined = features.astype(backbone.dtype).reshape(*features.shape[:2], -1)
+  context = causal_lm.norm(params['features_norm'], causal_lm.linear(params['features'], joined), backbone)
+  pending = []
+  for layer, rotation in enumerate(_rotations(config, positions)):
+    _, key, value = causal_lm.project(params[f'layer_{layer}']['attention'], backbone, context, rotation)
+    keys, values = jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
+    pending.append(cache.append(layer, keys, values, num_pending_slots=num_new))
+  keys, values = zip(*pending, strict=True)
+  return dataclasses.replace(cache, pending_keys=keys, pending_values=values, num_pending=cache.num_pending + num_new)
+
+
+def _visible(config: OnePassConfig, window: int | None, positions: jax.Array, cache: KVCache):
+  """The slots of the block, bool `[1, W, W]`, and those of the cache that each slot attends to, as in `causal_lm`."""
+  slots = jnp.arange(config.num_slots)
+  ahead = slots - slots[:, None]  # of the other slot over this one
+  seen = jnp.ones(ahead.shape, bool)
+  if window is None:
+    return seen[None], causal_lm.visible_slots(None, positions, cache)
+  if config.has_causal_windows:
+    seen &= ahead <= 0
+  if config.sees_from_root:
+    return seen[None], causal_lm.visible_slots(window + 1, positions[:, :1], cache)  # the root counts itself
+  return (seen & (jnp.abs(ahead) < window))[None], causal_lm.visible_slots(window, positions, cache)
+
+
+def _convolve(x: jax.Array, base: jax.Array, dynamic: jax.Array) -> jax.Array:
+  """`[B, W, embed_dim]`, slots mixed with those before them, see `Convolution`.
+
+  Args:
+    x: `[B, W, embed_dim]`.
+    base: `[T, embed_dim]`, the fixed kernel b.
+    dynamic: `[B, W, T, G]`, the kernel d of every slot, a number per group.
+  """
+  mixed, group_size = jnp.zeros_like(x), x.shape[-1] // dynamic.shape[-1]
+  for tap in range(len(base)):
+    before = jnp.pad(x[:, : x.shape[1] - tap], ((0, 0), (tap, 0), (0, 0)))
+    mixed += (base[tap] + jnp.repeat(dynamic[:, :, tap], group_size, axis=-1)) * before
+  return mixed
+
+
+def _mixed(params, x: jax.Array, run_fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
+  """`run_fn` of mixed slots, mixed again; both kernels are those of its input `[B, W, embed_dim]`."""
+  dynamic = causal_lm.linear(params, x).reshape(*x.shape[:2], 2, params['base'].shape[1], -1)
+  result = run_fn(_convolve(x, params['base'][0], dynamic[:, :, 0]))
+  return _convolve(result, params['base'][1], dynamic[:, :, 1])
+
+
+def _layer(params, config: OnePassConfig, layer: int, x, rotation, visible, cache: KVCache):
+  """The stream after a decoder block, `[B, W, embed_dim]`, whose slots may be mixed."""
+  backbone = config.backbone
+  if config.convolution is None:
+    return causal_lm.block(params, backbone, layer, x, rotation, visible, cache)[0]
+
+  def attend(normed):
+    return causal_lm.attention(params['attention'], backbone, layer, normed, rotation, visible, cache)[0]
+
+  def transform(normed):
+    return causal_lm.mlp(params['mlp'], backbone, normed)
+
+  normed = causal_lm.norm(params['attention_norm'], x, backbone)
+  x += _mixed(params['attention_conv'], normed, attend)
+  normed = causal_lm.norm(params['mlp_norm'], x, backbone)
+  return x + _mixed(params['mlp_conv'], normed, transform)
+
+
+def run_block(params: Mapping[str, Any], config: OnePassConfig, embedded: jax.Array, cache: KVCache) -> jax.Array:
+  """The outputs of all slots, `[B, W, embed_dim]`, the inputs of the output head.
+
+  Args:
+    params: The parameters.
+    config: The network.
+    embedded: `[B, W, embed_dim]`, the embedded last token and mask tokens.
+    cache: The context of all tokens before the last one; it stays as it is.
+  """
+  backbone = config.backbone
+  positions = cache.lengths[:, None] + jnp.arange(config.num_slots)
+  windows = {backbone.window(layer) for layer in range(backbone.num_layers)}
+  visible = {window: _visible(config, window, positions, cache) for window in windows}
+  x = embedded.astype(backbone.dtype)
+  for layer, rotation in enumerate(_rotations(config, positions)):
+    seen = visible[backbone.window(layer)]
+    x = _layer(params[f'layer_{layer}'], config, layer, x, rotation, seen, cache)
+  return causal_lm.norm(params['final_norm'], x, backbone)
+
+
+def unembed(params: Mapping[str, Any], output: jax.Array) -> jax.Array:
+  """Logits U of the Vd tokens that can be guessed, `[..., Vd]`, in float32 or wider.
+
+  Args:
+    params: The parameters.
+    output: `[..., embed_dim]`, from `run_block`.
+  """
+  return matmul(output, params['unembedding'])
+
+
+def embed_before(params: Mapping[str, Any], config: OnePassConfig, tokens: jax.Array) -> jax.Array:
+  """The embeddings e of the tokens before, `[..., rank]`, of a network with a sequential part.
+
+  Args:
+    params: The parameters.
+    config: The network.
+    tokens: Integers `[...]`.
+  """
+  return layers.take_rows(params['markov']['embedding'], tokens).astype(config.backbone.dtype)
+
+
+def bias(
+  params: Mapping[str, Any], config: OnePassConfig, before: jax.Array, output: jax.Array, state: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+  """The bias of a slot's logits by the tokens before it, see `Markov`.
+
+  Args:
+    params: The parameters.
+    config: The network, with a sequential part.
+    before: `[..., rank]`, from `embed_before`.
+    output: `[..., embed_dim]`, the outputs of the slot.
+    state: `[..., rank]`, s before the slot, 0 before the first. Only `rnn` reads it; None for others.
+
+  Returns:
+    `[..., Vd]` in float32 or wider, and s after the slot.
+
+  Raises:
+    ValueError: The network has no sequential part of this kind, or one with a state gets none.
+  """
+  if config.markov is None:
+    raise ValueError('this network has no Markov chain')
+  own = params['markov']
+  if config.markov.kind == 'gated':
+    mixed = jax.nn.sigmoid(causal_lm.linear(own['gate'], jnp.concatenate([output, before], axis=-1))) * before
+  elif config.markov.kind == 'rnn':
+    if state is None:
+      raise ValueError('a recurrent bias needs the state before the slot')
+    product = causal_lm.linear(own['joint'], jnp.concatenate([state, before, output], axis=-1))
+    gate, candidate, mixed = jnp.split(product, 3, axis=-1)
+    gate, mixed = jax.nn.sigmoid(gate), jnp.tanh(mixed)
+    state = gate * state + (1 - gate) * jnp.tanh(candidate)
+  else:
+    mixed = before
+  return matmul(mixed, own['unembedding']), state
+
+
+def select(
+  params: Mapping[str, Any],
+  logits: jax.Array,
+  candidates: jax.Array,
+  tokens: jax.Array,
+  output: jax.Array,
+) -> jax.Array:
+  """The logits of a slot after the tokens before it, `[B, N, V]`; -inf for tokens that are no candidates.
+
+  Source: see `Selector`.
+
+  Args:
+    params: The parameters of a network with a selector.
+    logits: `[B, V]`, the slot's logits U.
+    candidates: int32 `[B, C]`, the tokens that are candidates.
+    tokens: int32 `[B, N]`, the tokens before.
+    output: `[B, embed_dim]`, the outputs of the slot.
+  """
+  own = params['selector']
+  before = layers.take_rows(own['before'], tokens).astype(output.dtype) * causal_lm.linear(own, output)[:, None]
+  after = layers.take_rows(own['after'], candidates).astype(output.dtype)
+  scores = jnp.einsum('bnr,bcr->bnc', before, after, preferred_element_type=logits.dtype)
+  scores += jnp.take_along_axis(logits, candidates, axis=1)[:, None]
+
+  def of_row(scores, candidates):
+    return jnp.full((len(scores), logits.shape[-1]), -jnp.inf, logits.dtype).at[:, candidates].set(scores)
+
+  return jax.vmap(of_row)(scores, candidates)
+
+
+def confidence(
+  params: Mapping[str, Any], config: OnePassConfig, output: jax.Array, before: jax.Array | None
+) -> jax.Array:
+  """The estimated chance that the guess of a slot is accepted, `[...]`, in float32 or wider (DSpark, section 3).
+
+  It reads neither that guess nor a later one.
+
+  Args:
+    params: The parameters.
+    config: The network, with an estimate.
+    output: `[..., embed_dim]`, the outputs of the slot.
+    before: `[..., rank]`, from `embed_before`; only read if `config.confidence` is `markov`, else it may be None.
+
+  Raises:
+    ValueError: The embeddings of the tokens before are missing.
+  """
+  if config.confidence == 'markov':
+    if before is None:
+      raise ValueError('this estimate reads the embeddings of the tokens before')
+    output = jnp.concatenate([output, before], axis=-1)
+  own = params['confidence']
+  return jax.nn.sigmoid(matmul(output, own['kernel'])[..., 0] + own['bias'][0])
+
+
+class Block(NamedTuple):
+  """What one pass has for the L depths of a tree, whatever is guessed.
+
+  Attributes:
+    outputs: `[B, L, embed_dim]`, the outputs of the slots that guess the tokens at depth 1, 2, ..., L.
+    logits: `[B, L, Vd]`, their logits U.
+    candidates: int32 `[B, L, C]`, the tokens that a selector chooses among; None without one.
+    state: `[B, 1, rank]`, s before the first of these slots, of a sequential part that has one; else None.
+  """
+
+  outputs: jax.Array
+  logits: jax.Array
+  candidates: jax.Array | None
+  state: jax.Array | None
+
+
+def begin(
+  params: Mapping[str, Any], config: OnePassConfig, outputs: jax.Array, root: jax.Array, num_depths: int
+) -> Block:
+  """The part of a pass that a tree of some depth needs.
+
+  Args:
+    params: The parameters.
+    config: The network.
+    outputs: `[B, W, embed_dim]`, from `run_block`.
+    root: int32 `[B, 1]`, the last token of the text.
+    num_depths: L, at most `config.max_depth`.
+  """
+  first = config.num_slots - config.max_depth
+  own = outputs[:, first : first + num_depths]
+  logits, candidates, state = unembed(params, own), None, None
+  if config.selector is not None:
+    _, candidates = jax.lax.top_k(logits, config.selector.num_candidates)
+  if config.markov is not None and config.markov.kind == 'rnn':
+    state = jnp.zeros((len(root), 1, config.markov.rank), outputs.dtype)
+    if first:  # the recurrence begins at slot 0, also where that guesses nothing
+      _, state = bias(params, config, embed_before(params, config, root), outputs[:, :1], state)
+  return Block(own, logits, candidates, state)
+
+
+def _at(rows: jax.Array, depth: jax.Array, num_nodes: int) -> jax.Array:
+  """`[B, N, ...]`, the rows `[B, L, ...]` of a depth, for each of N nodes."""
+  own = jax.lax.dynamic_index_in_dim(rows, depth, axis=1)
+  return jnp.broadcast_to(own, (len(own), num_nodes, *own.shape[2:]))
+
+
+def logits_after(
+  params: Mapping[str, Any],
+  config: OnePassConfig,
+  block: Block,
+  depth: jax.Array,
+  tokens: jax.Array,
+  states: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """The logits after nodes of one depth, `[B, N, Vd]`, and s after the slot that guesses their children.
+
+  Args:
+    params: The parameters.
+    config: The network.
+    block: The pass.
+    depth: int32 scalar, the depth of the nodes, 0 for the root.
+    tokens: int32 `[B, N]`, the nodes' tokens.
+    states: `[B, N, rank]`, s before that slot, or None, as in `block`.
+  """
+  num_nodes = tokens.shape[1]
+  logits, outputs = _at(block.logits, depth, num_nodes), _at(block.outputs, depth, num_nodes)
+  if block.candidates is not None:
+    candidates = jax.lax.dynamic_index_in_dim(block.candidates, depth, axis=1, keepdims=False)
+    return select(params, logits[:, 0], candidates, tokens, outputs[:, 0]), states
+  if config.markov is None:
+    return logits, states
+  biases, states = bias(params, config, embed_before(params, config, tokens), outputs, states)
+  return logits + biases, states
+
+
+def confidence_after(
+  params: Mapping[str, Any], config: OnePassConfig, block: Block, depth: jax.Array, tokens: jax.Array
+) -> jax.Array:
+  """The estimated chance that a guess after nodes of one depth is accepted, `[B, N]`; see `confidence`.
+
+  Args:
+    params, config, block, depth, tokens: As for `logits_after`.
+  """
+  before = None if config.markov is None else embed_before(params, config, tokens)
+  return confidence(params, config, _at(block.outputs, depth, tokens.shape[1]), before)

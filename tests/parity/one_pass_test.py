@@ -1,0 +1,334 @@
+"""Drafters of one pass beside the code of `speculators`, on tiny random checkpoints that it makes.
+
+Backbone states, logits of every slot and estimates of acceptance of whole texts, computed at once, beside those of
+drafting: ragged prompts, before and after a partial acceptance, and with a cache that was cropped. What `speculators`
+trains is in its own format; the same tensors are also read in the formats of DFlash and DSpark.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from published_heads import CANDIDATES, GROUP, HEADS, IDS, KV_HEADS, MASK, MLP, RANK, SLOTS, VD, D, V, tiny_target
+from safetensors.torch import save_file
+
+import spectr_jax
+from spectr_jax import SamplingParams, TokenTree
+from spectr_jax.draft import DraftContext
+from spectr_jax.draft.one_pass_drafter import config_of
+from spectr_jax.engine.loop import noise_keys, propose, run_round
+from spectr_jax.engine.state import init_decode
+from spectr_jax.models import one_pass
+
+torch = pytest.importorskip('torch', reason='needs the extra parity')
+pytest.importorskip('speculators', reason='needs speculators, see .ci/run')
+pytestmark = [pytest.mark.parity, pytest.mark.usefixtures('highest')]
+
+LAYERS_READ = [0, 3]
+CLOSE = {'rtol': 1e-4, 'atol': 1e-4}
+
+
+def _layer_config(layer_types):
+  from transformers import Qwen3Config
+
+  config = Qwen3Config(
+    vocab_size=V, hidden_size=D, intermediate_size=MLP, num_hidden_layers=len(layer_types), num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS, head_dim=D // HEADS, rms_norm_eps=1e-5, use_sliding_window=True, sliding_window=3,
+    layer_types=layer_types, tie_word_embeddings=False,
+  )  # fmt: skip
+  config._attn_implementation = 'eager'
+  return config
+
+
+def _model(target, kind, *, layer_types=('full_attention', 'full_attention'), is_reduced=False, **options):
+  """A model of `speculators` with random weights and the target's embedding and output head."""
+  from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+  from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
+  from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+
+  of_kind = {
+    'dflash': (DFlashDraftModel, DFlashSpeculatorConfig),
+    'dflash2': (DFlash2DraftModel, DFlash2SpeculatorConfig),
+    'dspark': (DSparkDraftModel, DSparkSpeculatorConfig),
+  }
+  make, make_config = of_kind[kind]
+  if kind == 'dspark':
+    options = {'markov_rank': RANK} | options
+  elif kind == 'dflash2':
+    options |= _SELECTOR
+  config = make_config(
+    transformer_layer_config=_layer_config(list(layer_types)), draft_vocab_size=VD if is_reduced else V,
+    block_size=SLOTS, aux_hidden_state_layer_ids=LAYERS_READ, mask_token_id=MASK, **options,
+  )  # fmt: skip
+  model = make(config)
+  generator = torch.Generator().manual_seed(0)
+  with torch.no_grad():
+    for param in model.parameters():
+      noise = torch.randn(param.shape, generator=generator)
+      param.copy_(1 + 0.3 * noise if param.ndim == 1 else 1.5 * param.shape[-1] ** -0.5 * noise)
+  if is_reduced:
+    ids = torch.tensor(IDS)
+    model.load_vocab_mappings(torch.isin(torch.arange(V), ids), ids - torch.arange(VD))
+  rows = torch.tensor(np.asarray(target.params['embedding']))  # it is the output head as well
+  model.embed_tokens.weight.data.copy_(rows)
+  model.lm_head.weight.data.copy_(rows[torch.tensor(IDS)] if is_reduced else rows)
+  return model.eval()
+
+
+def _write_in_own_format(folder, model, spec, *, is_self_contained):
+  """The tensors of a model in the format of DFlash or DSpark."""
+  left_out = ('verifier_', 't2d', 'd2t') + (() if is_self_contained else ('embed_tokens', 'lm_head'))
+  tensors = {name: x.contiguous().clone() for name, x in model.state_dict().items() if not name.startswith(left_out)}
+  sizes = {
+    'model_type': 'qwen3', 'hidden_size': D, 'intermediate_size': MLP, 'num_hidden_layers': 2, 'vocab_size': V,
+    'num_attention_heads': HEADS, 'num_key_value_heads': KV_HEADS, 'head_dim': D // HEADS, 'rms_norm_eps': 1e-5,
+    'layer_types': ['full_attention'] * 2, 'block_size': SLOTS,
+  }  # fmt: skip
+  folder.mkdir()
+  save_file(tensors, folder / 'model.safetensors')
+  (folder / 'config.json').write_text(json.dumps(sizes | spec))
+  return folder
+
+
+def _as_dspark(folder, model):
+  spec = {
+    'architectures': ['Qwen3DSparkModel'], 'target_layer_ids': [layer - 1 for layer in LAYERS_READ],
+    'mask_token_id': MASK, 'markov_rank': RANK, 'markov_head_type': model.config.markov_head_type,
+    'enable_confidence_head': True, 'confidence_head_with_markov': True, 'num_anchors': 512,
+  }  # fmt: skip
+  return _write_in_own_format(folder, model, spec, is_self_contained=True)
+
+
+def _as_dflash(folder, model):
+  own = {'target_layer_ids': [layer - 1 for layer in LAYERS_READ], 'mask_token_id': MASK}
+  spec = {'architectures': ['DFlashDraftModel'], 'num_target_layers': 5, 'dflash_config': own}
+  return _write_in_own_format(folder, model, spec, is_self_contained=False)
+
+
+def _as_speculators(folder, model):
+  model.save_pretrained(folder)
+  return folder
+
+
+def _as_dflash2(folder, model):
+  own = {'target_layer_ids': [layer - 1 for layer in LAYERS_READ], 'mask_token_id': MASK} | _SELECTOR
+  spec = {'architectures': ['DFlash2DraftModel'], 'is_causal': False, 'dflash_config': own}
+  return _write_in_own_format(folder, model, spec, is_self_contained=False)
+
+
+_SELECTOR = {'conv_kernel_size': 2, 'conv_group_size': GROUP, 'selector_rank': RANK, 'selector_top_k': CANDIDATES}
+_SLIDING = {'layer_types': ('sliding_attention', 'full_attention')}
+# Name -> the model's kind and options, and what writes it.
+_CASES = {
+  'dflash': ('dflash', _SLIDING, _as_speculators),
+  'dflash, reduced': ('dflash', {'is_reduced': True}, _as_speculators),
+  'dflash, windows to both sides': ('dflash', _SLIDING | {'sliding_window_non_causal': True}, _as_speculators),
+  'dflash, as DFlash': ('dflash', {}, _as_dflash),
+  'dflash2': ('dflash2', _SLIDING, _as_speculators),
+  'dflash2, as DFlash 2': ('dflash2', {}, _as_dflash2),
+  'dspark': ('dspark', _SLIDING, _as_speculators),
+  'dspark, reduced': ('dspark', {'is_reduced': True, 'confidence_head_with_markov': False}, _as_speculators),
+  'dspark, as DSpark': ('dspark', {}, _as_dspark),
+  'dspark from slot 1': ('dspark', {'sample_from_anchor': False, 'enable_confidence_head': False}, _as_speculators),
+  **{
+    f'{kind}{written}': ('dspark', options | {'markov_head_type': kind}, write)
+    for kind in ('gated', 'rnn')
+    for written, options, write in (
+      ('', _SLIDING, _as_speculators),
+      (', reduced, from slot 1', {'is_reduced': True, 'sample_from_anchor': False}, _as_speculators),
+      (', as DSpark', {}, _as_dspark),
+    )
+  },
+}
+
+
+@torch.no_grad()
+def _reference(model, text, features, guesses):
+  """States `[W, D]`, logits `[W, V]` and estimates `[W]` of the block behind a text, if it holds these guesses."""
+  size, num_slots = len(text), model.block_size
+  tokens = [*text, *guesses, *[0] * (num_slots - len(guesses))]
+  hidden = torch.zeros(1, len(tokens), len(LAYERS_READ) * D, dtype=torch.float64)
+  hidden[0, : size - 1] = torch.tensor(np.asarray(features, np.float64)).reshape(size - 1, len(LAYERS_READ) * D)
+  anchor = torch.zeros(1, len(tokens))
+  anchor[0, size - 1] = 1
+  ids = torch.tensor([tokens])
+  last = torch.zeros(1, len(tokens), D, dtype=torch.float64)
+  states, logits, *_ = model._backbone_forward(hidden, ids, anchor, last, torch.zeros_like(ids), max_anchors=1)
+  estimates, before = None, ids[:, size - 1 : size - 1 + num_slots]
+  if not model.config.sample_from_anchor:
+    before = torch.cat([before[:, :1], before[:, :-1]], 1)
+  if getattr(model, 'candidate_selector', None) is not None:
+    candidates, scores = model.candidate_selector.select(logits, states, before)
+    logits = torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores)
+  if getattr(model, 'markov_head', None) is not None:
+    logits = logits + model.markov_head.block_bias(prev_token_ids=before, hidden_states=states)
+    if model.confidence_head is not None:
+      read = states
+      if model.config.confidence_head_with_markov:
+        read = torch.cat([states, model.markov_head.prev_embeddings(before)], -1)
+      estimates = model.confidence_head(read)[0].sigmoid().numpy()
+  full = torch.full((num_slots, V), -torch.inf, dtype=torch.float64)
+  full[:, torch.tensor(IDS) if model.use_draft_vocab else torch.arange(V)] = logits[0]
+  return states[0].numpy(), full, estimates
+
+
+def _ours(drafter, target, cache, text, guesses):
+  """The same by the drafter's own network after the context in row 0 of its cache."""
+  params, config = drafter.params, config_of(drafter)
+  slots = jnp.array([[text[-1], *[MASK] * (SLOTS - 1)]])
+  own = params.get('embedding', target.params['embedding'])
+  states = one_pass.run_block(params, config, own[slots], cache)[0]
+  estimates = None
+  if config.confidence is not None:
+    tokens = [text[-1], *guesses] if config.guesses_at_root else [text[-1], text[-1], *guesses]
+    before = one_pass.embed_before(params, config, jnp.array(tokens[:SLOTS]))
+    estimates = one_pass.confidence(params, config, states, before)
+  return states, estimates
+
+
+def _row(cache, row):
+  """One row of a cache, as a cache."""
+  arrays = jax.tree.map(lambda x: x[row : row + 1] if x.ndim else x, cache)
+  return arrays
+
+
+@pytest.mark.parametrize('name', _CASES)
+def test_states_laws_and_estimates(tmp_path, name):
+  target = tiny_target()
+  kind, options, write = _CASES[name]
+  model = _model(target, kind, **options)
+  drafter = spectr_jax.load_drafter(write(tmp_path / 'head', model), target)
+  model = model.double()
+  assert drafter.feature_layers == tuple(LAYERS_READ)
+  assert drafter.max_depth == (SLOTS if model.config.sample_from_anchor else SLOTS - 1)
+  length, temperature = drafter.max_depth, 4.0  # so that no probability vanishes in float32
+  first = SLOTS - length
+
+  read, apply = target.with_features(drafter.feature_layers), jax.jit(spectr_jax.Model.apply)
+  causal = jnp.tril(jnp.ones((48, 48), bool))
+
+  def features_of(text):
+    padded = jnp.zeros((1, 48), jnp.int32).at[0, : len(text)].set(jnp.asarray(text))
+    return apply(read, padded, jnp.arange(48)[None], causal, read.init_cache_fn(1, 1)).features[:, : len(text) - 1]
+
+  def assert_same(cache, text, guesses, probs=None):
+    states, logits, estimates = _reference(model, text, features_of(text)[0], guesses)
+    found, own_estimates = _ours(drafter, target, cache, text, guesses)
+    np.testing.assert_allclose(found, states, **CLOSE)
+    assert (estimates is None) == (own_estimates is None)
+    if estimates is not None:
+      np.testing.assert_allclose(own_estimates, estimates, **CLOSE)
+    if probs is not None:
+      wanted = (logits[first:] / temperature).softmax(-1).numpy()
+      np.testing.assert_array_equal(probs > 0, wanted > 0)
+      np.testing.assert_allclose(np.log(probs[wanted > 0]), np.log(wanted[wanted > 0]), **CLOSE)
+
+  tree = TokenTree.chains(1, length)
+  decoder = spectr_jax.Decoder.make(target, drafter, method='block', tree=tree, max_new_tokens=30, cache_size=48)
+  prompts = jax.random.randint(jax.random.key(3), (4, 9), 0, V)
+  lengths = jnp.array([9, 1, 5, 7])
+  state = init_decode(decoder, jax.random.key(2), prompts, lengths, sampling=SamplingParams(temperature))
+  ours, advance, num_partial = jax.jit(propose), jax.jit(run_round), 0
+  for _ in range(4):
+    proposal = ours(decoder, state, jax.jit(noise_keys)(decoder, state)[0])
+    for row in range(len(prompts)):
+      text = np.asarray(state.text[row, : int(state.root_position[row]) + 1]).tolist()
+      guesses = np.asarray(proposal.tokens[row]).tolist()
+      assert_same(_row(state.draft_state, row), text, guesses[: SLOTS - 1], np.asarray(proposal.probs[row], np.float64))
+    before = np.asarray(state.root_position)
+    state, _ = advance(decoder, state)
+    moved = np.asarray(state.root_position) - before
+    num_partial += ((moved > 1) & (moved <= length)).sum()
+  assert num_partial > 0
+
+  # Another prompt keeps the first tokens of a text, crops the cache and goes on.
+  text = np.asarray(state.text[0, : int(state.root_position[0]) + 1]).tolist()
+  other = [*text[:6], 1, 2, 3]
+  context = DraftContext(
+    jnp.array([len(other)]), target, jnp.array([other]), jnp.pad(features_of(other), ((0, 0), (0, 1), (0, 0), (0, 0)))
+  )
+  cache = drafter.reprompt(_row(state.draft_state, 0), context, jnp.array([6]), 3, 48)
+  assert cache.lengths.tolist() == [len(other) - 1]
+  assert_same(cache, other, [4] * (SLOTS - 1))
+
+
+class _Enough(Exception):  # noqa: N818 - no error
+  pass
+
+
+@torch.no_grad()
+def _logits_of_peagle(model, text, features, num_guesses, monkeypatch):
+  """`[L, V]`, of the last token of a text and of the mask tokens behind it."""
+  from speculators.models.peagle import core
+
+  num_pairs = len(text) - 1
+  anchors = torch.cat([torch.arange(num_pairs), torch.full((num_guesses - 1,), num_pairs - 1)])
+  depths = torch.cat([torch.zeros(num_pairs, dtype=torch.long), torch.arange(1, num_guesses)])
+  monkeypatch.setattr(core, 'generate_cod_sample_indices', lambda **_: (anchors, depths))
+  found = []
+
+  def keep(module, inputs, output):
+    found.append(output)
+    raise _Enough
+
+  ids = torch.tensor([[*text[1:], *[0] * num_guesses]])
+  hidden = torch.zeros(1, ids.shape[1], 3 * D, dtype=torch.float64)
+  hidden[0, :num_pairs] = torch.tensor(np.asarray(features, np.float64)).reshape(num_pairs, 3 * D)
+  handle = model.lm_head.register_forward_hook(keep)
+  with pytest.raises(_Enough):
+    model(hidden, ids, torch.zeros_like(ids), verifier_last_hidden_states=torch.zeros(1, ids.shape[1], D))
+  handle.remove()
+  full = torch.full((num_guesses, V), -torch.inf, dtype=torch.float64)
+  full[:, torch.tensor(IDS)] = found[0][0, num_pairs - 1 :]
+  return full
+
+
+@pytest.mark.parametrize(
+  'options', [{}, {'norm_before_fc': True, 'norm_before_residual': True}], ids=['plain', 'normed']
+)
+def test_laws_of_p_eagle(tmp_path, monkeypatch, options):
+  """Every slot's logits, for ragged prompts, before and after a partial acceptance."""
+  from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
+
+  target, length, temperature = tiny_target(), 4, 4.0
+  config = PEagleSpeculatorConfig(
+    transformer_layer_config=_layer_config(['full_attention'] * 2), draft_vocab_size=VD,
+    eagle_aux_hidden_state_layer_ids=[1, 3, 4], mask_token_id=MASK, **options,
+  )  # fmt: skip
+  model = PEagleDraftModel(config)
+  generator, ids = torch.Generator().manual_seed(1), torch.tensor(IDS)
+  with torch.no_grad():
+    for param in model.parameters():
+      noise = torch.randn(param.shape, generator=generator)
+      param.copy_(1 + 0.3 * noise if param.ndim == 1 else 1.5 * param.shape[-1] ** -0.5 * noise)
+  model.load_vocab_mappings(torch.isin(torch.arange(V), ids), ids - torch.arange(VD))
+  model.save_pretrained(tmp_path / 'head')
+  drafter = spectr_jax.load_drafter(tmp_path / 'head', target)
+  model = model.eval().double()
+
+  read, apply = target.with_features(drafter.feature_layers), jax.jit(spectr_jax.Model.apply)
+  causal = jnp.tril(jnp.ones((48, 48), bool))
+  tree = TokenTree.chains(1, length)
+  decoder = spectr_jax.Decoder.make(target, drafter, method='block', tree=tree, max_new_tokens=30, cache_size=48)
+  prompts = jax.random.randint(jax.random.key(3), (4, 9), 0, V)
+  state = init_decode(
+    decoder, jax.random.key(2), prompts, jnp.array([9, 2, 5, 7]), sampling=SamplingParams(temperature)
+  )  # fmt: skip
+  ours, advance, num_partial = jax.jit(propose), jax.jit(run_round), 0
+  for _ in range(4):
+    proposal = ours(decoder, state, jax.jit(noise_keys)(decoder, state)[0])
+    for row in range(len(prompts)):
+      text = np.asarray(state.text[row, : int(state.root_position[row]) + 1]).tolist()
+      padded = jnp.zeros((1, 48), jnp.int32).at[0, : len(text)].set(jnp.array(text))
+      features = apply(read, padded, jnp.arange(48)[None], causal, read.init_cache_fn(1, 1)).features[0]
+      logits = _logits_of_peagle(model, text, features[: len(text) - 1], length, monkeypatch)
+      wanted, found = (logits / temperature).softmax(-1).numpy(), np.asarray(proposal.probs[row], np.float64)
+      np.testing.assert_array_equal(found > 0, wanted > 0)
+      np.testing.assert_allclose(np.log(found[wanted > 0]), np.log(wanted[wanted > 0]), **CLOSE)
+    before = np.asarray(state.root_position)
+    state, _ = advance(decoder, state)
+    moved = np.asarray(state.root_position) - before
+    num_partial += ((moved > 1) & (moved <= length)).sum()
+  assert num_partial > 0
