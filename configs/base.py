@@ -31,7 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.num_microbatches = 1
   config.remat = False
 
-  # Optimisation: AdamW, linear warm-up, cosine down to a tenth.
+  # Optimization: AdamW, linear warm-up, cosine down to a tenth.
   config.seed = 0
   config.seq_len = 512
   config.batch_size = 4

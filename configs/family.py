@@ -19,7 +19,7 @@ SIZES = {
 
 
 def get_config(size: str) -> ml_collections.ConfigDict:
-  """The network and optimisation of a size. The experiment adds the text."""
+  """The network and optimization of a size. The experiment adds the text."""
   if size not in SIZES:
     raise ValueError(f'size must be one of {", ".join(SIZES)}, got {size!r}')
   config = base.get_config()

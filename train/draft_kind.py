@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from train.config_rules import Rule
-from train.head_step import HeadBatch, Step
+from train.head_step import Guesses, HeadBatch
 
 
 class DraftKind(abc.ABC):
@@ -91,8 +92,13 @@ class DraftKind(abc.ABC):
     del target
     return {}
 
+  @property
   @abc.abstractmethod
-  def steps(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Step]:
+  def num_depths(self) -> int:
+    """How many tokens ahead of what it reads of the target it learns to guess."""
+
+  @abc.abstractmethod
+  def guesses(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Guesses]:
     """The draft's guesses that are 1, 2, ... tokens ahead of what it reads of the target.
 
     Args:
@@ -101,9 +107,8 @@ class DraftKind(abc.ABC):
       batch: Conversations of S tokens.
 
     Returns:
-      For each step s the inputs of an output head, `[B, S - 2, D]`, and that output head, `[D, Vd]`. Entry i guesses
-      token i + 2 from the tokens up to i + 1 and, if it reads them, the target's hidden states up to token i - s; the
-      first s entries are not valid.
+      Guesses of token i + 2 in entry i: from the tokens up to i + 1 and, if it reads them, the target's hidden states
+      up to token i - s, where s is the depth of the guess.
     """
 
   @abc.abstractmethod
@@ -114,7 +119,7 @@ class DraftKind(abc.ABC):
 
     Args:
       params: Its parameters.
-      frozen: As for `steps`.
+      frozen: As for `guesses`.
       target_ids: The Vd tokens that it guesses, or None for all.
       vocab_size: V, the target's.
     """
@@ -192,6 +197,58 @@ class Head(DraftKind):
     save_drafter(path, drafter, info=info, overwrite=True)
 
 
+class FeatureHead(Head):
+  """What is the same for heads that read the target's embedding and hidden states of several layers."""
+
+  @property
+  def feature_layers(self) -> tuple[int, ...]:
+    return (*self.config.feature_layers, -1)
+
+  def frozen_params(self, target: Model) -> dict[str, Any]:
+    """The embedded tokens, `[V, D]`, as the drafter reads them."""
+    assert target.embed_fn is not None  # the target has rotary positions
+    return {'embedding': target.embed_fn(target.params, jnp.arange(target.vocab_size))}
+
+
 def cast(params: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, Any]:
   """Parameters in the types of `shapes`."""
   return jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), dict(params), dict(shapes))
+
+
+def block_config(config, target: CausalLMConfig, *, num_layers: int) -> CausalLMConfig:
+  """The blocks of an experiment's head: those of the target, of another vocabulary and perhaps another MLP.
+
+  Args:
+    config: The experiment, as `configs/head.py` describes.
+    target: The target's sizes.
+    num_layers: The number of blocks.
+
+  Raises:
+    ValueError: The target has fewer tokens, or learned positions.
+  """
+  if config.vocab_size > target.vocab_size:
+    raise ValueError(f'config.vocab_size must be at most {target.vocab_size}, got {config.vocab_size}')
+  if target.rope is None:
+    raise ValueError('a head has rotary positions like its target; this one has learned ones')
+  return dataclasses.replace(
+    target,
+    num_layers=num_layers,
+    vocab_size=config.vocab_size,
+    mlp_dim=config.mlp_dim or target.mlp_dim,
+    dtype=config.dtype,
+    cache_dtype=None,
+    weights=None,
+    kv_copies=1,
+    windows=(),
+    is_tied=False,
+  )
+
+
+def begin_features(kernel: jax.Array, width: int) -> jax.Array:
+  """A kernel of hidden states `[F * D, width]` that begins as the last of them, with little of the others.
+
+  Args:
+    kernel: Random, `[F * D, width]`.
+    width: D.
+  """
+  return (0.1 * kernel).at[-width:].set(jnp.eye(width))

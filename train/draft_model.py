@@ -22,7 +22,7 @@ from spectr_jax.models.causal_lm import causal_lm, hidden_states
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from train.config_rules import at_least
 from train.draft_kind import DraftKind, check_written
-from train.head_step import HeadBatch, Step
+from train.head_step import Guesses, HeadBatch, guesses_ahead
 
 _EMBEDDINGS = ('embedding', 'position_embedding', 'unembedding')
 
@@ -55,6 +55,10 @@ class ModelKind(DraftKind):
   config: CausalLMConfig
   spec: Mapping[str, Any]
   layers: tuple[int, ...] | None
+
+  @property
+  def num_depths(self) -> int:
+    return 1
 
   @classmethod
   def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> ModelKind:
@@ -94,13 +98,13 @@ class ModelKind(DraftKind):
       return {}
     return {'embeddings': {name: target.params[name] for name in _EMBEDDINGS if name in target.params}}
 
-  def steps(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Step]:
+  def guesses(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Guesses]:
     """As for `DraftKind`: a model guesses one token ahead of the text, whoever wrote it."""
     whole = jax.tree.map(lambda x: x.astype(self.config.dtype), {**frozen.get('embeddings', {}), **params})
     tokens = jnp.where(batch.tokens < self.config.vocab_size, batch.tokens, 0)  # as `Model.with_vocab_size` reads them
     hidden = hidden_states(whole, self.config, tokens[:, :-1])[:, 1:]
     unembedding = whole['unembedding'] if 'unembedding' in whole else whole['embedding'].T
-    return [(hidden, unembedding[:, : frozen['unembedding'].shape[1]])]
+    return [guesses_ahead(hidden, unembedding[:, : frozen['unembedding'].shape[1]], 0)]
 
   def drafter(
     self, params: Mapping[str, Any], frozen: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int

@@ -20,8 +20,8 @@ from spectr_jax.models import causal_lm, head
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 from train.config_rules import at_least, finite_at_least_0
-from train.draft_kind import Head, cast
-from train.head_step import HeadBatch, Step
+from train.draft_kind import FeatureHead, begin_features, block_config, cast
+from train.head_step import Guesses, HeadBatch, guesses_ahead
 
 
 def _attend(query, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, scale):
@@ -103,22 +103,6 @@ def feature_layers(num_layers: int) -> tuple[int, int, int]:
   return 2, num_layers // 2, num_layers - 3
 
 
-def _block_config(config, target: CausalLMConfig) -> CausalLMConfig:
-  """The block of an experiment's head: one of the target's, of another vocabulary and perhaps another MLP."""
-  return dataclasses.replace(
-    target,
-    num_layers=1,
-    vocab_size=config.vocab_size,
-    mlp_dim=config.mlp_dim or target.mlp_dim,
-    dtype=config.dtype,
-    cache_dtype=None,
-    weights=None,
-    kv_copies=1,
-    windows=(),
-    is_tied=False,
-  )
-
-
 def head_config(config, target: CausalLMConfig) -> HeadConfig:
   """The sizes of an experiment's head.
 
@@ -129,18 +113,15 @@ def head_config(config, target: CausalLMConfig) -> HeadConfig:
   Raises:
     ValueError: There is no such head for this target, or it could not be written.
   """
-  if config.vocab_size > target.vocab_size:
-    raise ValueError(f'config.vocab_size must be at most {target.vocab_size}, got {config.vocab_size}')
-  if target.rope is None:
-    raise ValueError('a head has rotary positions like its target; this one has learned ones')
   width, read = target.embed_dim, feature_layers(target.num_layers)
-  own = HeadConfig(_block_config(config, target), width, width, read, has_unembedding=config.has_unembedding)
+  block = block_config(config, target, num_layers=1)
+  own = HeadConfig(block, width, width, read, has_unembedding=config.has_unembedding)
   eagle3_spec(own, target.vocab_size)  # refuses a head that could not be written
   return own
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Kind(Head):
+class Eagle3Kind(FeatureHead):
   """A head of EAGLE-3's kind, a `DraftKind`.
 
   Attributes:
@@ -167,8 +148,8 @@ class Eagle3Kind(Head):
     return self.config.block.vocab_size
 
   @property
-  def feature_layers(self) -> tuple[int, ...]:
-    return (*self.config.feature_layers, -1)
+  def num_depths(self) -> int:
+    return self.num_steps
 
   @classmethod
   def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> Eagle3Kind:
@@ -192,26 +173,22 @@ class Eagle3Kind(Head):
     if not self.from_target:
       return params
     width = block.embed_dim
-    kernel = 0.1 * params['features']['kernel']
-    params['features']['kernel'] = kernel.at[-width:].set(jnp.eye(width))
+    params['features']['kernel'] = begin_features(params['features']['kernel'], width)
     for name in 'qkv':
       kernel = 0.3 * params['attention'][name]['kernel']
       params['attention'][name]['kernel'] = kernel.at[-width:].set(own['attention'][name]['kernel'])
+    if block.has_qk_norm:
+      params['attention'] |= {name: own['attention'][name] for name in ('q_norm', 'k_norm')}
     params['attention']['out'], params['hidden_norm'] = own['attention']['out'], own['attention_norm']
     if block.mlp_dim == target_config.mlp_dim:
       params |= {'mlp': own['mlp'], 'mlp_norm': own['mlp_norm']}
     return params
 
-  def frozen_params(self, target: Model) -> dict[str, Any]:
-    """The embedded tokens, `[V, D]`, as the drafter reads them."""
-    assert target.embed_fn is not None  # the target has rotary positions
-    return {'embedding': target.embed_fn(target.params, jnp.arange(target.vocab_size))}
-
-  def steps(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Step]:
+  def guesses(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Guesses]:
     embedded = jnp.take(frozen['embedding'], batch.tokens[:, 1:-1], axis=0)
     outputs = unrolled_outputs(params, self.config, embedded, batch.features[:, :-2, :-1], self.num_steps)
     unembedding = params.get('unembedding', frozen['unembedding'])
-    return [(output, unembedding) for output in outputs]
+    return [guesses_ahead(output, unembedding, step) for step, output in enumerate(outputs)]
 
   def drafter(
     self, params: Mapping[str, Any], frozen: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int

@@ -1,10 +1,9 @@
-"""The loss of a head: its guesses some tokens ahead of the target, from the target's hidden states."""
+"""The loss of a draft: its guesses some tokens ahead of the target, from the target's hidden states."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,6 @@ from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.models.products import matmul
 from train.blocks import sum_over_blocks
 
-# Inputs of an output head, `[B, T, D]`, and the output head, `[D, Vd]`.
-Step: TypeAlias = tuple[jax.Array, jax.Array]
 _MAX_LOGITS = 2**25  # numbers that an array of logits may have
 
 
@@ -29,66 +26,125 @@ class HeadBatch:
     starts: int32 `[B]`, the first token of each row that counts in the loss.
     features: `[B, S, F + 1, D]`, the target's hidden states: those that the head reads, then the input of the output
       head. The last token of a row needs none.
+    offsets: int32 `[B]`, at least 0. A draft that guesses from some places of a text alone takes other ones for another
+      number.
   """
 
   tokens: jax.Array
   lengths: jax.Array
   starts: jax.Array
   features: jax.Array
+  offsets: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Guesses:
+  """A draft's guesses of the tokens of a text, at most one of each. Entry i is that of token i + 2, after token i + 1.
+
+  Attributes:
+    products: Inputs `[B, S - 2, D]` and kernels `[D, Vd]` whose products add up to the logits.
+    depths: int32 `[S - 2]` or `[B, S - 2]`: how many guesses of the draft stand between what the target has read and
+      this one. -1 where there is no guess.
+    confidence: `[B, S - 2]`, logits of the estimated chance that the guess is accepted; None if there is no estimate.
+  """
+
+  products: tuple[tuple[jax.Array, jax.Array], ...]
+  depths: jax.Array
+  confidence: jax.Array | None = None
+
+
+def guesses_ahead(output: jax.Array, unembedding: jax.Array, step: int) -> Guesses:
+  """Guesses that all stand equally far behind what the target has read.
+
+  Args:
+    output: `[B, S - 2, D]`, inputs of the output head; the first `step` entries are not valid.
+    unembedding: `[D, Vd]`, the output head.
+    step: The guesses between what the target has read and each of these.
+  """
+  places = jnp.arange(output.shape[1])
+  return Guesses(((output, unembedding),), jnp.where(places >= step, step, -1))
+
+
+@dataclasses.dataclass(frozen=True)
+class LossWeights:
+  """What a draft learns of the target's distribution q over its Vd tokens, with p its own and TV their distance.
+
+  Attributes:
+    decay: Weight of a guess relative to one that is one token less ahead.
+    cross_entropy: Weight of -sum q log p.
+    total_variation: Weight of TV, 1 less the chance that the guess is accepted.
+    log_acceptance: Weight of -log(1 - TV) (LK losses, arXiv:2602.23881).
+    confidence: Weight of the cross entropy of the estimates, whose goal is 1 - TV (DSpark, arXiv:2607.05147).
+      Tokens that are not among the Vd are left out, so estimates are too high by what the target has there.
+  """
+
+  decay: float
+  cross_entropy: float = 1.0
+  total_variation: float = 1.0
+  log_acceptance: float = 0.0
+  confidence: float = 1.0
 
 
 def head_loss(
-  steps: Sequence[Step],
-  unembedding: jax.Array,
-  batch: HeadBatch,
-  *,
-  decay: float,
-  tv_weight: float,
+  guesses: Sequence[Guesses], unembedding: jax.Array, batch: HeadBatch, *, num_depths: int, weights: LossWeights
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """The loss of a batch.
 
-  The head learns the target's distributions over its Vd tokens: cross entropy plus `tv_weight` times the total
-  variation, weighted by `decay ** s` for step s.
-
   Args:
-    steps: For each step the inputs `[B, S - 2, D]` of an output head, and that output head, as `HeadKind.steps` returns
-      them.
+    guesses: The draft's guesses.
     unembedding: `[D, Vd]`, the target's output head.
     batch: The conversations.
-    decay: Weight of a step relative to the one before.
-    tv_weight: Weight of the total variation.
+    num_depths: Depths are below it.
+    weights: The weights.
 
   Returns:
-    The mean over tokens, and means by step: `cross_entropy` `[num_steps]`, `acceptance`, 1 minus the total variation,
-    `greedy`, the share of equal likeliest tokens, and the number of tokens `count`.
+    The mean over depths of the mean over tokens, depths weighted by `weights.decay`; and means by depth
+    `[num_depths]`: `cross_entropy`, `acceptance`, 1 minus the total variation, `greedy`, the share of equal likeliest
+    tokens, `confidence_error`, the mean distance of estimate and acceptance if there are estimates, and the number of
+    tokens `count`.
   """
-  outputs, kernels = zip(*steps, strict=True)
+  dtype = guesses[0].products[0][0].dtype
+  wide = accumulation_dtype(dtype)
   places = jnp.arange(batch.tokens.shape[1] - 2)
   # Entry i guesses token i + 2, whose distribution the target has at token i + 1.
   counts_here = (places + 2 < batch.lengths[:, None]) & (places + 2 >= batch.starts[:, None])
-  masks = jnp.stack([counts_here & (places >= step) for step in range(len(steps))], axis=-1)
-  counts = jnp.maximum(masks.sum((0, 1)), 1).astype(accumulation_dtype(outputs[0].dtype))
-  weights = decay ** jnp.arange(len(steps), dtype=counts.dtype)
-  data = {'features': batch.features[:, 1:-1, -1].astype(outputs[0].dtype), 'masks': masks.astype(counts.dtype)}
-  constants = {'unembedding': unembedding, 'scales': weights / jnp.sum(weights) / counts}
-  own_kernels = list({id(kernel): kernel for kernel in kernels}.values())  # steps may share one
-  kernel_of = [next(i for i, own in enumerate(own_kernels) if own is kernel) for kernel in kernels]
+  of_depth = [each.depths[..., None] == jnp.arange(num_depths) for each in guesses]
+  masks = jnp.stack([counts_here[..., None] & each for each in of_depth], axis=2).astype(wide)
+  counts = jnp.maximum(masks.sum((0, 1, 2)), 1)
+  share = weights.decay ** jnp.arange(num_depths, dtype=wide)
+  data = {'features': batch.features[:, 1:-1, -1].astype(dtype), 'masks': masks}
+  constants = {'unembedding': unembedding, 'scales': share / jnp.sum(share) / counts}
+  # Guesses may share a kernel, whose gradient is then one.
+  kernels = {id(kernel): kernel for each in guesses for _, kernel in each.products}
+  kernel_of = [[list(kernels).index(id(kernel)) for _, kernel in each.products] for each in guesses]
+  inputs = [([x for x, _ in each.products], each.confidence) for each in guesses]
 
-  def sums(own_kernels, outputs, constants, data):
-    """The loss, but for a constant; and cross entropy, overlap and equal likeliest tokens, each `[num_steps]`."""
+  def sums(kernels, inputs, constants, data):
+    """The loss, but for a constant, and sums by depth, `[num_depths]` each."""
     log_q = jax.nn.log_softmax(matmul(data['features'], constants['unembedding']), axis=-1)
     q, best = jnp.exp(log_q), jnp.argmax(log_q, axis=-1)
-    found = []
-    for step, output in enumerate(outputs):
-      log_p = jax.nn.log_softmax(matmul(output, own_kernels[kernel_of[step]]), axis=-1)
+    total, found = jnp.zeros((), wide), {}
+    for i, (outputs, confidence) in enumerate(inputs):
+      mask = data['masks'][:, :, i]
+      logits = sum(matmul(x, kernels[k]) for x, k in zip(outputs, kernel_of[i], strict=True))
+      log_p = jax.nn.log_softmax(logits, axis=-1)
       cross_entropy, overlap = -jnp.sum(q * log_p, axis=-1), jnp.sum(jnp.minimum(q, jnp.exp(log_p)), axis=-1)
-      is_best = jnp.argmax(log_p, axis=-1) == best
-      found.append([jnp.sum(x * data['masks'][..., step]) for x in (cross_entropy, overlap, is_best)])
-    cross_entropy, overlap, greedy = (jnp.stack(sums_of_steps) for sums_of_steps in zip(*found, strict=True))
-    return jnp.sum(constants['scales'] * (cross_entropy - tv_weight * overlap)), (cross_entropy, overlap, greedy)
+      loss = weights.cross_entropy * cross_entropy - weights.total_variation * overlap
+      if weights.log_acceptance:
+        # Entries that do not count may have any overlap; 0 would give them a gradient that is no number.
+        loss -= weights.log_acceptance * jnp.log(jnp.maximum(overlap, jnp.finfo(wide).tiny))
+      values = {'cross_entropy': cross_entropy, 'acceptance': overlap, 'greedy': jnp.argmax(log_p, axis=-1) == best}
+      if confidence is not None:
+        estimate, goal = confidence.astype(wide), jax.lax.stop_gradient(overlap)
+        loss += weights.confidence * (jax.nn.softplus(estimate) - goal * estimate)
+        values['confidence_error'] = jnp.abs(jax.nn.sigmoid(estimate) - goal)
+      total += jnp.sum(jnp.einsum('btd,d->bt', mask, constants['scales']) * loss)
+      for name, value in values.items():
+        found[name] = found.get(name, 0) + jnp.einsum('bt,btd->d', value.astype(wide), mask)
+    return total, found
 
   size = max(1, _MAX_LOGITS // (len(batch.tokens) * unembedding.shape[-1]))
-  total, means = sum_over_blocks(sums, own_kernels, list(outputs), constants, data, size=size)
-  cross_entropy, acceptance, greedy = (each / counts for each in means)
-  found = {'cross_entropy': cross_entropy, 'acceptance': acceptance, 'greedy': greedy, 'count': counts}
-  return total + tv_weight, found
+  total, found = sum_over_blocks(sums, list(kernels.values()), inputs, constants, data, size=size)
+  means = {name: value / counts for name, value in found.items()}
+  return total + weights.total_variation, means | {'count': counts}

@@ -31,17 +31,25 @@ from train.draft_kind import DraftKind
 from train.draft_model import ModelKind
 from train.eagle3_head import Eagle3Kind
 from train.head_data import Shard, Sizes, check_shard, generate_shard, shard_checksums
-from train.head_step import HeadBatch, head_loss
+from train.head_step import HeadBatch, LossWeights, head_loss
 from train.medusa_head import MedusaKind
+from train.one_pass_head import OnePassKind
 from train.run import Run, make_config_mesh
 from train.run_record import HEAD_FIELDS
 from train.step import make_optimizer, make_update, new_state
 from train.text_sources import Files
 
+_MAX_OFFSET = 2**20
 _WIDTH = 64  # texts of a batch are padded to a multiple of this
 _DATA = 'the content of WORKDIR/data'
 _TIMEOUT_MS = 24 * 3600 * 1000  # for the text of all processes
-_KINDS: dict[str, type[DraftKind]] = {'eagle3': Eagle3Kind, 'medusa': MedusaKind, 'model': ModelKind}
+_KINDS: dict[str, type[DraftKind]] = {
+  'eagle3': Eagle3Kind,
+  'medusa': MedusaKind,
+  'dspark': OnePassKind,
+  'dflash': OnePassKind,
+  'model': ModelKind,
+}
 _RULES: tuple[Rule, ...] = (
   ('kind', f'one of {", ".join(_KINDS)}', lambda x: x in _KINDS),
   *at_least(1, 'rows_per_shard', 'max_user_tokens', 'max_new_tokens'),
@@ -66,6 +74,16 @@ def check_config(config) -> type[DraftKind]:
   kind = _KINDS[config.kind]
   check_fields(config, kind.rules)
   return kind
+
+
+def _loss_weights(config) -> LossWeights:
+  fields = {
+    'cross_entropy': 'ce_weight',
+    'total_variation': 'tv_weight',
+    'log_acceptance': 'lk_weight',
+    'confidence': 'confidence_weight',
+  }
+  return LossWeights(config.decay, **{name: config[field] for name, field in fields.items() if field in config})
 
 
 def _user_files(config) -> Files:
@@ -180,12 +198,13 @@ class _Data:
       counts += np.bincount(shard.tokens[is_own], minlength=vocab_size)[:vocab_size]
     return np.sort(np.argsort(-counts, kind='stable')[:num_ids]).astype(np.int32)
 
-  def _batches_of(self, number: int, rng: np.random.Generator) -> list[tuple[int, np.ndarray]]:
-    """Rows of similar lengths, in random order."""
+  def _batches_of(self, number: int, rng: np.random.Generator) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """Rows of similar lengths and their offsets, in random order."""
     rows, size = self.config.rows_per_shard, self.config.batch_size
     order = np.argsort(self.shard(number).lengths + rng.integers(0, _WIDTH, rows), kind='stable')
     groups = [order[i : i + size] for i in range(0, rows - size + 1, size)]
-    return [(number, groups[i]) for i in rng.permutation(len(groups))]
+    groups = [groups[i] for i in rng.permutation(len(groups))]
+    return [(number, group, rng.integers(0, _MAX_OFFSET, size)) for group in groups]
 
   def batches(self, first_step: int) -> Iterator[HeadBatch]:
     """Batches from a step on, without end; they depend on the seed and the step alone."""
@@ -200,8 +219,8 @@ class _Data:
         if at >= per_shard:
           at -= per_shard
           continue
-        for shard, rows in self._batches_of(int(number), np.random.default_rng(seeds[place_]))[at:]:
-          yield self.batch(shard, rows)
+        for shard, rows, offsets in self._batches_of(int(number), np.random.default_rng(seeds[place_]))[at:]:
+          yield self.batch(shard, rows, offsets)
         at = 0
       epoch += 1
 
@@ -209,13 +228,15 @@ class _Data:
     size = self.config.batch_size
     order = np.argsort(self.shard(0).lengths, kind='stable')
     for start in range(0, len(order) - size + 1, size):
-      yield self.batch(0, order[start : start + size])
+      yield self.batch(0, order[start : start + size], np.arange(start, start + size))
 
-  def batch(self, number: int, rows: np.ndarray) -> HeadBatch:
+  def batch(self, number: int, rows: np.ndarray, offsets: np.ndarray) -> HeadBatch:
     shard = self.shard(number)
     longest = int(shard.lengths[rows].max())
     width = min(-(-longest // _WIDTH) * _WIDTH, shard.tokens.shape[1])
-    return HeadBatch(shard.tokens[rows, :width], shard.lengths[rows], shard.starts[rows], shard.features[rows, :width])
+    rows_of = functools.partial(np.take, indices=rows, axis=0)
+    tokens, features = shard.tokens[rows, :width], shard.features[rows, :width]
+    return HeadBatch(tokens, rows_of(shard.lengths), rows_of(shard.starts), features, offsets.astype(np.int32))
 
 
 class HeadTraining(Run):
@@ -309,8 +330,8 @@ class HeadTraining(Run):
     return new_state(params, self.optimizer)
 
   def _loss(self, params, frozen, batch):
-    steps = self.draft.steps(params, frozen, batch)
-    return head_loss(steps, frozen['unembedding'], batch, decay=self.config.decay, tv_weight=self.config.tv_weight)
+    guesses, num_depths = self.draft.guesses(params, frozen, batch), self.draft.num_depths
+    return head_loss(guesses, frozen['unembedding'], batch, num_depths=num_depths, weights=_loss_weights(self.config))
 
   def _differentiate(self, state, batch, frozen):
     (loss, _), grads = jax.value_and_grad(self._loss, has_aux=True)(state['params'], frozen, batch)

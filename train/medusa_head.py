@@ -17,7 +17,7 @@ from spectr_jax.model import Model
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from train.config_rules import at_least
 from train.draft_kind import Head, cast
-from train.head_step import HeadBatch, Step
+from train.head_step import Guesses, HeadBatch, guesses_ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,10 @@ class MedusaKind(Head):
   def sizes_of(config: MedusaConfig) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if name != 'dtype'}
 
+  @property
+  def num_depths(self) -> int:
+    return self.config.num_heads
+
   @classmethod
   def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> MedusaKind:
     del files
@@ -52,11 +56,11 @@ class MedusaKind(Head):
       params['unembedding'] = jnp.broadcast_to(unembedding.astype(jnp.float32), shapes['unembedding'].shape)
     return params
 
-  def steps(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Step]:
+  def guesses(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Guesses]:
     hidden = batch.features[:, :-2, -1].astype(self.config.dtype)
     unembedding = params.get('unembedding', frozen['unembedding'])
     return [
-      (jnp.roll(head_output(params, hidden, i), i, axis=1), output_kernel(unembedding, i))
+      guesses_ahead(jnp.roll(head_output(params, hidden, i), i, axis=1), output_kernel(unembedding, i), i)
       for i in range(self.config.num_heads)
     ]
 

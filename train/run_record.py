@@ -70,7 +70,8 @@ MODEL_FIELDS = _OF_RUNS | _table({
 # The fields of `configs/head.py`, of all kinds.
 HEAD_FIELDS = _OF_RUNS | _table({
   Rule.DETERMINES: 'kind num_shards rows_per_shard max_user_tokens max_new_tokens user_temperature temperatures'
-  ' data_dtype num_layers num_unrolled has_unembedding vocab_size mlp_dim from_target decay tv_weight dtype',
+  ' data_dtype num_layers num_unrolled has_unembedding vocab_size mlp_dim from_target decay tv_weight dtype'
+  ' block_size markov_rank markov_kind mask_id ce_weight lk_weight confidence_weight',
   Rule.BY_CONTENT: 'user_files init_from',
   Rule.FREE: 'eval_every',
 })  # fmt: skip
@@ -186,7 +187,8 @@ class RunRecord:
             f'config.num_steps was {before} up to step {step} and is {self._num_steps} from here on, and so is the'
             ' schedule of the learning rate'
           )
-      if added := sorted(self._settings.keys() - self._found['settings'].keys()):
+      was = self._found['settings']
+      if added := sorted(name for name, value in self._settings.items() if name not in was and value is not None):
         notes.append(f'{self._path} does not say what {", ".join(added)} was')
     content = {'format': _FORMAT, 'trains': self._trains, 'settings': dict(self._settings), 'num_steps': history}
     foreign.check_object(content, _FIELDS, str(self._path))

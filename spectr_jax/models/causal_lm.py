@@ -138,7 +138,7 @@ def rotation_of(rope: Rope | None, positions: jax.Array) -> Rotation | None:
 
 
 def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, ...]:
-  """Queries `[B, N, H, head_dim]`, and keys and values `[B, N, K, head_dim]`, normalised and rotated.
+  """Queries `[B, N, H, head_dim]`, and keys and values `[B, N, K, head_dim]`, normalized and rotated.
 
   Args:
     params: `q`, `k` and `v`, one by one or joined, and the gains of their norms if there are any.
@@ -167,7 +167,7 @@ def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, 
     x: `[B, N, in]`, the input of attention.
     rotation: As `rotation_of` gives it.
     visible: The pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees; None
-      for the slots if there is no cache.
+      for the slots if there is no cache or nothing is committed.
     cache: The cache, or None.
   """
   query, key, value = project(params, config, x, rotation)
@@ -176,7 +176,7 @@ def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, 
   prefix = None
   if cache is not None:
     keys, values = cache.append(layer, keys, values, num_pending_slots=pending_mask.shape[-1])
-    prefix = cache.keys[layer], cache.values[layer], slots
+    prefix = None if slots is None else (cache.keys[layer], cache.values[layer], slots)
   mixed = attend(
     query, keys, values, pending_mask, prefix, scale=config.query_scale, soft_cap=config.attention_soft_cap
   )
@@ -305,7 +305,7 @@ def causal_lm(params: Mapping[str, Any], config: CausalLMConfig) -> Model:
 
   Args:
     params: A nested dict as of `init_params`, of any float dtype; converted to `config.dtype`. Kernels are in int8, as
-      `int8.quantised` makes them, where `config.weights` says so.
+      `int8.quantized` makes them, where `config.weights` says so.
     config: The sizes.
 
   Raises:

@@ -8,7 +8,7 @@ written to the cache: what they hold are guesses.
 The output of a slot gives logits U, whatever is guessed in the slots before. DFlash stops there, so its guesses at
 different depths are independent. In DSpark a small sequential part adds a bias B(x) for the token x before, so the W
 logits become a Markov chain, softmax(U_k + B(x_{k-1})), and any tree of guesses is drawn from one pass. DFlash 2 does
-so with the likeliest tokens of each slot alone, and mixes neighbouring slots before and after attention and MLP.
+so with the likeliest tokens of each slot alone, and mixes neighboring slots before and after attention and MLP.
 
 Sources: DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), DFlash 2 (github.com/z-lab/dflash). Parameters are a
 nested dict of arrays of one dtype, with kernels `[in, out]`, see `param_shapes`.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ from spectr_jax.models import causal_lm, layers
 from spectr_jax.models.causal_lm_config import CausalLMConfig, check_sizes
 from spectr_jax.models.products import matmul
 
-_KINDS = ('vanilla', 'gated', 'rnn')
+MARKOV_KINDS = ('vanilla', 'gated', 'rnn')
+Visible: TypeAlias = tuple[jax.Array, jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Markov:
 
   def __post_init__(self):
     check_sizes(self, 'rank', 'num_tokens')
-    if self.kind not in _KINDS:
-      raise ValueError(f'kind must be one of {", ".join(_KINDS)}; got {self.kind!r}')
+    if self.kind not in MARKOV_KINDS:
+      raise ValueError(f'kind must be one of {", ".join(MARKOV_KINDS)}; got {self.kind!r}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +87,14 @@ class Selector:
 
 @dataclasses.dataclass(frozen=True)
 class Convolution:
-  """The mixing of neighbouring slots in DFlash 2: before and after attention, and before and after the MLP.
+  """The mixing of neighboring slots in DFlash 2: before and after attention, and before and after the MLP.
 
   Slot i becomes the sum over taps t of (b_t + d_{i,t}) x_{i-t}, entry by entry, without slots before the first. The
-  kernel b is fixed. d is linear in the normalised input of attention or MLP, with one number for a group of entries.
+  kernel b is fixed. d is linear in the normalized input of attention or MLP, with one number for a group of entries.
 
   Attributes:
     num_taps: Slots that are mixed, a slot itself included.
-    group_size: Neighbouring entries that share d.
+    group_size: Neighboring entries that share d.
 
   Raises:
     ValueError: A size is not a positive integer.
@@ -124,7 +125,7 @@ class OnePassConfig:
     has_causal_windows: Whether slots do not attend to later ones in layers that have a window.
     markov: The sequential part of DSpark, or None.
     selector: That of DFlash 2, or None. With neither, guesses are independent of each other.
-    convolution: How neighbouring slots are mixed, or None for not at all.
+    convolution: How neighboring slots are mixed, or None for not at all.
     confidence: What the estimate reads whether a slot's guess is accepted: the slot's output alone (`hidden`), or the
       embedding of the token before as well (`markov`). None if there is no estimate.
     num_embedded: Tokens of an embedding of its own; None if it reads the target's.
@@ -290,8 +291,8 @@ def read_context(
   return dataclasses.replace(cache, pending_keys=keys, pending_values=values, num_pending=cache.num_pending + num_new)
 
 
-def _visible(config: OnePassConfig, window: int | None, positions: jax.Array, cache: KVCache):
-  """The slots of the block, bool `[1, W, W]`, and those of the cache that each slot attends to, as in `causal_lm`."""
+def _visible(config: OnePassConfig, window: int | None, positions: jax.Array, cache: KVCache) -> Visible:
+  """What the slots of one block attend to, see `run_slots`."""
   slots = jnp.arange(config.num_slots)
   ahead = slots - slots[:, None]  # of the other slot over this one
   seen = jnp.ones(ahead.shape, bool)
@@ -300,7 +301,8 @@ def _visible(config: OnePassConfig, window: int | None, positions: jax.Array, ca
   if config.has_causal_windows:
     seen &= ahead <= 0
   if config.sees_from_root:
-    return seen[None], causal_lm.visible_slots(window + 1, positions[:, :1], cache)  # the root counts itself
+    with_root = min(window, 2**31 - 2) + 1  # the root counts itself
+    return seen[None], causal_lm.visible_slots(with_root, positions[:, :1], cache)
   return (seen & (jnp.abs(ahead) < window))[None], causal_lm.visible_slots(window, positions, cache)
 
 
@@ -344,8 +346,36 @@ def _layer(params, config: OnePassConfig, layer: int, x, rotation, visible, cach
   return x + _mixed(params['mlp_conv'], normed, transform)
 
 
+def run_slots(
+  params: Mapping[str, Any],
+  config: OnePassConfig,
+  embedded: jax.Array,
+  positions: jax.Array,
+  visible_fn: Callable[[int | None], Visible],
+  cache: KVCache,
+) -> jax.Array:
+  """The outputs of slots, `[B, N, embed_dim]`, the inputs of the output head.
+
+  Args:
+    params: The parameters.
+    config: The network.
+    embedded: `[B, N, embed_dim]`, the embedded tokens of the slots.
+    positions: int32 `[B, N]`, their positions.
+    visible_fn: What each slot attends to in layers with a window, or without one: pending tokens, bool
+      `[1 or B, N, M]`, and slots of the cache, bool `[B, 1 or N, S]`, or None if nothing is committed.
+    cache: The context; it stays as it is.
+  """
+  backbone = config.backbone
+  visible = {window: visible_fn(window) for window in map(backbone.window, range(backbone.num_layers))}
+  x = embedded.astype(backbone.dtype)
+  for layer, rotation in enumerate(_rotations(config, positions)):
+    seen = visible[backbone.window(layer)]
+    x = _layer(params[f'layer_{layer}'], config, layer, x, rotation, seen, cache)
+  return causal_lm.norm(params['final_norm'], x, backbone)
+
+
 def run_block(params: Mapping[str, Any], config: OnePassConfig, embedded: jax.Array, cache: KVCache) -> jax.Array:
-  """The outputs of all slots, `[B, W, embed_dim]`, the inputs of the output head.
+  """The outputs of all slots of one block, `[B, W, embed_dim]`.
 
   Args:
     params: The parameters.
@@ -353,15 +383,10 @@ def run_block(params: Mapping[str, Any], config: OnePassConfig, embedded: jax.Ar
     embedded: `[B, W, embed_dim]`, the embedded last token and mask tokens.
     cache: The context of all tokens before the last one; it stays as it is.
   """
-  backbone = config.backbone
   positions = cache.lengths[:, None] + jnp.arange(config.num_slots)
-  windows = {backbone.window(layer) for layer in range(backbone.num_layers)}
-  visible = {window: _visible(config, window, positions, cache) for window in windows}
-  x = embedded.astype(backbone.dtype)
-  for layer, rotation in enumerate(_rotations(config, positions)):
-    seen = visible[backbone.window(layer)]
-    x = _layer(params[f'layer_{layer}'], config, layer, x, rotation, seen, cache)
-  return causal_lm.norm(params['final_norm'], x, backbone)
+  return run_slots(
+    params, config, embedded, positions, lambda window: _visible(config, window, positions, cache), cache
+  )
 
 
 def unembed(params: Mapping[str, Any], output: jax.Array) -> jax.Array:
@@ -385,10 +410,10 @@ def embed_before(params: Mapping[str, Any], config: OnePassConfig, tokens: jax.A
   return layers.take_rows(params['markov']['embedding'], tokens).astype(config.backbone.dtype)
 
 
-def bias(
+def read_before(
   params: Mapping[str, Any], config: OnePassConfig, before: jax.Array, output: jax.Array, state: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-  """The bias of a slot's logits by the tokens before it, see `Markov`.
+  """What W of the sequential part is applied to for the bias of a slot's logits, see `Markov`.
 
   Args:
     params: The parameters.
@@ -398,7 +423,7 @@ def bias(
     state: `[..., rank]`, s before the slot, 0 before the first. Only `rnn` reads it; None for others.
 
   Returns:
-    `[..., Vd]` in float32 or wider, and s after the slot.
+    `[..., rank]`, and s after the slot.
 
   Raises:
     ValueError: The network has no sequential part of this kind, or one with a state gets none.
@@ -417,7 +442,7 @@ def bias(
     state = gate * state + (1 - gate) * jnp.tanh(candidate)
   else:
     mixed = before
-  return matmul(mixed, own['unembedding']), state
+  return mixed, state
 
 
 def select(
@@ -450,12 +475,14 @@ def select(
   return jax.vmap(of_row)(scores, candidates)
 
 
-def confidence(
+def confidence_logits(
   params: Mapping[str, Any], config: OnePassConfig, output: jax.Array, before: jax.Array | None
 ) -> jax.Array:
-  """The estimated chance that the guess of a slot is accepted, `[...]`, in float32 or wider (DSpark, section 3).
+  """Logits of the estimated chance that the guess of a slot is accepted, `[...]`, in float32 or wider.
 
-  It reads neither that guess nor a later one.
+  Source: DSpark, section 3.
+
+  They read neither that guess nor a later one.
 
   Args:
     params: The parameters.
@@ -471,7 +498,7 @@ def confidence(
       raise ValueError('this estimate reads the embeddings of the tokens before')
     output = jnp.concatenate([output, before], axis=-1)
   own = params['confidence']
-  return jax.nn.sigmoid(matmul(output, own['kernel'])[..., 0] + own['bias'][0])
+  return matmul(output, own['kernel'])[..., 0] + own['bias'][0]
 
 
 class Block(NamedTuple):
@@ -510,7 +537,7 @@ def begin(
   if config.markov is not None and config.markov.kind == 'rnn':
     state = jnp.zeros((len(root), 1, config.markov.rank), outputs.dtype)
     if first:  # the recurrence begins at slot 0, also where that guesses nothing
-      _, state = bias(params, config, embed_before(params, config, root), outputs[:, :1], state)
+      _, state = read_before(params, config, embed_before(params, config, root), outputs[:, :1], state)
   return Block(own, logits, candidates, state)
 
 
@@ -545,17 +572,17 @@ def logits_after(
     return select(params, logits[:, 0], candidates, tokens, outputs[:, 0]), states
   if config.markov is None:
     return logits, states
-  biases, states = bias(params, config, embed_before(params, config, tokens), outputs, states)
-  return logits + biases, states
+  mixed, states = read_before(params, config, embed_before(params, config, tokens), outputs, states)
+  return logits + matmul(mixed, params['markov']['unembedding']), states
 
 
 def confidence_after(
   params: Mapping[str, Any], config: OnePassConfig, block: Block, depth: jax.Array, tokens: jax.Array
 ) -> jax.Array:
-  """The estimated chance that a guess after nodes of one depth is accepted, `[B, N]`; see `confidence`.
+  """The estimated chance that a guess after nodes of one depth is accepted, `[B, N]`; see `confidence_logits`.
 
   Args:
     params, config, block, depth, tokens: As for `logits_after`.
   """
   before = None if config.markov is None else embed_before(params, config, tokens)
-  return confidence(params, config, _at(block.outputs, depth, tokens.shape[1]), before)
+  return jax.nn.sigmoid(confidence_logits(params, config, _at(block.outputs, depth, tokens.shape[1]), before))

@@ -270,7 +270,7 @@ def test_estimates_are_those_of_a_plain_computation(target):
     guesses = [2, 7, 1]
     outputs = _outputs_of_block(params, jnp.asarray(features[None], jnp.float32), jnp.array([text[-1]]), config=config)
     before = one_pass.embed_before(params, config, jnp.array([[text[-1], *guesses]]))
-    found = one_pass.confidence(params, config, outputs, before)[0]
+    found = jax.nn.sigmoid(one_pass.confidence_logits(params, config, outputs, before))[0]
     for depth in range(SLOTS):
       wanted = _reference(target, drafter, text, features, guesses[:depth])[1]
       np.testing.assert_allclose(found[depth], wanted, rtol=1e-4)
@@ -492,7 +492,8 @@ def test_laws_of_one_pass_are_exact(method):
     for path in itertools.product(range(3), repeat=size):
       before = one_pass.embed_before(params, config, jnp.array([*text[-1:], *path][-1]))
       slot = min(size, 2)
-      biases, _ = one_pass.bias(params, config, before, outputs[slot], None)
+      read, _ = one_pass.read_before(params, config, before, outputs[slot], None)
+      biases = read @ params['markov']['unembedding']
       draft_probs.append(np.asarray(jax.nn.softmax(logits[slot] + biases), np.float64))
       target_probs.append(ordinary_law(transformer, [*text, *path], 1))
   laws = (np.array(each, np.float64) for each in (draft_probs, target_probs))

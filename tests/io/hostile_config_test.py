@@ -18,7 +18,7 @@ from tiny_hub import tensors_of
 
 from spectr_jax import Tokenizer, load_drafter, save_model
 from spectr_jax.io.foreign import named
-from spectr_jax.io.heads.formats import target_sizes
+from spectr_jax.io.heads.layout import target_sizes
 from spectr_jax.io.heads.load import output_head_rows
 from spectr_jax.io.hub.gguf_config import architecture_of, hub_config
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor

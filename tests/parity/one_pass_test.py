@@ -184,7 +184,7 @@ def _ours(drafter, target, cache, text, guesses):
   if config.confidence is not None:
     tokens = [text[-1], *guesses] if config.guesses_at_root else [text[-1], text[-1], *guesses]
     before = one_pass.embed_before(params, config, jnp.array(tokens[:SLOTS]))
-    estimates = one_pass.confidence(params, config, states, before)
+    estimates = jax.nn.sigmoid(one_pass.confidence_logits(params, config, states, before))
   return states, estimates
 
 

@@ -21,13 +21,14 @@ from spectr_jax import TokenTree
 from spectr_jax.draft import DraftContext, DraftRequest, model_drafter
 from spectr_jax.io.load import open_model
 from spectr_jax.model import Model
-from spectr_jax.models import causal_lm, head
+from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
 from train import head_data, head_step
 from train.eagle3_head import Eagle3Kind, feature_layers, unrolled_outputs
 from train.head_training import HeadTraining
 from train.medusa_head import MedusaKind
+from train.one_pass_head import OnePassKind
 
 _SIZES = head_data.Sizes(6, 9, 12, 1.0, (1.0, 0.0))
 _LAYERS = (2, 3, 3, -1)
@@ -59,6 +60,12 @@ def files(target_folder):
 @pytest.fixture(scope='session')
 def shard(target):
   return head_data.generate_shard(*target, _SIZES, _LAYERS, jax.random.key(0))
+
+
+def _batch_of(shard):
+  return head_step.HeadBatch(
+    shard.tokens, shard.lengths, shard.starts, jnp.asarray(shard.features), np.arange(len(shard.lengths))
+  )
 
 
 @pytest.mark.slow
@@ -136,11 +143,12 @@ def test_the_loss_counts_what_the_target_wrote(target, shard, files):
   unembedding = model.params['embedding'][:64].T
   params = kind.init_params(jax.random.key(0), model, unembedding)
   frozen = kind.frozen_params(model) | {'unembedding': unembedding}
-  batch = head_step.HeadBatch(shard.tokens, shard.lengths, shard.starts, shard.features)
+  batch = _batch_of(shard)
 
   @jax.jit
   def loss_of(batch):
-    return head_step.head_loss(kind.steps(params, frozen, batch), unembedding, batch, decay=0.5, tv_weight=1.0)
+    guesses = kind.guesses(params, frozen, batch)
+    return head_step.head_loss(guesses, unembedding, batch, num_depths=2, weights=head_step.LossWeights(0.5))
 
   loss, means = loss_of(batch)
   # A guess needs the hidden state of the token before the one that it reads.
@@ -167,8 +175,8 @@ def test_medusa_training_sees_what_drafting_sees(target, shard, files):
   params = kind.init_params(jax.random.key(0), model, unembedding)
   noise = jax.tree.map(lambda x: 0.1 * jax.random.normal(jax.random.key(x.ndim), x.shape), params)
   params = jax.tree.map(jnp.add, params, noise)
-  batch = head_step.HeadBatch(shard.tokens, shard.lengths, shard.starts, shard.features)
-  steps = kind.steps(params, {'unembedding': unembedding}, batch)
+  batch = _batch_of(shard)
+  guesses = kind.guesses(params, {'unembedding': unembedding}, batch)
   drafter = kind.drafter(params, {'unembedding': unembedding}, None, model.vocab_size)
   rows, propose = np.arange(len(shard.tokens)), jax.jit(drafter.propose_fn)
   keys = jax.random.split(jax.random.key(1), (len(rows), 4))
@@ -176,9 +184,65 @@ def test_medusa_training_sees_what_drafting_sees(target, shard, files):
   for lengths in (shard.lengths - 4, shard.lengths - 5):
     context = DraftContext(jnp.asarray(lengths), model, features=jnp.asarray(shard.features[:, :, -1:]))
     proposal = propose(drafter.params, (), context, request)
-    for step, (output, kernel) in enumerate(steps):
+    for step, each in enumerate(guesses):
+      ((output, kernel),) = each.products
+      assert (each.depths[lengths - 2 + step] == step).all()
       guess = output[rows, lengths - 2 + step] @ kernel
       np.testing.assert_allclose(proposal.probs[:, step], jax.nn.softmax(guess), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(('kind', 'markov_kind', 'rank'), [
+  ('dspark', 'vanilla', 4), ('dspark', 'gated', 4), ('dspark', 'rnn', 4), ('dflash', 'vanilla', 0),
+  ('dflash', 'rnn', 4),
+])  # fmt: skip
+def test_one_pass_training_sees_what_drafting_sees(target, shard, files, kind, markov_kind, rank):
+  """A block's guesses after tokens of the text are those of the drafter after the text up to the block's anchor."""
+  model = target[0]
+  config = head_experiment.get_config(kind)
+  config.update(block_size=3, vocab_size=64, markov_rank=rank, markov_kind=markov_kind, dtype='float32')
+  own = OnePassKind.of(config, causal_lm.config_of(model), files)
+  unembedding = model.params['embedding'][:64].T
+  params = own.init_params(jax.random.key(0), model, unembedding)
+  noise = jax.tree.map(lambda x: 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+  params = jax.tree.map(jnp.add, params, noise)
+  frozen = own.frozen_params(model) | {'unembedding': unembedding}
+  batch = _batch_of(shard)
+  (found,) = jax.jit(lambda batch: own.guesses(params, frozen, batch))(batch)
+  logits = sum(x @ kernel for x, kernel in found.products)
+
+  def loss_of(params):
+    guesses, weights = own.guesses(params, frozen, batch), head_step.LossWeights(0.8, log_acceptance=1.0)
+    return head_step.head_loss(guesses, unembedding, batch, num_depths=3, weights=weights)[0]
+
+  for path, gradient in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss_of))(params)):
+    assert 0 < np.abs(gradient).max() < np.inf, jax.tree_util.keystr(path)
+  drafter = own.drafter(params, frozen, np.arange(64), model.vocab_size)
+  one = own.config
+  num_checked = 0
+  for row in (1, 2):
+    for anchor in range(row, int(shard.lengths[row]) - 4, 3):
+      text = jnp.asarray(shard.tokens[row : row + 1])
+      context = DraftContext(
+        jnp.array([anchor + 1]), model, tokens=text, features=jnp.asarray(shard.features[row : row + 1, :, :-1])
+      )
+      cache = drafter.init_fn(drafter.params, context, text.shape[1])
+      slots = jnp.array([[text[0, anchor], *[one.mask_id] * (one.num_slots - 1)]])
+      outputs = one_pass.run_block(drafter.params, one, frozen['embedding'][slots], cache)
+      block = one_pass.begin(drafter.params, one, outputs, text[:, anchor : anchor + 1], 3)
+      states = block.state
+      for depth in range(3):
+        entry = anchor + 1 + depth - 2
+        if entry < 0:
+          continue
+        assert found.depths[row, entry] == depth
+        last = text[:, anchor + depth : anchor + depth + 1]
+        wanted, states = one_pass.logits_after(drafter.params, one, block, jnp.int32(depth), last, states)
+        np.testing.assert_allclose(logits[row, entry], wanted[0, 0], rtol=1e-3, atol=1e-3)
+        if kind == 'dspark':
+          estimate = one_pass.confidence_after(drafter.params, one, block, jnp.int32(depth), last)[0, 0]
+          np.testing.assert_allclose(jax.nn.sigmoid(found.confidence[row, entry]), estimate, rtol=1e-3)
+        num_checked += 1
+  assert num_checked > 10
 
 
 @pytest.mark.parametrize('has_unembedding', [True, False])
@@ -190,8 +254,9 @@ def test_medusa_heads_begin_as_the_targets_output_head(target, shard, has_unembe
   unembedding = model.params['embedding'].T
   params = kind.init_params(jax.random.key(0), model, unembedding)
   assert ('unembedding' in params) == has_unembedding
-  batch = head_step.HeadBatch(shard.tokens, shard.lengths, shard.starts, jnp.asarray(shard.features))
-  for step, (output, kernel) in enumerate(kind.steps(params, {'unembedding': unembedding}, batch)):
+  batch = _batch_of(shard)
+  for step, each in enumerate(kind.guesses(params, {'unembedding': unembedding}, batch)):
+    ((output, kernel),) = each.products
     np.testing.assert_array_equal(output[:, step:], shard.features[:, : -2 - step, -1])
     np.testing.assert_array_equal(kernel, unembedding)
 
@@ -200,17 +265,24 @@ def test_logits_in_parts_change_nothing(monkeypatch):
   keys = iter(jax.random.split(jax.random.key(0), 9))
   tokens = jax.random.randint(next(keys), (3, 13), 0, 9)
   batch = head_step.HeadBatch(
-    tokens, jnp.array([13, 4, 9]), jnp.array([2, 2, 3]), jax.random.normal(next(keys), (3, 13, 1, 5))
+    tokens, jnp.array([13, 4, 9]), jnp.array([2, 2, 3]), jax.random.normal(next(keys), (3, 13, 1, 5)), jnp.arange(3)
   )
-  outputs, kernels = jax.random.normal(next(keys), (2, 3, 11, 5)), jax.random.normal(next(keys), (2, 5, 9))
+  outputs, kernels = jax.random.normal(next(keys), (3, 3, 11, 5)), jax.random.normal(next(keys), (3, 5, 9))
+  depths = jnp.array([jnp.arange(11) % 4 - 1] * 3) + jnp.arange(3)[:, None] % 2
+  weights = head_step.LossWeights(0.8, total_variation=0.5, log_acceptance=0.3)
 
   @jax.jit
   def run(outputs, kernels):
-    steps = list(zip(outputs, kernels))
-    return head_step.head_loss(steps, kernels[0] + 1, batch, decay=0.8, tv_weight=0.5)
+    sequential = ((outputs[1], kernels[1]), (outputs[2], kernels[2]))
+    guesses = [
+      head_step.guesses_ahead(outputs[0], kernels[0], 1),
+      head_step.Guesses(sequential, depths, confidence=outputs[0, :, :, 0]),
+    ]
+    return head_step.head_loss(guesses, kernels[0] + 1, batch, num_depths=4, weights=weights)
 
   loss_of = jax.value_and_grad(run, (0, 1), has_aux=True)
   whole = loss_of(outputs, kernels)
+  assert {len(each) for each in whole[0][1].values()} == {4}
   monkeypatch.setattr(head_step, '_MAX_LOGITS', 3 * 9 * 4)  # parts of 4, 4 and 3 places
   run.clear_cache()
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), loss_of(outputs, kernels), whole)
@@ -223,14 +295,18 @@ def _config(kind='eagle3'):
     batch_size=4, num_steps=12, warmup_steps=2, learning_rate=3e-3, log_every=2, eval_every=6, checkpoint_every=4,
     mesh='data:1,model:1',
   )  # fmt: skip
-  if kind == 'eagle3':
+  if kind in ('eagle3', 'dspark', 'dflash'):
     config.vocab_size = 64
+  if kind in ('dspark', 'dflash'):
+    config.block_size = 3
+  if kind == 'dspark':
+    config.markov_rank = 4
   if kind == 'model':
     config.num_layers = 3
   return config
 
 
-@pytest.fixture(scope='session', params=['eagle3', 'medusa', 'model'])
+@pytest.fixture(scope='session', params=['eagle3', 'medusa', 'dspark', 'dflash', 'model'])
 def trained(tmp_path_factory, target_folder, request):
   workdir = epath.Path(tmp_path_factory.mktemp('head') / 'run')
   training = HeadTraining(_config(request.param), target_folder, workdir, allow_fallback=False)
@@ -249,7 +325,7 @@ def _continue(trained, target_folder, path, **changes):
 
 
 # Of `trained`.
-_heads = pytest.mark.parametrize('trained', ['eagle3', 'medusa'], indirect=True)
+_heads = pytest.mark.parametrize('trained', ['eagle3', 'medusa', 'dspark'], indirect=True)
 _model = pytest.mark.parametrize('trained', ['model'], indirect=True)
 
 
@@ -272,7 +348,7 @@ def test_a_run_learns_and_logs(trained, target):
   assert [line['step'] for line in held_out] == [6, 12]
   assert held_out[1]['held_out_loss'] < held_out[0]['held_out_loss']
   assert outcome.step == 12
-  for depth in range(1, 1 + training.config.get('num_unrolled', 1)):
+  for depth in range(1, 1 + training.draft.num_depths):
     assert 0 < outcome.held_out[f'acceptance_{depth}'] < 1
   if training.target_ids is not None:
     assert (np.diff(training.target_ids) > 0).all()
@@ -387,6 +463,8 @@ def test_a_run_begins_with_a_saved_head(trained, target_folder, tmp_path):
   if whole.config.kind == 'eagle3':
     refused = {'vocab_size is 64, but 65 in this run': {'vocab_size': 65}}
     refused[r'mlp_dim is \d+, but 20 in this run'] = {'mlp_dim': 20}
+  elif whole.config.kind == 'dspark':
+    refused = {'num_slots is 3, but 4 in this run': {'block_size': 4}}
   else:
     refused = {'num_heads is 2, but 3 in this run': {'num_unrolled': 3}}
   for message, changes in refused.items():
@@ -408,7 +486,7 @@ def test_the_other_choice_of_an_output_head(trained, target, target_folder, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['eagle3', 'medusa', 'model'])
+@pytest.mark.parametrize('kind', ['eagle3', 'medusa', 'dspark', 'model'])
 def test_two_processes_train_like_one(target_folder, tmp_path, kind):
   """They share the writing of the text and the rows of a batch."""
   config = _config(kind)
@@ -444,7 +522,7 @@ def test_two_processes_train_like_one(target_folder, tmp_path, kind):
   ('changes', 'message'),
   [
     ({'num_shards': 1}, 'config.num_shards must be at least 2, got 1'),
-    ({'kind': 'hydra'}, 'config.kind must be one of eagle3, medusa, model, got hydra'),
+    ({'kind': 'hydra'}, 'config.kind must be one of eagle3, medusa, dspark, dflash, model, got hydra'),
     ({'vocab_size': 400}, 'config.vocab_size must be at most 310, got 400'),
     ({'temperatures': (-1.0,)}, 'config.temperatures must be numbers of at least 0'),
     ({'warmup_steps': 12}, 'warmup_steps must be below'),

@@ -69,7 +69,7 @@ def fields_of(config, prefix=''):
 def test_every_field_is_decided():
   """A new field must get a place in the tables: does it determine the result?"""
   assert set(fields_of(base.get_config())) == set(MODEL_FIELDS)
-  kinds = map(head_experiment.get_config, ('eagle3', 'medusa', 'model'))
+  kinds = map(head_experiment.get_config, ('eagle3', 'medusa', 'dspark', 'dflash', 'model'))
   assert {name for config in kinds for name in fields_of(config)} == set(HEAD_FIELDS)
 
 

@@ -16,14 +16,8 @@ from etils import epath
 from spectr_jax.draft import Drafter, head_drafter, medusa_drafter, one_pass_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig
 from spectr_jax.io.foreign import named
-from spectr_jax.io.heads.formats import (
-  READERS,
-  Layout,
-  checked_spec,
-  is_transposed,
-  names_and_shapes,
-  target_sizes,
-)
+from spectr_jax.io.heads.formats import READERS, checked_spec
+from spectr_jax.io.heads.layout import Layout, is_transposed, names_and_shapes, target_sizes
 from spectr_jax.io.heads.names import MEDUSA, find_format, head_prefix, is_beside
 from spectr_jax.io.hub.load import read_json
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
@@ -35,7 +29,7 @@ from spectr_jax.models.one_pass import OnePassConfig
 _DOWNLOADED = ('*.json', '*.safetensors')
 _TORCH_FILES = ('pytorch_model.bin', 'medusa_lm_head.pt')
 _MEDUSA_NAME = r'(?:medusa_head\.)?([0-9]{1,9})\.([0-9]{1,9})\.(.+)'
-_KNOWN = 'EAGLE-1, 2 and 3, the speculators format, DFlash 1 and 2, DSpark, Medusa-1 and MTP'
+_KNOWN = 'EAGLE-1, 2 and 3, P-EAGLE, the speculators format, DFlash 1 and 2, DSpark, Medusa-1 and MTP'
 
 
 def output_head_rows(target: Model, ids: np.ndarray | None, dtype: str) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`save_drafter`: heads in the formats of EAGLE-3 and Medusa-1."""
+"""`save_drafter`: heads in the formats of EAGLE-3 and Medusa-1, networks of one pass in that of speculators."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from safetensors.numpy import save
 from spectr_jax.draft import Drafter
 from spectr_jax.draft.head_drafter import config_of as head_config_of
 from spectr_jax.draft.medusa_drafter import config_of as medusa_config_of
-from spectr_jax.io.heads.formats import (
-  Layout,
-  TargetSizes,
-  eagle3_modules,
-  is_transposed,
-  names_and_shapes,
-  read_eagle3,
-)
+from spectr_jax.draft.one_pass_drafter import config_of as one_pass_config_of
+from spectr_jax.io.heads.eagle_formats import eagle3_modules
+from spectr_jax.io.heads.formats import READERS, checked_spec
+from spectr_jax.io.heads.layout import Layout, TargetSizes, is_transposed, names_and_shapes
+from spectr_jax.io.heads.one_pass_formats import one_pass_modules
 from spectr_jax.io.new_files import new_folder
-from spectr_jax.models.causal_lm_config import Rope
+from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.head import HeadConfig
+from spectr_jax.models.one_pass import OnePassConfig
 
 # A name of an activation as Transformers calls it, where it calls it differently.
 _ACTIVATION_NAMES = {'gelu_tanh': 'gelu_pytorch_tanh'}
@@ -63,6 +61,34 @@ def _base_of(rope: Rope) -> float:
   return float(f'{rope.frequencies[1] ** -len(rope.frequencies):.9g}')
 
 
+def _block_spec(block: CausalLMConfig) -> dict[str, Any]:
+  """What a `config.json` says of a head's blocks."""
+  assert block.rope is not None  # checked by the heads' configurations
+  return {
+    'num_hidden_layers': block.num_layers,
+    'hidden_size': block.embed_dim,
+    'intermediate_size': block.mlp_dim,
+    'num_attention_heads': block.num_heads,
+    'num_key_value_heads': block.num_kv_heads,
+    'head_dim': block.head_dim,
+    'hidden_act': _ACTIVATION_NAMES.get(block.activation, block.activation),
+    'attention_bias': block.has_qkv_bias,
+    'mlp_bias': block.has_mlp_bias,
+    'rms_norm_eps': block.norm_epsilon,
+    'rope_theta': _base_of(block.rope),
+    'partial_rotary_factor': 2 * len(block.rope.frequencies) / block.head_dim,
+    'max_position_embeddings': block.context_length,
+  }
+
+
+def _read_again(name: str, spec: dict[str, Any], layout: Layout, sizes: TargetSizes) -> HeadConfig | OnePassConfig:
+  """The configuration of a head as it will be read from its `config.json` and tensors of these shapes."""
+  stored = names_and_shapes(layout).items()
+  shapes = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in stored}
+  tensors = _Arrays({name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()})
+  return READERS[name](checked_spec(spec, f'the format of {name}'), tensors, sizes, None).config
+
+
 def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
   """The `config.json` of a head in EAGLE-3's format.
 
@@ -76,23 +102,10 @@ def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
   if config.join != 'wide':
     raise ValueError(f"a head whose join is {config.join!r} is not of EAGLE-3's kind")
   block = config.block
-  assert block.rope is not None  # checked by HeadConfig
   spec = {
     'architectures': ['LlamaForCausalLMEagle3'],
     'model_type': 'llama',
-    'num_hidden_layers': 1,
-    'hidden_size': block.embed_dim,
-    'intermediate_size': block.mlp_dim,
-    'num_attention_heads': block.num_heads,
-    'num_key_value_heads': block.num_kv_heads,
-    'head_dim': block.head_dim,
-    'hidden_act': _ACTIVATION_NAMES.get(block.activation, block.activation),
-    'attention_bias': block.has_qkv_bias,
-    'mlp_bias': block.has_mlp_bias,
-    'rms_norm_eps': block.norm_epsilon,
-    'rope_theta': _base_of(block.rope),
-    'partial_rotary_factor': 2 * len(block.rope.frequencies) / block.head_dim,
-    'max_position_embeddings': block.context_length,
+    **_block_spec(block),
     'vocab_size': vocab_size,
     'draft_vocab_size': block.vocab_size,
     'target_hidden_size': config.target_dim,
@@ -104,13 +117,63 @@ def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
     'tie_word_embeddings': False,
     'dtype': block.dtype,
   }
-  stored = names_and_shapes(_eagle3_layout(config)).items()
-  shapes = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in stored}
-  tensors = _Arrays({name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()})
   sizes = TargetSizes(vocab_size, config.target_dim, config.embedding_dim, 0)
-  read = read_eagle3(spec, tensors, sizes, None).config
+  read = _read_again('EAGLE-3', spec, _eagle3_layout(config), sizes)
   assert isinstance(read, HeadConfig)  # as that reader makes it
-  _check_same(config, read)
+  _check_same('EAGLE-3', (config, read), (config.block, read.block))
+  return spec
+
+
+def one_pass_spec(config: OnePassConfig, vocab_size: int) -> dict[str, Any]:
+  """The `config.json` of DSpark or DFlash in the speculators format.
+
+  Args:
+    config: The network.
+    vocab_size: V, the target's.
+
+  Raises:
+    ValueError: The format cannot say what the network does.
+  """
+  if config.selector is not None or config.convolution is not None:
+    raise ValueError('DFlash 2 is read, but not written')
+  backbone = config.backbone
+  windows = [backbone.window(layer) for layer in range(backbone.num_layers)]
+  widths = [each for each in windows if each is not None]
+  if not widths:  # which part of a window slots see is then nothing
+    config = dataclasses.replace(config, sees_from_root=True)
+  kind, name = ('dflash', 'DFlash') if config.markov is None and config.confidence is None else ('dspark', 'DSpark')
+  spec = {
+    'architectures': [f'{name}Speculator'],
+    'speculators_model_type': kind,
+    'transformer_layer_config': {
+      'model_type': 'qwen3',
+      **_block_spec(backbone),
+      'vocab_size': vocab_size,
+      'layer_types': [f'{"full" if each is None else "sliding"}_attention' for each in windows],
+      **({'sliding_window': max(widths)} if widths else {}),
+      'tie_word_embeddings': False,
+      'dtype': backbone.dtype,
+    },
+    'draft_vocab_size': backbone.vocab_size,
+    'target_hidden_size': config.target_dim,
+    'block_size': config.num_slots,
+    'mask_token_id': config.mask_id,
+    'aux_hidden_state_layer_ids': list(config.feature_layers),
+    'sample_from_anchor': config.guesses_at_root,
+    'sliding_window_non_causal': not config.has_causal_windows,
+    'dtype': backbone.dtype,
+  }
+  if kind == 'dspark':
+    spec |= {
+      'markov_rank': 0 if config.markov is None else config.markov.rank,
+      'markov_head_type': 'vanilla' if config.markov is None else config.markov.kind,
+      'enable_confidence_head': config.confidence is not None,
+      'confidence_head_with_markov': config.confidence == 'markov',
+    }
+  sizes = TargetSizes(vocab_size, config.target_dim, backbone.embed_dim, 1 + max(config.feature_layers))
+  read = _read_again('speculators', spec, _one_pass_layout(config), sizes)
+  assert isinstance(read, OnePassConfig)  # as that reader makes it
+  _check_same('speculators', (config, read), (backbone, read.backbone))
   return spec
 
 
@@ -118,14 +181,17 @@ def _eagle3_layout(config: HeadConfig) -> Layout:
   return Layout(config, eagle3_modules(config, 'midlayer.'))
 
 
-def _check_same(config: HeadConfig, read: HeadConfig) -> None:
-  """Refuses a head that reads otherwise than it was. Caches may be of any type: the platform chooses it."""
-  block = dataclasses.replace(read.block, cache_dtype=config.block.cache_dtype)
-  for one, other in ((config.block, block), (config, dataclasses.replace(read, block=config.block))):
+def _one_pass_layout(config: OnePassConfig) -> Layout:
+  return Layout(config, one_pass_modules(config.backbone.num_layers))
+
+
+def _check_same(name: str, *pairs: tuple[Any, Any]) -> None:
+  """Refuses configurations that read otherwise than they were. Caches may be of any type: the platform chooses it."""
+  for one, other in pairs:
     for field in dataclasses.fields(one):
       value = getattr(one, field.name)
-      if value != getattr(other, field.name):
-        raise ValueError(f'the format of EAGLE-3 cannot say that {field.name} is {value!r}')
+      if field.name not in ('block', 'backbone', 'cache_dtype') and value != getattr(other, field.name):
+        raise ValueError(f'the format of {name} cannot say that {field.name} is {value!r}')
 
 
 # A head's `config.json` and its tensors by name, parameters in the type that is stored.
@@ -134,19 +200,29 @@ _Content: TypeAlias = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 def _eagle3_content(drafter: Drafter, dtype: np.dtype) -> _Content:
   config = head_config_of(drafter)
-  spec, arrays = eagle3_spec(config, drafter.vocab_size), {}
+  return eagle3_spec(config, drafter.vocab_size), _arrays_of(drafter, _eagle3_layout(config), dtype)
+
+
+def _one_pass_content(drafter: Drafter, dtype: np.dtype) -> _Content:
+  config = one_pass_config_of(drafter)
+  return one_pass_spec(config, drafter.vocab_size), _arrays_of(drafter, _one_pass_layout(config), dtype)
+
+
+def _arrays_of(drafter: Drafter, layout: Layout, dtype: np.dtype) -> dict[str, np.ndarray]:
+  """The tensors of a head, by the names of its format."""
+  arrays = {}
   params = {
     jax.tree_util.keystr(keys, simple=True, separator='/'): np.asarray(leaf)
     for keys, leaf in jax.tree_util.tree_leaves_with_path(drafter.params)
   }
-  for path, (name, _) in names_and_shapes(_eagle3_layout(config)).items():
+  for path, (name, _) in names_and_shapes(layout).items():
     found = params[path]
     if path == 'target_ids':
       arrays[name] = found.astype(np.int64) - np.arange(len(found))
       arrays['t2d'] = np.isin(np.arange(drafter.vocab_size), found)
     else:
       arrays[name] = (found.T if is_transposed(path) else found).astype(dtype)
-  return spec, arrays
+  return arrays
 
 
 def _medusa_content(drafter: Drafter, dtype: np.dtype) -> _Content:
@@ -172,6 +248,7 @@ def _medusa_content(drafter: Drafter, dtype: np.dtype) -> _Content:
 # For each kind of head: its configuration, which others have not, its content, and the name of the file of tensors.
 _KINDS = (
   (head_config_of, _eagle3_content, 'model.safetensors'),
+  (one_pass_config_of, _one_pass_content, 'model.safetensors'),
   (medusa_config_of, _medusa_content, 'medusa_lm_head.safetensors'),
 )
 
@@ -181,7 +258,7 @@ def _kind_of(drafter: Drafter) -> tuple[Callable[[Drafter, np.dtype], _Content],
     with contextlib.suppress(ValueError):
       config_of(drafter)
       return content_of, name
-  raise ValueError('not a drafter made by head_drafter or medusa_drafter')
+  raise ValueError('not a drafter made by head_drafter, one_pass_drafter or medusa_drafter')
 
 
 def save_drafter(
@@ -192,13 +269,14 @@ def save_drafter(
   param_dtype: str = 'bfloat16',
   overwrite: bool = False,
 ) -> None:
-  """Writes a head in the format of EAGLE-3 or of Medusa-1, which `load_drafter` reads, wholly or not at all.
+  """Writes a head in the format of EAGLE-3, speculators or Medusa-1, which `load_drafter` reads, wholly or not at all.
 
   Rows of the target are not written, so that a small head stays small.
 
   Args:
     path: The directory to create, local.
-    drafter: A drafter of `head_drafter` whose head is of EAGLE-3's kind, or one of `medusa_drafter`.
+    drafter: A drafter of `head_drafter` whose head is of EAGLE-3's kind, of `one_pass_drafter` without a selector, or
+      of `medusa_drafter`.
     info: JSON values to store in `config.json` as `info`.
     param_dtype: The dtype to store parameters in, `float32` or `bfloat16`.
     overwrite: Whether to replace an existing head. Other files beside it stay.

@@ -423,7 +423,7 @@ def test_medusa_heads_that_are_written_read_the_same(tmp_path, target, has_unemb
 def test_heads_that_the_format_cannot_say(tmp_path, target):
   with pytest.raises(ValueError, match="join is 'linear'"):
     save_drafter(tmp_path / 'b', load_drafter(write_head(tmp_path / 'a', 'eagle'), target))
-  with pytest.raises(ValueError, match='not a drafter made by head_drafter or medusa_drafter'):
+  with pytest.raises(ValueError, match='not a drafter made by head_drafter, one_pass_drafter or medusa_drafter'):
     save_drafter(tmp_path / 'b', lookup_drafter(V))
   drafter = load_drafter(write_head(tmp_path / 'e', 'eagle3'), target)
   config = config_of(drafter)
@@ -432,6 +432,31 @@ def test_heads_that_the_format_cannot_say(tmp_path, target):
     with pytest.raises(ValueError, match=f'the format of EAGLE-3 cannot say that {field} is'):
       save_drafter(tmp_path / 'b', head_drafter(drafter.params, other, V))
   assert not (tmp_path / 'b').exists()
+
+
+@pytest.mark.parametrize(
+  'name', ['dflash', 'speculators dflash', 'dspark', 'dspark gated', 'dspark rnn', 'speculators dspark']
+)
+def test_networks_of_one_pass_are_written_in_the_format_of_speculators(tmp_path, target, name):
+  spec = {'layer_types': ['full_attention'] * 2} if name == 'dflash' else None
+  drafter = load_drafter(write_head(tmp_path / 'a', name, spec=spec), target)
+  save_drafter(tmp_path / 'b', drafter, info={'steps': 1}, param_dtype='float32')
+  again = load_drafter(tmp_path / 'b', target)
+  one, other = (one_pass_config_of(each) for each in (drafter, again))
+  assert dataclasses.replace(one, sees_from_root=True) == dataclasses.replace(other, sees_from_root=True)
+  jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+  assert json.loads((tmp_path / 'b' / 'config.json').read_text())['info'] == {'steps': 1}
+
+
+def test_networks_of_one_pass_that_the_format_cannot_say(tmp_path, target):
+  with pytest.raises(ValueError, match='the format of speculators cannot say that sees_from_root is False'):
+    save_drafter(tmp_path / 'b', load_drafter(write_head(tmp_path / 'a', 'dflash'), target))
+  with pytest.raises(ValueError, match='DFlash 2 is read, but not written'):
+    save_drafter(tmp_path / 'b', load_drafter(write_head(tmp_path / 'c', 'dflash2'), target))
+  assert not (tmp_path / 'b').exists()
+  for name in ('dspark', 'speculators dspark'):
+    with pytest.raises(ValueError, match='is_causal True is not supported'):
+      load_drafter(write_head(tmp_path / 'd', name, spec={'is_causal': True}), target)
 
 
 def test_dtypes(tmp_path, target):

@@ -1,0 +1,204 @@
+"""Heads that guess depth by depth, as EAGLE, speculators and the makers of MTP layers publish them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spectr_jax.io.foreign import FLAG
+from spectr_jax.io.heads.layout import (
+  LAYER_IDS,
+  Layout,
+  TargetSizes,
+  block_config,
+  block_modules,
+  embedding_sizes,
+  layer_modules,
+  num_layers_of,
+  num_rows,
+  shape_of,
+)
+from spectr_jax.io.heads.names import DEEPSEEK_MTP, head_prefix
+from spectr_jax.io.hub.config_fields import checked
+from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.models.head import HeadConfig
+
+EAGLE3_FIELDS = {
+  'eagle_aux_hidden_state_layer_ids': LAYER_IDS,
+  'use_aux_hidden_state': FLAG,
+  'fc_norm': FLAG,
+  'norm_before_fc': FLAG,
+  'norm_before_residual': FLAG,
+  'norm_output': FLAG,
+}
+
+
+def _feature_layers(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes) -> tuple[int, ...]:
+  """The target's layers that a head of EAGLE-3's kind reads, numbered as in `Model.features_fn`.
+
+  Configurations number them in two ways: in an `eagle_config` they name blocks whose outputs are read, at the top those
+  whose inputs are.
+  """
+  num_inputs = shape_of(tensors, 'fc.weight')[1]
+  if num_inputs % sizes.width:
+    raise ValueError(f'the head reads {num_inputs} numbers of the target, whose hidden states have {sizes.width}')
+  nested = spec['eagle_config'].get('eagle_aux_hidden_state_layer_ids')
+  named = spec.get('eagle_aux_hidden_state_layer_ids') or (nested and [layer + 1 for layer in nested])
+  if not named and sizes.num_layers < 3:
+    raise ValueError(f'config.json does not say which layers the head reads, and the target has {sizes.num_layers}')
+  layers = tuple(named or (2, sizes.num_layers // 2, sizes.num_layers - 3))
+  if num_inputs != len(layers) * sizes.width:
+    raise ValueError(
+      f'the head reads {num_inputs // sizes.width} hidden states of the target, and the configuration names'
+      f' {len(layers)} layers: {", ".join(map(str, layers))}'
+    )
+  return layers
+
+
+def eagle3_modules(config: HeadConfig, block: str) -> dict[str, str]:
+  """The hub's name of every module of a head of EAGLE-3's kind, by ours.
+
+  Args:
+    config: The head.
+    block: The beginning of the names of the block's modules.
+  """
+  layers = layer_modules(range(1, config.block.num_layers))
+  return layers | block_modules(
+    block,
+    mask_features='mask_hidden',
+    features='fc',
+    features_norm='input_norm' if config.features_norm == 'joint' else 'fc_norm',
+    embedding_norm=f'{block}input_layernorm',
+    hidden_norm=f'{block}hidden_norm',
+    output_norm='norm',
+    embedding='embed_tokens',
+    unembedding='lm_head',
+  )
+
+
+def read_eagle3(
+  spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, dtype: str | None, *, mask_id: int | None = None
+) -> Layout:
+  """A head of EAGLE-3's kind; with what the speculators format adds, which some files without that format have too.
+
+  Args:
+    spec: The content of `config.json`.
+    tensors: The head's tensors, of which only names and shapes are read.
+    sizes: The target's sizes.
+    dtype: The dtype to compute in; None for the one of the configuration.
+    mask_id: The mask token of P-EAGLE; None for a head that reads its guesses.
+
+  Raises:
+    ValueError: Something is missing, unknown or does not fit the target.
+    KeyError: A size is missing.
+  """
+  names = tensors.names()
+  block = 'midlayer.' if any(name.startswith('midlayer.') for name in names) else 'layers.0.'
+  nested = checked(spec.get('eagle_config', {}), EAGLE3_FIELDS, 'eagle_config')
+  spec, options = {**spec, 'eagle_config': nested}, {**spec, **nested}
+  if not options.get('use_aux_hidden_state', True):
+    raise ValueError(
+      "use_aux_hidden_state False is not supported: such a head reads the target's last hidden state, without a product"
+    )
+  num_embedded, embedding_dim = embedding_sizes(tensors, 'embed_tokens.weight', sizes)
+  vocab_size = num_rows(tensors, 'lm_head.weight') or num_rows(tensors, 'd2t', 1) or sizes.vocab_size
+  if 'fc.weight' not in names:
+    raise ValueError('the checkpoint lacks fc.weight')
+  num_layers = 1 if mask_id is None else num_layers_of(spec, tensors)
+  config = HeadConfig(
+    block_config(spec, tensors, block, vocab_size, dtype, num_layers=num_layers),
+    sizes.width,
+    embedding_dim,
+    _feature_layers(spec, tensors, sizes),
+    features_norm='each' if options.get('fc_norm') else 'joint' if options.get('norm_before_fc') else None,
+    is_residual_normed=options.get('norm_before_residual', False),
+    is_output_normed=options.get('norm_output', False),
+    num_embedded=num_embedded,
+    has_unembedding='lm_head.weight' in names,
+    is_reduced='d2t' in names,
+    mask_id=mask_id,
+  )
+  return Layout(config, eagle3_modules(config, block))
+
+
+def read_peagle(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  return read_eagle3(spec, tensors, sizes, dtype, mask_id=spec['mask_token_id'])
+
+
+def read_eagle(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  num_embedded, embedding_dim = embedding_sizes(tensors, 'embed_tokens.weight', sizes)
+  has_unembedding = 'lm_head.weight' in tensors.names()
+  vocab_size = num_rows(tensors, 'lm_head.weight') or sizes.vocab_size
+  config = HeadConfig(
+    block_config(spec, tensors, 'layers.0.', vocab_size, dtype),
+    sizes.width,
+    embedding_dim,
+    (-1,),
+    join='linear',
+    has_features_kernel=False,
+    has_input_norms=False,
+    has_join_bias=spec.get('bias', True),
+    has_output_norm=False,
+    num_embedded=num_embedded,
+    has_unembedding=has_unembedding,
+    is_reduced=False,
+  )
+  return Layout(config, block_modules('layers.0.', join='fc', embedding='embed_tokens', unembedding='lm_head'))
+
+
+def _mtp(
+  spec,
+  tensors: Tensors,
+  sizes: TargetSizes,
+  dtype,
+  prefix: str,
+  block: str,
+  others: dict[str, str],
+  **differences: Any,
+) -> Layout:
+  """A layer for multi-token prediction, which stands among the tensors of its target."""
+  names = {name.removeprefix(block) for name in tensors.names() if name.startswith(block)}
+  unknown = 'this MTP head has {}, which is not computed here; known are dense blocks of Llama and Qwen'
+  for marker, kind in (('mlp.experts.', 'a mixture of experts'), ('self_attn.kv_', 'latent attention')):
+    if any(name.startswith(marker) for name in names):
+      raise ValueError(unknown.format(kind))
+  modules = block_modules(block, attention_norm=f'{block}input_layernorm', **others)
+  vocab_size = num_rows(tensors, f'{modules["unembedding"]}.weight') or sizes.vocab_size
+  num_embedded, embedding_dim = embedding_sizes(tensors, f'{modules["embedding"]}.weight', sizes)
+  config = block_config(spec, tensors, block, vocab_size, dtype, **differences)
+  if num_rows(tensors, f'{block}self_attn.q_proj.weight') == 2 * config.num_heads * config.head_dim:
+    raise ValueError(unknown.format('gated attention'))
+  config = HeadConfig(
+    config,
+    sizes.width,
+    embedding_dim,
+    (-1,),
+    join='linear',
+    has_features_kernel=False,
+    has_attention_norm=True,
+    is_output_normed=True,
+    num_embedded=num_embedded,
+    has_unembedding=f'{modules["unembedding"]}.weight' in tensors.names(),
+    is_reduced=False,
+  )
+  return Layout(config, modules, prefix)
+
+
+def read_qwen_mtp(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  others = {
+    'join': 'fc', 'embedding_norm': 'pre_fc_norm_embedding', 'hidden_norm': 'pre_fc_norm_hidden', 'output_norm': 'norm',
+    'embedding': 'embed_tokens', 'unembedding': 'lm_head',
+  }  # fmt: skip
+  others = {ours: f'mtp.{theirs}' for ours, theirs in others.items()}
+  # The norms of this family hold the gain less 1.
+  return _mtp(spec, tensors, sizes, dtype, 'mtp.', 'mtp.layers.0.', others, gain_offset=1.0)
+
+
+def read_deepseek_mtp(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  prefix = head_prefix(DEEPSEEK_MTP, tensors.names())
+  others = {
+    'join': 'eh_proj', 'embedding_norm': 'enorm', 'hidden_norm': 'hnorm', 'output_norm': 'shared_head.norm',
+    'embedding': 'embed_tokens', 'unembedding': 'shared_head.head',
+  }  # fmt: skip
+  others = {ours: f'{prefix}{theirs}' for ours, theirs in others.items()}
+  return _mtp(spec, tensors, sizes, dtype, prefix, prefix, others)

@@ -1,0 +1,229 @@
+"""What a published head's files describe: sizes that fit a target, and where every parameter stands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spectr_jax.io.foreign import list_of, whole
+from spectr_jax.io.hub.config_fields import check_requests
+from spectr_jax.io.hub.families import LLAMA_MODULES
+from spectr_jax.io.hub.family_configs import layer_windows, llama_config
+from spectr_jax.io.hub.load import for_platform
+from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.model import KVCache, Model
+from spectr_jax.models import head, one_pass
+from spectr_jax.models.causal_lm_config import CausalLMConfig
+from spectr_jax.models.head import HeadConfig
+from spectr_jax.models.one_pass import OnePassConfig
+
+LAYER_IDS = list_of(whole(-1, 10_000), 1000)  # of a target; formats differ in what -1 is
+
+BLOCK_MODULES = {
+  ours: theirs
+  for ours, theirs in LLAMA_MODULES.items()
+  if ours == 'mlp_norm' or ours.startswith(('attention/', 'mlp/'))
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetSizes:
+  """The sizes of a target that a head must fit.
+
+  Attributes:
+    vocab_size: V.
+    width: Width of its hidden states.
+    embedding_dim: Width of its embedded tokens, or None if drafters cannot read them.
+    num_layers: The number of its blocks.
+  """
+
+  vocab_size: int
+  width: int
+  embedding_dim: int | None
+  num_layers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """A head as its files describe it.
+
+  Attributes:
+    config: Its sizes.
+    modules: The hub's name of every module, by ours.
+    prefix: The beginning of the names that belong to the head.
+  """
+
+  config: HeadConfig | OnePassConfig
+  modules: Mapping[str, str]
+  prefix: str = ''
+
+  @property
+  def param_shapes(self) -> dict[str, Any]:
+    """The shapes of all parameters."""
+    if isinstance(self.config, OnePassConfig):
+      return one_pass.param_shapes(self.config)
+    return head.param_shapes(self.config)
+
+
+def target_sizes(target: Model) -> TargetSizes:
+  """The sizes of a target that a head must fit.
+
+  Args:
+    target: The target; nothing is computed.
+
+  Raises:
+    ValueError: The target returns no hidden states, or does not tell the number of its layers.
+  """
+  if target.features_fn is None:
+    raise ValueError('a head reads hidden states of the target, but this target returns none: its features_fn is None')
+
+  def call(target):
+    token, cache = jnp.zeros((1, 1), jnp.int32), target.init_cache_fn(1, 1)
+    output = target.with_features((-1,)).apply(token, token, jnp.ones((1, 1), bool), cache)
+    return cache, output.features, None if target.embed_fn is None else target.embed_fn(target.params, token)
+
+  cache, features, embedded = jax.eval_shape(call, target)
+  if not isinstance(cache, KVCache):
+    raise ValueError('a head needs the number of layers of its target, which only a KVCache tells')
+  embedding_dim = None if embedded is None else embedded.shape[-1]
+  return TargetSizes(target.vocab_size, features.shape[-1], embedding_dim, len(cache.keys))
+
+
+def block_modules(block: str, **others: str) -> dict[str, str]:
+  """The hub's names of modules: those of a block of Llama's kind below `block`, and others."""
+  return {ours: block + theirs for ours, theirs in BLOCK_MODULES.items()} | others
+
+
+def layer_modules(layers: range) -> dict[str, str]:
+  """The hub's name of every module of whole blocks, which stand below `layers`, by ours."""
+  modules = BLOCK_MODULES | {'attention_norm': 'input_layernorm'}
+  for conv in ('attention_conv', 'mlp_conv'):
+    modules |= {conv: f'{conv}.kernel_projection', f'{conv}/base': f'{conv}.base_kernel'}
+  return {f'layer_{i}/{ours}': f'layers.{i}.{theirs}' for i in layers for ours, theirs in modules.items()}
+
+
+def block_config(
+  spec: Mapping[str, Any],
+  tensors: Tensors,
+  prefix: str,
+  vocab_size: int,
+  dtype: str | None,
+  *,
+  num_layers: int = 1,
+  known: tuple[str, ...] = (),
+  **differences: Any,
+) -> CausalLMConfig:
+  """The configuration of a head's blocks; biases and norms of queries and keys are there where their tensors are.
+
+  Args:
+    spec: The content of `config.json`.
+    tensors: The head's tensors.
+    prefix: The beginning of the names of the first block.
+    vocab_size: Vd.
+    dtype: The dtype to compute in; None for the one of the configuration.
+    num_layers: The number of blocks.
+    known: Fields that the format reads and others refuse.
+    **differences: Fields of the format's own.
+  """
+  names = tensors.names()
+  check_requests(spec, known=known, has_experts=True)
+  kinds = spec.get('layer_types', [])
+  if len(kinds) != num_layers and set(kinds) <= {'full_attention'}:  # those of the target
+    kinds = ['full_attention'] * num_layers
+  spec = {
+    'max_position_embeddings': 2048,
+    **spec,
+    'num_hidden_layers': num_layers,
+    'vocab_size': vocab_size,
+    'layer_types': kinds,
+  }
+  config = llama_config(
+    spec,
+    windows=layer_windows(spec),
+    has_qkv_bias=f'{prefix}self_attn.q_proj.bias' in names,
+    has_out_bias=f'{prefix}self_attn.o_proj.bias' in names,
+    has_mlp_bias=f'{prefix}mlp.up_proj.bias' in names,
+    has_qk_norm=f'{prefix}self_attn.q_norm.weight' in names,
+    is_tied=False,
+    **differences,
+  )
+  return for_platform(config if dtype is None else dataclasses.replace(config, dtype=dtype), None)
+
+
+def shape_of(tensors: Tensors, name: str, num_axes: int = 2) -> tuple[int, ...]:
+  """The shape of a tensor that must have so many axes."""
+  shape = tensors.shape(name)
+  if len(shape) != num_axes or 0 in shape:
+    raise ValueError(f'tensor {name} has shape {shape}, expected {num_axes} axes of at least 1')
+  return shape
+
+
+def num_rows(tensors: Tensors, name: str, num_axes: int = 2) -> int | None:
+  """The outputs of a matrix or the number of ids, or None if there is no such tensor."""
+  return shape_of(tensors, name, num_axes)[0] if name in tensors.names() else None
+
+
+def num_layers_of(spec: Mapping[str, Any], tensors: Tensors) -> int:
+  """The blocks of a head that has several, no more than it has tensors."""
+  num_layers, num_tensors = spec['num_hidden_layers'], len(tensors.names())
+  if not 1 <= num_layers <= num_tensors:
+    raise ValueError(f'the configuration has {num_layers} layers, but the checkpoint {num_tensors} tensors')
+  return num_layers
+
+
+def table_sizes(tensors: Tensors, name: str, sizes: TargetSizes) -> tuple[int, int] | None:
+  """Tokens and width of a table of the target's tokens, None if there is no such tensor."""
+  if name not in tensors.names():
+    return None
+  num_tokens, width = shape_of(tensors, name)
+  if num_tokens < sizes.vocab_size:
+    raise ValueError(f'tensor {name} has shape {(num_tokens, width)}, and the target has {sizes.vocab_size} tokens')
+  return num_tokens, width
+
+
+def embedding_sizes(tensors: Tensors, name: str, sizes: TargetSizes) -> tuple[int | None, int]:
+  """Tokens of a head's own embedding, None if it reads the target's, and the width of embedded tokens."""
+  table = table_sizes(tensors, name, sizes)
+  if table is not None:
+    return table
+  if sizes.embedding_dim is None:
+    raise ValueError('this head reads embeddings of the target, but the target has no embed_fn')
+  return None, sizes.embedding_dim
+
+
+# Ends of names of tensors that are not the weight of a module.
+_WITHOUT_WEIGHT = '_codebook', '.base_kernel', 'mask_hidden'
+
+
+def _name_of(path: str, modules: Mapping[str, str]) -> str:
+  """The hub's name of a parameter."""
+  if path == 'target_ids':
+    return 'd2t'
+  if path in modules:
+    return modules[path] if modules[path].endswith(_WITHOUT_WEIGHT) else f'{modules[path]}.weight'
+  module, leaf = path.rsplit('/', 1)
+  kind, _, number = module.partition('/')
+  stem = modules[module] if module in modules else f'{modules[kind]}.{number}'
+  return f'{stem}.{"bias" if leaf == "bias" else "weight"}'
+
+
+def is_transposed(path: str) -> bool:
+  """Whether the parameter of a path is stored as its transpose."""
+  return path.endswith(('unembedding', '/kernel'))
+
+
+def names_and_shapes(layout: Layout) -> dict[str, tuple[str, jax.ShapeDtypeStruct]]:
+  """The hub's name and our shape of every parameter that a file holds, by our path.
+
+  Args:
+    layout: The head.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(layout.param_shapes)
+  paths = {jax.tree_util.keystr(keys, simple=True, separator='/'): leaf for keys, leaf in leaves}
+  if not layout.config.has_unembedding:
+    del paths['unembedding']
+  return {path: (_name_of(path, layout.modules), leaf) for path, leaf in paths.items()}

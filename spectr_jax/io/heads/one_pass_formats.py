@@ -1,0 +1,185 @@
+"""Networks that guess a block in one pass, as z-lab, DeepSpec and speculators publish them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from spectr_jax.io.foreign import FLAG, TEXT, shown, whole
+from spectr_jax.io.heads.layout import (
+  LAYER_IDS,
+  Layout,
+  TargetSizes,
+  block_config,
+  embedding_sizes,
+  layer_modules,
+  num_layers_of,
+  num_rows,
+  shape_of,
+  table_sizes,
+)
+from spectr_jax.io.hub.config_fields import TOKEN, VOCAB, WIDTH, checked, plain_name
+from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.models.one_pass import Convolution, Markov, OnePassConfig, Selector
+
+ONE_PASS_FIELDS = {
+  'block_size': whole(1, 1024),
+  'mask_token_id': TOKEN,
+  'target_layer_ids': LAYER_IDS,
+  'aux_hidden_state_layer_ids': LAYER_IDS,
+  'sample_from_anchor': FLAG,
+  'sliding_window_non_causal': FLAG,
+  'is_causal': FLAG,
+  'markov_head_type': TEXT,
+  'conv_kernel_size': whole(1, 1024),
+  'conv_group_size': WIDTH,
+  'selector_top_k': VOCAB,
+}
+
+
+def one_pass_modules(num_layers: int) -> dict[str, str]:
+  """The hub's name of every module of a network that guesses in one pass, by ours.
+
+  Args:
+    num_layers: The number of its blocks.
+  """
+  return layer_modules(range(num_layers)) | {
+    'features': 'fc', 'features_norm': 'hidden_norm', 'final_norm': 'norm',
+    'embedding': 'embed_tokens', 'unembedding': 'lm_head',
+    'markov/embedding': 'markov_head.markov_w1', 'markov/unembedding': 'markov_head.markov_w2',
+    'markov/gate': 'markov_head.gate_proj', 'markov/joint': 'markov_head.joint_proj',
+    'confidence': 'confidence_head.proj', 'selector': 'candidate_selector.hidden_projection',
+    'selector/before': 'candidate_selector.predecessor_codebook',
+    'selector/after': 'candidate_selector.successor_codebook',
+  }  # fmt: skip
+
+
+def _markov(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes) -> Markov | None:
+  """The sequential part of DSpark, None for a network that has none."""
+  table, names = table_sizes(tensors, 'markov_head.markov_w1.weight', sizes), tensors.names()
+  if table is None:
+    return None
+  num_tokens, rank = table
+  kind: Literal['vanilla', 'gated', 'rnn'] = 'vanilla'
+  if 'markov_head.gate_proj.weight' in names:
+    kind = 'gated'
+  elif 'markov_head.joint_proj.weight' in names:
+    kind = 'rnn'
+  if spec.get('markov_head_type', kind) != kind:
+    raise ValueError(f'markov_head_type is {plain_name(spec["markov_head_type"])}, and the tensors are those of {kind}')
+  return Markov(rank, num_tokens, kind)
+
+
+def _selector(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes) -> Selector | None:
+  """The sequential part of DFlash 2, None for a network that has none."""
+  table = table_sizes(tensors, 'candidate_selector.predecessor_codebook', sizes)
+  if table is None:
+    return None
+  num_tokens, rank = table
+  return Selector(rank, num_tokens, spec['selector_top_k'])
+
+
+def _read_one_pass(
+  spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, dtype: str | None, **differences: Any
+) -> Layout:
+  """A network that guesses in one pass.
+
+  Args:
+    spec: The content of `config.json`.
+    tensors: Its tensors, of which only names and shapes are read.
+    sizes: The target's sizes.
+    dtype: The dtype to compute in; None for the one of the configuration.
+    **differences: Fields of `OnePassConfig` by which formats differ, `feature_layers` among them.
+  """
+  if spec.get('is_causal'):
+    raise ValueError('is_causal True is not supported: slots of a layer without a window attend to all others')
+  names, num_layers = tensors.names(), num_layers_of(spec, tensors)
+  if spec.get('model_type', 'qwen3') == 'qwen3':
+    spec = {'num_key_value_heads': 32, 'head_dim': 128, **spec}  # what Qwen3 has where a file says nothing
+  num_embedded, width = embedding_sizes(tensors, 'embed_tokens.weight', sizes)
+  vocab_size = num_rows(tensors, 'lm_head.weight') or num_rows(tensors, 'd2t', 1) or sizes.vocab_size
+  backbone = block_config(spec, tensors, 'layers.0.', vocab_size, dtype, num_layers=num_layers, known=('is_causal',))
+  if width != backbone.embed_dim:
+    raise ValueError(f'this head is {backbone.embed_dim} wide, and reads embeddings of width {width}')
+  for layer in differences['feature_layers']:
+    if not 0 <= layer < sizes.num_layers:
+      # Whether the last layer's output is normed depends on the implementation.
+      raise ValueError(
+        f'the head reads what enters layer {layer} of the target; possible are 0 to {sizes.num_layers - 1}'
+      )
+  markov, confidence = _markov(spec, tensors, sizes), None
+  if 'confidence_head.proj.weight' in names:
+    read = shape_of(tensors, 'confidence_head.proj.weight')[1]
+    confidence = 'hidden' if read == width else 'markov'
+    if confidence == 'markov' and markov is None:
+      raise ValueError(f'confidence_head.proj.weight reads {read} numbers, and there are {width}')
+  convolution = None
+  if 'layers.0.attention_conv.base_kernel' in names:
+    convolution = Convolution(spec['conv_kernel_size'], spec['conv_group_size'])
+  config = OnePassConfig(
+    backbone,
+    sizes.width,
+    num_slots=spec['block_size'],
+    mask_id=spec['mask_token_id'],
+    markov=markov,
+    selector=_selector(spec, tensors, sizes),
+    convolution=convolution,
+    confidence=confidence,
+    num_embedded=num_embedded,
+    has_unembedding='lm_head.weight' in names,
+    is_reduced='d2t' in names,
+    **differences,
+  )
+  return Layout(config, one_pass_modules(num_layers))
+
+
+def _check_architecture(spec: Mapping[str, Any], known: str) -> None:
+  """Refuses files whose architecture is not that of the format."""
+  for name in spec.get('architectures', []):
+    if name != known:
+      raise ValueError(f'architecture {plain_name(name)} is unknown in this format; known is {known}')
+
+
+def _layers_after(spec: Mapping[str, Any]) -> tuple[int, ...]:
+  """The target's layers by `target_layer_ids`, which names blocks whose outputs are read; -1 is the embedding."""
+  return tuple(layer + 1 for layer in spec['target_layer_ids'])
+
+
+# Entries of `dflash_config` that change what is computed, and the values that change nothing.
+_DFLASH_REQUESTS = {'input_embedding_scale': 1, 'output_multiplier': 1, 'final_logit_softcapping': None}
+
+
+def read_dflash(spec, tensors: Tensors, sizes: TargetSizes, dtype, architecture: str = 'DFlashDraftModel') -> Layout:
+  _check_architecture(spec, architecture)
+  nested = checked(spec.get('dflash_config', {}), ONE_PASS_FIELDS, 'dflash_config')
+  for name, harmless in _DFLASH_REQUESTS.items():
+    if nested.get(name, harmless) != harmless:
+      raise ValueError(f'{name} {shown(nested[name])} is not supported')
+  spec = {**spec, **nested}
+  return _read_one_pass(
+    spec, tensors, sizes, dtype, feature_layers=_layers_after(spec), has_causal_windows='is_causal' not in spec
+  )
+
+
+def read_dflash2(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  return read_dflash(spec, tensors, sizes, dtype, 'DFlash2DraftModel')
+
+
+def read_dspark(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  _check_architecture(spec, 'Qwen3DSparkModel')
+  if 'sliding_attention' in spec.get('layer_types', []):
+    raise ValueError('layer_types: sliding_attention is not supported in this format')
+  return _read_one_pass(spec, tensors, sizes, dtype, feature_layers=_layers_after(spec), guesses_at_root=True)
+
+
+def read_one_pass_speculators(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+  return _read_one_pass(
+    spec,
+    tensors,
+    sizes,
+    dtype,
+    feature_layers=tuple(spec['aux_hidden_state_layer_ids']),
+    guesses_at_root=spec.get('sample_from_anchor', spec['speculators_model_type'] == 'dspark'),
+    sees_from_root=True,
+    has_causal_windows=not spec.get('sliding_window_non_causal', spec['speculators_model_type'] == 'dflash2'),
+  )

@@ -1,0 +1,226 @@
+"""Training of networks that guess a block in one pass: DSpark (arXiv:2607.05147) and DFlash (arXiv:2602.06036).
+
+A text is divided into blocks, one behind the other, which begin at another place whenever the text is seen. Each block
+guesses its tokens from the token before it, the target's hidden states up to there, and in DSpark the tokens of the
+text within the block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.draft import Drafter, one_pass_drafter
+from spectr_jax.draft.one_pass_drafter import config_of
+from spectr_jax.io.heads.save import one_pass_spec
+from spectr_jax.io.load import ModelFiles
+from spectr_jax.model import Model
+from spectr_jax.models import causal_lm, one_pass
+from spectr_jax.models.causal_lm_config import CausalLMConfig
+from spectr_jax.models.head import random_params
+from spectr_jax.models.one_pass import MARKOV_KINDS, Markov, OnePassConfig
+from train.config_rules import at_least, finite_at_least_0
+from train.draft_kind import FeatureHead, begin_features, block_config, cast
+from train.eagle3_head import feature_layers
+from train.head_step import Guesses, HeadBatch
+
+
+def run_blocks(
+  params: Mapping[str, Any], config: OnePassConfig, embedded: jax.Array, features: jax.Array, anchors: jax.Array
+) -> jax.Array:
+  """The outputs of all slots of several blocks of each text, `[B, A, W, embed_dim]`.
+
+  Args:
+    params: The parameters.
+    config: The network, whose layers have no windows.
+    embedded: `[B, A, W, embed_dim]`, the embedded tokens of the slots.
+    features: `[B, S, F, target_dim]`, the target's hidden states of the texts.
+    anchors: int32 `[B, A]`, the place of each block's first slot. It reads the hidden states before it.
+  """
+  (batch_size, size), (num_blocks, num_slots) = features.shape[:2], embedded.shape[1:3]
+  num_all = num_blocks * num_slots
+  positions = jnp.broadcast_to(jnp.arange(size), (batch_size, size))
+  # The context stands before the slots among what is pending, since attention to a cache has no gradient.
+  cache = one_pass.init_cache(config, batch_size, 0).with_pending_slots(size + num_all)
+  cache = one_pass.read_context(params, config, features, positions, cache)
+  block = jnp.arange(num_all) // num_slots
+  own = jnp.broadcast_to(block == block[:, None], (batch_size, num_all, num_all))
+  before = jnp.arange(size) < jnp.repeat(anchors, num_slots, axis=1)[..., None]
+  seen = jnp.concatenate([before, own], axis=-1)
+  places = (anchors[..., None] + jnp.arange(num_slots)).reshape(batch_size, -1)
+  flat = embedded.reshape(batch_size, -1, embedded.shape[-1])
+  outputs = one_pass.run_slots(params, config, flat, places, lambda window: (seen, None), cache)
+  return outputs.reshape(*embedded.shape[:3], -1)
+
+
+def _principal(embedding: jax.Array, rank: int) -> jax.Array:
+  """Embedded tokens `[V, D]` along their `rank` directions of largest variance, with mean 0 and variance 1 in each."""
+  centered = embedding - jnp.mean(embedding, axis=0)
+  variances, directions = jnp.linalg.eigh(centered.T @ centered / len(centered))
+  directions, variances = directions[:, -rank:], variances[-rank:]
+  # Which of two opposite directions comes out depends on the machine.
+  largest = jnp.take_along_axis(directions, jnp.argmax(jnp.abs(directions), axis=0)[None], axis=0)
+  return centered @ (directions * jnp.sign(largest) / jnp.sqrt(jnp.maximum(variances, 1e-12)))
+
+
+def _as_float32(params: Any) -> Any:
+  return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePassKind(FeatureHead):
+  """A network that guesses a block in one pass, a `DraftKind`.
+
+  Attributes:
+    config: The network. It reads the target's embedding.
+    from_target: Whether layers and context begin as the target's last layers and what these read; else they are random.
+      The final norm begins as the target's in any case.
+  """
+
+  rules = (
+    *at_least(1, 'num_layers', 'block_size', 'vocab_size'),
+    *finite_at_least_0('mlp_dim', 'markov_rank', 'ce_weight', 'lk_weight', 'confidence_weight'),
+    ('markov_kind', f'one of {", ".join(MARKOV_KINDS)}', lambda x: x in MARKOV_KINDS),
+    ('mask_id', 'a token, or -1', lambda x: x >= -1),
+  )
+  config_of = staticmethod(config_of)
+
+  config: OnePassConfig
+  from_target: bool
+
+  @staticmethod
+  def sizes_of(config: OnePassConfig) -> dict[str, Any]:
+    sizes = vars(config.backbone) | vars(config)
+    return {name: value for name, value in sizes.items() if name not in ('backbone', 'dtype', 'cache_dtype')}
+
+  @property
+  def num_ids(self) -> int | None:
+    return self.config.backbone.vocab_size
+
+  @property
+  def num_depths(self) -> int:
+    return self.config.max_depth
+
+  @classmethod
+  def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> OnePassKind:
+    mask_id = config.mask_id
+    if mask_id == -1:
+      eos_ids = files.tokenizer().eos_ids
+      if not eos_ids:
+        raise ValueError('config.mask_id must be a token: the tokenizer has none that ends a text')
+      mask_id = eos_ids[0]
+    if mask_id >= target.vocab_size:
+      raise ValueError(f'config.mask_id must be below {target.vocab_size}, got {mask_id}')
+    if config.num_layers > target.num_layers:
+      raise ValueError(f'config.num_layers must be at most {target.num_layers}, got {config.num_layers}')
+    is_sequential = config.kind == 'dspark'
+    markov = Markov(config.markov_rank, target.vocab_size, config.markov_kind) if config.markov_rank else None
+    if markov is not None and markov.rank > target.embed_dim:
+      raise ValueError(f'config.markov_rank must be at most {target.embed_dim}, got {markov.rank}')
+    block = block_config(config, target, num_layers=config.num_layers)
+    own = OnePassConfig(
+      dataclasses.replace(block, has_qk_norm=True),
+      target.embed_dim,
+      feature_layers(target.num_layers),
+      num_slots=config.block_size if is_sequential else config.block_size + 1,
+      mask_id=mask_id,
+      guesses_at_root=is_sequential,
+      sees_from_root=True,
+      markov=markov,
+      confidence=('hidden' if markov is None else 'markov') if config.confidence_weight else None,
+      has_unembedding=config.has_unembedding,
+      is_reduced=True,
+    )
+    one_pass_spec(own, target.vocab_size)  # refuses one that could not be written
+    return cls(own, config.from_target)
+
+  def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:
+    config = self.config
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), one_pass.param_shapes(config))
+    params = random_params(key, shapes)
+    del params['target_ids']
+    if config.has_unembedding:
+      params['unembedding'] = unembedding.astype(jnp.float32)
+    else:
+      del params['unembedding']
+    params['final_norm'] = _as_float32(target.params['final_norm'])
+    if config.markov is not None:
+      embedding = self.frozen_params(target)['embedding'].astype(jnp.float32)
+      params['markov']['embedding'] = _principal(embedding, config.markov.rank)
+      params['markov']['unembedding'] = jnp.zeros_like(params['markov']['unembedding'])
+    if config.confidence is not None:
+      params['confidence'] = jax.tree.map(jnp.zeros_like, params['confidence'])
+    if self.from_target:
+      self._begin_as_target(params, target)
+    return params
+
+  def _begin_as_target(self, params: dict[str, Any], target: Model) -> None:
+    """Sets layers to the target's last ones, and the context to the last hidden state that is read, normed."""
+    backbone, num_layers = self.config.backbone, causal_lm.config_of(target).num_layers
+    for i in range(backbone.num_layers):
+      own, layer = params[f'layer_{i}'], _as_float32(target.params[f'layer_{num_layers - backbone.num_layers + i}'])
+      own['attention'] |= layer['attention']
+      own['attention_norm'] = layer['attention_norm']
+      if layer['mlp']['down']['kernel'].shape[0] == backbone.mlp_dim:
+        own |= {'mlp': layer['mlp'], 'mlp_norm': layer['mlp_norm']}
+    params['features']['kernel'] = begin_features(params['features']['kernel'], backbone.embed_dim)
+    params['features_norm'] = _as_float32(target.params[f'layer_{num_layers - 1}']['attention_norm'])
+
+  def guesses(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Guesses]:
+    config, depth = self.config, self.num_depths
+    params = jax.tree.map(lambda x: x.astype(config.backbone.dtype), dict(params))
+    batch_size, size = batch.tokens.shape
+    num_slots, offsets = config.num_slots, batch.offsets[:, None] % depth
+    # Block j begins at token `offsets + j * depth` and guesses the `depth` tokens behind it.
+    anchors = offsets + jnp.arange((size - 2) // depth + 1) * depth
+    places = jnp.minimum(anchors[..., None] + jnp.arange(num_slots), size - 1)
+    tokens = jnp.take_along_axis(batch.tokens, places.reshape(batch_size, -1), axis=1).reshape(places.shape)
+    masked = tokens.at[..., 1:].set(config.mask_id)
+    embedded = jnp.take(frozen['embedding'], masked, axis=0)
+    outputs = run_blocks(params, config, embedded, batch.features[:, :, :-1], anchors)
+    mixed = confidence = before = None
+    if config.markov is not None:
+      # Slots that guess the token behind their own place read what stands there, others what stands before it.
+      last = tokens if config.guesses_at_root else jnp.concatenate([tokens[..., :1], tokens[..., :-1]], axis=-1)
+      before = one_pass.embed_before(params, config, last)
+      mixed = self._read_before(params, before, outputs)
+    if config.confidence is not None:
+      confidence = one_pass.confidence_logits(params, config, outputs, before)
+    # Entry i guesses token i + 2, the `ahead`-th one behind the anchor of the first block.
+    ahead = jnp.arange(size - 2) + 1 - offsets
+
+    def by_entry(x):
+      """`[B, S - 2, ...]` of `[B, A, W, ...]`; anything for entries that no block guesses."""
+      if x is None:
+        return None
+      flat = x[:, :, num_slots - depth :].reshape(batch_size, -1, *x.shape[3:])
+      index = jnp.maximum(ahead, 0)
+      return jax.vmap(lambda row, places: row[places])(flat, index)
+
+    products = [(by_entry(outputs), params.get('unembedding', frozen['unembedding']))]
+    if mixed is not None:
+      products.append((by_entry(mixed), params['markov']['unembedding']))
+    return [Guesses(tuple(products), jnp.where(ahead < 0, -1, ahead % depth), by_entry(confidence))]
+
+  def _read_before(self, params: Mapping[str, Any], before: jax.Array, outputs: jax.Array) -> jax.Array:
+    """What the bias of every slot is a product of, `[B, A, W, rank]`, given the tokens of the text before each slot."""
+    assert self.config.markov is not None
+    if self.config.markov.kind != 'rnn':
+      return one_pass.read_before(params, self.config, before, outputs, None)[0]
+    state: jax.Array | None = jnp.zeros_like(before[:, :, 0])
+    found = []
+    for slot in range(self.config.num_slots):
+      mixed, state = one_pass.read_before(params, self.config, before[:, :, slot], outputs[:, :, slot], state)
+      found.append(mixed)
+    return jnp.stack(found, axis=2)
+
+  def drafter(
+    self, params: Mapping[str, Any], frozen: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int
+  ) -> Drafter:
+    params = {'unembedding': frozen['unembedding'], **params, 'target_ids': target_ids}
+    return one_pass_drafter(cast(params, one_pass.param_shapes(self.config)), self.config, vocab_size)
