@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import os
@@ -45,13 +46,48 @@ class _Lines:
       print(f'[{done}/{total}] {printable(what)}{left}', file=sys.stderr, flush=True)
 
 
+_KINDS = 'compiling', 'decoding', 'timing', 'measuring', 'profiling'
+
+
+class _Spent:
+  """How long the kinds of activities took: loading is what comes before the first one."""
+
+  def __init__(self):
+    self._seconds, self._kind, self._since = collections.Counter(), 'loading', time.monotonic()
+
+  def begin(self, activity: str) -> None:
+    """The end of what was done before, at the beginning of an activity."""
+    now = time.monotonic()
+    self._seconds[self._kind] += now - self._since
+    self._kind, self._since = next((kind for kind in _KINDS if kind in activity), 'other'), now
+
+  def __str__(self) -> str:
+    parts = [f'{kind} {seconds:.1f}' for kind, seconds in self._seconds.items() if seconds >= 0.05]
+    return f'{sum(self._seconds.values()):.1f} s: {", ".join(parts)}'
+
+
 @contextlib.contextmanager
 def show_progress() -> Iterator[Notify]:
-  """Yields a progress callback on stderr: a bar in a terminal, else lines.
+  """Yields a progress callback on stderr: a bar in a terminal, else lines. At the end one line says what took how long.
 
   It takes the current activity, what is done, and the total. What stands behind a semicolon in the activity, such as a
   speed, is a detail that changes while it lasts.
   """
+  spent = _Spent()
+  with _progress() as show:
+
+    def notify(what: str, done: int, total: int) -> None:
+      spent.begin(what.partition(';')[0])
+      show(what, done, total)
+
+    yield notify
+  spent.begin('')
+  with contextlib.suppress(OSError):
+    print(spent, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Notify]:
   console = make_console(stderr=True)
   if not console.is_terminal:
     yield _Lines()
