@@ -3,7 +3,7 @@
 Command   python -m benchmarks.drafters --target=MODEL.gguf --drafters=lookup,pretrained/smollm2_head \
             --prompts=spec_bench:question.jsonl --chat --method=speculative,race_traversal --output=drafters.json
           Every flag of `decode.main` counts, but --draft: --drafters names several
-Model     a `.gguf` file, dequantised by both
+Model     a `.gguf` file, dequantized by both
 Prompts   --num_prompts of the file, equally many of each task, --batch_size at a time; our caches hold the longest
 Peer      `generate` with its dynamic cache, plain and, for one prompt at a time, with `prompt_lookup_num_tokens`, on
           --peer_device. --nopeer leaves it out; --llama_cpp runs llama.cpp as well, one prompt at a time

@@ -73,7 +73,7 @@ def make_public(folder: str, dtype: str, device: str):
 
 
 def load_gguf(path: str, dtype: str, device: str = 'cpu'):
-  """The model of a GGUF file, dequantised, which never ends by itself; needs `pip install gguf` as well.
+  """The model of a GGUF file, dequantized, which never ends by itself; needs `pip install gguf` as well.
 
   Args:
     path: The file.

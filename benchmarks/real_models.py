@@ -2,7 +2,7 @@
 
 Command   pip install torch transformers gguf
           python -m benchmarks.real_models --target=MODEL.gguf --output=real_models.json
-Model     a `.gguf` file, dequantised by both
+Model     a `.gguf` file, dequantized by both
 Prompts   `--text`, repeated as needed
 Peer      `generate` with its dynamic cache, and with a static cache and torch.compile, on
           --peer_device. `--nopeer` leaves it out

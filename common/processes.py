@@ -22,7 +22,7 @@ help_text.in_group('Machine', _ADDRESS, _NUM_PROCESSES, _PROCESS_ID)
 
 
 def _has_tpu() -> bool:
-  """Tells whether this machine has TPU chips that JAX would use, without initialising them."""
+  """Tells whether this machine has TPU chips that JAX would use, without initializing them."""
   is_wanted = os.environ.get('JAX_PLATFORMS', 'tpu').split(',')[0] in ('', 'tpu')
   has_chips = bool(glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*'))
   return is_wanted and has_chips and importlib.util.find_spec('libtpu') is not None

@@ -114,7 +114,7 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
   """Computes the distributions that tokens are drawn from, for draft and target alike.
 
   Temperature comes first, then top-k, then top-p of the remaining tokens, then min-p, as in Hugging Face Transformers.
-  Only the order of top-p and its neighbours matters: top-k and min-p keep the same tokens in either order.
+  Only the order of top-p and its neighbors matters: top-k and min-p keep the same tokens in either order.
 
   Args:
     logits: `[B, N, V]`; -inf for tokens that must not occur.
@@ -195,7 +195,7 @@ def positive_part_or(weights: jax.Array, fallback: jax.Array) -> jax.Array:
     fallback: `[V]`.
 
   Returns:
-    `[V]`, not normalised.
+    `[V]`, not normalized.
   """
   positive = positive_part(weights)
   return jnp.where(jnp.sum(positive) > 0, positive, fallback)

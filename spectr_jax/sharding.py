@@ -64,7 +64,7 @@ CAUSAL_LM_RULES = (
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Device] | None = None) -> Mesh:
   """Builds the mesh `data` x `model`; both axes always exist.
 
-  Neighbours along `model` are neighbours in hardware where the backend knows its topology.
+  Neighbors along `model` are neighbors in hardware where the backend knows its topology.
 
   Args:
     sizes: Number of devices by axis. A missing axis has 1; at most one may be -1 and takes all remaining devices.

@@ -18,7 +18,7 @@ from spectr_jax.tree_search import integer, optimal_chain_sizes, optimal_parents
 class TokenTree:
   """A static tree of guesses. Node 0 is the root, the last committed token; nodes 1..N hold guesses.
 
-  Nodes are numbered breadth first, so a node's children are neighbours and so are the nodes of a depth. Two drafts of
+  Nodes are numbered breadth first, so a node's children are neighbors and so are the nodes of a depth. Two drafts of
   two tokens, `TokenTree.chains(2, 2)`, are
 
       0 -> 1 -> 3

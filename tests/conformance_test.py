@@ -139,7 +139,7 @@ def _with_parameters(change):
 
 
 @pytest.mark.slow
-def test_parameters_of_a_neighbour_are_caught():
+def test_parameters_of_a_neighbor_are_caught():
   assert _check(_with_parameters(lambda *own: own)).is_passed
   found = _check(_with_parameters(lambda *own: tuple(np.roll(x, 1) for x in own)))
   assert {'temperature 0', 'temperature 0.7, top-p 0.8'} <= _failed(found)

@@ -126,7 +126,7 @@ def test_weights_in_int8(saved, tmp_path):
   embedding = model.params['embedding']
   assert embedding.values.dtype == jnp.int8
   wide = load_model(saved)[0].params['embedding']
-  assert np.abs(embedding.dequantised('float32') - wide).max() <= 0.51 * embedding.scale.max()
+  assert np.abs(embedding.dequantized('float32') - wide).max() <= 0.51 * embedding.scale.max()
   with pytest.raises(ValueError, match='a model with int8 weights is not saved'):
     save_model(tmp_path / 'model', model, tokenizer)
   with pytest.raises(ValueError, match='weights must be int8'):

@@ -316,7 +316,7 @@ _SAMPLING = {'temperature': 0.8, 'top_k': 6, 'top_p': 0.9}
 def _tiny_transformer(seed, width):
   config = transformer.TransformerConfig(_VOCAB, width, 2, 2, 2 * width, 16)
   params = jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(seed), config=config)
-  # Sharper than at initialisation, so that laws differ between contexts and top-p has something to cut.
+  # Sharper than at initialization, so that laws differ between contexts and top-p has something to cut.
   params['final_norm']['gain'] *= 2.0
   return transformer.transformer_model(params, config)
 

@@ -138,7 +138,7 @@ class DecodeOptions:
   weights: str = option(
     _MODELS,
     "int8 to hold both models' matrices as 8-bit integers with a scale per output channel; '' for those of the files."
-    ' Lossless methods then give the distribution of the quantised target.',
+    ' Lossless methods then give the distribution of the quantized target.',
     '',
   )
   method: tuple[str, ...] = option(

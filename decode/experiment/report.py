@@ -1,4 +1,4 @@
-"""The report of a run for people: a table, explanations, and a sample coloured by origin."""
+"""The report of a run for people: a table, explanations, and a sample colored by origin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spectr_jax.engine.program_memory import describe_groups
 from spectr_jax.io.text_stream import TextStream
 from spectr_jax.io.tokenizer import TokenizerBase
 
-# Marks of a token's origin, with colour and without.
+# Marks of a token's origin, with color and without.
 _STYLES = {ORIGIN_DRAFT: 'green', ORIGIN_CORRECTION: 'bold red', ORIGIN_BONUS: 'bold blue'}
 _MARKS = {ORIGIN_DRAFT: ('', ''), ORIGIN_CORRECTION: ('[', ']'), ORIGIN_BONUS: ('{', '}')}
 _MEANINGS = {
@@ -207,7 +207,7 @@ def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
 
   Args:
     run: The run.
-    is_colored: Whether to mark origins by colour, else by brackets and braces.
+    is_colored: Whether to mark origins by color, else by brackets and braces.
   """
   found = sample_measurement(run)
 

@@ -187,7 +187,7 @@ def find_head(target: str, draft: str) -> HeadFiles | None:
 
 
 def model_title(model: dict[str, Any], *, has_dtype: bool = False) -> str:
-  """The path and the size of a model, the format of a head, the type of quantised weights; or those of a corpus.
+  """The path and the size of a model, the format of a head, the type of quantized weights; or those of a corpus.
 
   Args:
     model: Its description by `load_models`.

@@ -27,7 +27,7 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 
 
 def _likeliest(law: np.ndarray) -> list[list]:
-  """The likeliest tokens and their probabilities. The distribution need not be normalised."""
+  """The likeliest tokens and their probabilities. The distribution need not be normalized."""
   law = law / law.sum()
   order = np.argsort(-law, kind='stable')[:NUM_SHOWN]
   return [[int(token), _number(float(law[token]))] for token in order if law[token] > 0]

@@ -4,7 +4,7 @@
 const ROW = 61;
 const ROOT_ROW = 42;
 
-/** The columns of nodes: a leaf takes the next column, a parent is centred over its children. */
+/** The columns of nodes: a leaf takes the next column, a parent is centered over its children. */
 const COLUMNS = (() => {
   const columns = [];
   let next = 0;

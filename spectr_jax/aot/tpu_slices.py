@@ -21,7 +21,7 @@ class Chip:
     peak_flops: Floating-point operations per second in bfloat16.
     clock: Cycles per second of its matrix units; follows from their number and the peak.
     memory_bandwidth: Bytes per second between high-bandwidth memory and the chip.
-    link_bandwidth: Bytes per second that a chip exchanges with its two neighbours along one axis of the slice.
+    link_bandwidth: Bytes per second that a chip exchanges with its two neighbors along one axis of the slice.
   """
 
   memory: int

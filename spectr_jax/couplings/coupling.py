@@ -20,7 +20,7 @@ class Outcome:
 
   Attributes:
     accept_probs: `[n]`, the probability that each candidate is the accepted one. They sum to at most 1.
-    residual: `[V]`, unnormalised weights of the token that is emitted when no candidate is accepted.
+    residual: `[V]`, unnormalized weights of the token that is emitted when no candidate is accepted.
   """
 
   accept_probs: jax.Array

@@ -14,7 +14,7 @@ class Explanation:
 
   Attributes:
     rule: Sentences that say how candidates are judged.
-    residual: The distribution of the next token if no candidate is accepted, up to normalisation.
+    residual: The distribution of the next token if no candidate is accepted, up to normalization.
     plain: Two sentences without symbols that say what the rule does, displayed before it.
   """
 

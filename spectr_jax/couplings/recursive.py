@@ -19,9 +19,9 @@ class Recursive(Coupling):
   """Recursive rejection sampling, with or without replacement.
 
   The residual r starts as q. A candidate X is accepted with probability min(1, r(X)/p(X)). If it is rejected, r becomes
-  [r - p]+, normalised; if that is 0 everywhere, r stays. If all candidates are rejected, the token is drawn from r.
+  [r - p]+, normalized; if that is 0 everywhere, r stays. If all candidates are rejected, the token is drawn from r.
   This is SpecInfer's multi-step speculative sampling (Miao et al. 2024, Algorithm 2). Without replacement p loses every
-  rejected token and is normalised again (Jeon et al. 2024; "Speculative Decoding via Exponential Races", Algorithm 4).
+  rejected token and is normalized again (Jeon et al. 2024; "Speculative Decoding via Exponential Races", Algorithm 4).
 
   Since [[a]+ - b]+ = [a - b]+ for b >= 0, r is [q - c p]+ / z with two numbers c and z, and no distribution except p
   and q is stored. A rejected token has r = 0 from then on, so removing it from p changes only p's norm.

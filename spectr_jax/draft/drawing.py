@@ -20,7 +20,7 @@ Carry = TypeVar('Carry')
 
 
 class ScoredNodes(NamedTuple):
-  """W nodes of one depth that a drafter scores together: neighbours among the R of `tree.parent_nodes`.
+  """W nodes of one depth that a drafter scores together: neighbors among the R of `tree.parent_nodes`.
 
   Attributes:
     tokens: int32 `[B, W]`.
@@ -63,7 +63,7 @@ class _Level:
   Attributes:
     width: The number of parents.
     is_range: Whether their numbers follow one another: no leaf stands between two of them.
-    groups: (start, width, number of children) of runs of neighbours with equally many children.
+    groups: (start, width, number of children) of runs of neighbors with equally many children.
   """
 
   width: int
@@ -154,7 +154,7 @@ def draw_tree(
   state = descend((carry, tokens, probs), laws, 0, root)
   first = 1
   for level, run in itertools.groupby(levels):
-    # Neighbouring depths of one shape, as in long chains, are one loop, so the program does not grow with the depth.
+    # Neighboring depths of one shape, as in long chains, are one loop, so the program does not grow with the depth.
     count = len(list(run))
 
     def one_depth(i, state, level=level, first=first):
@@ -273,7 +273,7 @@ def _grow_tree(
   state = expand(state, 0, 1, widths[1], 0)
   first, depth = 1, 1
   for (width, num_slots), run in itertools.groupby(zip(widths[1:], widths[2:])):
-    # Neighbouring depths of one width are one loop, which ends early where no row has a node to go on from.
+    # Neighboring depths of one width are one loop, which ends early where no row has a node to go on from.
     end = depth + len(list(run))
 
     def goes_on(loop, width=width, first=first, start=depth, end=end):

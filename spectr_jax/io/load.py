@@ -38,7 +38,7 @@ def load_model(
       float32 where that is another one.
     weights: `int8` to hold kernels, embedding and output head as 8-bit integers with a scale per output channel, which
       takes a quarter of float32's memory. The model is another one then: decoding without loss gives the distribution
-      of the quantised target. Numbers are rounded while they are read. Products are computed in `dtype`, and norms and
+      of the quantized target. Numbers are rounded while they are read. Products are computed in `dtype`, and norms and
       biases stay in it. None for the weights of the file.
     mesh: The devices whose axis `model` the parameters are sharded over, as `DecodeSharding` shards a target; None for
       the default device.

@@ -38,7 +38,7 @@ from spectr_jax.io.stored_params import StoredParams
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.model import Model
 from spectr_jax.models import transformer
-from spectr_jax.models.int8 import check_savable, check_weights, quantised
+from spectr_jax.models.int8 import check_savable, check_weights, quantized
 
 _FORMAT = 3
 _CHUNK = 2**20  # bytes read together
@@ -308,7 +308,7 @@ def load_transformer(
   Args:
     path: The directory; may be remote (`gs://...`).
     dtype: The dtype to compute in, `float32` or `bfloat16`; None for the one in its configuration.
-    weights: `int8` to quantise kernels and embedding once they are read; None for floating point numbers.
+    weights: `int8` to quantize kernels and embedding once they are read; None for floating point numbers.
 
   Returns:
     The model and its tokenizer.
@@ -329,5 +329,5 @@ def load_transformer(
   if spec.format < _FORMAT:
     params = _from_older_format(params, config, spec.format)
   if weights is not None:
-    params = quantised(params)
+    params = quantized(params)
   return transformer.transformer_model(params, config), tokenizer

@@ -53,7 +53,7 @@ def attend(
   scale: float | None = None,
   soft_cap: float | None = None,
 ) -> jax.Array:
-  """Attention over pending tokens and, where given, a committed prefix, normalised over both together.
+  """Attention over pending tokens and, where given, a committed prefix, normalized over both together.
 
   Query head h reads key-value head h // (H / K).
 

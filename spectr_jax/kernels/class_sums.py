@@ -56,7 +56,7 @@ def sums_by_class(values: tuple[jax.Array, ...], classes: jax.Array, num_classes
 def _scatter(values, classes, num_classes):
   """Adds every value to the sum of its class, in parts that are added afterwards.
 
-  Tiny numbers added one by one to a large float32 would be lost. And neighbouring values, often of one class, must not
+  Tiny numbers added one by one to a large float32 would be lost. And neighboring values, often of one class, must not
   wait for each other's sum. With fewer tokens there would be more parts than tokens.
   """
   parts = jnp.arange(len(classes), dtype=jnp.int32) % _NUM_PARTS

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from spectr_jax.kernels.products import accumulation_dtype
-from spectr_jax.models.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantised
+from spectr_jax.models.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantized
 from spectr_jax.sharding import MODEL
 
 ACTIVATIONS = {
@@ -94,8 +94,8 @@ class CausalLMConfig:
     norm: Norm of the stream: root mean square, or layer norm with a bias.
     norm_epsilon: Added to variances.
     gain_offset: Added to the gains of root-mean-square norms.
-    has_qk_norm: Whether queries and keys are normalised per head.
-    has_post_norms: Whether the outputs of attention and MLP are normalised.
+    has_qk_norm: Whether queries and keys are normalized per head.
+    has_post_norms: Whether the outputs of attention and MLP are normalized.
     is_parallel: Whether attention and MLP of a block both read the block's input.
     has_qkv_bias: Whether queries, keys and values have biases.
     has_out_bias: Whether the output of attention has a bias.
@@ -280,4 +280,4 @@ def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
 
   keys = jax.random.split(key, len(shapes))
   params = jax.tree.unflatten(structure, [draw(key, *shape) for key, shape in zip(keys, shapes)])
-  return params if config.weights is None else quantised(params)
+  return params if config.weights is None else quantized(params)

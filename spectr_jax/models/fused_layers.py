@@ -257,7 +257,7 @@ def apply_layers(
     interpret: Whether to run the kernel's operations one by one on any backend, for tests.
 
   Returns:
-    `[B, N, D]`, the normalised output of the last layer; the cache with the tokens pending.
+    `[B, N, D]`, the normalized output of the last layer; the cache with the tokens pending.
   """
   from jax.experimental import pallas as pl  # takes seconds to import
   from jax.experimental.pallas import tpu as pltpu

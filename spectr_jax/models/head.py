@@ -42,14 +42,14 @@ class HeadConfig:
     join: How embedding and hidden state meet. `wide`: attention reads both side by side, and h is the residual
       (EAGLE-3). `linear`: a product maps both to one input (EAGLE-1, MTP).
     has_features_kernel: Whether a product maps the target's hidden states to h; without it h is the one state.
-    features_norm: Whether the target's hidden states are normalised before that product: each by itself, all as one
+    features_norm: Whether the target's hidden states are normalized before that product: each by itself, all as one
       vector (`joint`), or not at all.
-    has_input_norms: Whether embedding and h are normalised where they meet.
-    has_attention_norm: Whether the input of attention is normalised after the two have met.
+    has_input_norms: Whether embedding and h are normalized where they meet.
+    has_attention_norm: Whether the input of attention is normalized after the two have met.
     has_join_bias: Whether the product of `linear` has a bias.
-    is_residual_normed: Whether the residual of `wide` is the normalised h.
+    is_residual_normed: Whether the residual of `wide` is the normalized h.
     has_output_norm: Whether a norm stands before the output head.
-    is_output_normed: Whether the normalised output is the next h.
+    is_output_normed: Whether the normalized output is the next h.
     num_embedded: Tokens of an embedding of its own, V; None if it reads the target's.
     has_unembedding: Whether it has an output head of its own; else it takes the target's rows.
     is_reduced: Whether it guesses some of the target's tokens only, those of the parameter `target_ids`.

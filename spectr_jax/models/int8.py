@@ -44,7 +44,7 @@ class Int8Kernel:
     """The number of entries of the matrix."""
     return self.values.size
 
-  def dequantised(self, dtype: DTypeLike) -> jax.Array:
+  def dequantized(self, dtype: DTypeLike) -> jax.Array:
     """The matrix in a float dtype."""
     return (self.values * jnp.expand_dims(self.scale, 1 - self.channel_axis)).astype(dtype)
 
@@ -77,7 +77,7 @@ def check_savable(params: Any) -> None:
     raise ValueError(f'a model with {INT8} weights is not saved; load it with weights=None to save it')
 
 
-def quantise(matrix: np.ndarray, channel_axis: int) -> tuple[np.ndarray, np.ndarray]:
+def quantize(matrix: np.ndarray, channel_axis: int) -> tuple[np.ndarray, np.ndarray]:
   """Rounds every channel to 255 numbers from minus to plus its largest magnitude.
 
   Args:
@@ -99,18 +99,18 @@ def quantise(matrix: np.ndarray, channel_axis: int) -> tuple[np.ndarray, np.ndar
   return np.clip(np.rint(matrix / divisor), -_LARGEST, _LARGEST).astype(np.int8), scale
 
 
-def quantised(params: Any) -> Any:
+def quantized(params: Any) -> Any:
   """Parameters with every kernel, embedding and output head in int8, made one by one; the others stay as they are.
 
   Args:
-    params: A nested dict of arrays, of which those of `CHANNEL_AXES` are quantised.
+    params: A nested dict of arrays, of which those of `CHANNEL_AXES` are quantized.
   """
 
   def convert(keys, array):
     axis = CHANNEL_AXES.get(keys[-1].key)
     if axis is None:
       return array
-    values, scale = quantise(np.asarray(array).astype(jnp.promote_types(array.dtype, jnp.float32)), axis)
+    values, scale = quantize(np.asarray(array).astype(jnp.promote_types(array.dtype, jnp.float32)), axis)
     return Int8Kernel(jnp.asarray(values), jnp.asarray(scale), axis)
 
   return jax.tree_util.tree_map_with_path(convert, params)

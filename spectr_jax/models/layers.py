@@ -36,7 +36,7 @@ def inverse_root(variance: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Array:
-  """Root-mean-square normalisation, computed in float32 or wider.
+  """Root-mean-square normalization, computed in float32 or wider.
 
   Args:
     x: `[..., D]`.
@@ -44,7 +44,7 @@ def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Arr
     epsilon: Added to the mean square.
 
   Returns:
-    The normalised array, of the shape and dtype of `x`; NaN where the sum of squares overflows.
+    The normalized array, of the shape and dtype of `x`; NaN where the sum of squares overflows.
   """
   wide = x.astype(accumulation_dtype(x.dtype))
   scale = inverse_root(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
@@ -52,7 +52,7 @@ def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Arr
 
 
 def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, *, epsilon: float) -> jax.Array:
-  """Layer normalisation, computed in float32 or wider.
+  """Layer normalization, computed in float32 or wider.
 
   Args:
     x: `[..., D]`.
@@ -61,12 +61,12 @@ def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, *, epsilon: float
     epsilon: Added to the variance.
 
   Returns:
-    The normalised array, of the shape and dtype of `x`; NaN where the sum of squares overflows.
+    The normalized array, of the shape and dtype of `x`; NaN where the sum of squares overflows.
   """
   wide = x.astype(accumulation_dtype(x.dtype))
-  centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-  scale = inverse_root(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
-  return (centred * scale * gain + bias).astype(x.dtype)
+  centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+  scale = inverse_root(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
+  return (centered * scale * gain + bias).astype(x.dtype)
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:

@@ -113,7 +113,7 @@ class Transformer(nn.Module):
     cfg = self.config
     dtype = jnp.dtype(cfg.dtype)
     block = nn.remat(Block) if self.remat else Block
-    # Logits have unit variance at initialisation; the inputs are scaled up to match.
+    # Logits have unit variance at initialization; the inputs are scaled up to match.
     init = nn.initializers.normal(cfg.embed_dim**-0.5)
     embedding = self.param('embedding', init, (cfg.vocab_size, cfg.embed_dim))
     x = self.constrain_fn((layers.take_rows(embedding, tokens) * cfg.embed_dim**0.5).astype(dtype))
@@ -194,7 +194,7 @@ def _for_decoding(params, *, config):
 
 
 def init_params(key: jax.Array, config: TransformerConfig) -> Any:
-  """Randomly initialised float32 parameters, a nested dict.
+  """Randomly initialized float32 parameters, a nested dict.
 
   Args:
     key: A typed key.
@@ -238,7 +238,7 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
 
   Args:
     params: A nested dict as of `init_params`, of any float dtype; two-dimensional arrays are converted to
-      `config.dtype`, the others to float32. Kernels may be in int8, as `int8.quantised` makes them, and stay so.
+      `config.dtype`, the others to float32. Kernels may be in int8, as `int8.quantized` makes them, and stay so.
     config: The sizes.
 
   Raises:

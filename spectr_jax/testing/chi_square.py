@@ -80,7 +80,7 @@ def chi_square(counts: np.ndarray, law: np.ndarray) -> ChiSquare:
 
   Args:
     counts: Counts of the outcomes, of any shape.
-    law: Probabilities of the outcomes, of the same shape; normalised here.
+    law: Probabilities of the outcomes, of the same shape; normalized here.
 
   Raises:
     ValueError: The shapes differ, or there is nothing to compare.

@@ -114,7 +114,7 @@ def check_verifier(
   equal and on disjoint supports, temperature 0, and two settings of the filters. Every row goes on for several rounds
   over tables whose distributions depend on the whole context. A chi-square test for every kind compares the joint
   distribution of its first L + 2 tokens with the target's. Tests of single positions miss what this finds: noise that
-  is used again in the next round, the residual of another context, the parameters of a neighbouring row, filters in
+  is used again in the next round, the residual of another context, the parameters of a neighboring row, filters in
   another order than in plain sampling, and guesses drawn from another distribution than the reported one.
 
   The tests share the level `LEVEL`, so a lossless verifier fails once in a thousand seeds.

@@ -38,7 +38,7 @@ def tiny_transformers(seed: int = 12, *, vocab_size: int = 5, width: int = 16) -
     vocab_size, embed_dim=width, num_layers=2, num_heads=2, mlp_dim=2 * width, max_length=32
   )
   params = jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(seed), config=config)
-  # Freshly initialised blocks add little to the embedding, so that every token would predict itself. Larger ones make
+  # Freshly initialized blocks add little to the embedding, so that every token would predict itself. Larger ones make
   # the context count.
   params = {k: jax.tree.map(lambda x: 3 * x, v) if k.startswith('layer') else v for k, v in params.items()}
   target = transformer.transformer_model(params, config)

@@ -59,7 +59,7 @@ class MarkovChains:
 
 
 def random_chains(seed: int, *, num_tokens: int, vocab_size: int = 7) -> MarkovChains:
-  """Two nonstationary chains with random transitions: rows of uniform numbers in [0, 1), normalised.
+  """Two nonstationary chains with random transitions: rows of uniform numbers in [0, 1), normalized.
 
   They follow the simulations of "A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024,
   Appendix F): 7 states, a uniform prompt, T = 50 or 100. The paper does not say how it draws rows. The rows here are

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-# The outputs of float32 softmaxes pass. They are normalised again.
+# The outputs of float32 softmaxes pass. They are normalized again.
 TOLERANCE = 1e-5
 
 
 def as_laws(probs, name: str, *, tolerance: float = TOLERANCE) -> np.ndarray:
-  """The distributions `[..., V]` in float64, normalised again along the last axis.
+  """The distributions `[..., V]` in float64, normalized again along the last axis.
 
   Args:
     probs: `[..., V]`, V at least 1.
@@ -50,7 +50,7 @@ def as_pair(draft_probs, target_probs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_joint_laws(draft_law, target_law) -> tuple[np.ndarray, np.ndarray]:
-  """Two joint distributions of L tokens in float64, normalised again.
+  """Two joint distributions of L tokens in float64, normalized again.
 
   Args:
     draft_law: `[V] * L`, p.

@@ -50,7 +50,7 @@ def given_optimum(
   whichever is smaller: Y is accepted only if it lies in A or some drawn candidate lies outside. A is D and a prefix of
   the other tokens in ascending order of q/p. Without drawn candidates the value is q(D), and without given ones it is
   `optimal_acceptance`. With one drawn candidate D adds the sum of max(q - p, 0) over D: an n-gram that the target likes
-  more than the draft does is worth much, and the draft's own favourite next to nothing.
+  more than the draft does is worth much, and the draft's own favorite next to nothing.
 
   For example, p = (3/4, 1/4), q = (1/2, 1/2) and n = 1 give 3/4. With the second token given they give
   1 + 1 - 1 = 1, and with the first one given 1 + 1/2 - 3/4 = 3/4.

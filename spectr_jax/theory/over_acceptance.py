@@ -82,7 +82,7 @@ def best_rejection_law(draft_probs, target_probs, accept_probs) -> np.ndarray:
   """The best distribution P* to draw from after a rejection: the output is as close to the target as b allows.
 
   Let A = (q - b p) / P(reject). A distribution is best if it is at most A where A is positive, and 0 elsewhere. This
-  function returns the positive part of A, normalised. If b is at least min(1, q/p), that is [q - p]+, normalised,
+  function returns the positive part of A, normalized. If b is at least min(1, q/p), that is [q - p]+, normalized,
   whatever b is.
 
   Source: Yin et al. 2024, Theorem 4.

@@ -21,7 +21,7 @@ def _numbers(num_drafts) -> np.ndarray:
 def _left_when_all_rejected(draft, target, numbers):
   """For each number M, the probability `[..., V]` that M i.i.d. candidates are all rejected and x is emitted.
 
-  This is recursive rejection without the normalisation. With u_0 = q and R = sum u, the function u_{m+1} = [u_m - R_m
+  This is recursive rejection without the normalization. With u_0 = q and R = sum u, the function u_{m+1} = [u_m - R_m
   p]+ has the mass r_1 ... r_{m+1} and is q^{m+2} times that mass. In the limit only tokens that p cannot draw are left.
   """
   left, done, wanted = target, 0, {}

@@ -83,7 +83,7 @@ class TransportCoupling(Coupling):
 
 
 def _as_law(probs, name: str) -> np.ndarray:
-  """The distribution in float64 `[V]`, normalised again; ValueError if it is not a distribution."""
+  """The distribution in float64 `[V]`, normalized again; ValueError if it is not a distribution."""
   shape = np.shape(probs)
   if len(shape) != 1 or not shape[0]:
     raise ValueError(f'{name} must have shape [V], V at least 1; got {shape}')

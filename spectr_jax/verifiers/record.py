@@ -81,7 +81,7 @@ class Record:
       without deciding whether it is kept, `keep` keeps the path down to a node, `race` compares arrival times. Empty
       if there was no guess.
     node: int32 scalar, the deepest accepted node.
-    weights: `[V]`, the weights of the next token, not normalised.
+    weights: `[V]`, the weights of the next token, not normalized.
     uniform: Scalar in [0, 1), by which the next token is drawn from them; None if it is not drawn by a uniform.
   """
 

@@ -44,7 +44,7 @@ class Traversal(RecordedVerifier):
 
   Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding". With P = 1 at the root and
   P_v = min(1, P_u q_u(x_v) / p_u(x_v)) below u, a leaf is accepted with probability P. When it is rejected, with
-  S = sum of [P_u q_u - p_u]+ at its parent u, q_u becomes [P_u q_u - p_u]+, normalised, and P_u becomes
+  S = sum of [P_u q_u - p_u]+ at its parent u, q_u becomes [P_u q_u - p_u]+, normalized, and P_u becomes
   S / (S + 1 - P_u); drawn without replacement, p_u also loses the token. A node whose children are all rejected is a
   leaf with its current P. At the root the token comes from the q that is left there.
 
@@ -83,7 +83,7 @@ class Traversal(RecordedVerifier):
     return jnp.where(is_own & (tokens >= 0), tokens, proposal.probs.shape[-1])
 
   def _left_of_draft(self, tree: Tree, proposal: Proposal, values: _Values, node):
-    """p_u as `[V]` weights, before normalisation."""
+    """p_u as `[V]` weights, before normalization."""
     draft_probs = self._draft_probs(tree, proposal, node)
     if self.with_replacement:
       return draft_probs

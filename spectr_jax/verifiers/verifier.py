@@ -212,7 +212,7 @@ def stop_at(
   Args:
     tree: The row's tree.
     node: int32 scalar, the deepest accepted node.
-    weights: `[V]`, the weights of the next token, not normalised.
+    weights: `[V]`, the weights of the next token, not normalized.
     uniform: Scalar in [0, 1), by which the token is drawn.
     state: The row's state for its next round.
     decisions: The decisions that led to the node, by kind.

@@ -87,7 +87,7 @@ def test_result_is_consistent(tables, method):
 
 @pytest.mark.parametrize('method', slow_but(KINDS, VERSIONS))
 def test_only_what_the_target_allows_comes_out(tables, method):
-  """Every pair of neighbours has positive probability, the seam between prompt and continuation included."""
+  """Every pair of neighbors has positive probability, the seam between prompt and continuation included."""
   pairs = set()
   for seed in range(3):
     result = generate(tables, method, jax.random.key(seed))

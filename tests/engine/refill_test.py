@@ -243,7 +243,7 @@ def test_requests_have_their_own_sampling_parameters(tables):
 
 
 def test_a_row_that_is_not_finite_ends_alone(tables):
-  """Its neighbours go on as if it had not been there, and its row takes another request."""
+  """Its neighbors go on as if it had not been there, and its row takes another request."""
 
   # Nothing leads to token 5, after which the target has no distribution.
   target, draft = (table_model(table.params.at[:, 5].set(-100.0)) for table in tables)

@@ -128,7 +128,7 @@ _CONFIG = {'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 4, 'h
 
 
 def write_gguf(path):
-  """Writes a few tensors of a tiny Llama, one of them quantised."""
+  """Writes a few tensors of a tiny Llama, one of them quantized."""
   writer = gguf.GGUFWriter(path, 'llama')
   writer.add_uint32('llama.block_count', 1)
   writer.add_float32('llama.rope.freq_base', 1e4)

@@ -14,7 +14,7 @@ from tests.kernels.interpreted import launch_into
 
 
 def rows_of_many_shapes(vocab_size):
-  """Distributions with ties, zeros and neighbouring floats, a point mass, and one sum above 1."""
+  """Distributions with ties, zeros and neighboring floats, a point mass, and one sum above 1."""
   rng = np.random.default_rng(vocab_size)
   probs = np.exp(rng.normal(0, np.array([0.1, 1, 3, 8, 20])[:, None], (5, vocab_size)))
   probs = np.concatenate([probs, rng.integers(0, 4, (2, vocab_size)) + 1e-30, np.eye(1, vocab_size, vocab_size // 2)])
@@ -92,7 +92,7 @@ def test_counts_are_exact(by_kernel):
 
 @pytest.mark.parametrize('platform', ['cpu', 'gpu'])
 def test_counts_of_other_platforms_are_exact(platform):
-  """Also among neighbouring floats, which only the last pass tells apart."""
+  """Also among neighboring floats, which only the last pass tells apart."""
 
   def filter_fn(probs, top_k):
     return np.asarray(_filtered_by(platform)(probs[:, None], _values(len(probs), top_k=top_k)))[:, 0]
@@ -151,7 +151,7 @@ def test_filters_of_a_gpu_do_not_wait_for_the_host(platform, asks):
 
 
 def test_passes_are_enough():
-  """The last pass leaves neighbouring floats, whichever section is kept."""
+  """The last pass leaves neighboring floats, whichever section is kept."""
   highest = filter_kernels._HIGHEST
   low, high = jnp.zeros(100, jnp.int32), jnp.full(100, highest)
   goal = jnp.asarray(np.random.default_rng(0).integers(0, highest, 100), jnp.int32)

@@ -12,7 +12,7 @@ import pytest
 from spectr_jax.kernels import native, processor, products
 from spectr_jax.models import transformer
 from spectr_jax.models.decoding_form import PackedKernel, kernels_for_decoding, params_for_decoding
-from spectr_jax.models.int8 import Int8Kernel, quantise, quantised
+from spectr_jax.models.int8 import Int8Kernel, quantize, quantized
 from spectr_jax.models.layers import unembed
 from spectr_jax.models.products import matmul
 from spectr_jax.sharding import make_mesh, shardings
@@ -110,13 +110,13 @@ def test_large_kernels_are_packed_once(dtype):
 @pytest.mark.parametrize('channel_axis', [0, 1])
 @pytest.mark.usefixtures('all_kernels_are_large')
 def test_kernels_in_int8_are_packed_with_their_scales(channel_axis):
-  values, scale = quantise(np.random.default_rng(0).standard_normal((48, 40)).astype(np.float32), channel_axis)
+  values, scale = quantize(np.random.default_rng(0).standard_normal((48, 40)).astype(np.float32), channel_axis)
   kernel = Int8Kernel(jnp.asarray(values), jnp.asarray(scale), channel_axis)
   fast = kernels_for_decoding({'a': {'kernel': kernel}})['a']['kernel']
   assert isinstance(fast, PackedKernel)
   assert fast.panels.dtype == jnp.int8
   rows = jax.random.normal(jax.random.key(0), (2, 3, 40 if channel_axis == 0 else 48))
-  expected = matmul(rows, kernel.dequantised(jnp.float32), axis=1 - channel_axis)
+  expected = matmul(rows, kernel.dequantized(jnp.float32), axis=1 - channel_axis)
   np.testing.assert_allclose(matmul(rows, fast), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -124,7 +124,7 @@ def test_kernels_in_int8_are_packed_with_their_scales(channel_axis):
 @pytest.mark.usefixtures('all_kernels_are_large')
 def test_a_tied_output_head_in_int8_is_packed_once():
   config = transformer.TransformerConfig(40, 48, 1, 2, 96, 16)
-  params = quantised(jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(0), config=config))
+  params = quantized(jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(0), config=config))
   fast = params_for_decoding(params)
   assert isinstance(fast['unembedding'], PackedKernel)
   assert isinstance(fast['embedding'], Int8Kernel)

@@ -46,8 +46,8 @@ def test_every_form_keeps_what_sorting_keeps(form, is_weighted, vocab_size):
 
 @pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)
 @pytest.mark.parametrize('is_weighted', [False, True])
-def test_thresholds_among_probabilities_of_many_sizes_and_neighbouring_ones(form, is_weighted):
-  """Multiples of 2^-24 whose sums are exact in any order, some of them neighbouring floats."""
+def test_thresholds_among_probabilities_of_many_sizes_and_neighboring_ones(form, is_weighted):
+  """Multiples of 2^-24 whose sums are exact in any order, some of them neighboring floats."""
   rng = np.random.default_rng(2)
   sizes = np.int64(2.0 ** rng.uniform(0, 17, (6, 1000)))
   sizes[:, :40] = 2**16 + np.arange(40)
@@ -98,7 +98,7 @@ def passes(monkeypatch):
 
 
 def test_an_accelerator_needs_no_more_passes_than_it_says(passes):
-  """Among probabilities of many sizes, and among neighbouring floats, which only the last pass tells apart."""
+  """Among probabilities of many sizes, and among neighboring floats, which only the last pass tells apart."""
   rng = np.random.default_rng(1)
   probs = np.exp(rng.normal(0, 8, (20, 400))).astype(np.float32)
   probs /= probs.sum(-1, keepdims=True)

@@ -86,7 +86,7 @@ def _kept_plainly(first, second, params, *, rows):
   return jnp.sum(jnp.where(kept > params[:, 1:], kept, 0) + second[rows[1]], axis=1)
 
 
-# Neighbours in both tables, more than eight of them; rows far from each other, and again; more runs than a loop takes.
+# Neighbors in both tables, more than eight of them; rows far from each other, and again; more runs than a loop takes.
 @pytest.mark.parametrize(
   'rows',
   [
@@ -119,7 +119,7 @@ def test_groups_of_entries_and_parts_of_the_tokens_have_sums_of_their_own(monkey
   np.testing.assert_allclose(found, expected, rtol=2e-6)
 
 
-def test_runs_are_neighbours_in_every_table():
+def test_runs_are_neighbors_in_every_table():
   rows = [np.asarray([0, 1, 2, 5, 6, 7, *range(8, 18)]), np.asarray([3, 4, 5, 6, 8, 9, *range(10, 20)])]
   runs = token_sums._runs(rows)
   assert runs == [(0, (0, 3), 3), (3, (5, 6), 1), (4, (6, 8), 8), (12, (14, 16), 4)]

@@ -18,7 +18,7 @@ from spectr_jax.models import decoding_form
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import init_params
 from spectr_jax.models.decoding_form import JOINED, TransposedKernel, kernels_for_decoding, params_for_decoding
-from spectr_jax.models.int8 import is_int8, quantised
+from spectr_jax.models.int8 import is_int8, quantized
 from spectr_jax.models.products import matmul
 from spectr_jax.sharding import CAUSAL_LM_RULES, make_mesh, shardings
 
@@ -59,7 +59,7 @@ def test_gradients_of_a_product_are_those_of_the_other_order(num_rows):
 @pytest.mark.parametrize('num_rows', [1, 5, 20])
 def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtype, has_units, monkeypatch):
   monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: has_units)
-  params = quantised({'kernel': jax.random.normal(jax.random.key(1), (48, 40))})
+  params = quantized({'kernel': jax.random.normal(jax.random.key(1), (48, 40))})
   rows = jax.random.normal(jax.random.key(0), (num_rows, 48), dtype)
   fast = kernels_for_decoding(params)['kernel']
   assert fast.shape == (48, 40)
@@ -71,7 +71,7 @@ def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtyp
 @pytest.mark.parametrize(('has_units', 'dtype'), [(True, 'bf16'), (False, 'f32')])
 def test_integers_become_bfloat16_only_where_there_are_units_for_it(has_units, dtype, monkeypatch):
   monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: has_units)
-  kernel = quantised({'kernel': jnp.ones((48, 40))})['kernel']
+  kernel = quantized({'kernel': jnp.ones((48, 40))})['kernel']
   with made_for('cpu'):
     program = str(jax.make_jaxpr(lambda rows: matmul(rows, kernel))(jnp.ones((3, 48), jnp.bfloat16)))
   assert re.findall(r'(\w+)\[48,20\] = convert_element_type', program) == [dtype]

@@ -10,7 +10,7 @@ import pytest
 import spectr_jax
 from spectr_jax.engine import loop
 from spectr_jax.models import fused_layers
-from spectr_jax.models.int8 import quantised
+from spectr_jax.models.int8 import quantized
 from spectr_jax.models.transformer import TransformerConfig, config_of, init_params, transformer_model
 from spectr_jax.tree import TokenTree
 
@@ -49,7 +49,7 @@ def _round(model, cache, lengths):
 
 
 @pytest.mark.slow
-# In float32 sums are added up in another order; in bfloat16 each of them may round to a neighbour, eight bits apart.
+# In float32 sums are added up in another order; in bfloat16 each of them may round to a neighbor, eight bits apart.
 @pytest.mark.parametrize(('dtype', 'atol'), [('float32', 1e-5), ('bfloat16', 0.06)])
 def test_a_round_equals_that_of_the_plain_form(interpreted, dtype, atol):
   model = _model(dtype)
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_computed_by_the_plain_form(interpreted):
   assert not fused_layers.fits(config, 17, 6, 32)
   assert not fused_layers.fits(config, 3, 6, 2**20)
   model = _model()
-  model = transformer_model(quantised(model.params), config)
+  model = transformer_model(quantized(model.params), config)
   lengths = jnp.zeros(3, jnp.int32)
   plain, same = (_round(each, each.init_cache_fn(3, 32), lengths) for each in (model, model.on_one_tpu()))
   np.testing.assert_array_equal(plain[1], same[1])

@@ -1,4 +1,4 @@
-"""Kernels in int8: the rounding is the nearest, products and models are those of the dequantised kernels."""
+"""Kernels in int8: the rounding is the nearest, products and models are those of the dequantized kernels."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from spectr_jax.kernels import products
 from spectr_jax.models import layers, transformer
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import init_params, param_shapes
-from spectr_jax.models.int8 import Int8Kernel, is_int8, quantise, quantised
+from spectr_jax.models.int8 import Int8Kernel, is_int8, quantize, quantized
 from spectr_jax.models.products import matmul
 from spectr_jax.sharding import CAUSAL_LM_RULES, TRANSFORMER_RULES, make_mesh, shardings
 from tests.slow import slow
@@ -27,17 +27,17 @@ def _random(*shape):
 
 
 def _kernel(matrix, channel_axis):
-  return Int8Kernel(*map(jnp.asarray, quantise(matrix, channel_axis)), channel_axis)
+  return Int8Kernel(*map(jnp.asarray, quantize(matrix, channel_axis)), channel_axis)
 
 
-def _dequantised(params):
-  return jax.tree.map(lambda x: x.dequantised('float32') if is_int8(x) else x, params, is_leaf=is_int8)
+def _dequantized(params):
+  return jax.tree.map(lambda x: x.dequantized('float32') if is_int8(x) else x, params, is_leaf=is_int8)
 
 
 @pytest.mark.parametrize('channel_axis', [0, 1])
 def test_every_number_is_rounded_to_the_nearest_of_its_channel(channel_axis):
   matrix = _random(12, 7) * np.array([1, 3, 0, 1e-30, 1e-44, 50, 1], np.float32)
-  values, scale = quantise(matrix if channel_axis else matrix.T.copy(), channel_axis)
+  values, scale = quantize(matrix if channel_axis else matrix.T.copy(), channel_axis)
   values = values if channel_axis else values.T
   assert (values.dtype, scale.dtype) == (np.int8, np.float32)
   for channel in range(7):
@@ -53,13 +53,13 @@ def test_every_number_is_rounded_to_the_nearest_of_its_channel(channel_axis):
 
 def test_numbers_that_are_not_finite_are_refused():
   with pytest.raises(ValueError, match='weights that are not finite cannot be held in int8'):
-    quantise(np.array([[1, np.inf]], np.float32), 1)
+    quantize(np.array([[1, np.inf]], np.float32), 1)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('axis', [0, 1])
 @pytest.mark.parametrize('num_channels', [1, 13, 32])
-def test_products_are_those_of_the_dequantised_kernel(monkeypatch, dtype, axis, num_channels):
+def test_products_are_those_of_the_dequantized_kernel(monkeypatch, dtype, axis, num_channels):
   monkeypatch.setattr(products, '_BLOCK_SIZE', 64)  # 4 channels, the last ones together with some before
   matrix = _random(16, num_channels)
   kernel = _kernel(matrix if axis == 0 else matrix.T.copy(), 1 - axis)
@@ -75,7 +75,7 @@ def test_products_are_those_of_the_dequantised_kernel(monkeypatch, dtype, axis, 
 def test_rows_of_an_embedding():
   kernel = _kernel(_random(9, 4), 0)
   rows = jnp.array([[3, 3], [8, 0]])
-  np.testing.assert_array_equal(layers.take_rows(kernel, rows), kernel.dequantised('float32')[rows])
+  np.testing.assert_array_equal(layers.take_rows(kernel, rows), kernel.dequantized('float32')[rows])
 
 
 def test_no_float_copy_of_a_kernel_stays_in_a_loop():
@@ -90,23 +90,23 @@ def test_no_float_copy_of_a_kernel_stays_in_a_loop():
 
 
 def _pair(name, seed=0):
-  """A tiny model in int8, and the float32 one of its dequantised matrices."""
+  """A tiny model in int8, and the float32 one of its dequantized matrices."""
   config = dataclasses.replace(read_spec(SPECS[name])[1], weights='int8')
   params = init_params(jax.random.key(seed), config)
-  return causal_lm(params, config), causal_lm(_dequantised(params), dataclasses.replace(config, weights=None))
+  return causal_lm(params, config), causal_lm(_dequantized(params), dataclasses.replace(config, weights=None))
 
 
 def _transformer_pair():
   config = transformer.TransformerConfig(32, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=24, max_length=32)
-  params = quantised(transformer.init_params(jax.random.key(0), config))
-  return tuple(transformer.transformer_model(tree, config) for tree in (params, _dequantised(params)))
+  params = quantized(transformer.init_params(jax.random.key(0), config))
+  return tuple(transformer.transformer_model(tree, config) for tree in (params, _dequantized(params)))
 
 
 @pytest.mark.parametrize(
   'name',
   ['qwen2', 'transformer', *(slow(name) for name in ('llama', 'gpt_neox', 'gpt2'))],
 )
-def test_logits_are_those_of_the_dequantised_model(name):
+def test_logits_are_those_of_the_dequantized_model(name):
   """Tied and not, with biases and without, learned positions."""
   models = _transformer_pair() if name == 'transformer' else _pair(name)
   tokens = jnp.array([[1, 2, 3, 4]])
@@ -120,7 +120,7 @@ def test_logits_are_those_of_the_dequantised_model(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['qwen2', 'llama', 'gpt2'])  # tied and not, with biases and without
-def test_texts_are_those_of_the_dequantised_model(name):
+def test_texts_are_those_of_the_dequantized_model(name):
   prompts, lengths = np.arange(12).reshape(2, 6), np.array([6, 3])
   settings = {'method': 'race_traversal', 'tree': TokenTree.chains(2, 2), 'max_new_tokens': 8}
   narrow, wide = _pair(name)

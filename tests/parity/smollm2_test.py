@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct (Q4_1, dequantised) beside `transformers`: logits of real prompts and greedy texts."""
+"""SmolLM2-135M-Instruct (Q4_1, dequantized) beside `transformers`: logits of real prompts and greedy texts."""
 
 import pathlib
 import re

@@ -18,7 +18,7 @@ def test_total_variation_is_the_largest_difference_of_a_set():
   np.testing.assert_allclose(total_variation(p[0], q), [total_variation(p[0], law) for law in q], rtol=0, atol=1e-15)
 
 
-def test_laws_out_of_float32_are_normalised_again():
+def test_laws_out_of_float32_are_normalized_again():
   law = np.array([0.1, 0.2, 0.7], np.float32)
   assert total_variation(law, law * np.float32(1 + 4e-6)) < 1e-7
 

@@ -502,7 +502,7 @@ def test_the_largest_plans(vocab_size, n):
   _assert_close(transport.plan.reshape(-1, vocab_size).sum(0), q, atol=SOLVED_LARGE)
 
 
-def test_laws_within_the_tolerance_are_normalised():
+def test_laws_within_the_tolerance_are_normalized():
   p, q = BERNOULLI
   transport = optimal_transport(p * (1 + 5e-10), q * (1 - 5e-10), 2)
   _assert_close(transport.plan, optimal_transport(p, q, 2).plan, atol=SOLVED)

@@ -27,7 +27,7 @@ def _law64(name, tree, rows, **options):
   return laws
 
 
-def _normalised(weights, otherwise):
+def _normalized(weights, otherwise):
   return weights / weights.sum() if weights.sum() > 0 else otherwise
 
 
@@ -45,7 +45,7 @@ def _one_draft(proposal, targets, chance, left):
     p = drafts[i] if i < length else None
     kept = chance(i, ratios[:i], p, targets[i]) if i else 1.0
     weights = targets[i] if i == length else left(ratios[:i], p, targets[i])
-    law[i] = nothing_longer * kept * _normalised(weights, targets[i])
+    law[i] = nothing_longer * kept * _normalized(weights, targets[i])
     nothing_longer *= 1 - kept
   return law
 
@@ -118,7 +118,7 @@ def test_token_by_token_in_closed_form():
     law, reached = np.zeros_like(targets), 1.0
     for i, (token, p) in enumerate(zip(proposal.tokens, proposal.probs)):
       kept = min(1.0, targets[i, token] / p[token])
-      law[i] = reached * (1 - kept) * _normalised(np.maximum(targets[i] - p, 0), targets[i])
+      law[i] = reached * (1 - kept) * _normalized(np.maximum(targets[i] - p, 0), targets[i])
       reached *= kept
     law[-1] = reached * targets[-1]
     expected.append(law)
@@ -167,7 +167,7 @@ def _race_traversal(proposal, targets, tree, select):
   law, left = np.zeros_like(targets), [1.0]
 
   def keep(text, chance, weights):
-    law[nodes_of[text][0]] += left[0] * chance * _normalised(weights, q_of(text))
+    law[nodes_of[text][0]] += left[0] * chance * _normalized(weights, q_of(text))
     left[0] *= 1 - chance
 
   def q_of(text):

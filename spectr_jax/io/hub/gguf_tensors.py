@@ -85,7 +85,7 @@ _NAMES = {
 }
 # Frequencies of RoPE, which follow from the configuration.
 _COMPUTED = re.compile(r'rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?', re.ASCII)
-_MOST_AT_ONCE = 2**22  # numbers dequantised together
+_MOST_AT_ONCE = 2**22  # numbers dequantized together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +116,8 @@ class _Source:
 
   Attributes:
     stored: `[rows, blocks, bytes of a block]` or `[rows]` or `[rows, columns]`, the data as it is in the file.
-    shape: Its shape once dequantised.
-    quantisation: The type of its blocks, or None.
+    shape: Its shape once dequantized.
+    quantization: The type of its blocks, or None.
     row_order: Which stored row each row is, or None for the stored order.
     is_transposed: Whether the hub has columns first.
     offset: A number to add.
@@ -125,7 +125,7 @@ class _Source:
 
   stored: np.ndarray
   shape: tuple[int, ...]
-  quantisation: Any
+  quantization: Any
   row_order: _RowOrder | None
   is_transposed: bool
   offset: float
@@ -143,7 +143,7 @@ class GgufTensors:
       architecture: The architecture of the model, as llama.cpp names it.
 
     Raises:
-      ValueError: A tensor is unknown, quantised in an unknown way, or beyond the end of the file.
+      ValueError: A tensor is unknown, quantized in an unknown way, or beyond the end of the file.
     """
     self._path = header.path
     self._sources: dict[str, _Source] = {}
@@ -171,9 +171,9 @@ class GgufTensors:
     return source.shape[::-1] if source.is_transposed else source.shape
 
   def dtype(self, name: str) -> np.dtype:
-    """The dtype that `read` gives: the stored one, or float32 for what is quantised or computed."""
+    """The dtype that `read` gives: the stored one, or float32 for what is quantized or computed."""
     source = self._source(name)
-    return np.dtype(np.float32) if source.quantisation is not None or source.offset else source.stored.dtype
+    return np.dtype(np.float32) if source.quantization is not None or source.offset else source.stored.dtype
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
     """Reads a part of a tensor.
@@ -211,12 +211,12 @@ def _hub_name(name: str, names: _Names) -> str:
 
 
 def _source(name: str, tensor: StoredTensor, header: GgufHeader, config: dict[str, Any], architecture: str) -> _Source:
-  stored, quantisation = _stored(tensor, header)
+  stored, quantization = _stored(tensor, header)
   part = name.split('.')[-2]
   row_order = None
   if architecture == 'llama' and part in ('attn_q', 'attn_k'):
     num_heads = config['num_attention_heads' if part == 'attn_q' else 'num_key_value_heads']
-    # llama.cpp rotates neighbours, the hub the two halves of a head: the first axis of a pair moves to the front.
+    # llama.cpp rotates neighbors, the hub the two halves of a head: the first axis of a pair moves to the front.
     row_order = _row_order(tensor.shape[0], (num_heads, config['head_dim'] // 2, 2), (1, 2))
   elif architecture == 'gptneox' and part == 'attn_qkv':
     # By query, key and value first; the hub has them by head first.
@@ -225,7 +225,7 @@ def _source(name: str, tensor: StoredTensor, header: GgufHeader, config: dict[st
   return _Source(
     stored,
     tensor.shape,
-    quantisation,
+    quantization,
     row_order,
     is_transposed=architecture == 'gpt2' and part in _GPT2 and len(tensor.shape) == 2,
     # llama.cpp stores the gain of Gemma's norms, the hub what is added to 1.
@@ -266,7 +266,7 @@ def _block(kind: Any) -> tuple[int, int]:
 
 
 def _known_type(type_id: int) -> tuple[Any, np.dtype | None]:
-  """A type by its number, and its dtype if it is not quantised.
+  """A type by its number, and its dtype if it is not quantized.
 
   Raises:
     ValueError: It is not known here.
@@ -276,15 +276,15 @@ def _known_type(type_id: int) -> tuple[Any, np.dtype | None]:
   types = gguf.GGMLQuantizationType
   plain = {types.F32: np.float32, types.F16: np.float16, types.BF16: ml_dtypes.bfloat16}
   kind = types(type_id) if type_id in {int(known) for known in types} else None
-  if kind is not None and (kind in plain or _is_dequantisable(kind)):
+  if kind is not None and (kind in plain or _is_dequantizable(kind)):
     return kind, np.dtype(plain[kind]) if kind in plain else None
   name = f'number {type_id}' if kind is None else kind.name
-  known = ', '.join(known.name for known in types if known in plain or _is_dequantisable(known))
+  known = ', '.join(known.name for known in types if known in plain or _is_dequantizable(known))
   raise ValueError(f'unknown type {name}; known are {known}')
 
 
 @functools.cache
-def _is_dequantisable(kind: Any) -> bool:
+def _is_dequantizable(kind: Any) -> bool:
   import gguf
 
   try:
@@ -297,19 +297,19 @@ def _is_dequantisable(kind: Any) -> bool:
 def _read(source: _Source, index: tuple[slice, ...]) -> np.ndarray:
   """Reads a part, in the file's orientation."""
   rows = index[0] if source.row_order is None else source.row_order.stored(index[0])
-  if source.quantisation is None:
+  if source.quantization is None:
     values = source.stored[rows][(slice(None), *index[1:])]
   else:
-    values = _dequantised(source, rows, index[1])
+    values = _dequantized(source, rows, index[1])
   return values.astype(np.float32) + np.float32(source.offset) if source.offset else values
 
 
-def _dequantised(source: _Source, rows: slice | np.ndarray, columns: slice) -> np.ndarray:
-  """Some rows and columns of a quantised tensor, float32; dequantises the blocks they stand in."""
+def _dequantized(source: _Source, rows: slice | np.ndarray, columns: slice) -> np.ndarray:
+  """Some rows and columns of a quantized tensor, float32; dequantizes the blocks they stand in."""
   import gguf
 
   first, end, _ = columns.indices(source.shape[1])
-  size = _block(source.quantisation)[0]
+  size = _block(source.quantization)[0]
   blocks = source.stored[rows, first // size : -(-end // size)]
   values = np.empty((len(blocks), max(end - first, 0)), np.float32)
   if not values.size:
@@ -317,6 +317,6 @@ def _dequantised(source: _Source, rows: slice | np.ndarray, columns: slice) -> n
   step = max(1, _MOST_AT_ONCE // (blocks.shape[1] * size))
   for start in range(0, len(blocks), step):
     some = np.ascontiguousarray(blocks[start : start + step])
-    found = gguf.quants.dequantize(some.reshape(len(some), -1), source.quantisation)
+    found = gguf.quants.dequantize(some.reshape(len(some), -1), source.quantization)
     values[start : start + step] = found[:, first % size :][:, : values.shape[1]]
   return values

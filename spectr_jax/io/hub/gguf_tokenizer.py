@@ -181,7 +181,7 @@ class _Vocabulary:
     return ids
 
   def added(self, *types: int) -> list[tokenizers.AddedToken]:
-    """The tokens of some types, which are found in a text before it is normalised and split."""
+    """The tokens of some types, which are found in a text before it is normalized and split."""
     return [
       tokenizers.AddedToken(token, special=_USER_DEFINED not in types, normalized=False)
       for token, kind in zip(self.tokens, self.types, strict=True)
@@ -237,7 +237,7 @@ def _sentence_piece(header: GgufHeader, vocab: _Vocabulary) -> tokenizers.Tokeni
 def _merges(path: str, vocab: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
   """All pairs of tokens that join to a token, the highest score of it first.
 
-  SentencePiece merges the neighbours that join to the token with the highest score, whichever two they are.
+  SentencePiece merges the neighbors that join to the token with the highest score, whichever two they are.
   """
   normal = {token: i for i, (token, kind) in enumerate(zip(vocab.tokens, vocab.types, strict=True)) if kind == _NORMAL}
   if sum(map(len, normal)) > _MOST_CUTS:

@@ -21,10 +21,10 @@ from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
-from spectr_jax.models.int8 import Int8Kernel, is_int8, quantise
+from spectr_jax.models.int8 import Int8Kernel, is_int8, quantize
 from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL, only_over, shardings
 
-_MOST_AT_ONCE = 2**22  # numbers quantised together
+_MOST_AT_ONCE = 2**22  # numbers quantized together
 
 # Gives the part of a parameter at an index, a slice per dimension.
 _ReadPart: TypeAlias = Callable[[Any], np.ndarray]
@@ -41,7 +41,7 @@ def _read(index, *, shape, tensors: Tensors, source: Source, family: Family, con
   return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
-def _quantised_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _ReadPart]:
+def _quantized_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _ReadPart]:
   """Functions that give the part `index` of a kernel's values and of its scales.
 
   A scale belongs to a whole channel, so whole channels are read, some at a time, also for a device that holds only some
@@ -59,22 +59,22 @@ def _quantised_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _R
     return (slice(None), channels) if axis else (channels, slice(None))
 
   @functools.cache
-  def quantised(start, stop):
+  def quantized(start, stop):
     num = stop - start
     values = np.empty((num_inputs, num) if axis else (num, num_inputs), np.int8)
     scale = np.empty(num, kernel.scale.dtype)
     for begin in range(0, num, step):
       part = slice(begin, min(begin + step, num))
       numbers = read(whole(slice(start + part.start, start + part.stop)))
-      values[whole(part)], scale[part] = quantise(numbers, axis)
+      values[whole(part)], scale[part] = quantize(numbers, axis)
     return values, scale
 
   def values(index):
-    found, _ = quantised(*index[axis].indices(num_channels)[:2])
+    found, _ = quantized(*index[axis].indices(num_channels)[:2])
     return found[index[0]] if axis else found[:, index[1]]
 
   def scale(index):
-    return quantised(*index[0].indices(num_channels)[:2])[1]
+    return quantized(*index[0].indices(num_channels)[:2])[1]
 
   return values, scale
 
@@ -121,7 +121,7 @@ def make_model(
   """A model of a checkpoint's configuration and tensors.
 
   Every device reads only its own part of each tensor. For weights in int8 it reads the whole of every output channel
-  that it holds a part of, and quantises some channels at a time. On CPUs the caches of a bfloat16 model are float32,
+  that it holds a part of, and quantizes some channels at a time. On CPUs the caches of a bfloat16 model are float32,
   which are written in place.
 
   Args:
@@ -163,7 +163,7 @@ def make_model(
     part = functools.partial(_read, shape=leaf.shape, tensors=tensors, source=source, family=family)
     if not is_int8(leaf):
       return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, config=config))
-    reads = _quantised_reads(functools.partial(part, config=wide), leaf)
+    reads = _quantized_reads(functools.partial(part, config=wide), leaf)
     try:
       values, scale = (
         jax.make_array_from_callback(shape.shape, sharding, read)

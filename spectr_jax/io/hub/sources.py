@@ -70,7 +70,7 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
 
 
 def output_ranges(outputs: slice, source: Source, family: Family, config: CausalLMConfig) -> Iterator[slice]:
-  """Ranges of the tensor's outputs that, joined, are a range of the parameter's; neighbours are one.
+  """Ranges of the tensor's outputs that, joined, are a range of the parameter's; neighbors are one.
 
   Args:
     outputs: A range of the parameter's outputs.

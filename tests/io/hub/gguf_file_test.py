@@ -241,7 +241,7 @@ def test_k_quants_are_read_by_rows_and_blocks(tmp_path):
     np.testing.assert_array_equal(found.read('lm_head.weight', part), expected[part])
 
 
-def test_only_the_blocks_of_a_part_are_dequantised(tmp_path, monkeypatch):
+def test_only_the_blocks_of_a_part_are_dequantized(tmp_path, monkeypatch):
   found = GgufFile(_write(tmp_path / 'model.gguf', kind=Type.Q8_0)).tensors
   sizes = []
   dequantize = gguf.quants.dequantize
@@ -530,7 +530,7 @@ def _sentence_piece(with_prefix):
 
 
 def _reference_pieces(metadata, text):
-  """SentencePiece: joins the neighbours whose join has the highest score until no two join to a piece."""
+  """SentencePiece: joins the neighbors whose join has the highest score until no two join to a piece."""
   types = metadata['tokenizer.ggml.token_type']
   pieces = {
     token: (score, i)

@@ -24,7 +24,7 @@ from spectr_jax.io.hub.rope import read_rope
 from spectr_jax.io.load import hub_folder, load_model
 from spectr_jax.models.causal_lm import config_of
 from spectr_jax.models.causal_lm_config import param_shapes
-from spectr_jax.models.int8 import quantised
+from spectr_jax.models.int8 import quantized
 from spectr_jax.sharding import make_mesh
 
 _HERE = pathlib.Path(__file__).parent
@@ -397,19 +397,19 @@ def test_every_device_reads_its_shard(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['llama', 'gpt_neox', 'gpt2'])
-def test_weights_are_quantised_in_pieces_while_they_are_read(monkeypatch, name):
+def test_weights_are_quantized_in_pieces_while_they_are_read(monkeypatch, name):
   """Every number is read once, few together, and the result is that of the whole kernel."""
   monkeypatch.setattr(load, '_MOST_AT_ONCE', 100)
   tensors = _Recorded(tensors_of(SPECS[name]))
   plain = make_model(SPECS[name], _Recorded(tensors.tensors))
   model = make_model(SPECS[name], tensors, weights='int8')
   assert config_of(model).weights == 'int8'
-  jax.tree.map(np.testing.assert_array_equal, model.params, quantised(plain.params))
+  jax.tree.map(np.testing.assert_array_equal, model.params, quantized(plain.params))
   assert sum(size for _, size in tensors.reads) == config_of(plain).num_params
   assert max(size for tensor, size in tensors.reads if tensors.shape(tensor)[1:] and 'wpe' not in tensor) <= 100
 
 
-def test_quantised_weights_of_bfloat16(tmp_path):
+def test_quantized_weights_of_bfloat16(tmp_path):
   """Numbers are rounded once, and scales stay in float32."""
   tensors = _llama_tensors()
   folder = _save(tmp_path, tensors)
@@ -421,7 +421,7 @@ def test_quantised_weights_of_bfloat16(tmp_path):
   assert read_hub_config(folder, weights='int8').weights == 'int8'
 
 
-def test_weights_that_cannot_be_quantised_are_named():
+def test_weights_that_cannot_be_quantized_are_named():
   tensors = _llama_tensors()
   tensors['model.layers.1.mlp.up_proj.weight'][2, 3] = np.nan
   with pytest.raises(ValueError, match='^tensor model.layers.1.mlp.up_proj.weight: weights that are not finite'):

@@ -16,7 +16,7 @@ from spectr_jax.io.hub.load import load_hub_model
 from spectr_jax.io.hub.save import save_hub_model
 from spectr_jax.io.load import load_model
 from spectr_jax.models.causal_lm import causal_lm, config_of
-from spectr_jax.models.int8 import quantised
+from spectr_jax.models.int8 import quantized
 
 
 @pytest.fixture(scope='module')
@@ -98,7 +98,7 @@ def test_what_is_refused(tokenizer, tmp_path):
     save_hub_model(tmp_path / 'written', model, tokenizer, spec, **options)
 
   with pytest.raises(ValueError, match='a model with int8 weights is not saved'):
-    save(causal_lm(quantised(model.params), dataclasses.replace(config_of(model), weights='int8')))
+    save(causal_lm(quantized(model.params), dataclasses.replace(config_of(model), weights='int8')))
   for changes in ({'rope_theta': 1e4}, {'num_hidden_layers': 3}, {'tie_word_embeddings': True}):
     with pytest.raises(ValueError, match='config.json would describe another model'):
       save(model, spec | changes)

@@ -39,16 +39,16 @@ def main(folder, spec):
     target = make_model(spec, tensors, mesh=mesh)
     sharding = DecodeSharding(mesh)
     new = generate(jax.random.key(0), target, plain, prompts, lengths, sharding=sharding, **settings)
-    quantised = make_model(spec, SafetensorsFolder(folder), weights='int8', mesh=mesh)
-    new_int8 = generate(jax.random.key(0), quantised, plain, prompts, lengths, sharding=sharding, **settings)
-    kernels = quantised.params['layer_0'], int8.params['layer_0']
+    quantized = make_model(spec, SafetensorsFolder(folder), weights='int8', mesh=mesh)
+    new_int8 = generate(jax.random.key(0), quantized, plain, prompts, lengths, sharding=sharding, **settings)
+    kernels = quantized.params['layer_0'], int8.params['layer_0']
     same = [
       np.array_equal(*pair)
       for place in (('attention', 'q'), ('attention', 'out'), ('mlp', 'up'), ('mlp', 'down'))
       for pair in zip(*(jax.tree.leaves(block[place[0]][place[1]]) for block in kernels))
     ]
     same += [
-      np.array_equal(*pair) for pair in zip(*(jax.tree.leaves(x.params['embedding']) for x in (quantised, int8)))
+      np.array_equal(*pair) for pair in zip(*(jax.tree.leaves(x.params['embedding']) for x in (quantized, int8)))
     ]
     kernel = target.params['layer_0']['attention']['k']['kernel']
     found[f'model:{sizes["model"]}'] = {
