@@ -46,7 +46,7 @@ class _Lines:
       print(f'[{done}/{total}] {printable(what)}{left}', file=sys.stderr, flush=True)
 
 
-_KINDS = 'compiling', 'decoding', 'timing', 'measuring', 'profiling'
+_KINDS = 'loading', 'compiling', 'decoding', 'timing', 'measuring', 'profiling'
 
 
 class _Spent:
@@ -61,6 +61,11 @@ class _Spent:
     self._seconds[self._kind] += now - self._since
     self._kind, self._since = next((kind for kind in _KINDS if kind in activity), 'other'), now
 
+  @property
+  def has_models(self) -> bool:
+    """Whether models were compiled."""
+    return 'compiling' in self._seconds
+
   def __str__(self) -> str:
     parts = [f'{kind} {seconds:.1f}' for kind, seconds in self._seconds.items() if seconds >= 0.05]
     return f'{sum(self._seconds.values()):.1f} s: {", ".join(parts)}'
@@ -68,9 +73,11 @@ class _Spent:
 
 @contextlib.contextmanager
 def show_progress() -> Iterator[Notify]:
-  """Yields a progress callback on stderr: a bar in a terminal, else lines. At the end one line says what took how long.
+  """Yields a progress callback on stderr: a bar in a terminal, else lines.
 
-  It takes the current activity, what is done, and the total. What stands behind a semicolon in the activity, such as a
+  If models were compiled, a line at the end says what took how long.
+
+  The callback takes the current activity, what is done, and the total. What stands behind a semicolon in the activity, such as a
   speed, is a detail that changes while it lasts.
   """
   spent = _Spent()
@@ -82,8 +89,9 @@ def show_progress() -> Iterator[Notify]:
 
     yield notify
   spent.begin('')
-  with contextlib.suppress(OSError):
-    print(spent, file=sys.stderr, flush=True)
+  if spent.has_models:
+    with contextlib.suppress(OSError):
+      print(spent, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
