@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a head of EAGLE-3's kind for a public model on a GPU and measures it, in pieces of a few minutes: text that the
+# Trains a head for a public model on a GPU and measures it, in pieces of a few minutes: text that the
 # target writes, training, then tokens per call on shipped prompts and on Spec-Bench. A piece that runs out of time
 # saves its progress and ends with code 3. The same command then continues from there.
 #
@@ -11,6 +11,7 @@
 #             default OUT/work. A token takes 4.6 kB for SmolLM2, so the defaults take 18 GB. Where OUT is carried back
 #             from another machine, name a directory outside of it. If WORK is lost, a head that is not complete begins
 #             anew, with the same text, which is drawn from the same seeds. Once OUT has the head, WORK is not needed
+# KIND        eagle3 (default), dspark or dflash
 # SPEC_BENCH  question.jsonl of Spec-Bench; without it its prompts are left out
 # SECONDS_PER_PIECE   time until a piece ends; default 480
 # SHARDS      default 40: files of text, of which the first is held out
@@ -27,6 +28,12 @@ set -euo pipefail
 source "${BASH_SOURCE[0]%/*}/pieces.sh"
 python=${PYTHON:-python}
 work=${WORK:-$OUT/work}
+kind=${KIND:-eagle3}
+case $kind in
+  eagle3) own=(--config.num_unrolled=3 --config.learning_rate=8e-4) length=4 tree=likeliest:6,4,3,2,1 ;;
+  dspark | dflash) own=(--config.learning_rate=6e-4) length=7 tree=likeliest:4,4,3,2,1,1,1 ;;
+  *) echo "KIND must be eagle3, dspark or dflash, got $kind" >&2; exit 2 ;;
+esac
 read -r -a train <<<"${TRAIN:-}"
 read -r -a decode <<<"${DECODE:---num_prompts=80 --max_new_tokens=64 --batch_size=16 --dtype=bfloat16}"
 mkdir -p "$OUT" "$work"
@@ -34,9 +41,9 @@ mkdir -p "$OUT" "$work"
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$work/compiled}
 
 if [[ ! -e $OUT/head ]]; then
-  in_time "$python" -m train.head --config=configs/head.py:eagle3 "--target=$TARGET" "--workdir=$work/run" \
+  in_time "$python" -m train.head "--config=configs/head.py:$kind" "--target=$TARGET" "--workdir=$work/run" \
     "--config.num_shards=${SHARDS:-40}" "--config.rows_per_shard=${ROWS:-256}" "--config.num_steps=${STEPS:-4000}" \
-    "--config.batch_size=${BATCH:-32}" --config.num_unrolled=3 --config.learning_rate=8e-4 "${train[@]}" |
+    "--config.batch_size=${BATCH:-32}" "${own[@]}" "${train[@]}" |
     tee "$work/training.log"
   # A run that was ended has saved its state and is no failure, so only the printed line tells that it is complete.
   grep -q '^held-out ' "$work/training.log" || { echo 'out of time: run again'; exit 3; }
@@ -58,9 +65,9 @@ measure() {
   done
 }
 
-chain=(--num_drafts=1 --draft_length=4)
+chain=(--num_drafts=1 "--draft_length=$length")
 measure greedy_chain --temperature=0 --method=autoregressive,speculative "${chain[@]}"
-measure greedy_tree --temperature=0 --method=specinfer --tree=likeliest:6,4,3,2,1
+measure greedy_tree --temperature=0 --method=specinfer "--tree=$tree"
 measure sampled_chain --temperature=1 --method=autoregressive,speculative,block "${chain[@]}"
-measure sampled_tree --temperature=1 --method=spectr,race_traversal --num_drafts=4 --draft_length=4
+measure sampled_tree --temperature=1 --method=spectr,race_traversal --num_drafts=4 "--draft_length=$length"
 echo 'all done'

@@ -77,8 +77,8 @@ def show_progress() -> Iterator[Notify]:
 
   If models were compiled, a line at the end says what took how long.
 
-  The callback takes the current activity, what is done, and the total. What stands behind a semicolon in the activity, such as a
-  speed, is a detail that changes while it lasts.
+  The callback takes the current activity, what is done, and the total. What stands behind a semicolon in the activity,
+  such as a speed, is a detail that changes while it lasts.
   """
   spent = _Spent()
   with _progress() as show:

@@ -45,7 +45,11 @@ def test_work_without_progress_promises_nothing(clock, capsys):
 
 
 def test_a_run_that_fails_says_nothing_of_its_time(clock, capsys):
-  with pytest.raises(ValueError, match='no model'), console.show_progress() as notify:
-    notify('compiling', 0, 1)
-    raise ValueError('no model')
+  def fail():
+    with console.show_progress() as notify:
+      notify('compiling', 0, 1)
+      raise ValueError('no model')
+
+  with pytest.raises(ValueError, match='no model'):
+    fail()
   assert capsys.readouterr().err.splitlines() == ['[0/1] compiling']

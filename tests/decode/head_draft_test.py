@@ -7,7 +7,7 @@ import jax
 import pytest
 from exhibit_checks import SMALL_FIGURES, request_of
 from published_heads import write_head
-from small_head import CONFIG
+from small_head import CONFIG, save_one_pass
 
 from decode.bulk import decode_bulk
 from decode.experiment.options import DecodeOptions
@@ -25,6 +25,12 @@ def options(pair, prompt_file, tiny_head_file):
     target=pair['target'], draft=tiny_head_file, method=('speculative',), draft_length=(2,), max_new_tokens=6,
     prompts=str(prompt_file), batch_size=3,
   )  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def one_pass_file(tmp_path_factory):
+  """The path of a network that guesses in one pass, for the tiny target."""
+  return save_one_pass(tmp_path_factory.mktemp('heads') / 'one_pass')
 
 
 def _with(options, **changes):
@@ -49,6 +55,26 @@ def test_lookup_stands_beside_a_head(options):
   assert work.draft.mixes
   assert work.draft.feature_layers == (0, 1, -1)
   assert work.info['models']['draft']['head'] == 'EAGLE-3'
+
+
+def test_networks_of_one_pass_are_drafts_like_others(options, one_pass_file, tmp_path):
+  options = dataclasses.replace(options, draft=one_pass_file, draft_length=(3,), method=('race_traversal',))
+  run = run_decode(options)
+  assert (run.info['models']['draft']['head'], run.settings[0].tree.max_depth) == ('speculators', 3)
+  assert 'speculators head' in make_page(record_trace(options, ('race_traversal', 'block')))
+  for changes in ({}, {'tree': ('estimated:2,2',), 'growth_threshold': 0.01}, {'draft': f'lookup+{one_pass_file}'}):
+    path = tmp_path / f'{len(changes)}{"draft" in changes}.jsonl'
+    changed = dataclasses.replace(options, **changes)
+    decode_bulk(changed, path)
+    whole = _lines(path)
+    path.write_text(path.read_text().partition('\n')[0] + '\n')
+    decode_bulk(changed, path, resume=True)
+    assert _lines(path) == whole
+    assert len(whole) == 3
+  with pytest.raises(ValueError, match='at most 3'):
+    run_decode(dataclasses.replace(options, draft_length=(4,)))
+  with pytest.raises(ValueError, match='estimate'):
+    run_decode(_with(options, draft=DecodeOptions().draft, method=('race_traversal',), tree=('estimated:2,2',)))
 
 
 @pytest.mark.slow

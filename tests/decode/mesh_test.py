@@ -12,7 +12,7 @@ import tiny_hub
 from hub_specs import SPECS
 from jax.sharding import AbstractMesh
 from safetensors.numpy import save_file
-from small_head import save_head
+from small_head import save_head, save_one_pass
 
 from spectr_jax import Tokenizer, TokenTree, generate, save_model
 from spectr_jax.draft import DraftContext, model_drafter
@@ -110,15 +110,26 @@ def test_parts_of_a_round_are_timed_on_a_mesh(wide_pair):
     ('lookup+{}', ['--method=race_traversal', '--num_drafts=2', '--draft_length=3', '--lookup_min=1']),
     ('{}', ['--method=race_traversal', '--tree=confident:3,2,2', '--growth_threshold=0.1']),
     ('{}', ['--method=specinfer', '--tree=likeliest:3,2,2', '--temperature=0']),
+    ('one pass', ['--method=spectr,race_traversal', '--num_drafts=2', '--draft_length=3']),
+    ('one pass', ['--method=race_traversal', '--tree=estimated:3,2,2', '--growth_threshold=0.1']),
   ],
-  ids=['head', 'lookup beside a head', 'confident', 'likeliest'],
+  ids=['head', 'lookup beside a head', 'confident', 'likeliest', 'one pass', 'one pass, estimated'],
 )
 def test_eight_devices_decode_like_one_with_a_head(tmp_path, wide_pair, draft, settings):
-  head, found = save_head(tmp_path / 'head', target_dim=32), []
+  save = save_one_pass if draft == 'one pass' else save_head
+  path, found = save(tmp_path / 'head', target_dim=32), []
+  head = path if draft == 'one pass' else draft.format(path)
   target, _, prompts = wide_pair
   for mesh, num_devices in (([], 1), (['--mesh=data:4,model:2'], 8)):
     path = tmp_path / f'{num_devices}.jsonl'
-    arguments = [target, prompts, f'--draft={draft.format(head)}', *settings, *mesh, '--max_new_tokens=8']
+    arguments = [
+      target,
+      prompts,
+      f'--draft={draft.replace("one pass", "{}").format(head)}',
+      *settings,
+      *mesh,
+      '--max_new_tokens=8',
+    ]
     decode(*arguments, '--batch_size=8', f'--generations={path}', num_devices=num_devices)
     found.append(read(path))
   assert found[0] == found[1]

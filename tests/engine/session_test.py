@@ -12,7 +12,7 @@ from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import session as engine_session
 from spectr_jax.engine.session import Session, reprompt
 from tests.draft.feature_drafter import feature_drafter
-from tests.draft.tiny_heads import tiny_head
+from tests.draft.tiny_heads import tiny_head, tiny_one_pass
 from tests.engine.runs import TREES, VERSIONS, begin, make_keys
 from tests.slow import slow, slow_but
 
@@ -87,6 +87,7 @@ def _head(target):
   ('make', 'slots'),
   [
     (_head, None),
+    slow(lambda target: tiny_one_pass(target.vocab_size, width=32), None, id='one pass'),
     slow(lambda target: lookup_beside(_head(target), lookup_min=1), None, id='beside'),
     slow(lambda target: growing(_head(target), Confident()), (2, 3, 2), id='growing'),
   ],

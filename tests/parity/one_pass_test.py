@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from published_heads import CANDIDATES, GROUP, HEADS, IDS, KV_HEADS, MASK, MLP, RANK, SLOTS, VD, D, V, tiny_target
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import spectr_jax
 from spectr_jax import SamplingParams, TokenTree
@@ -252,6 +252,28 @@ def test_states_laws_and_estimates(tmp_path, name):
   cache = drafter.reprompt(_row(state.draft_state, 0), context, jnp.array([6]), 3, 48)
   assert cache.lengths.tolist() == [len(other) - 1]
   assert_same(cache, other, [4] * (SLOTS - 1))
+
+
+_WRITTEN = [name for name, case in _CASES.items() if case[2] is _as_speculators and case[0] != 'dflash2']
+
+
+@pytest.mark.parametrize('name', _WRITTEN)
+def test_what_is_written_is_what_speculators_writes(tmp_path, name):
+  target = tiny_target()
+  kind, options, write = _CASES[name]
+  model = _model(target, kind, **options)
+  drafter = spectr_jax.load_drafter(write(tmp_path / 'theirs', model), target)
+  spectr_jax.save_drafter(tmp_path / 'ours', drafter, param_dtype='float32')
+  theirs, ours = (load_file(tmp_path / each / 'model.safetensors') for each in ('theirs', 'ours'))
+  assert ours.keys() <= theirs.keys()
+  for tensor, found in ours.items():
+    assert torch.equal(found.to(theirs[tensor].dtype), theirs[tensor]), tensor
+  read = type(model.config).from_pretrained(tmp_path / 'ours')
+  for field in json.loads((tmp_path / 'ours' / 'config.json').read_text()):
+    if field not in ('architectures', 'dtype', 'info', 'transformer_layer_config', 'target_hidden_size'):
+      assert getattr(read, field) == getattr(model.config, field), field
+  for field in ('hidden_size', 'num_hidden_layers', 'layer_types', 'num_key_value_heads', 'head_dim', 'rms_norm_eps'):
+    assert getattr(read.transformer_layer_config, field) == getattr(model.config.transformer_layer_config, field), field
 
 
 class _Enough(Exception):  # noqa: N818 - no error
