@@ -117,19 +117,12 @@ def test_parts_of_a_round_are_timed_on_a_mesh(wide_pair):
 )
 def test_eight_devices_decode_like_one_with_a_head(tmp_path, wide_pair, draft, settings):
   save = save_one_pass if draft == 'one pass' else save_head
-  path, found = save(tmp_path / 'head', target_dim=32), []
-  head = path if draft == 'one pass' else draft.format(path)
+  folder, found = save(tmp_path / 'head', target_dim=32), []
+  head = folder if draft == 'one pass' else draft.format(folder)
   target, _, prompts = wide_pair
   for mesh, num_devices in (([], 1), (['--mesh=data:4,model:2'], 8)):
     path = tmp_path / f'{num_devices}.jsonl'
-    arguments = [
-      target,
-      prompts,
-      f'--draft={draft.replace("one pass", "{}").format(head)}',
-      *settings,
-      *mesh,
-      '--max_new_tokens=8',
-    ]
+    arguments = [target, prompts, f'--draft={head}', *settings, *mesh, '--max_new_tokens=8']
     decode(*arguments, '--batch_size=8', f'--generations={path}', num_devices=num_devices)
     found.append(read(path))
   assert found[0] == found[1]
