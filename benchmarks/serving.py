@@ -63,8 +63,8 @@ async def measure(url: str, prompts: list[str], *, num_clients: int, seconds: fl
     leave: The share of requests that are left after the first token.
 
   Returns:
-    JSON values: requests by their end, quantiles of seconds of those that were answered, and the endpoint's counters
-    before and after.
+    JSON values: requests by their end, quantiles of seconds of those that were answered, and by how much the endpoint's
+    counters grew; none of these if it is gone.
   """
   import httpx
 
@@ -77,7 +77,11 @@ async def measure(url: str, prompts: list[str], *, num_clients: int, seconds: fl
     until = start + seconds
     clients = [_client(session, prompts, request, until, leave, seed, found) for seed in range(num_clients)]
     await asyncio.gather(*clients)
-    after, elapsed = await _counters(session), time.perf_counter() - start
+    elapsed = time.perf_counter() - start
+    try:
+      after = await _counters(session)
+    except httpx.TransportError:  # it ended before the clients did
+      after = {}
   ends, times = found
   times = sorted(times) or [float('nan')]
   quantiles = {name: times[int(share * (len(times) - 1))] for name, share in (('median', 0.5), ('p99', 0.99))}
@@ -95,9 +99,12 @@ def describe(found: dict) -> list[str]:
   """Lines about a run."""
   ends = ', '.join(f'{name} {number:,}' for name, number in sorted(found['ends'].items()))
   counted = found['counted']
+  requests = f'{sum(found["ends"].values()):,} requests in {found["seconds"]:.0f} s: {ends}'
+  if not counted:
+    return [requests, 'the endpoint is gone']
   tokens, calls = counted['spectr_jax_tokens_total'], counted['spectr_jax_target_calls_total']
   return [
-    f'{sum(found["ends"].values()):,} requests in {found["seconds"]:.0f} s: {ends}',
+    requests,
     f'{tokens / found["seconds"]:.1f} tokens/s, {tokens / max(calls, 1):.2f} per target call; an answer takes'
     f' {found["answer_seconds"]["median"]:.2f} s, 99% at most {found["answer_seconds"]["p99"]:.2f}',
   ]

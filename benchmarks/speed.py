@@ -149,7 +149,7 @@ if __name__ == '__main__':
   _DRAFT = flags.DEFINE_string(
     'draft_config', 'configs/hub/draft_160m_of_llama_3', 'Folder with config.json: sizes of the draft, likewise.'
   )
-  _HEAD = flags.DEFINE_bool('head', False, "Whether a head of EAGLE-3's sizes drafts as well, likewise.")
+  _HEAD = flags.DEFINE_bool('head', False, "Whether heads of EAGLE-3's and DSpark's sizes draft as well, likewise.")
   _SHAPES = flags.DEFINE_list('shapes', ['1x4', '4x8', '4x16'], 'Rounds of K drafts of L tokens, KxL, likewise.')
   _PEER_DEVICE = flags.DEFINE_enum('peer_device', 'cuda', ['cuda', 'cpu'], 'Where transformers run, likewise.')
 

@@ -33,14 +33,15 @@ from configs import head as head_experiment
 from decode.experiment import latency
 from decode.experiment.workload import describe_machine
 from spectr_jax import Decoder, Model, TokenTree
-from spectr_jax.draft import Drafter, head_drafter
+from spectr_jax.draft import Drafter, head_drafter, one_pass_drafter
 from spectr_jax.io.foreign import LARGE, map_of, object_of, read_object
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.methods import Method
-from spectr_jax.models import causal_lm, head
+from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
-from train import eagle3_head
+from spectr_jax.models.one_pass import OnePassConfig
+from train import eagle3_head, one_pass_head
 
 SEED = 0
 METHODS = 'race_traversal', 'spectr'
@@ -58,7 +59,7 @@ class Sizes:
   Attributes:
     target: Folder with the target's `config.json`.
     draft: The same for the draft.
-    has_head: Whether a head of EAGLE-3's sizes drafts as well.
+    has_head: Whether heads draft as well: one of EAGLE-3's sizes, and one of DSpark's that guesses in one pass.
     dtype: Type of weights and activations.
     batch_sizes: Numbers of rows.
     shapes: K drafts of L tokens of each kind of round; a single draft of the first one's length is compared with the
@@ -123,6 +124,19 @@ def head_config(target: CausalLMConfig) -> HeadConfig:
   return eagle3_head.head_config(config, target)
 
 
+def one_pass_config(target: CausalLMConfig, num_slots: int) -> OnePassConfig:
+  """The sizes of a DSpark network of two layers for a target.
+
+  Args:
+    target: The target, of at least 6 layers.
+    num_slots: Tokens that it guesses.
+  """
+  config = head_experiment.get_config('dspark')
+  vocab_size = min(HEAD_TOKENS, target.vocab_size)
+  config.update(vocab_size=vocab_size, has_unembedding=True, dtype=target.dtype, block_size=num_slots)
+  return one_pass_head.one_pass_config(config, target, 0)
+
+
 def bytes_per_step(config: CausalLMConfig) -> int:
   """Bytes of the weights that a step reads; of an embedding that is no output head it reads a row per token.
 
@@ -160,6 +174,9 @@ class Bench:
     if sizes.has_head:
       own = head_config(config)
       drafts['head'] = head_drafter(head.init_params(head_key, own), own, config.vocab_size).for_decoding()
+      network = one_pass_config(config, max(length for _, length in sizes.shapes))
+      params = head.random_params(head_key, one_pass.param_shapes(network))
+      drafts['one pass'] = one_pass_drafter(params, network, config.vocab_size).for_decoding()
     return target, drafts
 
   def _prompts(self, batch_size: int) -> np.ndarray:
@@ -226,7 +243,7 @@ class Bench:
       yield OWN, self.measure_beside_peer
     for batch_size in self.sizes.batch_sizes:
       yield f'steps, {batch_size} rows', functools.partial(self.measure_steps, batch_size)
-      for draft in ('draft', 'head')[: 1 + self.sizes.has_head]:
+      for draft in ('draft', 'head', 'one pass') if self.sizes.has_head else ('draft',):
         for num_drafts, draft_length in self.sizes.shapes:
           rounds = Rounds(batch_size, draft, num_drafts, draft_length)
           yield f'{UNVERIFIED.name} {rounds}', functools.partial(self.measure_unverified, rounds)

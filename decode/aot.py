@@ -5,8 +5,9 @@ Command   python -m decode.aot --target_config=configs/lm1b.py:97m --draft_confi
           python -m decode.aot --target_config=configs/hub/llama_3_8b --draft_config=configs/hub/draft_of_llama_3 ...
 Needs     the extra `tpu`, for the compiler
 
-No weights are read: sizes come from a file of configs/ or from the `config.json` of a public model. Bytes are the
-compiler's figures for one device. Times are estimates, and no TPU is involved: the program's schedule is replayed with
+No weights are read: sizes come from a file of configs/ or from the `config.json` of a public model. With
+`--draft_config=configs/head.py:dspark` or `:eagle3` a head of a public target's sizes drafts. Bytes are the compiler's
+figures for one device. Times are estimates, and no TPU is involved: the program's schedule is replayed with
 the cycles that the compiler expects for every operation, copies from memory at its bandwidth, and transfers between
 devices, each of which takes `--collective_us` and the time of its bytes. A loop that can end early counts with its
 largest number of iterations: along a path the depth of the tree, over candidates or nodes their number. Filters count
@@ -34,6 +35,7 @@ from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost, Program
 from spectr_jax.aot.hlo_report import Memory, ProgramReport
 from spectr_jax.aot.kernels import take_schedules
 from spectr_jax.aot.tpu_slices import chip_of, describe_topology
+from spectr_jax.draft import Drafter, head_drafter, one_pass_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import PARTS, ROUNDS
 from spectr_jax.engine.sharding import DecodeSharding
@@ -44,15 +46,19 @@ from spectr_jax.kernels.filters import FILTERS, FILTERS_BY_NAME
 from spectr_jax.kernels.thresholds import THRESHOLD_PASSES, THRESHOLDS
 from spectr_jax.methods import METHODS, Method, get_method
 from spectr_jax.model import Model
+from spectr_jax.models import head, one_pass
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
+from spectr_jax.models.head import HeadConfig
+from spectr_jax.models.one_pass import OnePassConfig
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
-from train import config_flag
+from train import config_flag, eagle3_head, head_training, one_pass_head
 from train.train import check_config
 
 Config: TypeAlias = TransformerConfig | CausalLMConfig
+DraftConfig: TypeAlias = Config | HeadConfig | OnePassConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +95,26 @@ def abstract_model(config: Config) -> Model:
   return dataclasses.replace(model, context_length=None)
 
 
-def abstract_pair(target: Config, draft: Config | None, sharding: DecodeSharding) -> tuple[Model, Model | None]:
+def abstract_head(config: HeadConfig | OnePassConfig, vocab_size: int) -> Drafter:
+  """A head for all tokens of a target whose parameters are shapes without values.
+
+  Args:
+    config: The head, which is not reduced.
+    vocab_size: V, the target's.
+  """
+  if isinstance(config, OnePassConfig):
+    return jax.eval_shape(lambda params: one_pass_drafter(params, config, vocab_size), one_pass.param_shapes(config))
+  return jax.eval_shape(lambda params: head_drafter(params, config, vocab_size), head.param_shapes(config))
+
+
+def abstract_pair(
+  target: Config, draft: DraftConfig | None, sharding: DecodeSharding
+) -> tuple[Model, Model | Drafter | None]:
   """A target and its draft without values, with as many copies of key-value heads as the sharding needs.
 
   Args:
     target: Sizes of the target.
-    draft: Sizes of the draft, whose vocabulary is padded or cut to the target's; or None.
+    draft: Sizes of the draft, whose vocabulary is padded or cut to the target's, or of a head; or None.
     sharding: The sharding.
 
   Raises:
@@ -108,7 +128,15 @@ def abstract_pair(target: Config, draft: Config | None, sharding: DecodeSharding
   model = make(target, True)
   if draft is None:
     return model, None
+  if isinstance(draft, (HeadConfig, OnePassConfig)):
+    return model, abstract_head(draft, model.vocab_size)
   return model, make(draft, sharding.is_draft_divided).with_vocab_size(model.vocab_size)
+
+
+def _num_params(config: DraftConfig, vocab_size: int) -> int:
+  if isinstance(config, (HeadConfig, OnePassConfig)):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_head(config, vocab_size).params))
+  return config.num_params
 
 
 def matmul_flops(model: Model, num_tokens: int) -> float:
@@ -133,7 +161,7 @@ def analyse(
   tree: TokenTree,
   *,
   target: Config,
-  draft: Config | None,
+  draft: DraftConfig | None,
   batch_size: int,
   prompt_length: int,
   max_new_tokens: int,
@@ -160,7 +188,8 @@ def analyse(
   """
   cache_size = prompt_length + max_new_tokens
   model, small = abstract_pair(target, draft, sharding)
-  limits = [each.context_length for each in (model, small) if each is not None and each.context_length is not None]
+  models = [each for each in (model, small) if isinstance(each, Model)]
+  limits = [each.context_length for each in models if each.context_length is not None]
   if cache_size > min(limits, default=cache_size):
     raise ValueError(
       f"prompts of {prompt_length} tokens with {max_new_tokens} new ones exceed the models' limit of {min(limits)}"
@@ -256,6 +285,33 @@ def read_config(path: str, dtype: str) -> Config:
   return read_hub_config(hub_folder(path, files=('config.json',)), dtype=dtype)
 
 
+def read_draft(path: str, target: Config, dtype: str) -> DraftConfig:
+  """The sizes of a draft: as of `read_config`, or of a head for the target by the kinds of `configs/head.py`.
+
+  Args:
+    path: As for `read_config`; or an experiment of `train.head`, such as `configs/head.py:dspark`.
+    target: The target's sizes.
+    dtype: The type of weights, caches and activations.
+
+  Raises:
+    ValueError: As for `read_config`, or there is no such head for the target.
+  """
+  experiment = config_flag.load(path) if path.partition(':')[0].endswith('.py') else {}
+  if 'kind' not in experiment:
+    return read_config(path, dtype)
+  head_training.check_config(experiment)
+  if not isinstance(target, CausalLMConfig):
+    raise ValueError(f'draft_config: {path} is for public models, and the target is not one')
+  experiment.update(vocab_size=target.vocab_size, dtype=dtype, has_unembedding=False)
+  if experiment.kind == 'eagle3':
+    found = eagle3_head.head_config(experiment, target)
+  elif experiment.kind in ('dspark', 'dflash'):
+    found = one_pass_head.one_pass_config(experiment, target, max(experiment.mask_id, 0))
+  else:
+    raise ValueError(f'draft_config: {path} is not compiled here; of heads eagle3, dspark and dflash are')
+  return dataclasses.replace(found, is_reduced=False)
+
+
 if __name__ == '__main__':
   _TARGET = flags.DEFINE_string(
     'target_config',
@@ -263,7 +319,9 @@ if __name__ == '__main__':
     'Sizes of the target: FILE.py[:ARGUMENT] of configs/, a folder with config.json, or ORG/NAME on the hub, of which'
     ' config.json alone is read.',
   )
-  _DRAFT = flags.DEFINE_string('draft_config', 'configs/lm1b.py:6m', 'Sizes of the draft, as for the target.')
+  _DRAFT = flags.DEFINE_string(
+    'draft_config', 'configs/lm1b.py:6m', 'Sizes of the draft, as for the target; or configs/head.py:dspark.'
+  )
   _METHOD = flags.DEFINE_string('method', 'race_block', f'One of {", ".join(METHODS)}.')
   _NUM_DRAFTS = flags.DEFINE_integer('num_drafts', 8, 'K, drafts per row.', lower_bound=1)
   _DRAFT_LENGTH = flags.DEFINE_integer('draft_length', 8, 'L, tokens per draft.', lower_bound=1)
@@ -291,7 +349,8 @@ if __name__ == '__main__':
     method = get_method(_METHOD.value)
     efficiencies = command_line.parse_numbers('block_efficiency', _EFFICIENCY.value, float)
     num_drafts = 1 if method.max_drafts == 1 else _NUM_DRAFTS.value
-    target, draft = (read_config(path, _DTYPE.value) for path in (_TARGET.value, _DRAFT.value))
+    target = read_config(_TARGET.value, _DTYPE.value)
+    draft = read_draft(_DRAFT.value, target, _DTYPE.value)
     mesh = make_mesh(command_line.parse_sizes(_MESH.value), describe_topology(_TOPOLOGY.value))
     sizes = {'target_config': _TARGET.value, 'draft_config': _DRAFT.value}
     inputs = {name: files_of(path.split(':')[0]) for name, path in sizes.items()}
@@ -309,7 +368,8 @@ if __name__ == '__main__':
         filters=_NAMES.value if _FILTERS.value else (),
       )
       print(
-        f'target {_TARGET.value} ({target.num_params / 1e6:.1f}M), draft {_DRAFT.value} ({draft.num_params / 1e6:.1f}M)'
+        f'target {_TARGET.value} ({target.num_params / 1e6:.1f}M), draft {_DRAFT.value}'
+        f' ({_num_params(draft, target.vocab_size) / 1e6:.1f}M)'
       )
       print(
         f'{method.name}, K = {num_drafts}, L = {_DRAFT_LENGTH.value}, {_BATCH_SIZE.value} rows with room for'

@@ -49,9 +49,10 @@ def test_what_is_there_is_not_measured_again(tiny, tmp_path, capsys, monkeypatch
   output = tmp_path / 'sizes.json'
   speed_of_sizes.run(tiny, output)
   written = json.loads(output.read_text())
-  drafts = [f'race_traversal 2 x 2, {draft}, 2 rows' for draft in ('draft', 'head')]
+  drafts = [f'race_traversal 2 x 2, {draft}, 2 rows' for draft in ('draft', 'head', 'one pass')]
   unverified = [name.replace('race_traversal', 'no verification') for name in drafts]
-  assert list(written['results']) == ['steps, 2 rows', unverified[0], drafts[0], unverified[1], drafts[1], 'profile']
+  rounds_of = [name for pair in zip(unverified, drafts) for name in pair]
+  assert list(written['results']) == ['steps, 2 rows', *rounds_of, 'profile']
   assert written['run']['num_params']['target'] == read_hub_config(tiny.target).num_params
   assert written['run']['device']['kind'] == jax.devices()[0].device_kind
   assert list((tmp_path / 'sizes_profile').rglob('*.xplane.pb'))

@@ -58,6 +58,43 @@ def run_blocks(
   return outputs.reshape(*embedded.shape[:3], -1)
 
 
+def one_pass_config(config, target: CausalLMConfig, mask_id: int) -> OnePassConfig:
+  """The sizes of an experiment's network.
+
+  Args:
+    config: The experiment, as `configs/head.py` describes.
+    target: The target's sizes.
+    mask_id: The token that fills the slots behind the last token.
+
+  Raises:
+    ValueError: There is no such network for this target, or it could not be written.
+  """
+  if mask_id >= target.vocab_size:
+    raise ValueError(f'config.mask_id must be below {target.vocab_size}, got {mask_id}')
+  if config.num_layers > target.num_layers:
+    raise ValueError(f'config.num_layers must be at most {target.num_layers}, got {config.num_layers}')
+  is_sequential = config.kind == 'dspark'
+  markov = Markov(config.markov_rank, target.vocab_size, config.markov_kind) if config.markov_rank else None
+  if markov is not None and markov.rank > target.embed_dim:
+    raise ValueError(f'config.markov_rank must be at most {target.embed_dim}, got {markov.rank}')
+  block = block_config(config, target, num_layers=config.num_layers)
+  own = OnePassConfig(
+    dataclasses.replace(block, has_qk_norm=True),
+    target.embed_dim,
+    feature_layers(target.num_layers),
+    num_slots=config.block_size if is_sequential else config.block_size + 1,
+    mask_id=mask_id,
+    guesses_at_root=is_sequential,
+    sees_from_root=True,
+    markov=markov,
+    confidence=('hidden' if markov is None else 'markov') if config.confidence_weight else None,
+    has_unembedding=config.has_unembedding,
+    is_reduced=True,
+  )
+  one_pass_spec(own, target.vocab_size)  # refuses one that could not be written
+  return own
+
+
 def _principal(embedding: jax.Array, rank: int) -> jax.Array:
   """Embedded tokens `[V, D]` along their `rank` directions of largest variance, with mean 0 and variance 1 in each."""
   centered = embedding - jnp.mean(embedding, axis=0)
@@ -114,30 +151,7 @@ class OnePassKind(FeatureHead):
       if not eos_ids:
         raise ValueError('config.mask_id must be a token: the tokenizer has none that ends a text')
       mask_id = eos_ids[0]
-    if mask_id >= target.vocab_size:
-      raise ValueError(f'config.mask_id must be below {target.vocab_size}, got {mask_id}')
-    if config.num_layers > target.num_layers:
-      raise ValueError(f'config.num_layers must be at most {target.num_layers}, got {config.num_layers}')
-    is_sequential = config.kind == 'dspark'
-    markov = Markov(config.markov_rank, target.vocab_size, config.markov_kind) if config.markov_rank else None
-    if markov is not None and markov.rank > target.embed_dim:
-      raise ValueError(f'config.markov_rank must be at most {target.embed_dim}, got {markov.rank}')
-    block = block_config(config, target, num_layers=config.num_layers)
-    own = OnePassConfig(
-      dataclasses.replace(block, has_qk_norm=True),
-      target.embed_dim,
-      feature_layers(target.num_layers),
-      num_slots=config.block_size if is_sequential else config.block_size + 1,
-      mask_id=mask_id,
-      guesses_at_root=is_sequential,
-      sees_from_root=True,
-      markov=markov,
-      confidence=('hidden' if markov is None else 'markov') if config.confidence_weight else None,
-      has_unembedding=config.has_unembedding,
-      is_reduced=True,
-    )
-    one_pass_spec(own, target.vocab_size)  # refuses one that could not be written
-    return cls(own, config.from_target)
+    return cls(one_pass_config(config, target, mask_id), config.from_target)
 
   def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:
     config = self.config
