@@ -265,7 +265,8 @@ class Answer:
       own = common | {'delta': delta, 'logprobs': self._chat_logprobs(part)}
     else:
       own = common | {'text': piece.text, 'logprobs': self._completion_logprobs(part)}
-    return self.head(is_chunk=True) | {'choices': [own]}
+    usage = {'usage': self.usage()} if self.asked.has_usage_in_chunks else {}
+    return self.head(is_chunk=True) | {'choices': [own]} | usage
 
 
 def _number(value: float) -> float | None:

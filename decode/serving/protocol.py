@@ -47,6 +47,7 @@ class Asked:
     stop: Texts that end a continuation.
     is_streamed: Whether tokens are sent as they come.
     has_usage: Whether a stream ends with counts of tokens.
+    has_usage_in_chunks: Whether every chunk of a stream has the counts so far.
     top_logprobs: How many of the likeliest tokens are named with every token; None for no log probabilities.
     echo: Whether the prompt is returned in front of the continuation.
   """
@@ -60,6 +61,7 @@ class Asked:
   stop: tuple[str, ...]
   is_streamed: bool
   has_usage: bool
+  has_usage_in_chunks: bool
   top_logprobs: int | None
   echo: bool
 
@@ -82,7 +84,9 @@ def _is_stop(x: Any) -> bool:
 
 
 def _is_stream_options(x: Any) -> bool:
-  return isinstance(x, dict) and set(x) <= {'include_usage'} and all(map(_is_bool, x.values()))
+  return (
+    isinstance(x, dict) and set(x) <= {'include_usage', 'continuous_usage_stats'} and all(map(_is_bool, x.values()))
+  )
 
 
 _Rule = tuple[Callable[[Any], bool], str]
@@ -100,7 +104,7 @@ _SHARED: dict[str, _Rule] = {
   'n': (_whole(1, MOST_SAMPLES), _COUNT),
   'stop': (_is_stop, f'a text, or a list of at most {MOST_STOPS}'),
   'stream': _BOOL,
-  'stream_options': (_is_stream_options, 'an object with include_usage'),
+  'stream_options': (_is_stream_options, 'an object with include_usage or continuous_usage_stats'),
   'max_tokens': _LIMIT,
   'user': (lambda x: isinstance(x, str), 'a text'),
 }
@@ -129,6 +133,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
   'parallel_tool_calls': (True, False),
   'response_format': ({'type': 'text'},),
   'store': (False,),
+  'ignore_eos': (False,),
   'modalities': (['text'],),
 }
 
@@ -163,6 +168,7 @@ def parse(body: Any, *, is_chat: bool, model: str) -> Asked:
     stop=(stop,) if isinstance(stop, str) else tuple(stop),
     is_streamed=given.get('stream', False),
     has_usage=given.get('stream_options', {}).get('include_usage', False),
+    has_usage_in_chunks=given.get('stream_options', {}).get('continuous_usage_stats', False),
     top_logprobs=_top(given, is_chat),
     echo=given.get('echo', False),
   )

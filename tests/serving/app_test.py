@@ -104,6 +104,19 @@ def test_streams_say_the_same(client):
     assert [each['finish_reason'] for each in own][-1] == choice['finish_reason']
 
 
+def test_chunks_may_count_what_came_so_far(client):
+  body = _PROMPT | {
+    'n': 2,
+    'max_tokens': NEW,
+    'stream_options': {'include_usage': True, 'continuous_usage_stats': True},
+  }
+  *events, last = _events(client, body)
+  counts = [event['usage']['completion_tokens'] for event in events]
+  assert counts == sorted(counts)
+  assert counts[-1] == last['usage']['completion_tokens'] > counts[0]
+  assert events[0]['usage']['prompt_tokens'] == last['usage']['prompt_tokens']
+
+
 def test_streams_of_chats_begin_with_the_role(client):
   body = {'messages': [{'role': 'user', 'content': 'owl'}], 'seed': 2}
   whole = _ask(client, body, 'chat/completions')['choices'][0]
@@ -192,6 +205,8 @@ def test_requests_beside_each_other_are_as_alone(client):
     ({'prompt': 'a', 'logprobs': True}, 'logprobs', 400),
     ({'prompt': 'a', 'presence_penalty': 0.5}, 'presence_penalty', 400),
     ({'prompt': 'a', 'stream_options': {'include_usage': True}}, 'stream_options', 400),
+    ({'prompt': 'a', 'stream': True, 'stream_options': {'include_all': True}}, 'stream_options', 400),
+    ({'prompt': 'a', 'ignore_eos': True}, 'ignore_eos', 400),
     ({'prompt': 'a', 'stream': True, 'echo': True}, 'echo', 400),
     ({'prompt': 'a', 'stream': True, 'logprobs': 2}, 'logprobs', 400),
     ({'prompt': 'a', 'beams': 3}, 'beams', 400),
