@@ -133,7 +133,8 @@ def one_pass_config(target: CausalLMConfig, num_slots: int) -> OnePassConfig:
   """
   config = head_experiment.get_config('dspark')
   vocab_size = min(HEAD_TOKENS, target.vocab_size)
-  config.update(vocab_size=vocab_size, has_unembedding=True, dtype=target.dtype, block_size=num_slots)
+  rank = min(config.markov_rank, target.embed_dim)
+  config.update(vocab_size=vocab_size, has_unembedding=True, dtype=target.dtype, block_size=num_slots, markov_rank=rank)
   return one_pass_head.one_pass_config(config, target, 0)
 
 

@@ -124,10 +124,11 @@ def test_what_fails_does_not_stop_the_rest(tiny, tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(Bench, 'measure_rounds', fail)
   for name in ('measure_unverified', 'measure_profile', 'measure_steps'):
     monkeypatch.setattr(Bench, name, lambda *_: {})
-  with pytest.raises(ValueError, match='2 measurements failed'):
+  with pytest.raises(ValueError, match='3 measurements failed'):
     speed_of_sizes.run(tiny, tmp_path / 'sizes.json')
   assert set(json.loads((tmp_path / 'sizes.json').read_text())['results']) == {
-    'steps, 2 rows', 'no verification 2 x 2, draft, 2 rows', 'no verification 2 x 2, head, 2 rows', 'profile',
+    'steps, 2 rows', 'no verification 2 x 2, draft, 2 rows', 'no verification 2 x 2, head, 2 rows',
+    'no verification 2 x 2, one pass, 2 rows', 'profile',
   }  # fmt: skip
   assert 'FAILED, RESOURCE_EXHAUSTED' in capsys.readouterr().out
 

@@ -57,7 +57,7 @@ def test_lookup_stands_beside_a_head(options):
   assert work.info['models']['draft']['head'] == 'EAGLE-3'
 
 
-def test_networks_of_one_pass_are_drafts_like_others(options, one_pass_file, tmp_path):
+def test_networks_of_one_pass_are_drafts_like_others(options, pair, one_pass_file, tmp_path):
   options = dataclasses.replace(options, draft=one_pass_file, draft_length=(3,), method=('race_traversal',))
   run = run_decode(options)
   assert (run.info['models']['draft']['head'], run.settings[0].tree.max_depth) == ('speculators', 3)
@@ -71,10 +71,10 @@ def test_networks_of_one_pass_are_drafts_like_others(options, one_pass_file, tmp
     decode_bulk(changed, path, resume=True)
     assert _lines(path) == whole
     assert len(whole) == 3
-  with pytest.raises(ValueError, match='at most 3'):
+  with pytest.raises(ValueError, match='guesses 3 tokens ahead, and the tree is 4 deep'):
     run_decode(dataclasses.replace(options, draft_length=(4,)))
   with pytest.raises(ValueError, match='estimate'):
-    run_decode(_with(options, draft=DecodeOptions().draft, method=('race_traversal',), tree=('estimated:2,2',)))
+    run_decode(dataclasses.replace(options, draft=pair['draft'], draft_length=None, tree=('estimated:2,2',)))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import shutil
 import types
 
@@ -101,7 +102,9 @@ def test_table_shows_each_setting_once(grid):
 def test_progress_is_plain_lines(grid):
   assert grid.stderr.splitlines()[0] == '[0/16] compiling 1 of 4: autoregressive'
   assert '[8/16] decoding, seed 6' in grid.stderr.splitlines()
-  assert all(line.startswith('[') for line in grid.stderr.splitlines())
+  *lines, last = grid.stderr.splitlines()
+  assert all(line.startswith('[') for line in lines)
+  assert re.fullmatch(r'[\d.]+ s: loading [\d.]+, compiling [\d.]+, decoding [\d.]+(, \w+ [\d.]+)*', last)
 
 
 @pytest.mark.parametrize(
