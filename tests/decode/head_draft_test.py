@@ -57,24 +57,39 @@ def test_lookup_stands_beside_a_head(options):
   assert work.info['models']['draft']['head'] == 'EAGLE-3'
 
 
-def test_networks_of_one_pass_are_drafts_like_others(options, pair, one_pass_file, tmp_path):
-  options = dataclasses.replace(options, draft=one_pass_file, draft_length=(3,), method=('race_traversal',))
-  run = run_decode(options)
-  assert (run.info['models']['draft']['head'], run.settings[0].tree.max_depth) == ('speculators', 3)
-  assert 'speculators head' in make_page(record_trace(options, ('race_traversal', 'block')))
-  for changes in ({}, {'tree': ('estimated:2,2',), 'growth_threshold': 0.01}, {'draft': f'lookup+{one_pass_file}'}):
-    path = tmp_path / f'{len(changes)}{"draft" in changes}.jsonl'
-    changed = dataclasses.replace(options, **changes)
-    decode_bulk(changed, path)
-    whole = _lines(path)
-    path.write_text(path.read_text().partition('\n')[0] + '\n')
-    decode_bulk(changed, path, resume=True)
-    assert _lines(path) == whole
-    assert len(whole) == 3
+@pytest.fixture
+def one_pass_options(options, one_pass_file):
+  return dataclasses.replace(options, draft=one_pass_file, draft_length=(3,), method=('race_traversal',))
+
+
+def test_what_a_network_of_one_pass_cannot_do(one_pass_options, pair):
+  found = load_models(one_pass_options)
+  assert (found.draft.max_depth, found.draft.estimates) == (3, True)
   with pytest.raises(ValueError, match='guesses 3 tokens ahead, and the tree is 4 deep'):
-    run_decode(dataclasses.replace(options, draft_length=(4,)))
+    run_decode(dataclasses.replace(one_pass_options, draft_length=(4,)))
   with pytest.raises(ValueError, match='estimate'):
-    run_decode(dataclasses.replace(options, draft=pair['draft'], draft_length=None, tree=('estimated:2,2',)))
+    run_decode(dataclasses.replace(one_pass_options, draft=pair['draft'], draft_length=None, tree=('estimated:2,2',)))
+
+
+@pytest.mark.slow
+def test_networks_of_one_pass_are_traced(one_pass_options):
+  assert 'speculators head' in make_page(record_trace(one_pass_options, ('race_traversal', 'block')))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'changes', [{}, {'draft_length': None, 'tree': ('estimated:2,2',), 'growth_threshold': 0.01}, {'draft': 'lookup+'}]
+)
+def test_bulk_decoding_resumes_with_a_network_of_one_pass(one_pass_options, tmp_path, changes):
+  if 'draft' in changes:
+    changes = {'draft': changes['draft'] + one_pass_options.draft}
+  options, path = dataclasses.replace(one_pass_options, **changes), tmp_path / 'out.jsonl'
+  decode_bulk(options, path)
+  whole = _lines(path)
+  path.write_text(path.read_text().partition('\n')[0] + '\n')
+  decode_bulk(options, path, resume=True)
+  assert _lines(path) == whole
+  assert len(whole) == 3
 
 
 @pytest.mark.slow
