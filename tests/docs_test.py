@@ -407,6 +407,7 @@ _NOT_RUN = {
   '--mesh=data:8,model:2': 'needs a pod: tests/decode/mesh_test.py',
   '--method=auto,': 'times every method: tests/decode/auto_test.py',
   'decode.serve': 'does not end: tests/serving',
+  'benchmarks.serving': 'needs an endpoint',
   'decode.chat': 'needs a chat template: tests/decode/chat_test.py',
   'decode.plot': 'needs results: tests/decode/plot_test.py',
   'ORG/': 'needs the hub: tests/io/hub/load_test.py',

@@ -143,7 +143,7 @@ def one_pass_spec(config: OnePassConfig, vocab_size: int) -> dict[str, Any]:
     config = dataclasses.replace(config, sees_from_root=True)
   kind, name = ('dflash', 'DFlash') if config.markov is None and config.confidence is None else ('dspark', 'DSpark')
   spec = {
-    'architectures': [f'{name}Speculator'],
+    'architectures': [f'{name}DraftModel'],
     'speculators_model_type': kind,
     'transformer_layer_config': {
       'model_type': 'qwen3',
@@ -168,7 +168,7 @@ def one_pass_spec(config: OnePassConfig, vocab_size: int) -> dict[str, Any]:
       'markov_rank': 0 if config.markov is None else config.markov.rank,
       'markov_head_type': 'vanilla' if config.markov is None else config.markov.kind,
       'enable_confidence_head': config.confidence is not None,
-      'confidence_head_with_markov': config.confidence == 'markov',
+      'confidence_head_with_markov': config.confidence != 'hidden',
     }
   sizes = TargetSizes(vocab_size, config.target_dim, backbone.embed_dim, 1 + max(config.feature_layers))
   read = _read_again('speculators', spec, _one_pass_layout(config), sizes)
