@@ -40,7 +40,7 @@ from spectr_jax.methods import Method
 from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
-from spectr_jax.models.one_pass import OnePassConfig
+from spectr_jax.models.one_pass_config import OnePassConfig
 from train import eagle3_head, one_pass_head
 
 SEED = 0

@@ -50,7 +50,7 @@ from spectr_jax.models import head, one_pass
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
 from spectr_jax.models.head import HeadConfig
-from spectr_jax.models.one_pass import OnePassConfig
+from spectr_jax.models.one_pass_config import OnePassConfig
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree

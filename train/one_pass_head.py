@@ -23,7 +23,7 @@ from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, one_pass
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import random_params
-from spectr_jax.models.one_pass import MARKOV_KINDS, Markov, OnePassConfig
+from spectr_jax.models.one_pass_config import MARKOV_KINDS, Markov, OnePassConfig
 from train.config_rules import at_least, finite_at_least_0
 from train.draft_kind import FeatureHead, begin_features, block_config, cast
 from train.eagle3_head import feature_layers

@@ -99,9 +99,19 @@ class Likeliest:
     return above, tokens, jnp.where(is_used, found, -jnp.inf)
 
 
+class _Drawing:
+  """What is the same for rules whose guesses are drawn from the draft's own distributions."""
+
+  gives = False
+
+  def sampling(self, sampling: SamplingParams) -> SamplingParams:
+    """The rows' own parameters: those that guesses are drawn with."""
+    return sampling
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Confident:
+class Confident(_Drawing):
   """Samples where the draft is confident, allocated before they are drawn: for rows that sample.
 
   A guess after a node with the draft's distribution p is taken to be accepted with probability a = b + (1 - b) sum p^2,
@@ -119,12 +129,7 @@ class Confident:
 
   acceptance: jax.Array | float = 0.75
   threshold: jax.Array | float = 0.0
-  gives = False
   reads_estimates = False
-
-  def sampling(self, sampling: SamplingParams) -> SamplingParams:
-    """The rows' own parameters: those that guesses are drawn with."""
-    return sampling
 
   def allocate(self, laws: jax.Array, chances: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
     """The parents of the next depth's slots, before anything is drawn.
@@ -148,7 +153,7 @@ class Confident:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Estimated:
+class Estimated(_Drawing):
   """Samples where the drafter itself expects them to be accepted, allocated before they are drawn.
 
   Like `Confident`, with the drafter's own estimate of a, as the confidence head of DSpark gives it (arXiv:2607.05147,
@@ -164,12 +169,7 @@ class Estimated:
   """
 
   threshold: jax.Array | float = 0.0
-  gives = False
   reads_estimates = True
-
-  def sampling(self, sampling: SamplingParams) -> SamplingParams:
-    """The rows' own parameters: those that guesses are drawn with."""
-    return sampling
 
   def allocate(self, estimates: jax.Array, chances: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
     """The parents of the next depth's slots, before anything is drawn.

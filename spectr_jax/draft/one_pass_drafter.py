@@ -17,7 +17,7 @@ from spectr_jax.model import KVCache
 from spectr_jax.models import layers, one_pass
 from spectr_jax.models.decoding_form import kernels_for_decoding
 from spectr_jax.models.head import check_target_ids, over_vocabulary
-from spectr_jax.models.one_pass import OnePassConfig
+from spectr_jax.models.one_pass_config import OnePassConfig
 from spectr_jax.proposal import Proposal
 
 # The state is the cache of the context: keys and values of all tokens of the text but the last, whose hidden states the

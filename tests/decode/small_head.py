@@ -8,6 +8,7 @@ import numpy as np
 from spectr_jax import save_drafter
 from spectr_jax.draft import head_drafter, one_pass_drafter
 from spectr_jax.models import causal_lm, head, one_pass
+from spectr_jax.models.one_pass_config import Markov, OnePassConfig
 
 _BLOCK = causal_lm.CausalLMConfig(
   vocab_size=40, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16, context_length=64,
@@ -25,9 +26,9 @@ def _random(shapes):
 def save_one_pass(path, vocab_size=320, target_dim=16):
   """Writes a network that guesses three tokens in one pass to a folder, and returns its path as text."""
   backbone = dataclasses.replace(_BLOCK, embed_dim=target_dim, num_layers=2)
-  config = one_pass.OnePassConfig(
+  config = OnePassConfig(
     backbone, target_dim, (0,), num_slots=3, mask_id=1, guesses_at_root=True, sees_from_root=True,
-    markov=one_pass.Markov(4, vocab_size), confidence='markov', has_unembedding=False, is_reduced=True,
+    markov=Markov(4, vocab_size), confidence='markov', has_unembedding=False, is_reduced=True,
   )  # fmt: skip
   drafter = one_pass_drafter(_random(one_pass.param_shapes(config)), config, vocab_size)
   save_drafter(path, drafter, param_dtype='float32')

@@ -29,7 +29,7 @@ from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
 from spectr_jax.kernels import products
 from spectr_jax.models import causal_lm, head, one_pass
-from spectr_jax.models.one_pass import Convolution, Markov, Selector
+from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig, Selector
 from spectr_jax.testing import (
   ContextTables,
   chi_square,
@@ -45,7 +45,7 @@ _TARGET = causal_lm.CausalLMConfig(V, D, 3, 2, 1, 4, 12, 64, rope=causal_lm.Rope
 _BACKBONE = dataclasses.replace(_TARGET, num_layers=2, is_tied=False, has_qk_norm=True)
 _WINDOWS = dataclasses.replace(_BACKBONE, windows=(3, None))
 _REDUCED = {'backbone': dataclasses.replace(_WINDOWS, vocab_size=VD), 'is_reduced': True}
-_DFLASH = one_pass.OnePassConfig(_BACKBONE, D, (0, 2), SLOTS, MASK)
+_DFLASH = OnePassConfig(_BACKBONE, D, (0, 2), SLOTS, MASK)
 _DSPARK = dataclasses.replace(
   _DFLASH, guesses_at_root=True, markov=Markov(5, V), confidence='markov', num_embedded=V
 )  # fmt: skip

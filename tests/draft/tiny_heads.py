@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from spectr_jax.draft import head_drafter, medusa_drafter, one_pass_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig, param_shapes
 from spectr_jax.models import causal_lm, head, one_pass
+from spectr_jax.models.one_pass_config import Markov, OnePassConfig
 
 
 def tiny_head(vocab_size=5, width=16, feature_layers=(0, -1), seed=4, *, num_layers=1, mask_id=None):
@@ -32,10 +33,10 @@ def tiny_one_pass(vocab_size=5, width=16, num_slots=3, seed=6, scale=2.0, **opti
   """A network of two layers that guesses in one pass, with a Markov chain and an estimate of acceptance."""
   backbone = causal_lm.CausalLMConfig(vocab_size, 8, 2, 2, 1, 4, 12, 64, rope=causal_lm.Rope((1.0, 0.1)))
   options = {
-    'guesses_at_root': True, 'markov': one_pass.Markov(4, vocab_size), 'confidence': 'markov',
+    'guesses_at_root': True, 'markov': Markov(4, vocab_size), 'confidence': 'markov',
     'num_embedded': vocab_size,
   } | options  # fmt: skip
-  config = one_pass.OnePassConfig(backbone, width, (0, -1), num_slots, 1, **options)
+  config = OnePassConfig(backbone, width, (0, -1), num_slots, 1, **options)
   params = head.random_params(jax.random.key(seed), one_pass.param_shapes(config))
   params['unembedding'] *= scale
   if config.markov is not None:

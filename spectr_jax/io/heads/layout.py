@@ -19,7 +19,7 @@ from spectr_jax.model import KVCache, Model
 from spectr_jax.models import head, one_pass
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
-from spectr_jax.models.one_pass import OnePassConfig
+from spectr_jax.models.one_pass_config import OnePassConfig
 
 LAYER_IDS = list_of(whole(-1, 10_000), 1000)  # of a target; formats differ in what -1 is
 

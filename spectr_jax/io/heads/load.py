@@ -24,7 +24,7 @@ from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.io.hub.torch_file import TorchFile
 from spectr_jax.io.load import hub_folder
 from spectr_jax.model import Model
-from spectr_jax.models.one_pass import OnePassConfig
+from spectr_jax.models.one_pass_config import OnePassConfig
 
 _DOWNLOADED = ('*.json', '*.safetensors')
 _TORCH_FILES = ('pytorch_model.bin', 'medusa_lm_head.pt')

@@ -20,7 +20,7 @@ from spectr_jax.io.heads.layout import (
 )
 from spectr_jax.io.hub.config_fields import TOKEN, VOCAB, WIDTH, checked, plain_name
 from spectr_jax.io.hub.tensors import Tensors
-from spectr_jax.models.one_pass import Convolution, Markov, OnePassConfig, Selector
+from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig, Selector
 
 ONE_PASS_FIELDS = {
   'block_size': whole(1, 1024),

@@ -25,7 +25,7 @@ from spectr_jax.io.heads.one_pass_formats import one_pass_modules
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.head import HeadConfig
-from spectr_jax.models.one_pass import OnePassConfig
+from spectr_jax.models.one_pass_config import OnePassConfig
 
 # A name of an activation as Transformers calls it, where it calls it differently.
 _ACTIVATION_NAMES = {'gelu_tanh': 'gelu_pytorch_tanh'}

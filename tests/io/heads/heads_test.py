@@ -37,7 +37,7 @@ from spectr_jax.engine.loop import noise_keys, propose
 from spectr_jax.io.heads import save as heads_save
 from spectr_jax.io.heads.load import open_head
 from spectr_jax.models import causal_lm
-from spectr_jax.models.one_pass import Convolution, Selector
+from spectr_jax.models.one_pass_config import Convolution, Selector
 from tests.slow import slow_but
 
 _FORMATS = {
