@@ -78,7 +78,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
   except flags.Error as error:
-    _fail(f'{error}; --help lists the options')
+    _fail(f'{str(error).removesuffix(" ?")}; --help lists the options')
   except Exception as error:  # files of configurations are programs
     _end(error)
   # Users see log messages of libraries below ERROR only if they set --verbosity.

@@ -56,6 +56,24 @@ def test_products_are_counted_once_per_parameter():
   assert aot.matmul_flops(untied, 5) == 2 * 5 * (_num_entries(untied) - gains - embedding)
 
 
+def test_heads_of_a_targets_sizes():
+  target = aot.read_config(str(_HUB / 'llama_3_8b'), 'bfloat16')
+  head_file = commands.ROOT / 'configs/head.py'
+  found = aot.read_draft(f'{head_file}:dspark', target, 'bfloat16')
+  assert (found.max_depth, found.backbone.vocab_size, found.is_reduced) == (7, target.vocab_size, False)
+  drafter = aot.abstract_head(found, target.vocab_size)
+  assert {type(leaf) for leaf in jax.tree.leaves(drafter.params)} == {jax.ShapeDtypeStruct}
+  assert (drafter.estimates, drafter.max_depth, drafter.feature_layers) == (True, 7, (2, 16, 29))
+  eagle = aot.read_draft(f'{head_file}:eagle3', target, 'bfloat16')
+  assert eagle.block.vocab_size == aot.abstract_head(eagle, target.vocab_size).vocab_size == target.vocab_size
+  with pytest.raises(ValueError, match='configs/head.py:medusa is not compiled here; of heads eagle3, dspark'):
+    aot.read_draft(f'{head_file}:medusa', target, 'bfloat16')
+  small = aot.read_config(str(commands.ROOT / 'configs/lm1b.py:6m'), 'float32')
+  with pytest.raises(ValueError, match='is for public models, and the target is not one'):
+    aot.read_draft(f'{head_file}:dspark', small, 'bfloat16')
+  assert aot.read_draft(str(_HUB / 'draft_of_llama_3'), target, 'bfloat16').vocab_size == target.vocab_size
+
+
 def _refuse(*arguments):
   return commands.refuse('decode.aot', *arguments, HF_HUB_OFFLINE='1')
 
@@ -66,7 +84,7 @@ def _refuse(*arguments):
     ('--target_config=/no/such/folder', 'no model at /no/such/folder: expected a folder with config.json'),
     ('--draft_config=nobody/nothing', 'no model at nobody/nothing'),
     ('--target_config=configs/none.py', 'cannot load config configs/none.py'),
-    ('--target=pretrained/target', "Unknown command line flag 'target'. Did you mean: target_config"),
+    ('--target=pretrained/target', "Unknown command line flag 'target'. Did you mean: target_config; --help lists"),
   ],
 )
 def test_sizes_that_are_not_there_are_refused(option, message):
