@@ -13,7 +13,18 @@ from etils import epath
 from common.command_line import parse_sizes
 from decode.experiment.prompt_sets import PROMPT_SETS
 from decode.experiment.prompts import Prompt, as_conversations, read_prompts
-from spectr_jax import METHODS, Method, StopStrings, get_method, with_children, with_epsilon, with_gumbel
+from spectr_jax import (
+  METHODS,
+  Confident,
+  Estimated,
+  Likeliest,
+  Method,
+  StopStrings,
+  get_method,
+  with_children,
+  with_epsilon,
+  with_gumbel,
+)
 from spectr_jax.auto.setting import DRAFT_LENGTHS, GREEDY_WIDTHS, NUM_DRAFTS
 from spectr_jax.draft.lookup import LOOKUP_MAX, LOOKUP_MIN, Lookup
 from spectr_jax.engine.sharding import DecodeSharding
@@ -35,7 +46,8 @@ DEFAULT_GRID = {'num_drafts': (2,), 'draft_length': (8,)}
 AUTO_GRID = {'num_drafts': NUM_DRAFTS, 'draft_length': DRAFT_LENGTHS}
 # Trees that `auto` adds at temperature 0: 8, 16, 16 and 32 of the draft's likeliest guesses.
 AUTO_TREES = tuple(f'likeliest:{",".join(map(str, widths))}' for widths in GREEDY_WIDTHS)
-_GROWING = 'likeliest', 'confident', 'estimated'  # trees that every row grows for itself
+# Rules of trees that every row grows for itself, by name.
+GROWTHS = {'likeliest': Likeliest, 'confident': Confident, 'estimated': Estimated}
 DRAFT_MESHES = 'whole', 'divided'
 # Groups of the options in `--help`.
 _MODELS, _METHOD, _SAMPLING, _PROMPTS = 'Models', 'Method and tree', 'Sampling', 'Prompts'
@@ -255,8 +267,8 @@ class DecodeOptions:
         raise ValueError(f'{name} must be whole numbers of at least 1, got {", ".join(map(str, values)) or "none"}')
     if not self.tree:
       raise ValueError('no tree given; chains is the default')
-    if self.growth_threshold and not any(tree.startswith(_GROWING) for tree in self.tree):
-      known = ', '.join(f'--tree={name}:WIDTHS' for name in _GROWING)
+    if self.growth_threshold and not any(tree.partition(':')[0] in GROWTHS for tree in self.tree):
+      known = ', '.join(f'--tree={name}:WIDTHS' for name in GROWTHS)
       raise ValueError(f'growth_threshold is for {known}')
     check_stop_texts(self.stop)
     for name in ('prompt', 'system'):

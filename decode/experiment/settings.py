@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 
 from common.command_line import parse_name_and_ints
-from decode.experiment.options import DecodeOptions
-from spectr_jax import METHODS, Confident, Estimated, Likeliest, Method, TokenTree, auto
+from decode.experiment.options import GROWTHS, DecodeOptions
+from spectr_jax import METHODS, Method, TokenTree, auto
 from spectr_jax.suggestion import did_you_mean
 
 MAX_NODES = 1024
@@ -16,9 +16,6 @@ _FORMS = (
   'chains, prefix:FACTORS (such as prefix:4,2,2,1), specinfer, optimal:BUDGET, likeliest:WIDTHS, confident:WIDTHS or'
   ' estimated:WIDTHS (such as estimated:4,4,4,4)'
 )
-
-
-_GROWTHS = {'likeliest': Likeliest, 'confident': Confident, 'estimated': Estimated}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +49,7 @@ class TreeSpec:
     except ValueError:
       raise ValueError(f'tree must be {_FORMS}, got {text!r}') from None
     counts = {'chains': (0, 0), 'prefix': (1, MAX_NODES), 'specinfer': (0, 0), 'optimal': (1, 1)}
-    counts |= dict.fromkeys(_GROWTHS, (1, MAX_NODES))
+    counts |= dict.fromkeys(GROWTHS, (1, MAX_NODES))
     if spec.name not in counts or not counts[spec.name][0] <= len(spec.numbers) <= counts[spec.name][1]:
       raise ValueError(f'tree must be {_FORMS}, got {text!r}{did_you_mean(spec.name, counts.keys() - {spec.name})}')
     if any(number < 1 for number in spec.numbers):
@@ -105,10 +102,10 @@ def _on_tree(method: Method, spec: TreeSpec, options: DecodeOptions) -> Iterator
   elif spec.name == 'specinfer':
     for length in options.draft_length:
       yield Setting(method, 0, length, TokenTree.specinfer(length), spec=spec)
-  elif spec.name in _GROWTHS:
+  elif spec.name in GROWTHS:
     _check_size(sum(spec.numbers), f'the nodes of {spec}')
     tree = TokenTree.slots(spec.numbers)
-    growth = _GROWTHS[spec.name](threshold=options.growth_threshold)
+    growth = GROWTHS[spec.name](threshold=options.growth_threshold)
     yield Setting(method, 0, tree.max_depth, tree, growth, spec=spec)
   else:
     _check_size(spec.numbers[0], f'the nodes of {spec}')
