@@ -1,7 +1,7 @@
 """Runs the notebooks of this folder: `python colab/execute.py quickstart verification`; needs the extra `notebooks`.
 
-`quickstart`, `real_models` and `verification` keep their outputs, the others are only checked. What is kept is marked
-with a hash of the code that it came from, so that a test sees where a notebook was changed and not run again.
+Notebooks keep their outputs, marked with a hash of the code that they came from, so that a test sees where a notebook
+was changed and not run again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Mapping
 import nbformat
 
 FOLDER = pathlib.Path(__file__).parent
-KEPT = 'quickstart', 'real_models', 'verification'
 _HASH = 'sha256_of_executed_code'
 
 
@@ -67,9 +66,6 @@ def keep(notebook: nbformat.NotebookNode, path: pathlib.Path) -> None:
 
 
 if __name__ == '__main__':
-  for name in sys.argv[1:] or KEPT:
-    file = FOLDER / f'{name}.ipynb'
-    executed = execute(file)
-    if name in KEPT:
-      keep(executed, file)
-    print(f'{file}: executed' + (', outputs kept' if name in KEPT else ''))
+  for file in [FOLDER / f'{name}.ipynb' for name in sys.argv[1:]] or sorted(FOLDER.glob('*.ipynb')):
+    keep(execute(file), file)
+    print(f'{file}: executed, outputs kept')

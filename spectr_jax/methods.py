@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 
 from spectr_jax.couplings import KSeq, Maximal, MaximalAfter, OverAccept, Race, Recursive, SingleDraft
-from spectr_jax.proposal import FirstArrivals, Independent, ProposalRule, WithoutReplacement
+from spectr_jax.proposal import FirstArrivals, Independent, LikeliestAndOne, ProposalRule, WithoutReplacement
 from spectr_jax.suggestion import did_you_mean
 from spectr_jax.tree import TokenTree
-from spectr_jax.verifiers import Block, GreedyBlock, RaceTraversal, SeedExact, Traversal, Verifier, Walk
+from spectr_jax.verifiers import Block, GreedyBlock, RaceTraversal, SeedExact, Traversal, UniVer, Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +214,13 @@ _METHODS = (
     source='Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding"',
   ),
   Method(
+    name='univer',
+    verifier=UniVer(),
+    proposal_rule=LikeliestAndOne(),
+    is_lossless=True,
+    source='UniVer (Weng, Hu, Yairi 2026), with the optimal plan for its candidates as derived here',
+  ),
+  Method(
     name='race_traversal',
     verifier=RaceTraversal(),
     proposal_rule=Independent(),
@@ -272,12 +279,12 @@ def with_children(method: Method, children: str) -> Method:
 
   Args:
     method: The method.
-    children: `independent`, `without_replacement` or `first_arrivals`.
+    children: `independent`, `without_replacement`, `first_arrivals` or `likeliest_and_one`.
 
   Raises:
     ValueError: There is no such rule, or the method's theory does not cover it.
   """
-  rules = {rule.name: rule for rule in (Independent(), WithoutReplacement(), FirstArrivals())}
+  rules = {rule.name: rule for rule in (Independent(), WithoutReplacement(), FirstArrivals(), LikeliestAndOne())}
   if children not in rules:
     raise ValueError(f'children must be one of {", ".join(rules)}, got {children!r}')
   rule = rules[children]

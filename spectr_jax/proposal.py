@@ -190,3 +190,41 @@ class FirstArrivals:
       tokens: int32 `[num_children]`; -1 where no token is left to arrive.
     """
     return _in_order_without_replacement(probs, tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class LikeliestAndOne:
+  """Takes the likeliest tokens as siblings, and draws the last one from the distribution without them.
+
+  The candidates of UniVer (Weng, Hu, Yairi 2026). An only child is drawn. Of equally likely tokens the lower ones are
+  taken; tokens of probability 0 never.
+  """
+
+  name: str = 'likeliest_and_one'
+  may_run_out: bool = dataclasses.field(default=True, init=False)
+  are_exchangeable: bool = dataclasses.field(default=False, init=False)
+
+  def _likeliest(self, probs, count):
+    """The tokens `[count]`, -1 where there is none, and the weights `[V]` of what is left."""
+    probs = jnp.asarray(probs)
+    found, tokens = jax.lax.top_k(probs, min(count, probs.shape[-1]))
+    tokens = jnp.where(found > 0, tokens, -1).astype(jnp.int32)
+    tokens = jnp.pad(tokens, (0, count - len(tokens)), constant_values=-1)
+    return tokens, probs.at[jnp.where(tokens < 0, probs.shape[-1], tokens)].set(0, mode='drop')
+
+  def __call__(self, key, probs, first_child, num_children):
+    likeliest, left = self._likeliest(probs, num_children - 1)
+    uniform = jax.random.uniform(jax.random.fold_in(key, first_child + num_children - 1), dtype=probs.dtype)
+    token = draw(uniform, left)
+    return jnp.append(likeliest, jnp.where(left[token] > 0, token, -1)).astype(jnp.int32)
+
+  def probability(self, probs, tokens):
+    """The probability of these siblings: that of the last one, if the others are the likeliest.
+
+    Args:
+      probs: `[V]`, the distribution after the parent.
+      tokens: int32 `[num_children]`; -1 where no token is left.
+    """
+    likeliest, left = self._likeliest(probs, len(tokens) - 1)
+    drawn = _in_order_without_replacement(left, tokens[-1:])
+    return jnp.where(jnp.all(likeliest == tokens[:-1]), drawn, 0)

@@ -71,7 +71,8 @@ def verify(
       row does not depend on its batch.
     tree: The tree of guesses: N nodes, R of which have children, and depth L. It may be empty.
     tokens: int32 `[B, N]`, the tokens of nodes 1..N; -1 for nodes that a row does not use, below which it uses none.
-      Methods whose `takes_grown` is False are defined for whole drafts: such a row gets no token, and length 0.
+      Methods whose `takes_grown` is False are defined for whole drafts: such a row gets no token, and length 0, unless
+      their siblings may run out (`ProposalRule.may_run_out`).
     draft_probs: `[B, R, V]`, the distributions after `tree.parent_nodes` that their children were drawn from; arbitrary
       where no child was drawn. None if all guesses are given.
     target_probs: `[B, N + 1, V]`, the target's distributions after the root, node 0, and after every node; arbitrary
@@ -106,7 +107,7 @@ def _verify_rows(keys, tokens, draft_probs, target_probs, parents, is_given, sta
   verdict, _ = decide_rows(verifier, keys, tree, proposal, target_probs, state)
   places, accepted = jnp.arange(tree.max_depth + 1), verdict.num_accepted[:, None]
   lengths, path = verdict.num_accepted + 1, jnp.where(places[:-1] < accepted, verdict.path, -1)
-  if not method.takes_grown and tree.num_nodes:
+  if not (method.takes_grown or method.proposal_rule.may_run_out) and tree.num_nodes:
     # Such a method is defined for whole drafts alone; a row that gets no token shows it, in a compiled program as well.
     lengths = jnp.where(jnp.all(proposal.tokens >= 0, axis=1), lengths, 0)
   kept = jnp.where(places < lengths[:, None], emitted(proposal, verdict), -1)

@@ -57,15 +57,12 @@ def test_code(path, notebook):
 
 def test_stored_outputs(path, notebook):
   cells = _code_cells(notebook)
-  if path.stem not in execute.KEPT:
-    assert not any(cell.outputs or cell.execution_count for cell in cells)
-    return
   assert execute.is_current(notebook), f'the code is not what was run: python colab/execute.py {path.stem}'
   assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
   outputs = [output for cell in cells for output in cell.outputs]
   assert not [output for output in outputs if output.output_type == 'error' or output.get('name') == 'stderr']
   pictures = [output.data['image/png'] for output in outputs if 'image/png' in output.get('data', {})]
-  assert len(pictures) >= 2
+  assert len(pictures) >= (0 if path.stem == 'tpu_pod' else 2)  # which runs commands and shows tables
   assert path.stat().st_size < 600_000
 
 

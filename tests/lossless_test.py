@@ -86,7 +86,7 @@ def _rest_slow(cases):
 # One method of each kind by default.
 _KINDS = (
   'speculative', 'block', 'greedy_block', 'spectr', 'gsd', 'race_block', 'traversal_without_replacement',
-  'race_traversal',
+  'race_traversal', 'univer',
 )  # fmt: skip
 
 
@@ -119,6 +119,7 @@ _CANDIDATES_NEEDED = {
   'spectr_gamma_too_small': 2, 'speculative_many_drafts': 2, 'spectr_gbv': 2, 'race_one_ticket': 3,
   'race_block_one_ticket': 3, 'race_traversal_one_ticket': 3, 'race_traversal_copies_have_credit': 3,
   'race_traversal_credit_not_divided': 2, 'race_traversal_likelier_kept_first': 2, 'race_traversal_second_if_first': 2,
+  'univer_room_not_divided': 2, 'univer_drawn_among_given': 2,
 }  # fmt: skip
 
 
@@ -252,6 +253,7 @@ _SAMPLED = [
   ('race_traversal', TokenTree.chains(2, 2)),
   ('traversal', _IRREGULAR),
   ('traversal_without_replacement', _IRREGULAR),
+  ('univer', _IRREGULAR),
 ]
 
 

@@ -20,7 +20,7 @@ from spectr_jax.couplings import (
   SingleDraft,
 )
 from spectr_jax.methods import Method
-from spectr_jax.proposal import FirstArrivals, Independent, WithoutReplacement
+from spectr_jax.proposal import FirstArrivals, Independent, LikeliestAndOne, WithoutReplacement
 from spectr_jax.testing import CONTROLS
 from spectr_jax.verifiers import Block, GreedyBlock, SeedExact, Traversal, Verifier, Walk
 
@@ -30,17 +30,18 @@ CHAIN, CHAINS, PREFIX, UNEQUAL = (
   TokenTree.prefix((2, 2)),
   TokenTree((0, 0, 1, 1, 2, 4)),
 )
-RULES = {'independent': Independent(), 'without_replacement': WithoutReplacement(), 'first_arrivals': FirstArrivals()}
+RULES = {rule.name: rule for rule in (Independent(), WithoutReplacement(), FirstArrivals(), LikeliestAndOne())}
 # What each method's children may be; only traversal verification has two versions.
 CHILDREN = {name: {'independent'} for name in METHODS} | {
   'gsd': {'without_replacement'},
   'ersd': {'first_arrivals'},
   'traversal': {'independent', 'without_replacement'},
+  'univer': {'likeliest_and_one'},
 }
 
 
 def test_the_methods():
-  assert list(METHODS)[:16] == [  # others may have been registered
+  assert list(METHODS)[:17] == [  # others may have been registered
     'autoregressive',
     'speculative',
     'spectr',
@@ -54,6 +55,7 @@ def test_the_methods():
     'race',
     'race_block',
     'traversal',
+    'univer',
     'race_traversal',
     'decoding_opt',
     'decoding_uno',
@@ -80,14 +82,14 @@ def _names(attribute):
 
 
 def test_what_a_method_takes():
-  blocks = {'block', 'race_block', 'traversal', 'race_traversal'}
+  blocks = {'block', 'race_block', 'traversal', 'univer', 'race_traversal'}
   greedy = {'greedy_block', 'spectr_gbv'}
   token_level = METHODS.keys() - blocks - greedy
   assert _names('is_token_level') == token_level
   assert _names('takes_given') == token_level | {'race_block', 'race_traversal'}
   assert _names('takes_mixed') == {'race', 'race_block', 'race_traversal'}
-  assert _names('takes_grown') == METHODS.keys() - greedy
-  assert _names('tries_every_branch') == {'race_traversal'}
+  assert _names('takes_grown') == METHODS.keys() - greedy - {'univer'}
+  assert _names('tries_every_branch') == {'univer', 'race_traversal'}
   biased = {name for name, method in METHODS.items() if method.verifier.is_biased}
   assert biased == {'decoding_opt', 'decoding_uno'}
 
@@ -249,7 +251,7 @@ def test_other_children(name, children):
 
 
 def test_unknown_children_are_refused():
-  message = 'children must be one of independent, without_replacement, first_arrivals, got .sorted.'
+  message = 'children must be one of independent, without_replacement, first_arrivals, likeliest_and_one, got .sorted.'
   with pytest.raises(ValueError, match=message):
     with_children(METHODS['traversal'], 'sorted')
 

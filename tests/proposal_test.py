@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.proposal import FirstArrivals, Independent, WithoutReplacement
+from spectr_jax.proposal import FirstArrivals, Independent, LikeliestAndOne, WithoutReplacement
 from spectr_jax.testing import chi_square
 
-RULES = [Independent(), WithoutReplacement(), FirstArrivals()]
+RULES = [Independent(), WithoutReplacement(), FirstArrivals(), LikeliestAndOne()]
 DISTINCT = RULES[1:]
 LAWS = {
   'random': np.array([0.3, 0.15, 0.45, 0.1]),
@@ -43,9 +43,15 @@ def _draws(key, probs, first_child, *, rule, count, num_draws=NUM_DRAWS):
   return jax.vmap(lambda k: rule(k, probs, first_child, count))(jax.random.split(key, num_draws))
 
 
-def _by_hand(probs, children):
-  """Without replacement: each child from what is left, -1 once nothing is."""
+def _by_hand(probs, children, *, likeliest=False):
+  """Without replacement: each child from what is left, -1 once nothing is; all but the last may be the likeliest."""
   left, chance = dict(enumerate(probs)), 1.0
+  if likeliest:
+    for child in children[:-1]:
+      token = max(left, key=lambda token: left[token])
+      chance *= child == (token if left[token] else -1)
+      left[token] = 0.0
+    children = children[-1:]
   for child in children:
     mass = sum(left.values())
     if child < 0:
@@ -69,14 +75,15 @@ def test_probability_in_closed_form(rule, count, law):
   if rule == Independent():
     expected = np.prod(probs[tuples], axis=1)
   else:
-    expected = [_by_hand(probs, children) for children in tuples.tolist()]
+    likeliest = rule == LikeliestAndOne()
+    expected = [_by_hand(probs, children, likeliest=likeliest) for children in tuples.tolist()]
   np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize('law', list(LAWS))
 def test_first_arrivals_are_draws_without_replacement(law):
   for count in (1, 2, 3, 5):
-    (_, first), (_, other) = (_law(rule, LAWS[law], count) for rule in DISTINCT)
+    (_, first), (_, other) = (_law(rule, LAWS[law], count) for rule in (WithoutReplacement(), FirstArrivals()))
     np.testing.assert_array_equal(first, other)
 
 
@@ -179,4 +186,8 @@ def test_a_peaked_law_on_a_large_vocabulary(rule):
   assert (drawn[:, 0] == 17).mean() > 0.99
   if rule.may_run_out:
     # The rest is close to uniform: about 2500 tokens, of which 1500 draws hit more than a thousand.
+    if rule == LikeliestAndOne():  # one draw of four
+      assert (drawn[:, :-1] == drawn[0, :-1]).all()
+      assert len(np.unique(drawn[:, -1])) > 300
+      return
     assert len(np.unique(drawn[:, 1:])) > 1000

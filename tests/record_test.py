@@ -51,6 +51,14 @@ def _draft(rng, keys, method, tree, laws):
         times = rng.exponential(size=probs.shape) / probs
       order = np.argsort(times, axis=1)[:, :count]
       drawn = np.where(np.isfinite(np.take_along_axis(times, order, axis=1)), order, -1)
+    elif method.proposal_rule.name == 'likeliest_and_one':
+      order = np.argsort(-probs, axis=1, kind='stable')[:, : count - 1]
+      left = probs.copy()
+      np.put_along_axis(left, order, 0, axis=1)
+      last = np.argmax(left / rng.exponential(size=probs.shape), axis=1)[:, None]
+      drawn = np.concatenate([order, last], axis=1)
+      drawn = np.where(np.take_along_axis(probs, drawn, axis=1) > 0, drawn, -1)
+      drawn[:, -1:] = np.where(left.sum(axis=1, keepdims=True) > 0, drawn[:, -1:], -1)
     else:  # noise that the verifier meets again
       draw = functools.partial(method.proposal_rule, first_child=0, num_children=int(count))
       drawn = jax.vmap(draw)(keys[:, tree.depths[parent]], probs)

@@ -149,6 +149,17 @@ def test_methods_for_whole_drafts_give_other_rows_no_token(method):
   assert (np.asarray(found.tokens)[1] == -1).all()
 
 
+def test_siblings_that_run_out_are_a_whole_draft():
+  """A draft that is sure has one likeliest token and nothing to draw; such a row is decided like any other."""
+  tree, laws = TokenTree.chains(3, 1), np.zeros((4, 1, _VOCAB), np.float32)
+  laws[:, 0, 2] = 1
+  target = np.zeros((4, 4, _VOCAB), np.float32)
+  target[:, 0, 2], target[:, 1:, 4] = 1, 1
+  tokens = np.tile(np.array([2, -1, -1], np.int32), (4, 1))
+  found = spectr_jax.verify(_keys(4), tree, tokens, laws, target, method='univer')
+  np.testing.assert_array_equal(found.tokens, [[2, 4]] * 4)
+
+
 def test_given_guesses_need_no_draft_laws():
   tokens, _, target = _round(_CHAIN, 5)
   found = spectr_jax.verify(_keys(5), _CHAIN, tokens, None, target, method='speculative')

@@ -190,7 +190,10 @@ class DecodeOptions:
   )
   calibration_prompts: int = option(_METHOD, 'Prompts that auto decodes to measure; at least two batches.', 8)
   children: str = option(
-    _METHOD, "How siblings are drawn: independent, without_replacement or first_arrivals; '' for each method's own.", ''
+    _METHOD,
+    'How siblings are drawn: independent, without_replacement, first_arrivals or likeliest_and_one;'
+    " '' for each method's own.",
+    '',
   )
   epsilon: float | None = option(
     _METHOD, 'What decoding_opt and decoding_uno accept too much; they are not lossless.', None

@@ -78,7 +78,7 @@ function pathTo(node) {
   return path;
 }
 
-/** True if a decision of race traversal is on all nodes with the same text, which share a part of a race. */
+/** True if a decision is on all nodes with the same text, which share a part of the credit above them. */
 function isOfContext(decision) {
-  return decision.picked_share !== undefined;
+  return decision.picked_share !== undefined || decision.mass !== undefined;
 }

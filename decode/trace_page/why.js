@@ -142,7 +142,8 @@ function decisionFacts(method, decision) {
   if (decision.epsilon !== undefined) facts.push(`ε = ${number(decision.epsilon)}`);
   if (decision.winner_time !== undefined) facts.push(`First arrival of the target’s race: ${number(decision.winner_time)}`);
   if (decision.kind === 'keep' && decision.kept !== undefined) facts.push(`P = ${number(decision.kept)}`);
-  if (isOfContext(decision)) facts.push(`s = ${number(decision.picked_share)}`);
+  if (decision.picked_share !== undefined) facts.push(`s = ${number(decision.picked_share)}`);
+  if (decision.mass !== undefined) facts.push(`m = ${number(decision.mass)}`);
   if (isBlock(method, decision) || isOfContext(decision)) facts.push(`h = ${number(decision.shares[0])}`);
   return facts.length ? make('p', {class: 'facts'}, facts.join(', ')) : null;
 }
@@ -150,8 +151,9 @@ function decisionFacts(method, decision) {
 /** What the numbers of a decision to keep a path mean, or null. */
 function factsMeaning(method, decision) {
   if (isOfContext(decision)) {
-    return make('p', {class: 'note'}, 'P: the chance that this node or one below it is kept, once it is tried. s: its share of the race among its ' +
-      'siblings. h: its chance now that nothing below it was kept.');
+    const part = decision.mass === undefined ? 's: its share of the race among its siblings.' : 'm: its part of the credit above.';
+    return make('p', {class: 'note'}, 'P: the chance that this node or one below it is kept, once it is tried. ' + part +
+      ' h: its chance now that nothing below it was kept.');
   }
   if (isBlock(method, decision)) {
     return make('p', {class: 'note'}, 'P: the chance that the path is kept at least down to here. h: the chance with which this place passes.');

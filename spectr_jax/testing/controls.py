@@ -12,8 +12,8 @@ import numpy as np
 
 from spectr_jax.couplings import Coupling, KSeq, Maximal, MaximalAfter, Outcome, Race, SingleDraft
 from spectr_jax.methods import Method
-from spectr_jax.proposal import Independent
-from spectr_jax.verifiers import Block, GreedyBlock, RaceTraversal, Verifier, Walk
+from spectr_jax.proposal import Independent, LikeliestAndOne
+from spectr_jax.verifiers import Block, GreedyBlock, RaceTraversal, UniVer, Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +121,22 @@ class ResidualOfParent(RaceTraversal):
 
 
 @dataclasses.dataclass(frozen=True)
+class RoomNotDivided(UniVer):
+  """UniVer whose given candidates have (1 - m(y)) P q(d), which is less than P q(d) on average."""
+
+  def _log_given(self, log_target_mass, log_left, log_room):
+    return log_target_mass + log_left
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnAmongGiven(LikeliestAndOne):
+  """Draws the last sibling from the whole distribution, so that it may be one of the likeliest."""
+
+  def _likeliest(self, probs, count):
+    return super()._likeliest(probs, count)[0], probs
+
+
+@dataclasses.dataclass(frozen=True)
 class SecondIfFirst(Independent):
   """Draws further children only if the first is token 0, so their number depends on a token drawn before."""
 
@@ -178,6 +194,8 @@ CONTROLS: dict[str, Method] = {
     _broken('race_traversal_residual_of_parent', ResidualOfParent()),
     _broken('race_traversal_second_if_first', RaceTraversal(), proposal_rule=SecondIfFirst()),
     _broken('race_traversal_reranked', RaceTraversal(), proposal_rule=Reranked()),
+    _broken('univer_room_not_divided', RoomNotDivided(), proposal_rule=LikeliestAndOne()),
+    _broken('univer_drawn_among_given', UniVer(), proposal_rule=DrawnAmongGiven()),
     _broken('speculative_law_before_top_p', LawBeforeTopP(Walk(Maximal())), max_drafts=1),
     _broken('spectr_law_before_top_p', LawBeforeTopP(Walk(KSeq()))),
   )

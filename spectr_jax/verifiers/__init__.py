@@ -7,6 +7,7 @@ from spectr_jax.verifiers.race_traversal import RaceTraversal
 from spectr_jax.verifiers.record import Decisions, Record
 from spectr_jax.verifiers.seed_exact import SeedExact
 from spectr_jax.verifiers.traversal import Traversal
+from spectr_jax.verifiers.univer import UniVer
 from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, Verifier
 from spectr_jax.verifiers.walk import Walk
 
@@ -20,6 +21,7 @@ __all__ = [
   'SeedExact',
   'Traversal',
   'Tree',
+  'UniVer',
   'Verdict',
   'Verifier',
   'Walk',

@@ -69,7 +69,8 @@ def test_block_verification_in_closed_form():
 
   rows = _many_guesses(CHAIN)
   expected = [_one_draft(*row, chance, left) for row in rows]
-  for name in ('block', 'race_block', 'race_traversal', 'traversal', 'traversal_without_replacement'):
+  names = 'block', 'race_block', 'race_traversal', 'traversal', 'traversal_without_replacement', 'univer'
+  for name in names:
     np.testing.assert_allclose(_law64(name, CHAIN, rows), expected, rtol=0, atol=EXACT, err_msg=name)
 
 

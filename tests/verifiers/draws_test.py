@@ -50,6 +50,9 @@ _DRAWS = [
   ('traversal_without_replacement', UNEQUAL, DISTINCT, {}),
   ('traversal_without_replacement', UNEQUAL, RAN_OUT, {(): _ONE[2]}),
   ('traversal_without_replacement', UNEQUAL, RAN_OUT_BELOW, {(2,): _ONE[0]}),
+  ('univer', UNEQUAL, DISTINCT, {}),
+  ('univer', UNEQUAL, RAN_OUT, {(): _ONE[2]}),
+  ('univer', UNEQUAL, RAN_OUT_BELOW, {(2,): _ONE[0]}),
   ('decoding_opt', CHAIN, [2, 0, 1], {}),
   ('decoding_uno', CHAIN, [2, 0, 1], {}),
 ]
