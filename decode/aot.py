@@ -96,10 +96,10 @@ def abstract_model(config: Config) -> Model:
 
 
 def abstract_head(config: HeadConfig | OnePassConfig, vocab_size: int) -> Drafter:
-  """A head for all tokens of a target whose parameters are shapes without values.
+  """A head whose parameters are shapes without values.
 
   Args:
-    config: The head, which is not reduced.
+    config: The head.
     vocab_size: V, the target's.
   """
   if isinstance(config, OnePassConfig):
@@ -302,14 +302,15 @@ def read_draft(path: str, target: Config, dtype: str) -> DraftConfig:
   head_training.check_config(experiment)
   if not isinstance(target, CausalLMConfig):
     raise ValueError(f'draft_config: {path} is for public models, and the target is not one')
-  experiment.update(vocab_size=target.vocab_size, dtype=dtype, has_unembedding=False)
+  vocab_size = min(experiment.get('vocab_size', target.vocab_size), target.vocab_size)
+  experiment.update(vocab_size=vocab_size, dtype=dtype, has_unembedding=False)
   if experiment.kind == 'eagle3':
     found = eagle3_head.head_config(experiment, target)
   elif experiment.kind in ('dspark', 'dflash'):
     found = one_pass_head.one_pass_config(experiment, target, max(experiment.mask_id, 0))
   else:
     raise ValueError(f'draft_config: {path} is not compiled here; of heads eagle3, dspark and dflash are')
-  return dataclasses.replace(found, is_reduced=False)
+  return dataclasses.replace(found, is_reduced=vocab_size < target.vocab_size)
 
 
 if __name__ == '__main__':

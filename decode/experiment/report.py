@@ -228,7 +228,7 @@ def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
 
 def _headline(run: DecodeRun) -> str:
   options, models = run.options, run.info['models']
-  names = ', '.join(f'{role} {model_title(model)}' for role, model in models.items())
+  names = ', '.join(f'{role} {model_title(model, has_dtype=True)}' for role, model in models.items())
   names += ', guesses by lookup' if options.has_lookup else ''
   filters = [f'temperature {options.temperature:g}']
   if options.top_k:

@@ -364,7 +364,7 @@ def check_target_ids(params: Mapping[str, Any], is_reduced: bool, num_ids: int, 
   """Checks that what a head guesses are tokens of the target.
 
   Args:
-    params: The parameters, with `target_ids` int32 `[Vd]` if the head is reduced.
+    params: The parameters, with `target_ids` int32 `[Vd]` if the head is reduced; ids without values are not checked.
     is_reduced: Whether it guesses some of the target's tokens only.
     num_ids: Vd, the tokens that it guesses.
     vocab_size: V, the target's.
@@ -377,5 +377,6 @@ def check_target_ids(params: Mapping[str, Any], is_reduced: bool, num_ids: int, 
       raise ValueError(f'the head guesses {num_ids} tokens, but the target has {vocab_size}')
     return
   ids = params['target_ids']
-  if not isinstance(ids, jax.ShapeDtypeStruct) and not ((ids >= 0) & (ids < vocab_size)).all():
+  has_values = not isinstance(ids, (jax.ShapeDtypeStruct, jax.core.Tracer))
+  if has_values and not ((ids >= 0) & (ids < vocab_size)).all():
     raise ValueError(f'target_ids must be from 0 to {vocab_size - 1}')
