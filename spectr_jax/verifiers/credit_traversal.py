@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.kernels.on_demand import map_needed
+from spectr_jax.kernels.token_sums import sums_of_rows
 from spectr_jax.kernels.tree_steps import first_kept
 from spectr_jax.proposal import Proposal
-from spectr_jax.sampling import draw
+from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import Tree
 from spectr_jax.verifiers.contexts import Contexts, contexts_of, slots_of
 from spectr_jax.verifiers.record import Decisions, Record
@@ -65,6 +67,33 @@ def law_rows(tree: Tree, proposal: Proposal, target_probs: jax.Array):
   """The draft's and the target's distributions after nodes that may have children, as `map_needed` takes them."""
   nodes = tree.parent_nodes
   return (proposal.probs, np.arange(len(nodes))), (target_probs, nodes)
+
+
+def excess_of_single(laws, credits: jax.Array, is_single: jax.Array, otherwise: jax.Array) -> jax.Array:
+  """S = sum of [P q - p]+ where a single candidate was drawn from p, and `otherwise` elsewhere; `[R]`.
+
+  Args:
+    laws: Of `law_rows`.
+    credits: `[R]`, P.
+    is_single: bool `[R]`.
+    otherwise: `[R]`.
+  """
+
+  def of_one(p, q, credit):
+    (excess,) = _excess_of_token([credit])([p, q])
+    return jnp.sum(excess)
+
+  def of_all(probs, target_probs, credits):
+    rows = [places for _, places in laws]
+    return sums_of_rows(_excess_of_token, (probs, target_probs), rows, credits[:, None])
+
+  return map_needed(of_one, is_single, otherwise, laws, (credits,), all_fn=of_all)
+
+
+def _excess_of_token(params):
+  """[P q - p]+ of a token with the credit P as the parameter, as `sums_of_rows` takes it."""
+  (credit,) = params
+  return lambda token: [positive_part(credit * token[1] - token[0])]
 
 
 class CreditTraversal(RecordedVerifier, Generic[AnyPlan]):

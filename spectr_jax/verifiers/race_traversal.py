@@ -12,13 +12,12 @@ from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.given import with_given
 from spectr_jax.couplings.race import Race
 from spectr_jax.kernels.on_demand import map_needed
-from spectr_jax.kernels.token_sums import sums_of_rows
 from spectr_jax.kernels.tree_steps import race_credits
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import positive_part
 from spectr_jax.tree import Tree
 from spectr_jax.verifiers.contexts import Contexts, slots_of
-from spectr_jax.verifiers.credit_traversal import CreditTraversal, Plan, ascending, law_rows, siblings
+from spectr_jax.verifiers.credit_traversal import CreditTraversal, Plan, ascending, excess_of_single, law_rows, siblings
 
 # The number of races that an accelerator solves together; chains rarely have more contexts with several candidates.
 RACES_AT_ONCE = 8
@@ -169,14 +168,6 @@ class RaceTraversal(CreditTraversal[_Races]):
     credits = jnp.exp(log_credits)
     nothing = jnp.zeros_like(credits)
 
-    def of_one(p, q, credit):
-      (excess,) = _excess_of_token([credit])([p, q])
-      return jnp.sum(excess)
-
-    def of_all(probs, target_probs, credits):
-      rows = [places for _, places in laws]
-      return sums_of_rows(_excess_of_token, (probs, target_probs), rows, credits[:, None])
-
     def of_several(p, q, credit, scale, *given):
       given = _GivenRows(*given) if given else None
       return jnp.sum(positive_part(credit * q - self._picked_probs(p, q, scale, given)))
@@ -190,7 +181,7 @@ class RaceTraversal(CreditTraversal[_Races]):
       nothing = jnp.where(is_open & given.is_alone, excess, nothing)
       is_single &= ~given.is_alone
     with jax.named_scope('excess'):
-      alone = map_needed(of_one, is_single, nothing, laws, (credits,), all_fn=of_all)
+      alone = excess_of_single(laws, credits, is_single, nothing)
       return map_needed(of_several, is_open & (number > 1), alone, laws, items, at_once=RACES_AT_ONCE)
 
   def _residual(self, tree: Tree, proposal: Proposal, target_probs, races: _Races, log_credit, node):
@@ -202,9 +193,3 @@ class RaceTraversal(CreditTraversal[_Races]):
 
   def _numbers(self, races: _Races):
     return {'picked_share': races.shares}
-
-
-def _excess_of_token(params):
-  """[P q - p]+ of a token with the credit P as the parameter, as `sums_of_rows` takes it."""
-  (credit,) = params
-  return lambda token: [positive_part(credit * token[1] - token[0])]
