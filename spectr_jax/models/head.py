@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.kernels import attention
+from spectr_jax.kernels.layouts import in_rows
 from spectr_jax.model import KVCache
 from spectr_jax.models import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, check_sizes
@@ -354,10 +355,10 @@ def over_vocabulary(logits: jax.Array, target_ids: jax.Array | None, vocab_size:
   """
   if target_ids is None:
     return logits
-  num_ids = logits.shape[-1]
-  own = jnp.full(vocab_size, num_ids, jnp.int32).at[target_ids].set(jnp.arange(num_ids, dtype=jnp.int32))
-  padded = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, 1)], constant_values=-jnp.inf)
-  return jnp.take(padded, own, axis=-1)
+  # A scatter moves Vd numbers of each row where a gather would move V. A TPU scatters columns, and would lay out all
+  # that follows like that.
+  everywhere = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
+  return in_rows(everywhere.at[..., target_ids].set(logits))
 
 
 def check_target_ids(params: Mapping[str, Any], is_reduced: bool, num_ids: int, vocab_size: int) -> None:
