@@ -355,10 +355,11 @@ def over_vocabulary(logits: jax.Array, target_ids: jax.Array | None, vocab_size:
   """
   if target_ids is None:
     return logits
-  # A scatter moves Vd numbers of each row where a gather would move V. A TPU scatters columns, and would lay out all
-  # that follows like that.
-  everywhere = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype)
-  return in_rows(everywhere.at[..., target_ids].set(logits))
+  # A scatter moves Vd numbers of each row where a gather would move V. A TPU scatters columns, and would compute all
+  # that follows on columns; behind the barrier it takes rows.
+  rows = logits.reshape(-1, logits.shape[-1])
+  rows = jnp.full((len(rows), vocab_size), -jnp.inf, logits.dtype).at[:, target_ids].set(rows)
+  return jax.lax.optimization_barrier(in_rows(rows)).reshape(*logits.shape[:-1], vocab_size)
 
 
 def check_target_ids(params: Mapping[str, Any], is_reduced: bool, num_ids: int, vocab_size: int) -> None:
