@@ -44,8 +44,11 @@ def has_independent_children(method: Method) -> bool:
 
 
 def is_chosen_by_bound(method: Method) -> bool:
-  """Returns whether `bound_kept` chooses a method's tree. Methods that try every branch come close to that bound."""
-  return method.tries_every_branch
+  """Returns whether `bound_kept` chooses a method's tree.
+
+  Methods that try every branch come close to that bound, which is one for independent children.
+  """
+  return method.tries_every_branch and has_independent_children(method)
 
 
 def rates_name(method: Method) -> str:
