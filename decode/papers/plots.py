@@ -25,7 +25,7 @@ _LOOKS = {
   'autoregressive': ('#555555', 'h'), 'speculative': ('#E69F00', 'o'), 'block': ('#56B4E9', 's'),
   'spectr': ('#009E73', 'D'), 'greedy_block': ('#8C6D00', '^'), 'spectr_gbv': ('#CC79A7', 'v'),
   'race_block': ('#0072B2', 'P'), 'race': ('#4D004B', 'X'), 'specinfer': ('#DDCC77', '*'), 'batch': ('#661100', '<'),
-  'gsd': ('#B2182B', '>'), 'ersd': ('#332288', 'p'), 'traversal': ('#8FC9AE', 'd'), 'univer': ('#E7298A', (6, 1, 0)),
+  'gsd': ('#B2182B', '>'), 'ersd': ('#332288', 'p'), 'traversal': ('#8FC9AE', 'd'), 'univer': ('#6688FF', (6, 1, 0)),
   'race_traversal': ('#9000F8', (4, 1, 0)), 'decoding_opt': ('#1A9850', 'H'), 'decoding_uno': ('#C5B0D5', '8'),
   OPTIMUM: ('#000000', '.'),
 }  # fmt: skip
