@@ -50,7 +50,10 @@ def run(tokenizer):
         rounds=calls,
       )
     )
-  info = {'models': {'target': {'path': 't', 'num_params': 10, 'dtype': 'float32'}}, 'device': {'platform': 'cpu', 'kind': 'cpu'}}
+  info = {
+    'models': {'target': {'path': 't', 'num_params': 10, 'dtype': 'float32'}},
+    'device': {'platform': 'cpu', 'kind': 'cpu'},
+  }
   info['device']['num_cpus'] = 1
   info |= {'num_long_prompts': 0, 'timed_together': [[str(setting) for setting in expand(options)]]}
   return DecodeRun(options, info, [Prompt('an owl')], tokenizer, expand(options), measurements, node_costs={5: 3.5})
