@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from spectr_jax.kernels import attention
 from spectr_jax.kernels.dispatch import operation
@@ -396,6 +397,6 @@ def check_target_ids(params: Mapping[str, Any], is_reduced: bool, num_ids: int, 
       raise ValueError(f'the head guesses {num_ids} tokens, but the target has {vocab_size}')
     return
   ids = params['target_ids']
-  has_values = not isinstance(ids, (jax.ShapeDtypeStruct, jax.core.Tracer))
+  has_values = not isinstance(ids, (jax.ShapeDtypeStruct, Tracer))
   if has_values and not ((ids >= 0) & (ids < vocab_size)).all():
     raise ValueError(f'target_ids must be from 0 to {vocab_size - 1}')
