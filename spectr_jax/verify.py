@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spectr_jax import verifiers
 from spectr_jax.kernels.layouts import in_rows
@@ -71,8 +72,8 @@ def verify(
       row does not depend on its batch.
     tree: The tree of guesses: N nodes, R of which have children, and depth L. It may be empty.
     tokens: int32 `[B, N]`, the tokens of nodes 1..N; -1 for nodes that a row does not use, below which it uses none.
-      Methods whose `takes_grown` is False are defined for whole drafts: such a row gets no token, and length 0, unless
-      their siblings may run out (`ProposalRule.may_run_out`).
+      Methods whose `takes_grown` is False are defined for whole drafts: such a row gets no token, and length 0. A node
+      that is missing because its distribution has too few tokens (`ProposalRule.may_run_out`) leaves a draft whole.
     draft_probs: `[B, R, V]`, the distributions after `tree.parent_nodes` that their children were drawn from; arbitrary
       where no child was drawn. None if all guesses are given.
     target_probs: `[B, N + 1, V]`, the target's distributions after the root, node 0, and after every node; arbitrary
@@ -107,11 +108,20 @@ def _verify_rows(keys, tokens, draft_probs, target_probs, parents, is_given, sta
   verdict, _ = decide_rows(verifier, keys, tree, proposal, target_probs, state)
   places, accepted = jnp.arange(tree.max_depth + 1), verdict.num_accepted[:, None]
   lengths, path = verdict.num_accepted + 1, jnp.where(places[:-1] < accepted, verdict.path, -1)
-  if not (method.takes_grown or method.proposal_rule.may_run_out) and tree.num_nodes:
+  if not method.takes_grown and tree.num_nodes:
     # Such a method is defined for whole drafts alone; a row that gets no token shows it, in a compiled program as well.
-    lengths = jnp.where(jnp.all(proposal.tokens >= 0, axis=1), lengths, 0)
+    may_lack = _may_lack(tree, proposal) if method.proposal_rule.may_run_out else False
+    lengths = jnp.where(jnp.all((proposal.tokens >= 0) | may_lack, axis=1), lengths, 0)
   kept = jnp.where(places < lengths[:, None], emitted(proposal, verdict), -1)
   return Verification(kept, lengths, path, verdict.num_accepted, verdict.state)
+
+
+def _may_lack(tree: TokenTree, proposal: Proposal) -> jax.Array:
+  """bool `[B, N]`: nodes whose distribution has fewer tokens than siblings up to them, or whose parent is missing."""
+  place = np.arange(1, tree.num_nodes + 1) - tree.first_child[tree.parent_of[1:]]  # among its siblings
+  num_tokens = jnp.sum(proposal.probs > 0, axis=-1)[:, tree.law_index[tree.parent_of[1:]]]
+  has_parent = jnp.pad(proposal.tokens >= 0, ((0, 0), (1, 0)), constant_values=True)[:, tree.parent_of[1:]]
+  return ~has_parent | (num_tokens <= place)
 
 
 def decide_rows(

@@ -158,6 +158,11 @@ def test_siblings_that_run_out_are_a_whole_draft():
   tokens = np.tile(np.array([2, -1, -1], np.int32), (4, 1))
   found = spectr_jax.verify(_keys(4), tree, tokens, laws, target, method='univer')
   np.testing.assert_array_equal(found.tokens, [[2, 4]] * 4)
+  # With tokens left to draw, a node that is missing is an error of the caller's: no row can be right.
+  laws[1:, 0] = [0.5, 0.2, 0.1, 0.1, 0.1]
+  tokens[2:], tokens[3, 2] = [0, 1, 3], -1
+  found = spectr_jax.verify(_keys(4), tree, tokens, laws, target, method='univer')
+  np.testing.assert_array_equal(np.asarray(found.lengths) > 0, [True, False, True, False])
 
 
 def test_given_guesses_need_no_draft_laws():

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
 from spectr_jax.draft.drawing import ScoredNodes, draw_by_depth, draw_tree
 from spectr_jax.draft.new_features import NewFeatures, embed, read_features
+from spectr_jax.kernels.vocabulary import over_vocabulary
 from spectr_jax.model import KVCache
 from spectr_jax.models import head, layers
 from spectr_jax.models.decoding_form import kernels_for_decoding
@@ -103,7 +104,7 @@ def target_logits(params: Mapping[str, Any], config: HeadConfig, output: jax.Arr
     vocab_size: V.
   """
   ids = params['target_ids'] if config.is_reduced else None
-  return head.over_vocabulary(head.unembed(params, output), ids, vocab_size)
+  return over_vocabulary(head.unembed(params, output), ids, vocab_size)
 
 
 def _propose_at_once(

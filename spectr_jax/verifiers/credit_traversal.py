@@ -18,7 +18,7 @@ from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import Tree
 from spectr_jax.verifiers.contexts import Contexts, contexts_of, slots_of
 from spectr_jax.verifiers.record import Decisions, Record
-from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at
+from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at, uniforms_of_nodes
 
 # Masses are compared in steps of 1 over this. Finer steps keep no more tokens; the bounds between two steps, such as
 # 1.5/256, are no shares k/n of fewer than 512 candidates, so rounding never decides between two of these.
@@ -203,19 +203,15 @@ class CreditTraversal(RecordedVerifier, Generic[AnyPlan]):
     """log P of the context that `node` stands for."""
     return log_credits[jnp.asarray(tree.depths)[node], jnp.asarray(slots_of(tree).of_nodes)[node]]
 
-  def _uniforms(self, keys, tree: Tree, dtype):
-    """Uniforms `[N + 2]`: one for every node, and one for the next token."""
-    return jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
-
   def without_candidates(self, keys, tree: Tree, target_probs, state) -> Verdict:
     return Verdict.at(
-      tree, jnp.zeros((), jnp.int32), draw(self._uniforms(keys, tree, target_probs.dtype)[-1], target_probs), state
+      tree, jnp.zeros((), jnp.int32), draw(uniforms_of_nodes(keys, tree, target_probs.dtype)[-1], target_probs), state
     )
 
   def decide(
     self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool
   ) -> tuple[Verdict, Record]:
-    uniforms = self._uniforms(keys, tree, target_probs.dtype)
+    uniforms = uniforms_of_nodes(keys, tree, target_probs.dtype)
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[-1], state, {})
     contexts, plan, log_credits = self._steps(tree, proposal, target_probs)

@@ -13,7 +13,7 @@ from spectr_jax.proposal import Independent, Proposal, ProposalRule, WithoutRepl
 from spectr_jax.sampling import positive_part
 from spectr_jax.tree import Tree
 from spectr_jax.verifiers.record import Decisions, Record, run_steps
-from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at
+from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at, uniforms_of_nodes
 
 
 @jax.tree_util.register_dataclass
@@ -169,14 +169,10 @@ class Traversal(RecordedVerifier):
     left = self._left_of_target(tree, proposal, target_probs, values, node, values.c[node])
     return jnp.where(jnp.asarray(tree.num_children)[node] > 0, left, target_probs[node])
 
-  def _uniforms(self, keys, tree: Tree, dtype):
-    """Uniforms `[N + 2]`: one for every node, and one for the next token."""
-    return jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
-
   def decide(
     self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool
   ) -> tuple[Verdict, Record]:
-    uniforms = self._uniforms(keys, tree, target_probs.dtype)
+    uniforms = uniforms_of_nodes(keys, tree, target_probs.dtype)
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[-1], state, {})
     visits = jnp.asarray(tree.postorder)

@@ -44,7 +44,7 @@ class UniVer(CreditTraversal[_Shared]):
   paper's abstract names the plan and not its formulas.
 
   Below a context with distributions p and q and credit P, let D be the given candidates, the draft's likeliest tokens,
-  and y the drawn one, from p' = p without D. With M(D) the mass that the given ones have on average,
+  and y the drawn one, from p' = p without D. Then
 
       m(y) = min(1, P q(y) / p'(y)),
       m(d) = (1 - m(y)) P q(d) / R,    R = 1 - sum of min(p', P q) outside of D.
@@ -53,7 +53,8 @@ class UniVer(CreditTraversal[_Shared]):
   cannot have more than P q, and a drawn one no more than min(p', P q). Candidates are visited in ascending order of m,
   rounded to 1/256. S is the sum of [P q - p']+ outside of D, and the next token comes from there.
 
-  With one draft it is block verification.
+  With one draft it is block verification. Drafts are whole: a node is missing only where its distribution has no more
+  tokens.
   """
 
   proposal_rules = (LikeliestAndOne,)

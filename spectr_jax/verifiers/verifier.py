@@ -202,6 +202,17 @@ def _check_wide(proposal: Proposal, target_probs: jax.Array) -> None:
       )
 
 
+def uniforms_of_nodes(keys: jax.Array, tree: Tree, dtype: jnp.dtype) -> jax.Array:
+  """Uniforms `[N + 2]` of a verifier that visits nodes: one for every node, and one for the next token.
+
+  Args:
+    keys: `[L + 1]`, as for `Verifier.verify`.
+    tree: The row's tree.
+    dtype: That of the distributions.
+  """
+  return jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
+
+
 def stop_at(
   tree: Tree, node: ArrayLike, weights: jax.Array, uniform: jax.Array, state: Any, decisions: dict[str, Decisions]
 ) -> tuple[Verdict, Record]:

@@ -222,11 +222,3 @@ def test_what_does_not_fit_is_refused():
   ):
     with pytest.raises(ValueError, match=message):
       dataclasses.replace(_WIDE, **options)
-
-
-def test_guesses_reach_the_vocabulary_by_either_form():
-  logits, ids = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32), np.array([5, 0, 7, 2], np.int32)
-  found = np.asarray(head.over_vocabulary(jnp.asarray(logits), jnp.asarray(ids), 9))
-  np.testing.assert_array_equal(found[..., ids], logits)
-  assert np.isneginf(np.delete(found, ids, axis=-1)).all()
-  np.testing.assert_array_equal(head._scattered(jnp.asarray(logits), jnp.asarray(ids), 9), found)

@@ -115,6 +115,7 @@ def test_the_table_of_the_library():
     'scan_depths': 'gpu',
     'softmax': 'gpu tpu',
     'solve_gamma': 'cpu',
+    'spread': 'tpu',
     'sums_by_class': 'cpu',
     'sums_of_rows': 'tpu',
     'token_sums': 'tpu',
