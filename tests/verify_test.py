@@ -159,7 +159,7 @@ def test_siblings_that_run_out_are_a_whole_draft():
   found = spectr_jax.verify(_keys(4), tree, tokens, laws, target, method='univer')
   np.testing.assert_array_equal(found.tokens, [[2, 4]] * 4)
   # With tokens left to draw, a node that is missing is an error of the caller's: no row can be right.
-  laws[1:, 0] = [0.5, 0.2, 0.1, 0.1, 0.1]
+  laws[1:, 0] = [0.5, 0.3, 0, 0.2, 0]
   tokens[2:], tokens[3, 2] = [0, 1, 3], -1
   found = spectr_jax.verify(_keys(4), tree, tokens, laws, target, method='univer')
   np.testing.assert_array_equal(np.asarray(found.lengths) > 0, [True, False, True, False])

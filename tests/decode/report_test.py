@@ -105,6 +105,7 @@ def test_plain_report_has_no_escape_codes_and_no_folded_rows(run):
   text = _printed(run)
   assert '\x1b' not in text
   rows = [line.split() for line in text.splitlines()]
+  assert text.startswith('target t (0.0M, float32)\n')
   assert ['autoregressive', 'yes', '-', '-', '1.00', '-', '8', '1.00x'] in rows
   assert ['speculative', 'yes', '1', '2', '2.00', '0.50', '0.50', '16', '2.00x'] in rows
   assert ['spectr', 'yes', '2', '2', '2.00', '0.50', '0.50', '4', '0.50x'] in rows
