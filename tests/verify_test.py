@@ -165,6 +165,16 @@ def test_siblings_that_run_out_are_a_whole_draft():
   np.testing.assert_array_equal(np.asarray(found.lengths) > 0, [True, False, True, False])
 
 
+def test_nothing_is_lacking_below_siblings_that_ran_out():
+  """No distribution is defined after a node that is missing: whatever stands there has a say in nothing."""
+  tree, laws = TokenTree.chains(2, 2), np.full((2, 3, _VOCAB), 1 / _VOCAB, np.float32)
+  laws[:, 0] = np.eye(_VOCAB)[2]
+  _, _, target = _round(tree, 2)
+  tokens = np.array([[2, -1, 0, -1], [2, -1, -1, -1]], np.int32)
+  found = spectr_jax.verify(_keys(2), tree, tokens, laws, target, method='univer')
+  np.testing.assert_array_equal(np.asarray(found.lengths) > 0, [True, False])
+
+
 def test_given_guesses_need_no_draft_laws():
   tokens, _, target = _round(_CHAIN, 5)
   found = spectr_jax.verify(_keys(5), _CHAIN, tokens, None, target, method='speculative')

@@ -57,7 +57,7 @@ _DRAWS = [
   ('decoding_uno', CHAIN, [2, 0, 1], {}),
 ]
 # By default one of each kind, the others among the slow tests.
-_KINDS = 'speculative', 'gsd'
+_KINDS = 'speculative', 'gsd', 'race_traversal'
 _FIRST = [next(case for case in _DRAWS if case[0] == name) for name in _KINDS]
 _DRAWS = [pytest.param(*case, marks=() if case in _FIRST else pytest.mark.slow) for case in _DRAWS]
 # Two rounds ago a draft of three was cut after its first token, and now one after its root.
