@@ -84,7 +84,8 @@ class SamplingParams:
       if is_known and not is_valid(array).all():
         raise ValueError(f'{name} must be {allowed}, got {value}')
       is_used = not is_known or name not in FILTERS_BY_NAME or (array != FILTERS_BY_NAME[name].keeps_all).any()
-      values[name] = jnp.broadcast_to(array, (batch_size,)) if is_used else None
+      broadcast_to = np.broadcast_to if is_known else jnp.broadcast_to
+      values[name] = broadcast_to(array, (batch_size,)) if is_used else None
     return SamplingParams(**values)
 
   @classmethod

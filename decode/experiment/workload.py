@@ -243,8 +243,18 @@ def row_keys(seed: int, prompts: list[Prompt]) -> jax.Array:
     seed: The seed.
     prompts: The prompts.
   """
-  key = jax.random.fold_in(jax.random.key(0, impl='threefry2x32'), np.uint32(seed))
-  return jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.array([prompt.index for prompt in prompts]))
+  return _fold_in_indices(np.uint32(seed), np.array([prompt.index for prompt in prompts], np.int32))
+
+
+@jax.jit
+def _fold_in_indices(seed: jax.Array, indices: jax.Array) -> jax.Array:
+  key = jax.random.fold_in(jax.random.key(0, impl='threefry2x32'), seed)
+  return jax.vmap(lambda index: jax.random.fold_in(key, index))(indices)
+
+
+@jax.jit
+def _take(keys: jax.Array, rows: jax.Array) -> jax.Array:
+  return keys[rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,7 +374,7 @@ class Workload:
       num_samples: Samples of each prompt.
     """
     request = {'num_samples': num_samples, 'sampling': self.options.sampling}
-    return spectr_jax.init_decode(decoder, keys[rows], self.tokens[rows], self.lengths[rows], **request)
+    return spectr_jax.init_decode(decoder, _take(keys, rows), self.tokens[rows], self.lengths[rows], **request)
 
   def generate(
     self, setting: Setting, keys: jax.Array, rows: np.ndarray, *, statistics: bool = False, num_samples: int = 1
@@ -385,6 +395,6 @@ class Workload:
     request |= {'num_samples': num_samples, 'stop': None if statistics else self.stop}
     prompts = self.tokens[rows], self.lengths[rows]
     try:
-      return spectr_jax.generate(keys[rows], self.target, setting.drafter(self.draft), *prompts, **request)
+      return spectr_jax.generate(_take(keys, rows), self.target, setting.drafter(self.draft), *prompts, **request)
     except NotFiniteError as error:
       raise ValueError(f'{setting}, prompt {self.prompts[rows[error.row // num_samples]].id}: {error}') from error

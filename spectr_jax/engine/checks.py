@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+
+
+@functools.partial(jax.jit, static_argnames='batch_size')
+def _fold_rows(rng_key: jax.Array, batch_size: int) -> jax.Array:
+  return jax.vmap(lambda row: jax.random.fold_in(rng_key, row))(jnp.arange(batch_size))
 
 
 def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
@@ -27,7 +33,7 @@ def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
       f'rng_key must be of impl threefry2x32, whose draws do not depend on the batch; got {rng_key.dtype}'
     )
   if rng_key.ndim == 0:
-    return jax.vmap(lambda row: jax.random.fold_in(rng_key, row))(jnp.arange(batch_size))
+    return _fold_rows(rng_key, batch_size)
   if rng_key.shape != (batch_size,):
     raise ValueError(f'rng_key must be one key or [{batch_size}], one per prompt; got shape {rng_key.shape}')
   return rng_key
@@ -47,8 +53,8 @@ def check_count(name: str, value: int) -> None:
     raise ValueError(f'{name} must be a positive int, got {value!r}')
 
 
-def as_integers(name: str, values: ArrayLike) -> jax.Array:
-  """Ids or lengths as an array of JAX, which has 32 bits: numbers beyond them are refused, and would wrap otherwise.
+def as_integers(name: str, values: ArrayLike) -> jax.Array | np.ndarray:
+  """Ids or lengths as an array, of 32 bits as JAX has them: numbers beyond them are refused, and would wrap otherwise.
 
   Args:
     name: Their name.
@@ -66,7 +72,7 @@ def as_integers(name: str, values: ArrayLike) -> jax.Array:
     raise ValueError(f'{name} must be integers, got {array.dtype} {array.shape}')
   if array.dtype.kind in 'iu' and array.size and (array.min() < -(2**31) or array.max() >= 2**31):
     raise ValueError(f'{name} must be from -2**31 to 2**31 - 1, got {array.min()} to {array.max()}')
-  return jnp.asarray(array)
+  return array.astype(np.int32) if array.dtype.kind in 'iu' else array
 
 
 def as_ids(name: str, ids: ArrayLike | Sequence[int], vocab_size: int) -> np.ndarray:

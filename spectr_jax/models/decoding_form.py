@@ -149,8 +149,13 @@ def _with_output_head(params):
     return kernels_for_decoding(params if is_own else {'unembedding': head, **params})
   if embedding.dtype != jnp.bfloat16:
     return kernels_for_decoding(params)
-  bits = jax.lax.bitcast_convert_type(embedding, jnp.uint16)
-  return {**kernels_for_decoding({'unembedding': embedding.T, **params}), 'embedding': bits}
+  head, bits = _head_and_bits(embedding)
+  return {**kernels_for_decoding({'unembedding': head, **params}), 'embedding': bits}
+
+
+@jax.jit
+def _head_and_bits(embedding: jax.Array) -> tuple[jax.Array, jax.Array]:
+  return embedding.T, jax.lax.bitcast_convert_type(embedding, jnp.uint16)
 
 
 @kernels_for_decoding.form('gpu')

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from spectr_jax.kernels.attention import Rotation
 from spectr_jax.kernels.products import accumulation_dtype
-from spectr_jax.models.int8 import Int8Kernel
+from spectr_jax.models.int8 import Int8Kernel, is_int8
 from spectr_jax.models.products import matmul
 
 
@@ -109,6 +112,28 @@ def unembed(params: Mapping[str, Any], features: jax.Array) -> jax.Array:
   if 'unembedding' in params:
     return matmul(features, params['unembedding'])
   return matmul(features, params['embedding'], axis=1)
+
+
+@functools.partial(jax.jit, static_argnames='types')
+def _cast(arrays: list[jax.Array], types: tuple[jnp.dtype, ...]) -> list[jax.Array]:
+  return [array.astype(dtype) for array, dtype in zip(arrays, types, strict=True)]
+
+
+def converted(params: Any, dtype_of: Callable[[Any], DTypeLike]) -> Any:
+  """Parameters as arrays of other dtypes, those that change by one program.
+
+  Args:
+    params: Any pytree of arrays; kernels in int8 stay as they are.
+    dtype_of: Gives the dtype of an array.
+  """
+  arrays, structure = jax.tree.flatten(params, is_leaf=is_int8)
+  types = {i: jnp.dtype(dtype_of(x)) for i, x in enumerate(arrays) if not is_int8(x)}
+  changed = [i for i, dtype in types.items() if arrays[i].dtype != dtype]
+  if changed:
+    cast = _cast([arrays[i] for i in changed], tuple(types[i] for i in changed))
+    for i, array in zip(changed, cast, strict=True):
+      arrays[i] = array
+  return jax.tree.unflatten(structure, [jax.device_put(x) if isinstance(x, np.ndarray) else x for x in arrays])
 
 
 def check_feature_layers(feature_layers: tuple[int, ...], num_layers: int) -> None:

@@ -247,12 +247,8 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
   found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params, is_leaf=is_int8)
   layers.check_params(found, param_shapes(config))
 
-  def convert(x):
-    return x if is_int8(x) else jnp.asarray(x, config.dtype if x.ndim == 2 else jnp.float32)
-
-  params = jax.tree.map(convert, params, is_leaf=is_int8)
   return Model(
-    params,
+    layers.converted(params, lambda x: config.dtype if x.ndim == 2 else jnp.float32),
     vocab_size=config.vocab_size,
     context_length=config.max_length,
     sharding_rules=TRANSFORMER_RULES,

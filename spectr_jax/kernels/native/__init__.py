@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 PANEL = 16  # outputs of a panel, as in product.h
 # Inputs that stand beside each other in a panel, by the kernel's type.
@@ -71,17 +72,17 @@ def _check_products() -> None:
   """Compares products with NumPy's, so that no form is used that is wrong here, or made for another XLA."""
   random = np.random.default_rng(0)
   rows, kernel = random.standard_normal((3, 64)), random.standard_normal((64, 40))
-  device = jax.local_devices(backend='cpu')[0]
   kernels = (jnp.float32, kernel), (jnp.bfloat16, kernel), (jnp.int8, random.integers(-127, 128, (64, 40)))
-  for dtype, values in kernels:
-    with jax.default_device(device), jax.ensure_compile_time_eval():
-      operands = jnp.asarray(rows, jnp.promote_types(dtype, jnp.bfloat16)), jnp.asarray(values, dtype)
-      expected = np.asarray(operands[0], np.float64) @ np.asarray(operands[1], np.float64)
-      try:
-        found = product(operands[0], pack(operands[1]), 40)
-      except Exception as error:  # of any kind: XLA refuses a call in its own ways
-        raise _UnavailableError(f'XLA refuses it: {error}') from None
-    if not np.allclose(found, expected, rtol=0, atol=1e-6 * np.abs(values).max() * len(values)):
+  operands = [(rows.astype(jnp.promote_types(dtype, jnp.bfloat16)), values.astype(dtype)) for dtype, values in kernels]
+  multiply = jax.jit(lambda packed: [product(rows, panels, 40) for rows, panels in packed])
+  try:
+    with jax.default_device(jax.local_devices(backend='cpu')[0]), jax.ensure_compile_time_eval():
+      found = multiply([(rows, pack(kernel)) for rows, kernel in operands])
+  except Exception as error:  # of any kind: XLA refuses a call in its own ways
+    raise _UnavailableError(f'XLA refuses it: {error}') from None
+  for (rows, kernel), products in zip(operands, found):
+    rows, kernel = rows.astype(np.float64), kernel.astype(np.float64)
+    if not np.allclose(products, rows @ kernel, rtol=0, atol=1e-6 * np.abs(kernel).max() * len(kernel)):
       raise _UnavailableError('its products differ from those of NumPy')
 
 
@@ -127,21 +128,24 @@ def packs(kernel: jax.Array) -> bool:
   return kernel.dtype in _TOGETHER and kernel.shape[0] % _TOGETHER[kernel.dtype] == 0
 
 
-def pack(kernel: jax.Array) -> jax.Array:
-  """A kernel in the order in which products read it.
+def pack(kernel: ArrayLike) -> jax.Array:
+  """A kernel in the order in which products read it, made on the host: there is nothing to compute.
 
   Args:
-    kernel: `[in, out]`, for which `packs` is true.
+    kernel: `[in, out]` on a CPU, for which `packs` is true.
 
   Returns:
     `[ceil(out / 16), in, 16]` in float32, `[ceil(out / 16), in / 2, 16, 2]` in bfloat16, and
     `[ceil(out / 16), in / 4, 16, 4]` in int8, padded with zeros.
   """
+  kernel = np.asarray(kernel)
   num_in, num_out = kernel.shape
-  together = _TOGETHER[kernel.dtype]
-  padded = jnp.pad(kernel, ((0, 0), (0, -num_out % PANEL)))
+  dtype, together = kernel.dtype, _TOGETHER[kernel.dtype]
+  bits = kernel.view(f'u{dtype.itemsize}')  # NumPy moves numbers of its own types faster than those of ml_dtypes
+  padded = np.pad(bits, ((0, 0), (0, -num_out % PANEL)))
   panels = padded.reshape(num_in // together, together, -1, PANEL).transpose(2, 0, 3, 1)
-  return panels if together > 1 else panels[..., 0]
+  panels = np.ascontiguousarray(panels if together > 1 else panels[..., 0])
+  return jax.device_put(panels.view(dtype))
 
 
 def product(rows: jax.Array, panels: jax.Array, num_out: int) -> jax.Array:
