@@ -47,25 +47,23 @@ def noise_keys(decoder: Decoder, state: DecodeState) -> tuple[jax.Array, jax.Arr
     state: Before the round.
   """
   depths = jnp.arange(decoder.tree.max_depth + 1)
-
-  def fold(key, *data):
-    return functools.reduce(jax.random.fold_in, data, key)
+  fold_each = jax.vmap(jax.random.fold_in, (None, 0))
 
   def of_positions(key, root_position):
-    return jax.vmap(lambda depth: fold(key, _PURPOSE_POSITION, root_position + 1 + depth))(depths)
+    return fold_each(jax.random.fold_in(key, _PURPOSE_POSITION), root_position + 1 + depths)
 
-  def of_round(key, root_position, purpose):
+  def of_round(key, root_position):
     # Keyed by the committed length, never by a token's own position: noise behind a rejection has already influenced
     # the decision, and reusing it would bias the tokens that follow.
-    round_key = fold(key, root_position + 1, purpose)
-    return jax.vmap(lambda depth: fold(round_key, depth))(depths)
+    purposes = jnp.array([_PURPOSE_DRAFT, _PURPOSE_VERIFY])
+    own = fold_each(jax.random.fold_in(key, root_position + 1), purposes)
+    return jax.vmap(fold_each, (0, None))(own, depths)
 
   if decoder.method.is_seed_exact:
     keys = jax.vmap(of_positions)(state.keys, state.root_position)
     return keys, keys
-  of_rows = jax.vmap(of_round, (0, 0, None))
-  draft_keys = of_rows(state.keys, state.root_position, _PURPOSE_DRAFT)
-  return draft_keys, of_rows(state.keys, state.root_position, _PURPOSE_VERIFY)
+  keys = jax.vmap(of_round)(state.keys, state.root_position)
+  return keys[:, 0], keys[:, 1]
 
 
 def _over_rows(
