@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 
 import jax
@@ -35,8 +36,9 @@ def compile_decode(
   sharding.check_rows(batch_size)
   # Values that are not known may be any.
   unknown = dict.fromkeys(('temperature', *filters), jax.ShapeDtypeStruct((batch_size,), jnp.float32))
+  limits = {'max_new_tokens': decoder.max_new_tokens, 'eos_ids': decoder.eos_ids}
   state = jax.eval_shape(
-    init_decode,
+    lambda decoder, *rows, **options: init_decode(dataclasses.replace(decoder, **limits), *rows, **options),
     decoder,
     jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl='threefry2x32'), batch_size)),
     jax.ShapeDtypeStruct((batch_size, prompt_length), jnp.int32),

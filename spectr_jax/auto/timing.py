@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.engine.decoder import Decoder
@@ -65,11 +64,11 @@ def forward_calls(
   """
   calls = {}
   for name, (tree, batch_size) in shapes.items():
-    positions = jnp.broadcast_to(jnp.asarray(tree.depths), (batch_size, tree.num_nodes + 1))
-    cache = model.init_cache_fn(batch_size, cache_size)
+    positions = np.broadcast_to(np.asarray(tree.depths, np.int32), (batch_size, tree.num_nodes + 1))
+    cache = jax.jit(model.init_cache_fn, static_argnums=(0, 1))(batch_size, cache_size)
     if sharding is not None:
       positions, cache = sharding.put_rows(positions), put(cache, sharding.of_cache(cache, model))
-    arguments = jnp.zeros_like(positions), positions, tree.ancestors, cache
+    arguments = np.zeros(positions.shape, np.int32), positions, tree.ancestors, cache
     calls[name] = functools.partial(_logits, model, *arguments, sharding=sharding)
   return calls
 

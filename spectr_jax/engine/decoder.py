@@ -17,21 +17,35 @@ from spectr_jax.model import Model, static_field
 from spectr_jax.tree import TokenTree
 
 
+def buffer_size(num_tokens: int) -> int:
+  """The size of a buffer for so many tokens: a multiple of 64, with an eighth to spare at most from 512 tokens on.
+
+  Buffers of few sizes let other limits and prompts share compiled programs.
+
+  Args:
+    num_tokens: The tokens that it must hold.
+  """
+  step = max(64, 1 << max(0, num_tokens.bit_length() - 4))
+  return -(-num_tokens // step) * step
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-  """The constants of decoding: parameters, and the static values that programs are compiled for.
+  """The constants of decoding: parameters and limits, and the static values that programs are compiled for.
 
-  `Decoder.make` makes one and checks that its parts fit each other.
+  `Decoder.make` makes one and checks that its parts fit each other. Decoders that differ in parameters, in the limit of
+  new tokens or in the ids that end rows share their programs, as long as their buffers have the same sizes.
 
   Attributes:
     target: The target model; its calls return the features that the drafter reads.
     drafter: The drafter, or None for methods that draft nothing.
     method: The method.
     tree: The tree of every round, or the bounds of the rows' trees if the drafter grows them.
-    max_new_tokens: Limit of new tokens per row.
+    max_new_tokens: int32 scalar, limit of new tokens per row.
+    eos_ids: int32 `[E]`, ids that end a row, filled to a multiple of 4 by -1, which is no token.
+    num_slots: New tokens that a row of a result has room for, at least `max_new_tokens`.
     cache_size: Committed tokens that a row can hold, those of the prompt included.
-    eos_ids: Ids that end a row.
     has_statistics: Whether `Statistics` are counted.
     has_logprobs: Whether the log probabilities of new tokens are kept.
     sharding: The sharding over devices, or None for one device.
@@ -39,11 +53,12 @@ class Decoder:
 
   target: Model
   drafter: Drafter | None
+  max_new_tokens: np.int32
+  eos_ids: np.ndarray
   method: Method = static_field()
   tree: TokenTree = static_field()
-  max_new_tokens: int = static_field()
+  num_slots: int = static_field()
   cache_size: int = static_field()
-  eos_ids: tuple[int, ...] = static_field(())
   has_statistics: bool = static_field(False)
   has_logprobs: bool = static_field(False)
   sharding: DecodeSharding | None = static_field(None)
@@ -98,11 +113,12 @@ class Decoder:
     return cls(
       target=target,
       drafter=drafter,
+      max_new_tokens=np.int32(max_new_tokens),
+      eos_ids=np.pad(np.array(eos_ids, np.int32), (0, 4 - len(eos_ids) % 4), constant_values=-1),
       method=method,
       tree=tree,
-      max_new_tokens=max_new_tokens,
+      num_slots=buffer_size(max_new_tokens),
       cache_size=cache_size,
-      eos_ids=tuple(int(i) for i in eos_ids),
       has_statistics=statistics and tree.num_nodes > 0,
       has_logprobs=logprobs,
       sharding=sharding,

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
-from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.decoder import Decoder, buffer_size
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation
@@ -45,7 +45,8 @@ def generate(
   """Continues prompts with the target's distribution, guessing ahead with a draft.
 
   The loop is one program, compiled once per shape, method and tree, and for each set of filters that rows use: top-k,
-  top-p, min-p. The values of sampling parameters, keys and prompt lengths may change without compiling again.
+  top-p, min-p. The values of sampling parameters, keys, prompt lengths, EOS ids and the limit of new tokens may change
+  without compiling again, as long as prompt and new tokens need buffers of the same size (`buffer_size`).
 
   Args:
     rng_key: One typed key, from which row i takes `fold_in(rng_key, i)`, or a key array `[B]`. With a key array a row's
@@ -57,7 +58,7 @@ def generate(
     method: A name of `METHODS`, or a `Method`.
     tree: The guesses of a round, such as `TokenTree.chains(K, L)`; None for a small one, see `Decoder.make`. Methods
       that draft nothing ignore it.
-    max_new_tokens: Limit of new tokens per row, static.
+    max_new_tokens: Limit of new tokens per row.
     sampling: Temperature and filters, of scalars or arrays `[B]`; None for temperature 1 and no filters.
     eos_id: Id or ids that end a row, or None.
     statistics: Whether to count `Statistics`; this sorts the distributions of the positions visited and takes time.
@@ -93,7 +94,7 @@ def generate(
     method=method,
     tree=tree,
     max_new_tokens=max_new_tokens,
-    cache_size=prompts.shape[1] + max_new_tokens,
+    cache_size=buffer_size(prompts.shape[1] + max_new_tokens),
     eos_id=eos_id,
     statistics=statistics,
     sharding=sharding,
@@ -106,4 +107,4 @@ def generate(
     result = decode_until_stopped(decoder, state, stop, rounds_at_a_time=rounds_at_a_time)
   if not isinstance(result.failures, Tracer):
     result.check()
-  return result
+  return result.of_size(max_new_tokens)

@@ -209,25 +209,22 @@ def _record(
 ) -> tuple[Generation, jax.Array]:
   """The result with a round's tokens, up to EOS or the limit, and bool `[B]`, which rows are done."""
   result, tree = state.result, decoder.tree
-  max_new_tokens = decoder.max_new_tokens
   accepted = verdict.num_accepted[:, None]
   places = jnp.arange(tree.max_depth + 1)
   path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
   own = jnp.where(_is_path_end(tree, proposal, path, accepted), ORIGIN_BONUS, ORIGIN_CORRECTION)
   origins = jnp.where(places < accepted, ORIGIN_DRAFT, own)
 
-  is_eos = jnp.zeros(tokens.shape, bool)
-  for eos_id in decoder.eos_ids:
-    is_eos |= tokens == eos_id
+  is_eos = jnp.any(tokens[..., None] == decoder.eos_ids, axis=-1)
   has_eos = jnp.any(is_eos, axis=1)
   count = jnp.where(has_eos, jnp.argmax(is_eos, axis=1), verdict.num_accepted) + 1
-  count = jnp.minimum(count, max_new_tokens - result.lengths).astype(jnp.int32)
+  count = jnp.minimum(count, decoder.max_new_tokens - result.lengths).astype(jnp.int32)
   count = jnp.where(state.is_done | (failures != 0), 0, count)
   is_kept = places < count[:, None]
-  slots = jnp.where(is_kept, result.lengths[:, None] + places, max_new_tokens)
+  slots = jnp.where(is_kept, result.lengths[:, None] + places, decoder.num_slots)
   lengths = result.lengths + count
   # An EOS beyond the limit makes no difference, because the limit has ended its row.
-  is_done = state.is_done | has_eos | (lengths >= max_new_tokens)
+  is_done = state.is_done | has_eos | (lengths >= decoder.max_new_tokens)
   result = dataclasses.replace(
     result,
     tokens=write_rows(result.tokens, slots, tokens),

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
-from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.decoder import Decoder, buffer_size
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation, NotFiniteError
@@ -316,7 +316,7 @@ def generate_many(
     method=method,
     tree=tree,
     max_new_tokens=max_new_tokens,
-    cache_size=longest_prompt + max_new_tokens,
+    cache_size=buffer_size(longest_prompt + max_new_tokens),
     **options,
   )
   pool = Pool(decoder, first, batch_size=batch_size, longest_prompt=longest_prompt, sampling=sampling)

@@ -34,20 +34,22 @@ class NotFiniteError(ValueError):
 class Generation:
   """Generated tokens, their origins, and counts of rounds and acceptances.
 
+  `generate` returns T = `max_new_tokens` places for new tokens; the result of a state has as many as its buffers.
+
   Attributes:
-    tokens: int32 `[B, max_new_tokens]`, new tokens only, -1 after a row's end; an EOS is part of its row.
+    tokens: int32 `[B, T]`, new tokens only, -1 after a row's end; an EOS is part of its row.
     lengths: int32 `[B]`, new tokens of each row.
     num_target_calls: int32 `[B]`, rounds in which the row was alive. The prefill is not counted.
     accepted_by_depth: int32 `[B, L]`, at index d - 1 the rounds that kept at least d drafted tokens; tokens that EOS or
       the limit cut off are not counted.
-    origins: int32 `[B, max_new_tokens]`, the origin of each token: `ORIGIN_DRAFT` 0, an accepted guess;
+    origins: int32 `[B, T]`, the origin of each token: `ORIGIN_DRAFT` 0, an accepted guess;
       `ORIGIN_CORRECTION` 1, the target's replacement for rejected guesses; `ORIGIN_BONUS` 2, the target's own token
       after a path accepted to its end; -1 after a row's end.
     failures: int32 `[B]`, the models whose logits were not finite: `FAILED_TARGET` 1, `FAILED_DRAFT` 2 or their sum; 0
       everywhere unless the run was stopped for that. Such a row keeps nothing of its last round.
     statistics: Counts over the positions visited, or None if they were not asked for. They include tokens that EOS or
       the limit cut off.
-    logprobs: float32 `[B, max_new_tokens]`, the log probability of each token under the target's own distribution, the
+    logprobs: float32 `[B, T]`, the log probability of each token under the target's own distribution, the
       softmax of its logits before temperature and filters; NaN after a row's end. None if it was not asked for.
   """
 
@@ -59,6 +61,15 @@ class Generation:
   failures: jax.Array
   statistics: Statistics | None = None
   logprobs: jax.Array | None = None
+
+  def of_size(self, num_tokens: int) -> Generation:
+    """The result with so many places for new tokens; no row has more tokens."""
+    return dataclasses.replace(
+      self,
+      tokens=self.tokens[:, :num_tokens],
+      origins=self.origins[:, :num_tokens],
+      logprobs=None if self.logprobs is None else self.logprobs[:, :num_tokens],
+    )
 
   def cut(self, lengths: Mapping[int, int]) -> Generation:
     """The result as if some rows had ended earlier, as a limit of tokens ends them.

@@ -62,7 +62,7 @@ def reprompt(
     raise ValueError(f'there must be a prompt for each of the {len(state.keys)} rows, got {len(lengths)}')
   # The target's cache lacks the last token of the text, and the last token of a prompt is the root of the next tree.
   num_kept = np.minimum(num_kept, np.minimum(fetch(state.root_position), lengths - 1))
-  longest = decoder.cache_size - decoder.max_new_tokens
+  longest = decoder.cache_size - int(decoder.max_new_tokens)
   num_new = next(size for size in padded_lengths(longest, shortest) if size >= max(1, (lengths - num_kept - 1).max()))
   keys, params, _, lengths = rows
   prompts = np.pad(prompts, ((0, 0), (0, decoder.cache_size - prompts.shape[1]))).astype(np.int32)
@@ -120,7 +120,7 @@ class Session:
   @property
   def longest_prompt(self) -> int:
     """The most tokens of a prompt."""
-    return self.decoder.cache_size - self.decoder.max_new_tokens
+    return self.decoder.cache_size - int(self.decoder.max_new_tokens)
 
   def stream(self, rng_key: jax.Array, prompt: Sequence[int], *, rounds_at_a_time: int = 1) -> Iterator[list[int]]:
     """Continues a prompt, and yields the new tokens as they come.

@@ -91,7 +91,8 @@ class DecodeSharding:
 
   def of_decoder(self, decoder: Any) -> Any:
     """A decoder's shardings in place of its arrays."""
-    return dataclasses.replace(decoder, target=self.of_model(decoder.target), drafter=self.of_drafter(decoder.drafter))
+    places = jax.tree.map(lambda _: replicated(self.mesh), decoder)
+    return dataclasses.replace(places, target=self.of_model(decoder.target), drafter=self.of_drafter(decoder.drafter))
 
   def of_rows(self, tree: Any) -> Any:
     """The shardings of arrays with rows in front; scalars are replicated."""

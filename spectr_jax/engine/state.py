@@ -76,7 +76,11 @@ def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
     ValueError: `num_samples` is not a positive int.
   """
   checks.check_count('num_samples', num_samples)
+  return _fold_samples(keys, num_samples)
 
+
+@functools.partial(jax.jit, static_argnames='num_samples')
+def _fold_samples(keys: jax.Array, num_samples: int) -> jax.Array:
   def of_row(key):
     others = jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, 0), i))(jnp.arange(num_samples))
     return others.at[0].set(key)
@@ -204,7 +208,7 @@ def first_state(
     lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x))), decoder.method.verifier.init_state(tree)
   )
   zeros = jnp.zeros(batch_size, jnp.int32)
-  nothing = jnp.full((batch_size, decoder.max_new_tokens), -1, jnp.int32)
+  nothing = jnp.full((batch_size, decoder.num_slots), -1, jnp.int32)
 
   def to_cache_size(values):
     return jnp.pad(values, [(0, 0), (0, decoder.cache_size - values.shape[1])] + [(0, 0)] * (values.ndim - 2))

@@ -108,6 +108,25 @@ def test_progress_is_plain_lines(grid):
 
 
 @pytest.mark.parametrize(
+  ('options', 'most'),
+  [
+    # Casts, keys, prefills, the first state and the loop; of bfloat16 also the output heads.
+    (['--method=block', '--dtype=bfloat16'], 12),
+    slow(['--method=block'], 10),
+    slow(['--method=autoregressive,block', '--num_samples=2', '--top_p=0.9', '--stop=the'], 16),
+  ],
+)
+def test_a_command_compiles_few_modules(pair, prompt_file, options, most):
+  """One function per stage, and no operation by itself."""
+  arguments = *(f'--{role}={path}' for role, path in pair.items()), f'--prompts={prompt_file}', '--max_new_tokens=9'
+  ran = commands.run('decode.main', *arguments, *options, '--draft_length=2', '--verbosity=0', JAX_LOG_COMPILES='true')
+  compiled = re.findall(r'Finished XLA compilation of jit\(([^)]*)\)', ran.stderr)
+  assert ran.returncode == 0, ran.stderr[-3000:]
+  assert {'_prefill_target', '_prefill_draft', 'run_rounds'} <= {*compiled}
+  assert len(compiled) <= most, compiled
+
+
+@pytest.mark.parametrize(
   'other',
   [
     {'seed': 6, 'batch_size': 2},

@@ -49,9 +49,12 @@ def test_one_compilation_per_shape_and_method(tables, traces, method):
   assert run(jax.random.key(2), PROMPTS[::-1].copy(), np.array([6, 5, 4, 1])) == first
   scaled = dataclasses.replace(tables[0], params=tables[0].params * 0.5)
   assert run(jax.random.key(0), models=(scaled, tables[1])) == first
-  if method in ('autoregressive', 'speculative'):  # another limit is another shape: the counters do count
+  # Limits of new tokens and ids that end rows are data, as long as buffers stay as large.
+  for options in ({'max_new_tokens': NEW + 1}, {'max_new_tokens': 1}, {'eos_id': 3}, {'eos_id': (2, 0, 1)}):
+    assert run(jax.random.key(0), **options) == first
+  if method in ('autoregressive', 'speculative'):  # other buffers are other shapes: the counters do count
     is_drafting = method == 'speculative'
-    again = run(jax.random.key(0), max_new_tokens=NEW + 1 + is_drafting)  # of its own, or the prefill is there already
+    again = run(jax.random.key(0), max_new_tokens=[200, 300][is_drafting])  # of its own: prefills are shared
     assert [a > b for a, b in zip(again, first)] == [True, is_drafting, True, True]
 
 

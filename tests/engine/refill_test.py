@@ -182,7 +182,7 @@ def test_rows_are_refilled_one_by_one(tables):
   state = refill(decoder, state, [1, 3], keys[:2], np.array([[5, 0, 1], [0, 0, 0]]), np.array([3, 1]))
   assert state.result.lengths.tolist() == [2, 0, 2]
   np.testing.assert_array_equal(state.result.tokens[::2], before.tokens[::2])
-  found = decode_rounds(decoder, state).result
+  found = decode_rounds(decoder, state).result.of_size(6)
   expected = generate(keys[:1], *tables, np.array([[5, 0, 1]]), np.array([3]), **options)
   np.testing.assert_array_equal(found.tokens[1], expected.tokens[0])
   expected = generate(keys, *tables, prompts, np.array([2, 2, 1]), **options)
@@ -199,7 +199,7 @@ def test_rows_with_filters_follow_rows_without(tables):
   state = decode_rounds(decoder, state, 2)
   # A row without filters in the place of one with them.
   state = refill(decoder, state, [1, 2], keys, prompts[::-1], lengths, sampling=SamplingParams(0.5))
-  found = decode_rounds(decoder, state).result
+  found = decode_rounds(decoder, state).result.of_size(6)
   expected = generate(keys, *tables, prompts, lengths, **options)
   np.testing.assert_array_equal(found.tokens[0], expected.tokens[0])
   expected = generate(keys, *tables, prompts[::-1], lengths, sampling=SamplingParams(0.5), **options)
