@@ -184,7 +184,8 @@ class HubTokenizer(TokenizerBase):
   @functools.cached_property
   def _marked_backend(self) -> Backend:
     """The same vocabulary and rules, except that special tokens are spelled as their marks."""
-    spec, marks = json.loads(self._backend.to_str()), self._marks
+    name, rewrite = self._backend.name, self._backend.rewrite
+    spec, marks = json.loads(guarded(name, self._backend.tokenizer.to_str)), self._marks
     for token in spec['added_tokens']:
       if token['special'] and token['normalized'] and spec['normalizer'] is not None:
         raise ValueError(
@@ -202,8 +203,7 @@ class HubTokenizer(TokenizerBase):
     if model.get('unk_token') is not None:
       model['unk_token'] = marks.get(model['unk_token'], model['unk_token'])
     spec['post_processor'] = None  # adds special tokens by their names
-    name = self._backend.name
-    return Backend(guarded(name, tokenizers.Tokenizer.from_str, json.dumps(spec)), name)
+    return Backend(guarded(name, tokenizers.Tokenizer.from_str, json.dumps(spec)), name, rewrite)
 
 
 def _num_ids(backend: Backend) -> int:

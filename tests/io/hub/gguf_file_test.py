@@ -736,7 +736,7 @@ def test_truncated_files_are_refused(tmp_path):
       {'extra': [('blk.5.ffn_up.weight', np.zeros((2, 40), np.uint8), Type.Q8_1)]},
       'tensor blk.5.ffn_up.weight: unknown type Q8_1; known are F32, F16, Q4_0,',
     ),
-    ({'metadata': {'tokenizer.ggml.model': 't5'}}, "unknown tokenizer 't5'; known are 'gpt2' and 'llama'"),
+    ({'metadata': {'tokenizer.ggml.model': 't5'}}, "unknown tokenizer 't5'; known are 'gpt2', 'llama' and 'gemma4'"),
     ({'metadata': {'tokenizer.ggml.pre': 'viking'}}, "unknown pre-tokenizer 'viking'; known are default, gpt-2,"),
     ({'metadata': {'tokenizer.ggml.merges': None}}, 'the metadata has no tokenizer.ggml.merges'),
     (

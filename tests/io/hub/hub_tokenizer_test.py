@@ -150,7 +150,7 @@ def test_a_folder_with_few_files(tmp_path, add_bos):
 @pytest.mark.parametrize('bos', [{'bos_token': '<s>'}, {'bos_token': None}, {}])
 @pytest.mark.parametrize('kind', ['none', 'template', 'sequence', 'bytes'])
 def test_the_rules_decide_on_bos(tmp_path, kind, bos, said):
-  """`AutoTokenizer` of Transformers 5.24.0 gives these ids for all 48 folders, of Llama, Mistral, Qwen, Gemma and GPT-2:
+  """`AutoTokenizer` of Transformers 5.24.0 gives these ids for all 48 folders, of Llama, Qwen, Gemma and GPT-2 alike:
   the rules of tokenizer.json decide alone, and a bos that they add need not be named.
   """
   backend, bytes_alone = tiny_hub.backend(add_bos=kind != 'none'), processors.ByteLevel(trim_offsets=False)
