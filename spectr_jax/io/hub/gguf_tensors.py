@@ -156,6 +156,8 @@ class GgufTensors:
         source = _source(name, stored, header, config, architecture)
         if stored.offset < end:
           raise ValueError('begins within another tensor')
+        if hub_name in self._sources:
+          raise ValueError('is there under another name as well')
         end = stored.offset + source.stored.nbytes
         self._sources[hub_name] = source
       except ValueError as error:

@@ -449,6 +449,9 @@ def test_stored_frequencies_are_compared(tmp_path):
     check_model_buffers(file.config, file.tensors, file.path)
 
   check(right)
+  twice = [(f'blk.0.attn_rot_embd{end}', right, Type.F32) for end in ('', '.weight')]
+  with pytest.raises(ValueError, match='attn_rot_embd.*: is there under another name as well'):
+    GgufFile(_write(tmp_path / 'model.gguf', extra=twice))
   with pytest.raises(ValueError, match='model.gguf: tensor model.layers.0.rotary_emb.inv_freq holds other rotary'):
     check(right[::-1].copy())
 
