@@ -19,8 +19,8 @@ _QWEN35_WORDS = (
   r'| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
 _CHINESE = '[一-龥ࠀ-一가-퟿]+'
-# Letters with a case as DeepSeek LLM lists them: without Mathematical Alphanumeric Symbols, Armenian small letters, most of
-# Georgian, parts of Latin Extended-D and E, and scripts that came to Unicode later.
+# Letters with a case as DeepSeek LLM lists them: without Mathematical Alphanumeric Symbols, small Armenian letters,
+# most of Georgian, parts of Latin Extended-D and E, and scripts that came to Unicode later.
 _CASED = (
   r'[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10C6}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2F}\x{A78F}-\x{AB6F}'
   r'\x{10570}-\x{105BF}\x{10D50}-\x{10D8F}\x{16E40}-\x{16EDF}\x{1D400}-\x{1D7FF}\x{1DF00}-\x{1DFFF}]]'
