@@ -11,13 +11,16 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny_hub
 from hub_specs import SPECS
 from safetensors.numpy import save, save_file
 from tiny_hub import random_array, tensors_of
 
 from spectr_jax.io.hub import redundant, tensors
 from spectr_jax.io.hub.families import FAMILIES, read_spec
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.hub.load import load_hub_model
+from spectr_jax.io.hub.save import save_hub_model
 from spectr_jax.io.hub.tensors import SafetensorsFolder
 from spectr_jax.io.load import open_model
 from spectr_jax.models.causal_lm import config_of
@@ -79,6 +82,29 @@ def test_an_equal_head_is_tied_and_one_of_both_is_enough(tmp_path, name):
     assert config_of(model).is_tied
     assert 'unembedding' not in model.params
     np.testing.assert_array_equal(model.params['embedding'], arrays[embedding])
+
+
+def test_the_head_of_a_file_without_prefixes(tmp_path):
+  spec, arrays, embedding, head = _tied('gpt2')
+  arrays = {name.removeprefix('transformer.'): array for name, array in arrays.items()}
+  model, warning = _load(_folder(tmp_path, spec, arrays | {head: arrays['wte.weight'] * 2}))
+  assert 'lm_head.weight and wte.weight hold different numbers' in warning
+  np.testing.assert_array_equal(model.params['unembedding'], 2 * arrays['wte.weight'].T)
+  del arrays['wte.weight']
+  model, warning = _load(_folder(tmp_path, spec, arrays | {head: random_array(32, 16)}))
+  assert (warning, config_of(model).is_tied) == (None, True)
+
+
+def test_a_model_with_a_head_of_its_own_is_written_as_such(tmp_path):
+  spec, arrays, embedding, head = _tied('qwen2')
+  folder = _folder(tmp_path / 'read', spec, arrays | {head: arrays[embedding] * 2})
+  tokenizer = HubTokenizer.from_parts(tiny_hub.backend(), bos_id=7, eos_ids=[2], add_bos=False)
+  with pytest.warns(UserWarning, match='hold different numbers'):
+    model, spec = load_hub_model(folder), open_model(folder).spec
+  save_hub_model(tmp_path / 'written', model, tokenizer, spec, param_dtype='float32')
+  written, warning = _load(tmp_path / 'written')
+  assert warning is None
+  jax.tree.map(np.testing.assert_array_equal, written.params, model.params)
 
 
 def test_numbers_are_compared_as_the_checkpoint_computes_with_them(tmp_path, monkeypatch):
