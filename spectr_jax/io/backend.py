@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 
@@ -35,21 +35,54 @@ def guarded(name: str, function: Callable[..., _T], *args: Any, **kwargs: Any) -
     raise ValueError(f'{name}: the tokenizer fails: {one_line(error)}') from error
 
 
+class Ids(NamedTuple):
+  """The ids of a text."""
+
+  ids: list[int]
+
+
 class Backend:
   """A tokenizer of `tokenizers`. Its methods are called by `guarded`, whatever they are.
 
   Attributes:
     tokenizer: The tokenizer itself.
     name: Where it is from, for messages.
+    rewrite: Changes the ids that the tokenizer gives a text, if it cannot express all of its rules; else None.
   """
 
-  __slots__ = ('tokenizer', 'name')
+  __slots__ = ('tokenizer', 'name', 'rewrite')
 
-  def __init__(self, tokenizer: tokenizers.Tokenizer | Backend, name: str = 'the vocabulary'):
-    """Wraps a tokenizer; one that is wrapped already keeps its name."""
+  def __init__(
+    self,
+    tokenizer: tokenizers.Tokenizer | Backend,
+    name: str = 'the vocabulary',
+    rewrite: Callable[[list[int]], list[int]] | None = None,
+  ):
+    """Wraps a tokenizer; one that is wrapped already keeps its name and its rules."""
     is_wrapped = isinstance(tokenizer, Backend)
     self.tokenizer: tokenizers.Tokenizer = tokenizer.tokenizer if is_wrapped else tokenizer
     self.name: str = tokenizer.name if is_wrapped else name
+    self.rewrite = tokenizer.rewrite if is_wrapped else rewrite
+
+  def encode(self, *args: Any, **kwargs: Any) -> Any:
+    """The encoding of a text; its ids alone where they are rewritten."""
+    found = guarded(self.name, self.tokenizer.encode, *args, **kwargs)
+    return found if self.rewrite is None else Ids(self.rewrite(found.ids))
+
+  def encode_batch_fast(self, *args: Any, **kwargs: Any) -> list[Any]:
+    """The encodings of texts, as `encode` gives them."""
+    found = guarded(self.name, self.tokenizer.encode_batch_fast, *args, **kwargs)
+    return found if self.rewrite is None else [Ids(self.rewrite(each.ids)) for each in found]
+
+  def to_str(self, *args: Any, **kwargs: Any) -> str:
+    """The content of the tokenizer's `tokenizer.json`.
+
+    Raises:
+      ValueError: Such a file cannot express its rules.
+    """
+    if self.rewrite is not None:
+      raise ValueError(f'{self.name}: tokenizer.json has no pieces that are merged and are no tokens')
+    return guarded(self.name, self.tokenizer.to_str, *args, **kwargs)
 
   def __getattr__(self, attribute: str) -> Any:
     if attribute.startswith('_') or attribute in self.__slots__:

@@ -16,6 +16,8 @@ from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.gguf_file import GgufFile
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
 from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config, read_json
+from spectr_jax.io.hub.redundant import settle_head
+from spectr_jax.io.hub.tensors import SafetensorsFolder
 from spectr_jax.io.tokenizer import Tokenizer, TokenizerBase
 from spectr_jax.model import Model
 from spectr_jax.models.int8 import check_weights
@@ -125,7 +127,7 @@ class _HubFolder(ModelFiles):
 
   @property
   def spec(self) -> Mapping[str, Any]:
-    return read_json(self.path)
+    return settle_head(read_json(self.path), SafetensorsFolder(self.path), f'{self.path}/config.json')
 
   @property
   def context_length(self) -> int:

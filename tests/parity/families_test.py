@@ -3,6 +3,7 @@
 pip install -e '.[test,parity]' && python -m pytest -m parity tests/parity
 """
 
+import contextlib
 import copy
 import dataclasses
 
@@ -22,6 +23,7 @@ from spectr_jax.models.causal_lm import causal_lm
 
 torch = pytest.importorskip('torch', reason='needs the extra parity')
 transformers = pytest.importorskip('transformers', reason='needs the extra parity')
+safetensors = pytest.importorskip('safetensors.torch', reason='needs the extra parity')
 pytestmark = [pytest.mark.parity, pytest.mark.usefixtures('highest')]
 
 SIZES = {
@@ -31,6 +33,11 @@ SIZES = {
 _LLAMA3 = {
   'rope_type': 'llama3', 'rope_theta': 10000.0, 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
   'original_max_position_embeddings': 32,
+}  # fmt: skip
+# Of GGUF files that store what each frequency is divided by.
+_DIVISORS = {
+  'rope_type': 'longrope', 'rope_theta': 1e4, 'short_factor': [1.0, 1.5, 2.5, 7.0], 'long_factor': [1.0, 1.5, 2.5, 7.0],
+  'original_max_position_embeddings': 16, 'factor': 4.0,
 }  # fmt: skip
 _GEMMA = {'head_dim': 12, 'query_pre_attn_scalar': 10, 'sliding_window': 5}
 _TWO_ROPES = {
@@ -55,6 +62,7 @@ CASES = {
     'LlamaForCausalLM',
     {'rope_parameters': {'rope_type': 'linear', 'rope_theta': 1e5, 'factor': 4.0}},
   ),
+  'llama_divisors': ('LlamaConfig', 'LlamaForCausalLM', {'rope_parameters': _DIVISORS}),
   'llama_yarn': (
     'LlamaConfig',
     'LlamaForCausalLM',
@@ -203,3 +211,34 @@ def test_some_layers_written_here_are_read_there(case, tmp_path):
   positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
   found = model.apply(tokens, positions, jnp.tril(jnp.ones((12, 12), bool)), model.init_cache_fn(2, 1)).logits
   _assert_near(found, wanted, 'float32')
+
+
+@pytest.mark.parametrize('differs', [True, False])
+@pytest.mark.parametrize('name', ['llama', 'qwen3', 'gemma', 'gemma3', 'gpt_neox', 'gpt2'])
+def test_a_stored_head_beside_a_tied_embedding(name, differs, tmp_path):
+  """The reference keeps a head that differs, and says so."""
+  config_class, model_class, differences = CASES[name]
+  sizes = _GPT2 if differences is None else {**SIZES, **differences}
+  config = getattr(transformers, config_class)(**{k: v for k, v in sizes.items() if v is not None})
+  config.tie_word_embeddings = False
+  torch.manual_seed(0)
+  whole = getattr(transformers, model_class)._from_config(config, attn_implementation='eager')
+  if not differs:
+    whole.get_output_embeddings().weight.data = whole.get_input_embeddings().weight.data.clone()
+  whole.config.tie_word_embeddings = True
+  state = {key: tensor.clone().contiguous() for key, tensor in whole.state_dict().items()}
+  whole.config.architectures = [model_class]
+  whole.config.save_pretrained(tmp_path)
+  safetensors.save_file(state, tmp_path / 'model.safetensors', metadata={'format': 'pt'})
+  reference = getattr(transformers, model_class).from_pretrained(tmp_path, attn_implementation='eager').eval()
+  is_tied = reference.get_output_embeddings().weight is reference.get_input_embeddings().weight
+  assert is_tied != differs
+  with pytest.warns(UserWarning, match='hold different numbers') if differs else contextlib.nullcontext():
+    model = load_hub_model(tmp_path, dtype='float32')
+  assert ('unembedding' in model.params) == differs
+  prompts, _, _ = _texts()
+  expected = _reference_logits(reference, [row[:n] for row, n in zip(prompts.tolist(), LENGTHS)])
+  positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+  causal = jnp.tril(jnp.ones((prompts.shape[1],) * 2, bool))
+  logits = jax.jit(Model.apply)(model, prompts, positions, causal, model.init_cache_fn(3, 24)).logits
+  _assert_near(logits[np.arange(3), LENGTHS - 1], expected, 'float32')

@@ -62,6 +62,11 @@ class Layout:
   prefix: str = ''
 
   @property
+  def blocks(self) -> CausalLMConfig:
+    """The sizes of its decoder blocks."""
+    return self.config.backbone if isinstance(self.config, OnePassConfig) else self.config.block
+
+  @property
   def param_shapes(self) -> dict[str, Any]:
     """The shapes of all parameters."""
     if isinstance(self.config, OnePassConfig):

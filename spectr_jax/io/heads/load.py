@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from spectr_jax.io.heads.formats import READERS, checked_spec
 from spectr_jax.io.heads.layout import Layout, is_transposed, names_and_shapes, target_sizes
 from spectr_jax.io.heads.names import MEDUSA, find_format, head_prefix, is_beside
 from spectr_jax.io.hub.load import read_json
+from spectr_jax.io.hub.redundant import FREQUENCIES, check_buffers
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.io.hub.torch_file import TorchFile
 from spectr_jax.io.load import hub_folder
@@ -29,6 +31,8 @@ from spectr_jax.models.one_pass_config import OnePassConfig
 _DOWNLOADED = ('*.json', '*.safetensors')
 _TORCH_FILES = ('pytorch_model.bin', 'medusa_lm_head.pt')
 _MEDUSA_NAME = r'(?:medusa_head\.)?([0-9]{1,9})\.([0-9]{1,9})\.(.+)'
+_MOST_AT_ONCE = 2**22  # numbers compared together
+_ROUNDING = 0.15  # relative error of weights of four bits, with some room
 _KNOWN = 'EAGLE-1, 2 and 3, P-EAGLE, the speculators format, DFlash 1 and 2, DSpark, Medusa-1 and MTP'
 
 
@@ -72,19 +76,60 @@ def _target_ids(tensors: Tensors, target: Model) -> np.ndarray:
   """The target's tokens that a reduced head guesses, int64 `[Vd]`.
 
   Files have them as distances from the head's own ids (`d2t`), and most as a mark for each token of the target (`t2d`)
-  as well.
+  as well, see `_check_marks`.
   """
   found = _read_whole(tensors, 'd2t')
   ids = found.astype(np.int64) + np.arange(len(found))
   if not ((found >= -len(found)) & (found < target.vocab_size) & (ids >= 0) & (ids < target.vocab_size)).all():
     raise ValueError(f"d2t names tokens that are not among the target's {target.vocab_size}")
-  if 't2d' in tensors.names():
-    if tensors.shape('t2d') != (target.vocab_size,):
-      raise ValueError(f't2d has shape {tensors.shape("t2d")}, and the target has {target.vocab_size} tokens')
-    differing = np.flatnonzero(_read_whole(tensors, 't2d') != np.isin(np.arange(target.vocab_size), ids))
-    if differing.size:
-      raise ValueError(f't2d and d2t contradict each other, first at token {differing[0]}')
   return ids
+
+
+def _check_marks(tensors: Tensors, target: Model, ids: np.ndarray | None) -> None:
+  """Checks the marks of the tokens that a head guesses, all if it has no `d2t`."""
+  if tensors.shape('t2d') != (target.vocab_size,):
+    raise ValueError(f't2d has shape {tensors.shape("t2d")}, and the target has {target.vocab_size} tokens')
+  tokens = np.arange(target.vocab_size)
+  differing = np.flatnonzero(_read_whole(tensors, 't2d') != (True if ids is None else np.isin(tokens, ids)))
+  if differing.size and ids is None:
+    raise ValueError(f't2d leaves out token {differing[0]}, and there is no d2t')
+  if differing.size:
+    raise ValueError(f't2d and d2t contradict each other, first at token {differing[0]}')
+
+
+def _is_head_of(target: Model, ids: np.ndarray | None, tensors: Tensors, name: str) -> bool:
+  """Whether a tensor is the target's output head, or its rows of some tokens, up to the rounding of weights.
+
+  Both are applied to a few random vectors, short ones, for which soft caps change nothing.
+  """
+  assert target.unembed_fn is not None
+  shape, width = tensors.shape(name), target_sizes(target).width
+  probe = np.random.default_rng(0).normal(size=(4, width)).astype(np.float32) / 100
+  found = np.asarray(target.unembed_fn(target.params, probe), np.float32)
+  if ids is not None and shape[:1] != (target.vocab_size,):
+    found = found[:, ids]
+  if shape != (found.shape[1], width):
+    return False
+  num, step = shape[0], max(1, _MOST_AT_ONCE // width)
+  parts = (tensors.read(name, (slice(i, min(i + step, num)), slice(0, width))) for i in range(0, num, step))
+  expected = np.concatenate([probe @ part.astype(np.float32).T for part in parts], axis=1)
+  where = np.isfinite(found)  # a target may have more columns than tokens
+  return bool(np.linalg.norm((found - expected)[where]) <= _ROUNDING * np.linalg.norm(expected[where]))
+
+
+def _check_beside(layout: Layout, tensors: Tensors, target: Model, ids: np.ndarray | None) -> None:
+  """Compares what stands beside a head's own tensors with what it follows from, see `is_beside`."""
+  names = sorted(name for name in tensors.names() if name.startswith(layout.prefix))
+  rope = layout.blocks.rope
+  check_buffers(tensors, [name for name in names if name.endswith(FREQUENCIES)], [] if rope is None else [rope])
+  if 't2d' in names:
+    _check_marks(tensors, target, ids)
+  for name in names:
+    if name.endswith('verifier_lm_head.weight') and target.unembed_fn and not _is_head_of(target, ids, tensors, name):
+      warnings.warn(
+        f"{name} is not the target's output head: this head was trained for another target, and may guess badly",
+        stacklevel=2,
+      )
 
 
 def _load_head(layout: Layout, tensors: Tensors, target: Model) -> Drafter:
@@ -104,6 +149,7 @@ def _load_head(layout: Layout, tensors: Tensors, target: Model) -> Drafter:
     for module in modules:
       inner = inner.setdefault(module, {})
     inner[last] = jnp.asarray((found.T if is_transposed(path) else found).astype(leaf.dtype))
+  _check_beside(layout, tensors, target, ids)
   if not config.has_unembedding:
     params['unembedding'] = output_head_rows(target, ids, layout.param_shapes['unembedding'].dtype)
   if isinstance(config, OnePassConfig):

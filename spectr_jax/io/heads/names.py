@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from spectr_jax.io.hub.redundant import FREQUENCIES
+
 DFLASH, DFLASH2, DSPARK = 'DFlash', 'DFlash 2', 'DSpark'
 MEDUSA, MTP, DEEPSEEK_MTP = 'Medusa', 'MTP', 'MTP, DeepSeek'
 _MTP_NAME = r'model\.layers\.([0-9]{1,5})\.eh_proj\.weight'
@@ -59,8 +61,10 @@ def head_prefix(found: str, names: set[str]) -> str:
 def is_beside(prefix: str, name: str) -> bool:
   """Whether a tensor may stand beside a head's own: it follows from others, or belongs to the target.
 
+  What follows from others is compared with them when the head is loaded.
+
   Args:
     prefix: The beginning of the names that belong to the head.
     name: The tensor's name.
   """
-  return not name.startswith(prefix) or name.endswith(('rotary_emb.inv_freq', 't2d')) or 'verifier_' in name
+  return not name.startswith(prefix) or name.endswith(FREQUENCIES) or name == 't2d' or 'verifier_' in name

@@ -38,6 +38,8 @@ ROPE_FIELDS = {
   'mscale_all_dim': real(0, 1e3),
   'original_max_position_embeddings': LENGTH,
   'truncate': FLAG,
+  'short_factor': list_of(FACTOR, 2**13),
+  'long_factor': list_of(FACTOR, 2**13),
 }
 _ANY_OBJECT = object_of({})
 # Of blocks, those of heads included.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from spectr_jax.io.hub.config_fields import (
   WIDTH,
 )
 from spectr_jax.io.hub.gguf_header import GgufHeader
+from spectr_jax.io.hub.rope import read_rope
 
 # Architectures of llama.cpp, their names on the hub and their `model_type` there.
 _ARCHITECTURES = {
@@ -37,9 +37,9 @@ _ARCHITECTURES = {
 _SCALED_BY_WIDTH = {'gemma2': 46, 'gemma3': 62}
 # Every n-th layer attends to everything, unless the metadata says otherwise.
 _WINDOW_PATTERN = {'gemma2': 2, 'gemma3': 6}
-# Llama 3 scales RoPE like this in all sizes; the files have the factors that follow from it.
+# Llama 3.1 scales RoPE like this in all sizes; the files have the divisors that follow from it.
 _LLAMA3_ROPE = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192}
-_ROPE_FREQS = 'rope_freqs.weight'
+ROPE_FREQS = 'rope_freqs.weight'
 _PLAIN_TYPES = {0: 'float32', 1: 'float16', 30: 'bfloat16'}
 
 
@@ -215,7 +215,7 @@ def _rms_decoder(metadata: _Metadata) -> dict[str, Any]:
     'max_position_embeddings': metadata.size('context_length'),
     'rms_norm_eps': metadata.required('attention.layer_norm_rms_epsilon'),
     'rope_theta': base,
-    'rope_scaling': _rope_scaling(metadata, base, head_dim),
+    'rope_scaling': _rope_scaling(metadata, base, rotary_dim),
     'hidden_act': 'silu',
     'attention_bias': 'blk.0.attn_q.bias' in metadata.header.tensors,
     'mlp_bias': 'blk.0.ffn_up.bias' in metadata.header.tensors,
@@ -253,6 +253,7 @@ def _layer_types(metadata: _Metadata, num_layers: int, window: int | None) -> li
 def _gpt_neox(metadata: _Metadata) -> dict[str, Any]:
   width, num_heads = metadata.size('embedding_length'), metadata.size('attention.head_count')
   head_dim = max(width // num_heads, 1)
+  rotary_dim, base = metadata.size('rope.dimension_count', head_dim), metadata.get('rope.freq_base', 1e4)
   return {
     'hidden_size': width,
     'intermediate_size': metadata.size('feed_forward_length'),
@@ -260,9 +261,9 @@ def _gpt_neox(metadata: _Metadata) -> dict[str, Any]:
     'num_attention_heads': num_heads,
     'max_position_embeddings': metadata.size('context_length'),
     'layer_norm_eps': metadata.required('attention.layer_norm_epsilon'),
-    'rotary_pct': metadata.size('rope.dimension_count', head_dim) / head_dim,
-    'rotary_emb_base': metadata.get('rope.freq_base', 1e4),
-    'rope_scaling': _rope_scaling(metadata, metadata.get('rope.freq_base', 1e4), head_dim),
+    'rotary_pct': rotary_dim / head_dim,
+    'rotary_emb_base': base,
+    'rope_scaling': _rope_scaling(metadata, base, rotary_dim),
     'use_parallel_residual': metadata.get('use_parallel_residual', True),
     'hidden_act': 'gelu',
     'attention_bias': True,
@@ -285,9 +286,34 @@ def _gpt2(metadata: _Metadata) -> dict[str, Any]:
 # RoPE.
 
 
-def _rope_scaling(metadata: _Metadata, base: float, head_dim: int) -> dict[str, Any] | None:
-  if _ROPE_FREQS in metadata.header.tensors:
-    return _llama3_scaling(metadata.header, base, head_dim)
+def _rope_scaling(metadata: _Metadata, base: float, rotary_dim: int) -> dict[str, Any] | None:
+  scaling, length = _scaling(metadata), metadata.size('context_length')
+  if ROPE_FREQS not in metadata.header.tensors:
+    return scaling
+  divisors = _divisors(metadata.header, rotary_dim)
+
+  def rope(scaling):
+    return read_rope({'rope_theta': base, 'max_position_embeddings': length, **scaling}, rotary_dim)
+
+  def frequencies(scaling):
+    return np.array(rope(scaling).frequencies)
+
+  llama3 = {'rope_type': 'llama3', 'factor': float(divisors.max()), **_LLAMA3_ROPE}
+  if scaling is None and np.allclose(divisors, frequencies({}) / frequencies(llama3), rtol=1e-4):
+    return llama3
+  scaling = scaling or {}
+  divisors = (divisors * (frequencies({}) / frequencies(scaling))).tolist()
+  return {
+    'rope_type': 'longrope',
+    'short_factor': divisors,
+    'long_factor': divisors,
+    'attention_factor': rope(scaling).magnitude,
+    'original_max_position_embeddings': length,
+  }
+
+
+def _scaling(metadata: _Metadata) -> dict[str, Any] | None:
+  """The scaling that the metadata asks for."""
   factor = metadata.get('rope.scaling.factor') or metadata.get('rope.scale_linear') or 1.0
   kind = metadata.get('rope.scaling.type', 'linear')
   if kind not in ('none', 'linear', 'yarn'):
@@ -304,22 +330,14 @@ def _rope_scaling(metadata: _Metadata, base: float, head_dim: int) -> dict[str, 
   return scaling
 
 
-def _llama3_scaling(header: GgufHeader, base: float, head_dim: int) -> dict[str, Any]:
-  """The scaling that leads to the factors which a file has for each frequency."""
-  stored = header.tensors[_ROPE_FREQS]
-  end = stored.offset + 4 * head_dim // 2
-  if stored.type_id != 0 or stored.shape != (head_dim // 2,) or end > len(header.data):
-    raise ValueError(f'{header.path}: {_ROPE_FREQS} must be {head_dim // 2} float32 numbers')
-  factors = header.data[stored.offset : end].view('<f4')
-  scaling = {'rope_type': 'llama3', 'factor': float(factors.max()), **_LLAMA3_ROPE}
-  if not np.allclose(factors, _llama3_factors(scaling, base, head_dim), rtol=1e-4):
-    raise ValueError(f"{header.path}: {_ROPE_FREQS} scales RoPE in another way than Llama 3's")
-  return scaling
-
-
-def _llama3_factors(scaling: dict[str, Any], base: float, head_dim: int) -> np.ndarray:
-  wavelengths = 2 * math.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
-  low, high = scaling['low_freq_factor'], scaling['high_freq_factor']
-  rotations = scaling['original_max_position_embeddings'] / wavelengths
-  unscaled = np.clip((rotations - low) / (high - low), 0.0, 1.0)
-  return 1 / ((1 - unscaled) / scaling['factor'] + unscaled)
+def _divisors(header: GgufHeader, rotary_dim: int) -> np.ndarray:
+  """float32 `[rotary_dim / 2]`, what a file divides each frequency by, whatever the scaling."""
+  stored = header.tensors[ROPE_FREQS]
+  end = stored.offset + 4 * rotary_dim // 2
+  if stored.type_id != 0 or stored.shape != (rotary_dim // 2,) or end > len(header.data):
+    raise ValueError(f'{header.path}: {ROPE_FREQS} must be {rotary_dim // 2} float32 numbers')
+  divisors = header.data[stored.offset : end].view('<f4')
+  wrong = [value for value in divisors.tolist() if not FACTOR.is_valid(value)]
+  if wrong:
+    raise ValueError(f'{header.path}: {ROPE_FREQS} must hold {FACTOR.words}, got {wrong[0]}')
+  return divisors

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from spectr_jax.io import foreign
+from spectr_jax.io.hub.gguf_config import ROPE_FREQS
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
 
 _DECODER = {
@@ -83,8 +84,7 @@ _NAMES = {
     },
   ),
 }
-# Frequencies of RoPE, which follow from the configuration.
-_COMPUTED = re.compile(r'rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?', re.ASCII)
+_FREQUENCIES = re.compile(r'blk\.(\d+)\.attn_rot_embd(?:\.weight)?', re.ASCII)
 _MOST_AT_ONCE = 2**22  # numbers dequantized together
 
 
@@ -149,13 +149,15 @@ class GgufTensors:
     self._sources: dict[str, _Source] = {}
     end = 0
     for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].offset):
-      if _COMPUTED.fullmatch(name):
+      if name == ROPE_FREQS and architecture != 'gpt2':  # a part of the configuration, where positions are rotary
         continue
       try:
         hub_name = _hub_name(name, _NAMES[architecture])
         source = _source(name, stored, header, config, architecture)
         if stored.offset < end:
           raise ValueError('begins within another tensor')
+        if hub_name in self._sources:
+          raise ValueError('is there under another name as well')
         end = stored.offset + source.stored.nbytes
         self._sources[hub_name] = source
       except ValueError as error:
@@ -202,6 +204,8 @@ class GgufTensors:
 
 
 def _hub_name(name: str, names: _Names) -> str:
+  if found := _FREQUENCIES.fullmatch(name):
+    return f'{names.layer}.{found[1]}.rotary_emb.inv_freq'
   found = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name, re.ASCII)
   layer, part, kind = found.groups() if found else (None, '', '')
   known = names.once if layer is None else names.in_layer

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
+from typing import TypeAlias
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -14,6 +15,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from spectr_jax.io.backend import Backend, guarded
 from spectr_jax.io.foreign import FLAG, TEXT, Kind, check_object, shown, whole
 from spectr_jax.io.hub.gguf_header import GgufHeader
+from spectr_jax.io.hub.gguf_words import WORDS, Words
+from spectr_jax.io.hub.unused_pieces import UnusedPieces
 from spectr_jax.io.tokenizer_file import MOST_CHARACTERS, MOST_ID, MOST_MERGES, MOST_TOKENS, check_merges
 
 # Types of tokens.
@@ -22,48 +25,9 @@ _MOST_CUTS = 10 * 2**20  # of all tokens into two
 _FILLER = re.compile(r'\[PAD\d+\]')
 _SPACE = '\u2581'
 
-_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3_WORDS = (
-  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
-  r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
-)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Words:
-  """Splits a text into the words that merges stay within.
-
-  Attributes:
-    patterns: Regular expressions, applied one after the other; each match is a word, and so is what is between them.
-    is_nfc: Whether the text is brought to Unicode's form NFC first.
-    takes_whole_words: Whether a word that is a token is taken without merging.
-    adds_bos: Whether a text begins with the beginning of a document, unless the metadata says otherwise.
-  """
-
-  patterns: tuple[str, ...]
-  is_nfc: bool = False
-  takes_whole_words: bool = False
-  adds_bos: bool = False
-
-
-_GPT2 = _Words((_GPT2_WORDS,))
-_SINGLE_DIGITS = _Words((r'\p{N}', _GPT2_WORDS))
-_LLAMA3 = _Words((_LLAMA3_WORDS.replace('DIGITS', '{1,3}'),), takes_whole_words=True, adds_bos=True)
-_QWEN2 = _Words((_LLAMA3_WORDS.replace('DIGITS', ''),), is_nfc=True)
-_WORDS = {
-  # For files from before pre-tokenizers had names; llama.cpp reads them like this.
-  'default': _Words((r'[\p{P}\$\+<=>\^~\|]+', _GPT2_WORDS, r'\p{N}+', '[0-9][0-9][0-9]')),
-  'gpt-2': _GPT2,
-  'olmo': dataclasses.replace(_GPT2, is_nfc=True),  # GPT-NeoX and Pythia
-  'smollm': _SINGLE_DIGITS,
-  'starcoder': _SINGLE_DIGITS,
-  'llama-bpe': _LLAMA3,
-  'llama3': _LLAMA3,
-  'llama-v3': _LLAMA3,
-  'qwen2': _QWEN2,
-  'deepseek-r1-qwen': _QWEN2,
-  'deepseek-coder': _Words(('[\r\n]', r'\s?\p{L}+', r'\s?\p{P}+', '[一-龥ࠀ-一가-퟿]+', r'\p{N}')),
-}
+# The tokenizer, and what then changes the ids of a text, or None.
+_Built: TypeAlias = tuple[tokenizers.Tokenizer, Callable[[list[int]], list[int]] | None]
 
 
 def _list(words: str, most: int, *kinds: type) -> Kind:
@@ -111,7 +75,8 @@ def build_tokenizer(header: GgufHeader) -> Backend:
   """
   build, _ = _kind(header)
   vocab = _Vocabulary.read(header)
-  backend = Backend(guarded(header.path, build, header, vocab), header.path)
+  tokenizer, rewrite = guarded(header.path, build, header, vocab)
+  backend = Backend(tokenizer, header.path, rewrite)
   backend.add_special_tokens(vocab.added(_CONTROL, _UNKNOWN))
   backend.add_tokens(vocab.added(_USER_DEFINED))
   return backend
@@ -130,24 +95,28 @@ def adds_bos(header: GgufHeader) -> bool:
     ValueError: The kind of tokenizer or its pre-tokenizer is unknown.
   """
   _, default = _kind(header)
+  if header.metadata.get('tokenizer.ggml.model') == 'gemma4':  # files that say otherwise are mistaken
+    return default
   return bool(header.metadata.get('tokenizer.ggml.add_bos_token', default))
 
 
-def _kind(header: GgufHeader) -> tuple[Callable[[GgufHeader, _Vocabulary], tokenizers.Tokenizer], bool]:
+def _kind(header: GgufHeader) -> tuple[Callable[[GgufHeader, _Vocabulary], _Built], bool]:
   """The builder for a kind of tokenizer, and whether the kind adds the beginning of a document."""
   model = header.required('tokenizer.ggml.model')
   if model == 'llama':
     return _sentence_piece, True
+  if model == 'gemma4':
+    return _merged_pieces, True
   if model != 'gpt2':
-    raise ValueError(f"{header.path}: unknown tokenizer {shown(model)}; known are 'gpt2' and 'llama'")
+    raise ValueError(f"{header.path}: unknown tokenizer {shown(model)}; known are 'gpt2', 'llama' and 'gemma4'")
   return _byte_level, _words(header).adds_bos
 
 
-def _words(header: GgufHeader) -> _Words:
+def _words(header: GgufHeader) -> Words:
   name = header.metadata.get('tokenizer.ggml.pre', 'default')
-  if name not in _WORDS:
-    raise ValueError(f'{header.path}: unknown pre-tokenizer {shown(name)}; known are {", ".join(_WORDS)}')
-  return _WORDS[name]
+  if name not in WORDS:
+    raise ValueError(f'{header.path}: unknown pre-tokenizer {shown(name)}; known are {", ".join(WORDS)}')
+  return WORDS[name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,13 +158,11 @@ class _Vocabulary:
     ]
 
 
-def _byte_level(header: GgufHeader, vocab: _Vocabulary) -> tokenizers.Tokenizer:
+def _byte_level(header: GgufHeader, vocab: _Vocabulary) -> _Built:
   """Byte-pair encoding of bytes, as of GPT-2."""
   words = _words(header)
-  pairs = (merge.partition(' ') for merge in header.required('tokenizer.ggml.merges'))
-  merges = [(left, right) for left, _, right in pairs]
   ids = vocab.ids(header.path)
-  check_merges(merges, ids, header.path)
+  merges = _stored_merges(header, ids)
   backend = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=words.takes_whole_words))
   if words.is_nfc:
     backend.normalizer = normalizers.NFC()
@@ -203,28 +170,48 @@ def _byte_level(header: GgufHeader, vocab: _Vocabulary) -> tokenizers.Tokenizer:
   to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
   backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
   backend.decoder = decoders.ByteLevel()
-  return backend
+  return backend, None
 
 
-def _sentence_piece(header: GgufHeader, vocab: _Vocabulary) -> tokenizers.Tokenizer:
+def _stored_merges(header: GgufHeader, ids: dict[str, int]) -> list[tuple[str, str]]:
+  pairs = (merge.partition(' ') for merge in header.required('tokenizer.ggml.merges'))
+  merges = [(left, right) for left, _, right in pairs]
+  check_merges(merges, ids, header.path)
+  return merges
+
+
+def _merged_pieces(header: GgufHeader, vocab: _Vocabulary) -> _Built:
+  """Byte-pair encoding of characters by merges, as of Gemma 4; what no token has is encoded as bytes."""
+  merges = _stored_merges(header, vocab.ids(header.path))
+  return _pieces(header, vocab, merges, has_prefix=False), None
+
+
+def _sentence_piece(header: GgufHeader, vocab: _Vocabulary) -> _Built:
   """Byte-pair encoding of characters by the scores of SentencePiece; what no token has is encoded as bytes."""
   if header.metadata.get('tokenizer.ggml.remove_extra_whitespaces', False):
     raise ValueError(f'{header.path}: tokenizers that remove spaces are not known')
   scores = header.required('tokenizer.ggml.scores')
-  unknown = header.metadata.get('tokenizer.ggml.unknown_token_id') or 0
-  if len(scores) < len(vocab.tokens) or unknown >= len(vocab.tokens):
-    raise ValueError(f'{header.path}: {len(vocab.tokens)} tokens, but {len(scores)} scores, and {unknown} is unknown')
+  if len(scores) < len(vocab.tokens):
+    raise ValueError(f'{header.path}: {len(vocab.tokens)} tokens, but {len(scores)} scores')
   if any(map(math.isnan, scores)):
     raise ValueError(f'{header.path}: a score is not a number')
-  model = models.BPE(
-    vocab.ids(header.path),
-    _merges(header.path, vocab, scores),
-    unk_token=vocab.tokens[unknown],
-    fuse_unk=True,
-    byte_fallback=True,
-  )
-  backend = tokenizers.Tokenizer(model)
   has_prefix = header.metadata.get('tokenizer.ggml.add_space_prefix', True)
+  pieces = {token: i for i, token in enumerate(vocab.tokens) if vocab.types[i] in (_NORMAL, _UNUSED)}
+  merges = _merges(header.path, pieces, vocab.tokens, scores)
+  unused = frozenset(i for left, right in merges if vocab.types[i := pieces[left + right]] == _UNUSED)
+  rewrite = UnusedPieces(vocab.tokens, pieces, scores, unused) if unused else None
+  return _pieces(header, vocab, merges, has_prefix), rewrite
+
+
+def _pieces(
+  header: GgufHeader, vocab: _Vocabulary, merges: list[tuple[str, str]], has_prefix: bool
+) -> tokenizers.Tokenizer:
+  """Byte-pair encoding of characters, spaces among them; what no token has is encoded as bytes."""
+  unknown = header.metadata.get('tokenizer.ggml.unknown_token_id') or 0
+  if unknown >= len(vocab.tokens):
+    raise ValueError(f'{header.path}: {len(vocab.tokens)} tokens, and {unknown} is unknown')
+  model = models.BPE(vocab.ids(header.path), merges, unk_token=vocab.tokens[unknown], fuse_unk=True, byte_fallback=True)
+  backend = tokenizers.Tokenizer(model)
   prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
   backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(' ', _SPACE)])
   without_prefix = [decoders.Strip(' ', 1, 0)] if has_prefix else []
@@ -234,20 +221,19 @@ def _sentence_piece(header: GgufHeader, vocab: _Vocabulary) -> tokenizers.Tokeni
   return backend
 
 
-def _merges(path: str, vocab: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-  """All pairs of tokens that join to a token, the highest score of it first.
+def _merges(path: str, pieces: dict[str, int], tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+  """All pairs of pieces that join to a piece, the highest score of it first.
 
   SentencePiece merges the neighbors that join to the token with the highest score, whichever two they are.
   """
-  normal = {token: i for i, (token, kind) in enumerate(zip(vocab.tokens, vocab.types, strict=True)) if kind == _NORMAL}
-  if sum(map(len, normal)) > _MOST_CUTS:
+  if sum(map(len, pieces)) > _MOST_CUTS:
     raise ValueError(f'{path}: all tokens together have more than {_MOST_CUTS:,} characters')
   pairs = []
-  for token, i in normal.items():
+  for token, i in pieces.items():
     for cut in range(1, len(token)):
       left, right = token[:cut], token[cut:]
-      if left in normal and right in normal:
-        pairs.append((-scores[i], i, normal[left], normal[right]))
+      if left in pieces and right in pieces:
+        pairs.append((-scores[i], i, pieces[left], pieces[right]))
     if len(pairs) > MOST_MERGES:
       raise ValueError(f'{path}: more than {MOST_MERGES:,} pairs of tokens join to a token')
-  return [(vocab.tokens[left], vocab.tokens[right]) for *_, left, right in sorted(pairs)]
+  return [(tokens[left], tokens[right]) for *_, left, right in sorted(pairs)]

@@ -163,10 +163,19 @@ class HubTokenizer(TokenizerBase):
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'add_bos_token': self.add_bos, **named}
     if template is not None:
       config |= template.special_tokens | {'chat_template': template.source}
-    (folder / 'tokenizer.json').write_text(self._backend.to_str())
+    (folder / 'tokenizer.json').write_text(self._content())
     (folder / 'tokenizer_config.json').write_text(json.dumps(config, indent=2) + '\n')
     stops = {'bos_token_id': self.bos_id, 'eos_token_id': list(self.eos_ids)}
     (folder / 'generation_config.json').write_text(json.dumps(stops) + '\n')
+
+  def _content(self) -> str:
+    """The content of `tokenizer.json`, whose rules begin a text as prompts do."""
+    content = self._backend.to_str()
+    wanted = self.bos_id if self.add_bos else None
+    if _put_in_front(self._backend) == wanted:
+      return content
+    rule = None if wanted is None else _putting_in_front(self._backend.id_to_token(wanted), wanted)
+    return json.dumps({**json.loads(content), 'post_processor': rule})
 
   @functools.cached_property
   def _marks(self) -> dict[str, str]:
@@ -175,7 +184,8 @@ class HubTokenizer(TokenizerBase):
   @functools.cached_property
   def _marked_backend(self) -> Backend:
     """The same vocabulary and rules, except that special tokens are spelled as their marks."""
-    spec, marks = json.loads(self._backend.to_str()), self._marks
+    name, rewrite = self._backend.name, self._backend.rewrite
+    spec, marks = json.loads(guarded(name, self._backend.tokenizer.to_str)), self._marks
     for token in spec['added_tokens']:
       if token['special'] and token['normalized'] and spec['normalizer'] is not None:
         raise ValueError(
@@ -193,13 +203,30 @@ class HubTokenizer(TokenizerBase):
     if model.get('unk_token') is not None:
       model['unk_token'] = marks.get(model['unk_token'], model['unk_token'])
     spec['post_processor'] = None  # adds special tokens by their names
-    name = self._backend.name
-    return Backend(guarded(name, tokenizers.Tokenizer.from_str, json.dumps(spec)), name)
+    return Backend(guarded(name, tokenizers.Tokenizer.from_str, json.dumps(spec)), name, rewrite)
 
 
 def _num_ids(backend: Backend) -> int:
   """The largest id plus one."""
   return max(backend.get_vocab().values()) + 1
+
+
+def _put_in_front(backend: Backend) -> int | None:
+  """The one token that a tokenizer's rules put in front of a text, None if there is none."""
+  encoding = backend.encode('a')
+  is_added = encoding.special_tokens_mask
+  return encoding.ids[0] if is_added[:1] == [1] and is_added[1:2] != [1] else None
+
+
+def _putting_in_front(token: str, index: int) -> dict[str, Any]:
+  """The rule of `tokenizer.json` that puts a token in front of a text."""
+  first, text = {'SpecialToken': {'id': token, 'type_id': 0}}, {'Sequence': {'id': 'A', 'type_id': 0}}
+  return {
+    'type': 'TemplateProcessing',
+    'single': [first, text],
+    'pair': [first, text, {'Sequence': {'id': 'B', 'type_id': 1}}],
+    'special_tokens': {token: {'id': token, 'ids': [index], 'tokens': [token]}},
+  }
 
 
 _NAMED = ('bos_token', 'eos_token', 'unk_token', 'pad_token', 'sep_token', 'cls_token', 'mask_token')
@@ -278,8 +305,8 @@ def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
   """Reads the tokenizer of a folder as the hub serves it.
 
   Text ends at the tokenizer's `eos_token` and at the ids of `generation_config.json`, or of `config.json` if that says
-  nothing. Prompts begin with bos if `tokenizer_config.json` says so (`add_bos_token`), or if that says nothing and the
-  rules of `tokenizer.json` add it.
+  nothing. Prompts begin with the token that the rules of `tokenizer.json` put in front of a text, whatever
+  `add_bos_token` says: Transformers 5 reads them so.
 
   Args:
     folder: Has `tokenizer.json`, and may have `tokenizer_config.json`, `special_tokens_map.json`,
@@ -312,15 +339,13 @@ def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
   stops = [ids['eos_token']] if 'eos_token' in ids else []
   file = 'generation_config' if 'eos_token_id' in generation else 'config'
   stops += _ids_of(folder / f'{file}.json', read[file], 'eos_token_id', num_ids)
-  add_bos = config.get('add_bos_token')
-  if add_bos is None:
-    add_bos = bos_id is not None and backend.encode('a').ids[:1] == [bos_id]
+  first = _put_in_front(backend)
   try:
     return HubTokenizer.from_parts(
       backend,
-      bos_id=bos_id,
+      bos_id=bos_id if first is None else first,
       eos_ids=stops,
-      add_bos=bool(add_bos),
+      add_bos=first is not None,
       chat_template=source,
       pad_id=ids.get('pad_token'),
       special_tokens={name: token for name, token in named.items() if ids[name] is not None},

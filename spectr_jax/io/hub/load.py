@@ -14,6 +14,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from spectr_jax.io.foreign import named, read_object
 from spectr_jax.io.hub.families import Family, read_spec
+from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
 from spectr_jax.io.hub.sources import Source, output_ranges, source_of, telling_names
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.kernels.dispatch import default_platform, made_for, operation
@@ -80,11 +81,11 @@ def _quantized_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _R
 
 
 def _check_names(sources: Mapping[str, Source], tensors: Tensors, family: Family) -> None:
-  tied = [f'{name}.weight' for name in family.head_names]  # stored beside the embedding although it is the same
+  heads = [f'{name}.weight' for name in family.head_names]  # `settle_head` has compared them
   check_tensors(
     tensors,
     {source.name: source.shape for source in sources.values()},
-    lambda name: name in tied or name.endswith(family.buffers),
+    lambda name: name in heads or name.endswith(family.buffers),
   )
 
 
@@ -136,7 +137,7 @@ def make_model(
   Raises:
     ValueError: The configuration or the type of weights is unknown, or a tensor or the mesh does not fit.
   """
-  family, config = read_spec(spec, where)
+  family, config = read_spec(settle_head(spec, tensors, where), where)
   config = _with_types(config, dtype, weights)
   config = for_platform(config if mesh is None else config.for_mesh(mesh), mesh)
   wide = dataclasses.replace(config, dtype=accumulation_dtype(config.dtype).name)
@@ -153,6 +154,7 @@ def make_model(
     for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_int8)
   }
   _check_names(sources, tensors, family)
+  check_model_buffers(spec, tensors, where)
   if mesh is None:
     places = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
   else:

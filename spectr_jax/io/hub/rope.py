@@ -60,11 +60,25 @@ def _yarn(frequencies, parameters):
   return frequencies * (share_kept + (1 - share_kept) / factor), magnitude
 
 
+def _longrope(frequencies, parameters):
+  """Divides each frequency by a number of its own, the same for short contexts and for long ones."""
+  divisors, length = parameters.get('short_factor'), parameters['original_max_position_embeddings']
+  if divisors is None or divisors != parameters.get('long_factor'):
+    raise ValueError("RoPE scaling 'longrope' is unknown unless short_factor and long_factor are the same")
+  if len(divisors) != len(frequencies):
+    raise ValueError(f'short_factor has {len(divisors)} numbers, and there are {len(frequencies)} frequencies')
+  factor, magnitude = parameters.get('factor', parameters['max_position_embeddings'] / length), 1.0
+  if factor > 1 and length > 1:
+    magnitude = math.sqrt(1 + math.log(factor) / math.log(length))
+  return frequencies / divisors, parameters.get('attention_factor', magnitude)
+
+
 _SCALINGS = {
   'default': lambda frequencies, parameters: (frequencies, 1.0),
   'linear': _linear,
   'llama3': _llama3,
   'yarn': _yarn,
+  'longrope': _longrope,
 }
 
 

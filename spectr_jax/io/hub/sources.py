@@ -35,8 +35,9 @@ def telling_names(family: Family, names: Collection[str]) -> set[str]:
     family: The family of the checkpoint.
     names: The names of all its tensors.
   """
-  heads = {f'{name}.weight' for name in family.head_names} & set(names)
-  return heads | ({family.prefix} if any(name.startswith(family.prefix) for name in names) else set())
+  ends = (*family.head_names, family.modules['embedding'], f'{family.prefix}{family.modules["embedding"]}')
+  found = {f'{name}.weight' for name in ends} & set(names)
+  return found | ({family.prefix} if any(name.startswith(family.prefix) for name in names) else set())
 
 
 def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalLMConfig, names: set[str]) -> Source:
@@ -47,15 +48,18 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
     shape: Its shape.
     family: The family of the checkpoint.
     config: The sizes.
-    names: What `telling_names` gives: the names may lack the family's prefix and have one of its output heads.
+    names: What `telling_names` gives: the names may lack the family's prefix and have one of its output heads. A model
+      whose embedding is the output head may be stored with the head alone.
   """
+  heads = [f'{name}.weight' for name in family.head_names if f'{name}.weight' in names]
   if path == 'unembedding':
-    found = [name for name in family.head_names if f'{name}.weight' in names]
-    return Source(f'{[*found, *family.head_names][0]}.weight', shape[::-1], True, None)
+    return Source([*heads, f'{family.head_names[0]}.weight'][0], shape[::-1], True, None)
   *modules, leaf = path.split('/')
   prefix = family.prefix if any(name.startswith(family.prefix) for name in names) else ''
   if not modules:
-    return Source(f'{prefix}{family.modules[leaf]}.weight', shape, False, None)
+    name = f'{prefix}{family.modules[leaf]}.weight'
+    is_head = leaf == 'embedding' and config.is_tied and heads and name not in names
+    return Source(heads[0] if is_head else name, shape, False, None)
   if modules[0].startswith('layer_'):
     prefix = f'{prefix}{family.blocks}.{modules.pop(0).removeprefix("layer_")}.'
   module = '/'.join(modules)

@@ -16,10 +16,11 @@ from spectr_jax.io import foreign
 
 _DTYPES = {
   'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16,
-  'I64': np.int64, 'I32': np.int32, 'BOOL': np.bool_,
+  'I64': np.int64, 'I32': np.int32, 'U8': np.uint8, 'BOOL': np.bool_,
 }  # fmt: skip
 _MOST_AXES = 8
 _MOST_NUMBERS = 2**48
+_MOST_AT_ONCE = 2**22  # numbers compared together
 _INDEX = 'model.safetensors.index.json'
 
 
@@ -94,37 +95,96 @@ def check_tensors(
       raise ValueError(f'tensor {name} must hold {numbers}, got {tensors.dtype(name)}')
 
 
-class SafetensorsFolder:
-  """The tensors of a folder: of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
+def are_equal(tensors: Tensors, name: str, others: Tensors, other: str, *, dtype: Any = None) -> bool:
+  """Whether two tensors hold the same numbers. Some rows of both are in memory at a time.
 
-  Files are mapped to memory, so that only what is used is read.
+  Args:
+    tensors: Holds the first.
+    name: The first tensor's name.
+    others: Holds the second, and may be `tensors`.
+    other: The second tensor's name.
+    dtype: A type to round numbers to before they are compared, or None.
+  """
+  shape = tensors.shape(name)
+  if others.shape(other) != shape:
+    return False
+  step = max(1, _MOST_AT_ONCE // max(1, math.prod(shape[1:])))
+  for begin in range(0, shape[0] if shape else 1, step):
+    end = min(begin + step, shape[0] if shape else 1)
+    part = (slice(begin, end), *(slice(0, size) for size in shape[1:]))[: len(shape)]
+    first, second = tensors.read(name, part), others.read(other, part)
+    if dtype is not None:
+      first, second = first.astype(dtype, copy=False), second.astype(dtype, copy=False)
+    if not np.array_equal(first, second):
+      return False
+  return True
+
+
+class _SafetensorsFile:
+  """The tensors of one safetensors file, as `Tensors`. It is mapped to memory, so that only what is used is read."""
+
+  def __init__(self, path: epath.Path):
+    self.path = path
+    self._file, self._names = _open(path)
+
+  def names(self) -> set[str]:
+    return self._names
+
+  def shape(self, name: str) -> tuple[int, ...]:
+    return tuple(self._file.get_slice(name).get_shape())
+
+  def dtype(self, name: str) -> np.dtype:
+    found = self._file.get_slice(name).get_dtype()
+    if found not in _DTYPES:
+      raise self._fault(name, f'is of type {found}; known are {", ".join(_DTYPES)}')
+    return np.dtype(_DTYPES[found])
+
+  def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    found = self._file.get_slice(name)
+    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, found.get_shape(), strict=True))
+    if 0 in shape:  # the library has no empty parts
+      return np.empty(shape, self.dtype(name))
+    try:
+      return found[index]
+    except (safetensors.SafetensorError, OSError) as error:
+      raise self._fault(name, f'is not read: {foreign.first_line(error)}') from error
+
+  def _fault(self, name: str, problem: str) -> ValueError:
+    return ValueError(f'{self.path}: tensor {foreign.name_shown(name)} {problem}')
+
+
+class SafetensorsFolder:
+  """The tensors of a folder: of its one file, or of those that `model.safetensors.index.json` names.
+
+  As in Transformers the one file counts where there are both, and so does all that the files of an index hold.
 
   Args:
     folder: The folder.
-    file_name: The file of all tensors where there is no index.
+    file_name: The one file.
 
   Raises:
-    ValueError: A file is missing or damaged.
+    ValueError: A file is missing or damaged, or two of them hold different numbers by the same name.
   """
 
   def __init__(self, folder: epath.PathLike, file_name: str = 'model.safetensors'):
     folder = epath.Path(folder)
-    if (folder / _INDEX).exists():
+    if (folder / file_name).exists():
+      wanted: dict[str, list[str]] = {file_name: []}
+    elif (folder / _INDEX).exists():
       wanted = _read_index(folder / _INDEX)
-    elif (folder / file_name).exists():
-      wanted = {file_name: None}
     else:
       raise ValueError(f'no weights in {folder}: expected {file_name} or {_INDEX}')
-    self._files: dict[str, Any] = {}
-    self._paths: dict[str, epath.Path] = {}
+    self._files: dict[str, _SafetensorsFile] = {}
     for file_name, names in wanted.items():
-      path = folder / file_name
-      file, found = _open(path)
-      absent = sorted(set(names or ()) - found)
+      file = _SafetensorsFile(folder / file_name)
+      absent = sorted(set(names) - file.names())
       if absent:
-        raise ValueError(f'{path} has no tensor {foreign.name_shown(absent[0])}, which {_INDEX} names')
-      self._files |= dict.fromkeys(names or found, file)
-      self._paths |= dict.fromkeys(names or found, path)
+        raise ValueError(f'{file.path} has no tensor {foreign.name_shown(absent[0])}, which {_INDEX} names')
+      for name in sorted(self._files.keys() & file.names()):
+        if not are_equal(self._files[name], name, file, name):
+          shown = foreign.name_shown(name)
+          raise ValueError(f'{self._files[name].path} and {file.path} hold different numbers as tensor {shown}')
+      self._files |= dict.fromkeys(file.names(), file)
 
   def names(self) -> set[str]:
     """The names of all tensors."""
@@ -132,7 +192,7 @@ class SafetensorsFolder:
 
   def shape(self, name: str) -> tuple[int, ...]:
     """The shape of a tensor."""
-    return tuple(self._files[name].get_slice(name).get_shape())
+    return self._files[name].shape(name)
 
   def dtype(self, name: str) -> np.dtype:
     """The type of a tensor.
@@ -140,10 +200,7 @@ class SafetensorsFolder:
     Raises:
       ValueError: It is not known.
     """
-    found = self._files[name].get_slice(name).get_dtype()
-    if found not in _DTYPES:
-      raise self._fault(name, f'is of type {found}; known are {", ".join(_DTYPES)}')
-    return np.dtype(_DTYPES[found])
+    return self._files[name].dtype(name)
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
     """A part of a tensor.
@@ -155,22 +212,12 @@ class SafetensorsFolder:
     Raises:
       ValueError: The part cannot be read.
     """
-    found = self._files[name].get_slice(name)
-    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, found.get_shape(), strict=True))
-    if 0 in shape:  # the library has no empty parts
-      return np.empty(shape, self.dtype(name))
-    try:
-      return found[index]
-    except (safetensors.SafetensorError, OSError) as error:
-      raise self._fault(name, f'is not read: {foreign.first_line(error)}') from error
-
-  def _fault(self, name: str, problem: str) -> ValueError:
-    return ValueError(f'{self._paths[name]}: tensor {foreign.name_shown(name)} {problem}')
+    return self._files[name].read(name, index)
 
 
 def _read_index(path: epath.Path) -> dict[str, list[str]]:
   """The names of tensors by file."""
-  content = foreign.parse_json(foreign.read_text(path, foreign.LARGE), str(path))
+  content = foreign.parse_json(foreign.read_text(path, foreign.LARGE), str(path), is_read_again=True)
   if type(content) is not dict or content.get('weight_map') is None:
     raise ValueError(f'{path} is damaged or not an index of tensors: it has no weight_map')
   foreign.check_object(content, {'weight_map': foreign.map_of(foreign.TEXT)}, str(path))

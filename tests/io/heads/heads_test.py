@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -266,6 +267,14 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
     ('deepseek mtp', {'model.layers.7.eh_proj.weight': np.ones(1)}, {}, 'has 2 MTP layers; one is read'),
     ('eagle3', {'t2d': ~np.isin(np.arange(V), IDS)}, {}, 't2d and d2t contradict each other, first at token 0'),
     ('eagle3', {'t2d': np.ones(V + 1, bool)}, {}, r't2d has shape \(24,\), and the target has 23 tokens'),
+    ('speculators peagle', {'other.t2d': np.ones(V, bool)}, {}, '1 tensors too many, the first of them other.t2d'),
+    ('dflash', {'t2d': np.arange(V) != 4}, {}, 't2d leaves out token 4, and there is no d2t'),
+    (
+      'eagle',
+      {'layers.0.self_attn.rotary_emb.inv_freq': np.float32([1.0, 0.5])},
+      {},
+      'inv_freq holds other rotary frequencies than those of the configuration',
+    ),
     ('eagle3', {'d2t': np.full(VD, 2**63 - 1)}, {}, "d2t names tokens that are not among the target's 23"),
     ('eagle3', {}, {'eagle_config': {'use_aux_hidden_state': False}}, 'use_aux_hidden_state False is not supported'),
     ('eagle3', {}, {'use_aux_hidden_state': False}, 'use_aux_hidden_state False is not supported'),
@@ -334,6 +343,21 @@ def test_heads_that_do_not_fit(tmp_path, target, name, changes, spec, message):
     load_drafter(write_head(tmp_path, name, changes, spec), target)
   assert str(error.value).isprintable()
   assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(('name', 'rows'), [('speculators', V), ('speculators', IDS), ('speculators dflash', IDS)])
+def test_a_copy_of_the_targets_output_head_is_compared(tmp_path, target, name, rows):
+  head = np.asarray(target.params['embedding'])[np.arange(V) if rows is V else rows]
+  changes = {'layers.0.self_attn.rotary_emb.inv_freq': 500.0 ** (-np.arange(0, 4, 2, dtype=np.float32) / 4)}
+  changes = changes if name == 'speculators' else {}
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    for copy in (head, head.astype(ml_dtypes.bfloat16), head * 1.05):  # as rounded weights differ
+      load_drafter(write_head(tmp_path, name, changes | {'verifier_lm_head.weight': copy.astype(np.float32)}), target)
+  for other in (head[::-1], head[:, :-1]):
+    copy = {'verifier_lm_head.weight': np.ascontiguousarray(other)}
+    with pytest.warns(UserWarning, match="verifier_lm_head.weight is not the target's output head: this"):
+      load_drafter(write_head(tmp_path, name, changes | copy), target)
 
 
 def test_folders_without_a_head(tmp_path, target):

@@ -14,8 +14,10 @@ import tokenizers
 from gguf import GGMLQuantizationType as Type
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.gguf_file import GgufFile
 from spectr_jax.io.hub.gguf_header import read_header
+from spectr_jax.io.hub.redundant import check_model_buffers
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, VOCAB, CONTEXT = 64, 4, 2, 16, 96, 2, 40, 128
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -387,10 +389,80 @@ def test_the_rope_scaling_of_llama_3_is_recovered_from_its_factors(tmp_path):
     'high_freq_factor': 4.0,
     'original_max_position_embeddings': 8192,
   }
-  with pytest.raises(ValueError, match="scales RoPE in another way than Llama 3's"):
-    write([1.0] * 31 + [factor])
   with pytest.raises(ValueError, match=r'rope_freqs\.weight must be 32 float32 numbers'):
     write(factors[:-1])
+
+
+@pytest.mark.parametrize(
+  ('metadata', 'factor', 'magnitude'),
+  [
+    ({}, 1.0, 1.0),
+    ({'rope.scaling.type': 'linear', 'rope.scaling.factor': 4.0}, 4.0, 1.0),
+    (
+      {'rope.scaling.type': 'yarn', 'rope.scaling.factor': 4.0, 'rope.scaling.original_context_length': 32},
+      None,
+      0.1 * math.log(4) + 1,
+    ),
+  ],
+)
+def test_stored_divisors_of_frequencies_are_used(metadata, factor, magnitude, tmp_path):
+  """As llama.cpp's `ggml_rope_ext` computes angles (llama-cpp-python 0.3.36): position times frequency, divided by the
+  stored number, then scaled.
+  """
+  divisors = np.random.default_rng(0).uniform(0.5, 9, HEAD_DIM // 2).astype(np.float32)
+  extra = [('rope_freqs.weight', divisors, Type.F32)]
+  metadata = {f'llama.{key}': value for key, value in metadata.items()}
+  file = GgufFile(_write(tmp_path / 'model.gguf', metadata=metadata, extra=extra))
+  plain = 5e5 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+  if factor is None:
+    scaled = GgufFile(_write(tmp_path / 'scaled.gguf', metadata=metadata)).config
+    factor = plain / np.array(read_spec(scaled)[1].rope.frequencies)
+    assert factor.min() < factor.max() == 4
+  rope = read_spec(file.config)[1].rope
+  np.testing.assert_allclose(rope.frequencies, plain / divisors / factor, rtol=1e-6)
+  assert rope.magnitude == pytest.approx(magnitude)
+  assert read_spec(file.config)[1].context_length == CONTEXT
+
+
+@pytest.mark.parametrize('wrong', [0.0, -1.0, math.nan, math.inf])
+def test_divisors_that_divide_nothing_are_refused(wrong, tmp_path):
+  divisors = np.array([1.0] * 7 + [wrong], np.float32)
+  path = _write(tmp_path / 'model.gguf', extra=[('rope_freqs.weight', divisors, Type.F32)])
+  with pytest.raises(ValueError, match=r'rope_freqs\.weight must hold a finite number of at least 1e-06'):
+    GgufFile(path)
+
+
+def test_divisors_of_gpt_neox_are_those_of_the_entries_that_turn(tmp_path):
+  extra = [('rope_freqs.weight', np.array([2.0, 3.0], np.float32), Type.F32)]
+  rope = read_spec(GgufFile(_write(tmp_path / 'model.gguf', 'gptneox', extra=extra)).config)[1].rope
+  np.testing.assert_allclose(rope.frequencies, [1 / 2, 1e-2 / 3])
+  with pytest.raises(ValueError, match='tensor rope_freqs.weight: unknown for this architecture'):
+    GgufFile(_write(tmp_path / 'gpt2.gguf', 'gpt2', extra=extra))
+
+
+def test_stored_frequencies_are_compared(tmp_path):
+  """Old files hold what a model of the hub held as `inv_freq`."""
+  right = (5e5 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32)
+
+  def check(values):
+    file = GgufFile(_write(tmp_path / 'model.gguf', extra=[('blk.0.attn_rot_embd', values, Type.F32)]))
+    check_model_buffers(file.config, file.tensors, file.path)
+
+  check(right)
+  twice = [(f'blk.0.attn_rot_embd{end}', right, Type.F32) for end in ('', '.weight')]
+  with pytest.raises(ValueError, match='attn_rot_embd.*: is there under another name as well'):
+    GgufFile(_write(tmp_path / 'model.gguf', extra=twice))
+  with pytest.raises(ValueError, match='model.gguf: tensor model.layers.0.rotary_emb.inv_freq holds other rotary'):
+    check(right[::-1].copy())
+
+
+def test_a_stored_head_is_used(tmp_path):
+  """A tied model's file may have a head all the same."""
+  head = np.random.default_rng(5).normal(size=(VOCAB, WIDTH)).astype(np.float32)
+  path = _write(tmp_path / 'model.gguf', 'qwen2', extra=[('output.weight', head, Type.F32)])
+  file = GgufFile(path)
+  assert not file.config['tie_word_embeddings']
+  np.testing.assert_array_equal(_whole(file.tensors, 'lm_head.weight'), head)
 
 
 def test_mistrals_window_and_per_layer_lists(tmp_path):
@@ -667,7 +739,7 @@ def test_truncated_files_are_refused(tmp_path):
       {'extra': [('blk.5.ffn_up.weight', np.zeros((2, 40), np.uint8), Type.Q8_1)]},
       'tensor blk.5.ffn_up.weight: unknown type Q8_1; known are F32, F16, Q4_0,',
     ),
-    ({'metadata': {'tokenizer.ggml.model': 't5'}}, "unknown tokenizer 't5'; known are 'gpt2' and 'llama'"),
+    ({'metadata': {'tokenizer.ggml.model': 't5'}}, "unknown tokenizer 't5'; known are 'gpt2', 'llama' and 'gemma4'"),
     ({'metadata': {'tokenizer.ggml.pre': 'viking'}}, "unknown pre-tokenizer 'viking'; known are default, gpt-2,"),
     ({'metadata': {'tokenizer.ggml.merges': None}}, 'the metadata has no tokenizer.ggml.merges'),
     (

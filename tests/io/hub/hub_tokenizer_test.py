@@ -5,6 +5,7 @@ import json
 import pytest
 import tiny_hub
 import tokenizers
+from tokenizers import processors
 
 from spectr_jax import Tokenizer
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
@@ -118,6 +119,7 @@ def test_a_pair_must_agree_on_the_ids_that_it_shares(tokenizer):
 def test_a_folder_with_all_files(tmp_path):
   folder = tiny_hub.write(
     tmp_path / 'model',
+    tiny_hub.backend(add_bos=True),
     tokenizer_config={
       'bos_token': {'content': '<s>', 'lstrip': False}, 'eos_token': '<|im_end|>', 'pad_token': '<pad>',
       'add_bos_token': True, 'chat_template': 'of the config',
@@ -142,6 +144,39 @@ def test_a_folder_with_few_files(tmp_path, add_bos):
   tokenizer = load_hub_tokenizer(folder)
   assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.add_bos, tokenizer.chat_template) == (7, (41,), add_bos, None)
   assert tokenizer.decode(tokenizer.encode('the owl and the owl')) == 'the owl and the owl'
+
+
+@pytest.mark.parametrize('said', [{}, {'add_bos_token': True}, {'add_bos_token': False}, {'add_bos_token': None}])
+@pytest.mark.parametrize('bos', [{'bos_token': '<s>'}, {'bos_token': None}, {}])
+@pytest.mark.parametrize('kind', ['none', 'template', 'sequence', 'bytes'])
+def test_the_rules_decide_on_bos(tmp_path, kind, bos, said):
+  """`AutoTokenizer` of Transformers 5.24.0 gives these ids for all 48 folders, of Llama, Qwen, Gemma and GPT-2 alike:
+  the rules of tokenizer.json decide alone, and a bos that they add need not be named.
+  """
+  backend, bytes_alone = tiny_hub.backend(add_bos=kind != 'none'), processors.ByteLevel(trim_offsets=False)
+  if kind == 'sequence':
+    backend.post_processor = processors.Sequence([bytes_alone, backend.post_processor])
+  if kind == 'bytes':
+    backend.post_processor = bytes_alone
+  has_bos = kind in ('template', 'sequence')
+  tokenizer = load_hub_tokenizer(tiny_hub.write(tmp_path / 'model', backend, tokenizer_config=bos | said))
+  owl = tiny_hub.backend().encode('owl').ids
+  assert tokenizer.encode_prompt('owl') == [7] * has_bos + owl
+  assert (tokenizer.add_bos, tokenizer.encode('owl')) == (has_bos, owl)
+  # What is written has rules that say so.
+  written = tmp_path / 'written'
+  written.mkdir()
+  tokenizer.save(written)
+  assert tokenizers.Tokenizer.from_file(str(written / 'tokenizer.json')).encode('owl').ids == [7] * has_bos + owl
+
+
+@pytest.mark.parametrize('add_bos', [True, False])
+@pytest.mark.parametrize('has_rule', [True, False])
+def test_what_is_written_begins_prompts_as_before(tmp_path, has_rule, add_bos):
+  _make(tiny_hub.backend(add_bos=has_rule), add_bos=add_bos).save(tmp_path)
+  found = tokenizers.Tokenizer.from_file(str(tmp_path / 'tokenizer.json'))
+  assert found.encode('owl').ids[:1] == ([7] if add_bos else tiny_hub.backend().encode('owl').ids[:1])
+  assert load_hub_tokenizer(tmp_path).add_bos == add_bos
 
 
 def test_no_bos(tmp_path):
@@ -193,7 +228,7 @@ def test_template_of_the_config(tmp_path, found, is_there):
     ),
     ('tokenizer_config.json', '{"eos_token": 3}', 'tokenizer_config.json: eos_token must be a text .*, got 3'),
     ('tokenizer_config.json', '{"eos_token": "<none>"}', "the eos_token '<none>' is not a token of tokenizer.json"),
-    ('tokenizer_config.json', '{"add_bos_token": true}', 'prompts are to begin with a bos token'),
+    ('tokenizer_config.json', '{"add_bos_token": 1}', 'add_bos_token must be true or false, got 1'),
     (
       'generation_config.json',
       '{"eos_token_id": ["x"]}',
