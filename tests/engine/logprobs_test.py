@@ -48,7 +48,7 @@ def test_grow_with_the_rounds_and_change_nothing_else(tables):
     state = spectr_jax.decode_rounds(decoder, state, 1)
     # The target excludes some tokens, and none of them is emitted.
     np.testing.assert_array_equal(np.isfinite(state.result.logprobs), np.asarray(state.result.tokens) >= 0)
-  assert_same(plain, dataclasses.replace(state.result, logprobs=None))
+  assert_same(plain, dataclasses.replace(state.result.of_size(NEW), logprobs=None))
 
 
 @pytest.mark.slow

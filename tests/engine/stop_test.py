@@ -9,7 +9,7 @@ import pytest
 
 import spectr_jax
 from spectr_jax import Request, Stop, StopStrings, finish_reason, generate_many, refill
-from tests.engine.runs import KINDS, LENGTHS, PROMPTS, assert_same, begin, generate, make_keys
+from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, assert_same, begin, generate, make_keys
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -145,13 +145,13 @@ def test_finished_rows_stay_as_they_are(tables):
   state = spectr_jax.finish(decoder, state, [1, 3])
   assert state.is_done.tolist() == [False, True, False, True]
   state = spectr_jax.decode_rounds(decoder, state)
-  np.testing.assert_array_equal(state.result.tokens[::2], whole.tokens[::2])
+  np.testing.assert_array_equal(state.result.of_size(NEW).tokens[::2], whole.tokens[::2])
   np.testing.assert_array_equal(state.result.tokens[1::2], before.tokens[1::2])
   np.testing.assert_array_equal(state.result.lengths[1::2], before.lengths[1::2])
   # Such a row is free for another prompt.
   keys, prompt = make_keys(3)[:1], PROMPTS[:1]
   state = spectr_jax.decode_rounds(decoder, refill(decoder, state, [3], keys, prompt, LENGTHS[:1]))
-  np.testing.assert_array_equal(state.result.tokens[3], whole.tokens[0])
+  np.testing.assert_array_equal(state.result.of_size(NEW).tokens[3], whole.tokens[0])
   for rows in ([-1], [4]):
     with pytest.raises(ValueError, match='rows must be from 0 to 3'):
       spectr_jax.finish(decoder, state, rows)

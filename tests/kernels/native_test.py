@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import native, processor, products
-from spectr_jax.models import transformer
+from spectr_jax.models import decoding_form, transformer
 from spectr_jax.models.decoding_form import PackedKernel, kernels_for_decoding, params_for_decoding
 from spectr_jax.models.int8 import Int8Kernel, quantize, quantized
 from spectr_jax.models.layers import unembed
@@ -24,6 +24,7 @@ needs_native = pytest.mark.skipif(native.form() is None, reason=f'no products in
 def all_kernels_are_large(monkeypatch):
   """On a processor without units for bfloat16 products."""
   monkeypatch.setattr(products, 'LARGE', 1)
+  monkeypatch.setattr(decoding_form, '_LEAST_PACKED', 1)
   monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: False)
 
 
@@ -104,6 +105,16 @@ def test_large_kernels_are_packed_once(dtype):
   assert kernels_for_decoding(fast) is fast
   rows = jax.random.normal(jax.random.key(0), (2, 3, 48), dtype)
   np.testing.assert_allclose(matmul(rows, fast['a']['kernel']), matmul(rows, kernel), rtol=1e-4, atol=1e-4)
+
+
+@needs_native
+@pytest.mark.parametrize(('dtype', 'is_packed'), [('float32', False), ('bfloat16', True)])
+def test_small_kernels_of_16_bits_are_packed(monkeypatch, dtype, is_packed):
+  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: False)
+  kernels = {'small': {'kernel': jnp.ones((96, 96), dtype)}, 'tiny': {'kernel': jnp.ones((64, 64), dtype)}}
+  fast = kernels_for_decoding(kernels)
+  assert isinstance(fast['small']['kernel'], PackedKernel) == is_packed
+  assert not isinstance(fast['tiny']['kernel'], PackedKernel)
 
 
 @needs_native
