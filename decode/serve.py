@@ -2,15 +2,13 @@
 
 It answers `/v1/completions`, `/v1/chat/completions` (streamed or not), `/v1/models`, `/health` and `/metrics`. Requests
 of any sampling parameters share a batch; a seed gives the same text whatever runs beside it, up to rounding. It is one
-process with one model. SIGTERM and Ctrl-C end it after the answers that have begun.
+process with one model. SIGTERM and Ctrl-C end it after the answers that have begun, a second one at once.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
-import signal
-import socket
 import sys
 
 from absl import flags
@@ -23,6 +21,8 @@ from decode.experiment.settings import only_setting
 from decode.experiment.workload import load_models
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.decoder import Decoder
+from spectr_jax.io.foreign import first_line
+from spectr_jax.unicode import check_unicode
 
 # Fields of `DecodeOptions` that mean nothing here.
 _UNUSED = (
@@ -100,20 +100,23 @@ def read_key(given: str | None, path: str | None) -> str | None:
   return given
 
 
-def listen(host: str, port: int) -> socket.socket:
-  """A socket that listens, before models are loaded.
+def read_hosts(names: list[str]) -> frozenset[str] | None:
+  """The names by which the server may be asked, besides those of this machine for itself; None for any.
 
   Args:
-    host: The address.
-    port: The port; 0 for a free one.
+    names: The values of `--allowed_hosts`.
 
   Raises:
-    ValueError: Somebody listens there already, or there is no such address.
+    ValueError: One is no name of a host.
   """
-  try:
-    return socket.create_server((host, port))
-  except OSError as error:
-    raise ValueError(f'cannot listen on {host}:{port}: {os.strerror(error.errno) if error.errno else error}') from error
+  from decode.serving.gate import host_of
+
+  if names == ['*']:
+    return None
+  for name in names:
+    if name == '*' or host_of(f'[{name}]' if ':' in name else name) != name.lower():
+      raise ValueError(f'allowed_hosts must be names without ports, such as box.lan, or * alone; got {name!r}')
+  return frozenset(name.lower() for name in names)
 
 
 if __name__ == '__main__':
@@ -127,38 +130,46 @@ if __name__ == '__main__':
   _KEY_FILE = flags.DEFINE_string('api_key_file', None, 'File that holds the key.')
   _LONGEST = flags.DEFINE_integer('longest_prompt', 1024, 'The most tokens of a prompt.', lower_bound=1)
   _WAITING = flags.DEFINE_integer('most_waiting', 512, 'Continuations that may wait for a row.', lower_bound=1)
-  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING)
+  _ALLOWED = flags.DEFINE_list(
+    'allowed_hosts',
+    None,
+    'Names that requests may give as their Host, and whose pages may send some; * for all. Default: those of this'
+    ' machine for itself, and any Host where --host lets others reach it.',
+  )
+  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED)
   flags.FLAGS.set_default('max_new_tokens', 256)
   flags.FLAGS.set_default('batch_size', 8)
 
   def main(argv):
-    import uvicorn
-
     from decode.serving.answer import Served
     from decode.serving.app import make_app
+    from decode.serving.gate import is_loopback
+    from decode.serving.server import Server, address_of, listen
 
     del argv
     if flags.FLAGS['method'].using_default_value:
       flags.FLAGS.set_default('method', ['race_traversal'])
     options, key = read_options(), read_key(_KEY.value, _KEY_FILE.value)
+    name = _NAME.value or os.path.basename(options.target.rstrip('/')) or options.target
+    check_unicode(name, 'served_name')
+    hosts = None if _ALLOWED.value is None else read_hosts(_ALLOWED.value)
     sock = listen(_HOST.value, _PORT.value)
+    if _ALLOWED.value is None and is_loopback(sock.getsockname()[0]):
+      hosts = frozenset([_HOST.value.lower()])
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'most_waiting': _WAITING.value}
       worker, tokenizer = start_worker(options, **sizes, notify=notify)
-    name = _NAME.value or os.path.basename(options.target.rstrip('/')) or options.target
-    app = make_app(Served(worker, tokenizer, name, options.max_new_tokens, key))
-    server = uvicorn.Server(uvicorn.Config(app, log_level='warning', access_log=False))
-    host, port = sock.getsockname()[:2]
-    print(f'serving {printable(name)} at http://{host}:{port}/v1, {options.batch_size} rows', flush=True)
-    # The server ends by them in order, and then raises them again.
-    for number in (signal.SIGINT, signal.SIGTERM):
-      signal.signal(number, lambda *_: None)
+    served = Served(worker, tokenizer, name, options.max_new_tokens, key, hosts)
+    _ = served.most_characters  # reads the vocabulary
+    server = Server(make_app(served), worker)
+    print(f'serving {printable(name)} at http://{address_of(sock)}/v1, {options.batch_size} rows', flush=True)
     try:
       server.run(sockets=[sock])
     finally:
       worker.stop()
     if worker.fault is not None:
-      raise worker.fault
+      fault = f'{type(worker.fault).__name__}: {first_line(worker.fault)}'
+      raise ValueError(f'the thread that decodes has ended: {fault}') from worker.fault
     print('ended', file=sys.stderr)
 
   command_line.run(

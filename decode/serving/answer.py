@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
+import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -12,12 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from decode.serving.protocol import DEFAULT_TOKENS, Asked, RefusedError
+from decode.serving.protocol import DEFAULT_TOKENS, MOST_SAMPLES, Asked, RefusedError
 from decode.serving.worker import Job, Piece, Worker
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.state import sample_keys
 from spectr_jax.engine.stop import StopStrings
 from spectr_jax.io.tokenizer import TokenizerBase
+
+_READERS = 2  # requests that are read, or responses that are written, at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +34,9 @@ class Served:
     name: The model's name.
     max_new_tokens: The most new tokens of a continuation.
     api_key: What clients must send, or None.
+    hosts: Names that requests may be sent to, and whose pages may send some, besides those of this machine for itself;
+      None for any that a page itself is of.
+    threads: Where requests are read and responses are written, which takes time that the event loop does not have.
   """
 
   worker: Worker
@@ -37,6 +44,16 @@ class Served:
   name: str
   max_new_tokens: int
   api_key: str | None = None
+  hosts: frozenset[str] | None = None
+  threads: concurrent.futures.Executor = dataclasses.field(
+    default_factory=lambda: concurrent.futures.ThreadPoolExecutor(_READERS, 'reading')
+  )
+
+  @functools.cached_property
+  def most_characters(self) -> int:
+    """Characters of a prompt beyond which it is refused unread: those of as many of the longest token as may be."""
+    tokens = (self.tokenizer.token(index) for index in range(self.tokenizer.vocab_size))
+    return self.worker.longest_prompt * max(len(token) for token in tokens if token is not None)
 
 
 @dataclasses.dataclass
@@ -70,32 +87,54 @@ class Answer:
     self.served, self.asked = served, asked
     self.id = f'{"chatcmpl" if asked.is_chat else "cmpl"}-{secrets.token_hex(12)}'
     self.created = int(time.time())
+    self._num_received, self._has_failed = 0, False
     self.choices = self._choices()
 
   def _choices(self) -> list[Choice]:
-    asked, tokenizer = self.asked, self.served.tokenizer
-    field = 'messages' if asked.is_chat else 'prompt'
-    try:
-      if asked.is_chat:
-        prompts = [tokenizer.encode_chat(messages) for messages in asked.prompts]
-      else:
-        prompts = [tokenizer.encode_prompt(each) if isinstance(each, str) else each for each in asked.prompts]
-    except ValueError as error:
-      raise RefusedError(str(error), field) from error
-    most, vocab_size = self.served.worker.longest_prompt, self.served.worker.vocab_size
-    for prompt in prompts:
-      if not 1 <= len(prompt) <= most:
-        raise RefusedError(f'{field} has {len(prompt)} tokens, allowed are 1 to {most}', field)
-      if max(prompt) >= vocab_size:
-        raise RefusedError(f'{field} has the id {max(prompt)}, the vocabulary is 0 to {vocab_size - 1}', field)
-    if len(prompts) * asked.num_samples > self.served.worker.most_waiting:
-      number = len(prompts) * asked.num_samples
-      raise RefusedError(f'{number} continuations are more than {self.served.worker.most_waiting} that may wait', 'n')
+    asked = self.asked
+    self._check_sizes()
+    prompts = [self._encoded(prompt) for prompt in asked.prompts]
     return [
       Choice(place * asked.num_samples + sample, prompt)
       for place, prompt in enumerate(prompts)
       for sample in range(asked.num_samples)
     ]
+
+  def _check_sizes(self) -> None:
+    """Refuses what is too large before any of it is encoded."""
+    _ = self.max_tokens
+    asked, worker, most = self.asked, self.served.worker, self.served.most_characters
+    number = len(asked.prompts) * asked.num_samples
+    if number > worker.most_waiting:
+      raise RefusedError(f'{number} continuations are more than {worker.most_waiting} that may wait', 'n')
+    for prompt in asked.prompts:
+      if asked.is_chat:
+        size = sum(len(text) for message in prompt for text in message.values())
+      else:
+        size = len(prompt) if isinstance(prompt, str) else 0
+      if size > most:
+        raise RefusedError(
+          f'{self._field} has {size:,} characters: they are more than {worker.longest_prompt} tokens', self._field
+        )
+
+  @property
+  def _field(self) -> str:
+    return 'messages' if self.asked.is_chat else 'prompt'
+
+  def _encoded(self, prompt: Any) -> Sequence[int]:
+    tokenizer, worker, field = self.served.tokenizer, self.served.worker, self._field
+    try:
+      if self.asked.is_chat:
+        ids = tokenizer.encode_chat(prompt)
+      else:
+        ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+    except ValueError as error:
+      raise RefusedError(str(error), field) from error
+    if not 1 <= len(ids) <= worker.longest_prompt:
+      raise RefusedError(f'{field} has {len(ids)} tokens, allowed are 1 to {worker.longest_prompt}', field)
+    if max(ids) >= worker.vocab_size:
+      raise RefusedError(f'{field} has the id {max(ids)}, the vocabulary is 0 to {worker.vocab_size - 1}', field)
+    return ids
 
   @property
   def max_tokens(self) -> int:
@@ -106,14 +145,17 @@ class Answer:
       return most if self.asked.is_chat else min(DEFAULT_TOKENS, most)
     return self.asked.max_tokens
 
-  def submit(self) -> None:
+  def submit(self, loop: asyncio.AbstractEventLoop) -> None:
     """Hands all continuations to the worker.
+
+    Args:
+      loop: Where their pieces are waited for.
 
     Raises:
       FullError: Too many wait.
-      RefusedError: The limit is above what is served.
+      EndedError: The worker decodes no more.
     """
-    asked, loop = self.asked, asyncio.get_running_loop()
+    asked = self.asked
     if self.max_tokens == 0:
       return
     stop = StopStrings(self.served.tokenizer, asked.stop) if asked.stop else None
@@ -124,7 +166,22 @@ class Answer:
 
       choice.job = Job(choice.prompt, key, asked.sampling, self.max_tokens, stop, tell)
     jobs = [choice.job for choice in self.choices if choice.job is not None]
-    self.served.worker.submit(jobs)
+    self._num_received = len(jobs)
+    self._count('received_total', self._num_received)
+    try:
+      self.served.worker.submit(jobs)
+    except Exception:
+      self._end('refused', len(jobs))
+      raise
+
+  def _count(self, name: str, number: int, outcome: str = '') -> None:
+    kind = 'chat' if self.asked.is_chat else 'completions'
+    label = f'kind="{kind}",outcome="{outcome}"' if outcome else f'kind="{kind}"'
+    self.served.worker.metrics.add(f'continuations_{name}', number, label)
+
+  def _end(self, outcome: str, number: int) -> None:
+    self._count('total', number, outcome)
+    self._num_received -= number
 
   def _keys(self) -> Iterator[jax.Array]:
     """A key for each continuation: the first one has the seed's own, whatever else is asked for."""
@@ -133,10 +190,16 @@ class Answer:
     key = jax.random.key(seed, impl='threefry2x32')
     for place in range(len(asked.prompts)):
       own = jax.random.fold_in(key, place) if place else key
-      yield from [own] if asked.num_samples == 1 else sample_keys(own[None], asked.num_samples)
+      # One program for any number of samples, since the first of many are those of few.
+      yield from [own] if asked.num_samples == 1 else sample_keys(own[None], MOST_SAMPLES)[: asked.num_samples]
 
-  def cancel(self) -> None:
-    """Lets go of what nobody waits for any more."""
+  def close(self) -> None:
+    """Lets go of what nobody waits for any more, and counts how the continuations ended."""
+    if not self._num_received:
+      return
+    num_answered = sum(choice.finish_reason is not None for choice in self.choices)
+    self._end('answered', num_answered)
+    self._end('failed' if self._has_failed else 'left', self._num_received)
     for choice in self.choices:
       if choice.job is not None and choice.finish_reason is None:
         choice.job.is_cancelled = True
@@ -146,6 +209,7 @@ class Answer:
     while choice.job is not None and choice.finish_reason is None:
       found = await choice.pieces.get()
       if isinstance(found, Exception):
+        self._has_failed = True
         raise found
       if not choice.tokens:
         self.served.worker.metrics.observe_first_token(time.monotonic() - choice.job.begun)

@@ -11,7 +11,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from spectr_jax.engine.stop import check_stop_texts
+from spectr_jax.io.foreign import name_shown, shown
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.unicode import check_unicode
 
@@ -70,8 +73,15 @@ def _whole(least: int, most: int) -> Callable[[Any], bool]:
   return lambda x: isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
 
 
-def _real(least: float, most: float) -> Callable[[Any], bool]:
-  return lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and least <= x <= most
+def _real(least: float, most: float, *, above: float = -math.inf) -> Callable[[Any], bool]:
+  """Numbers from `least` to `most`, and above `above` in float32, in which they are used."""
+
+  def is_right(x: Any) -> bool:
+    # The bounds come first: a number with hundreds of digits is no float.
+    is_number = isinstance(x, int | float) and not isinstance(x, bool)
+    return is_number and least <= x <= most and bool(np.float32(x) > above)
+
+  return is_right
 
 
 def _is_bool(x: Any) -> bool:
@@ -97,7 +107,7 @@ _LIMIT: _Rule = (_whole(0, 2**31 - 1), 'a whole number of tokens')
 _SHARED: dict[str, _Rule] = {
   'model': (lambda x: isinstance(x, str), 'a text'),
   'temperature': (_real(0, 1e6), 'a number of at least 0'),
-  'top_p': (lambda x: _real(0, 1)(x) and x > 0, 'a number above 0 and at most 1'),
+  'top_p': (_real(0, 1, above=0), 'a number above 0 and at most 1'),
   'top_k': (_whole(-1, 2**31 - 1), 'a whole number of at least 0 (0 keeps all)'),
   'min_p': (_real(0, 1), 'a number from 0 to 1'),
   'seed': (_whole(-(2**63), 2**63 - 1), 'a whole number of 64 bits'),
@@ -156,7 +166,7 @@ def parse(body: Any, *, is_chat: bool, model: str) -> Asked:
   for name, value in given.items():
     _check(name, value, known)
   if given.get('model', model) != model:
-    raise RefusedError(f'there is no model {given["model"]!r:.80}; this endpoint serves {model!r}', 'model', 404)
+    raise RefusedError(f'there is no model {shown(given["model"])}; this endpoint serves {model!r}', 'model', 404)
   stop = given.get('stop', ())
   asked = Asked(
     prompts=_messages(given) if is_chat else _prompts(given),
@@ -180,12 +190,12 @@ def _check(name: str, value: Any, known: Mapping[str, _Rule]) -> None:
   if name in known:
     is_right, wanted = known[name]
     if not is_right(value):
-      raise RefusedError(f'{name} must be {wanted}, got {value!r:.80}', name)
+      raise RefusedError(f'{name} must be {wanted}, got {shown(value)}', name)
   elif name in _OFF:
     if not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in _OFF[name]):
       raise RefusedError(f'{name} is not offered here: leave it out', name)
   else:
-    raise RefusedError(f'unknown field {name!r:.80}', name[:80])
+    raise RefusedError(f'unknown field {shown(name)}', name)
 
 
 def _check_together(asked: Asked, given: Mapping[str, Any]) -> None:
@@ -261,7 +271,7 @@ def _message(entry: Any, where: str) -> dict[str, str]:
   if not isinstance(entry, dict) or not {'role', 'content'} <= set(entry):
     raise RefusedError(f'{where} must be an object with role and content', where)
   if others := {name for name, value in entry.items() if value is not None} - {'role', 'content', 'name'}:
-    raise RefusedError(f'{where}.{min(others)[:80]} is not offered here', f'{where}.{min(others)[:80]}')
+    raise RefusedError(f'{where}.{name_shown(min(others))} is not offered here', f'{where}.{min(others)}')
   role, content = entry['role'], entry['content']
   if role not in _ROLES:
     raise RefusedError(f'{where}.role must be one of {", ".join(_ROLES)}', f'{where}.role')

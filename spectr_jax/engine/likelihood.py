@@ -12,11 +12,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from spectr_jax.engine import checks
-from spectr_jax.engine.refill import padded_lengths
 from spectr_jax.engine.result import FAILED_TARGET, NotFiniteError
 from spectr_jax.model import Model
 
 _CHUNK = 64  # tokens per call: their logits are kept for all of them
+_SHORTEST = 16  # tokens that a text is padded to
 _MOST_TOP = 256
 
 
@@ -69,7 +69,7 @@ def log_likelihood(target: Model, texts: Sequence[ArrayLike], *, num_top: int = 
   longest, most = int(lengths.max()), target.context_length
   if most is not None and longest > most:
     raise ValueError(f'text {lengths.argmax()} has {longest} tokens, the model takes {most}')
-  width = next(length for length in padded_lengths(1 << (longest - 1).bit_length()) if length >= longest)
+  width = max(_SHORTEST, 1 << (longest - 1).bit_length())
   tokens = np.zeros((len(rows), width), np.int32)
   for row, ids in zip(tokens, rows):
     row[: len(ids)] = ids

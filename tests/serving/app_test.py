@@ -259,10 +259,22 @@ def test_other_places(client):
   assert client.get('/health').text == 'ok\n'
   (model,) = client.get('/v1/models').json()['data']
   assert model['id'] == 'tiny'
-  for method, path in (('GET', '/v1/completions'), ('GET', '/v1/../../etc/passwd'), ('POST', '/v1/embeddings')):
-    response = client.request(method, path)
-    assert response.status_code == 404
+  for method, path, status, allowed in (
+    ('GET', '/v1/completions', 405, {'POST'}),
+    ('DELETE', '/v1/chat/completions', 405, {'POST'}),
+    ('OPTIONS', '/v1/completions', 405, {'POST'}),
+    ('POST', '/v1/models', 405, {'GET', 'HEAD'}),
+    ('PUT', '/metrics', 405, {'GET', 'HEAD'}),
+    ('GET', '/v1/../../etc/passwd', 404, None),
+    ('POST', '/v1/embeddings', 404, None),
+    ('GET', '/v1/models/', 404, None),  # no redirect: its address would be that of the Host
+    ('POST', '/v1/completions/', 404, None),
+  ):
+    response = client.request(method, path, headers={'Host': 'elsewhere'}, follow_redirects=False)
+    assert response.status_code == status
     assert 'there is no' in response.json()['error']['message']
+    found = response.headers.get('allow')
+    assert (set(found.split(', ')) if found else None) == allowed
 
 
 def test_metrics_count(client):
@@ -277,7 +289,7 @@ def test_metrics_count(client):
   def grown(name):
     return after[f'spectr_jax_{name}'] - before.get(f'spectr_jax_{name}', 0)
 
-  assert grown('requests_total{outcome="done"}') == 1
+  assert grown('requests_total{kind="completions",outcome="answered"}') == 1
   assert grown('prompt_tokens_total') == usage['prompt_tokens']
   assert grown('time_to_first_token_seconds_count') == 1
   assert grown('tokens_total') == usage['completion_tokens']
