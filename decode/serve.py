@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import sys
 
 from absl import flags
@@ -109,12 +110,12 @@ def read_hosts(names: list[str]) -> frozenset[str] | None:
   Raises:
     ValueError: One is no name of a host.
   """
-  from decode.serving.gate import host_of
+  from decode.serving.gate import is_address
 
   if names == ['*']:
     return None
   for name in names:
-    if name == '*' or host_of(f'[{name}]' if ':' in name else name) != name.lower():
+    if not re.fullmatch(r'[\w.-]+', name) and not is_address(name):
       raise ValueError(f'allowed_hosts must be names without ports, such as box.lan, or * alone; got {name!r}')
   return frozenset(name.lower() for name in names)
 
@@ -160,7 +161,7 @@ if __name__ == '__main__':
       sizes = {'longest_prompt': _LONGEST.value, 'most_waiting': _WAITING.value}
       worker, tokenizer = start_worker(options, **sizes, notify=notify)
     served = Served(worker, tokenizer, name, options.max_new_tokens, key, hosts)
-    _ = served.most_characters  # reads the vocabulary
+    served.prepare()
     server = Server(make_app(served), worker)
     print(f'serving {printable(name)} at http://{address_of(sock)}/v1, {options.batch_size} rows', flush=True)
     try:

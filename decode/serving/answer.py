@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -49,11 +50,25 @@ class Served:
     default_factory=lambda: concurrent.futures.ThreadPoolExecutor(_READERS, 'reading')
   )
 
+  def prepare(self) -> None:
+    """Does what is done once, and what the first requests would wait for: a look at the vocabulary, and programs."""
+    assert self.most_characters
+    list(_keys(0, 2, 2))
+
   @functools.cached_property
   def most_characters(self) -> int:
     """Characters of a prompt beyond which it is refused unread: those of as many of the longest token as may be."""
     tokens = (self.tokenizer.token(index) for index in range(self.tokenizer.vocab_size))
     return self.worker.longest_prompt * max(len(token) for token in tokens if token is not None)
+
+
+def _keys(seed: int, num_prompts: int, num_samples: int) -> Iterator[jax.Array]:
+  """A key for each continuation: the first one has the seed's own, whatever else is asked for."""
+  key = jax.random.key(seed, impl='threefry2x32')
+  for place in range(num_prompts):
+    own = jax.random.fold_in(key, place) if place else key
+    # One program for any number of samples, since the first of many are those of few.
+    yield from [own] if num_samples == 1 else itertools.islice(sample_keys(own[None], MOST_SAMPLES), num_samples)
 
 
 @dataclasses.dataclass
@@ -159,7 +174,9 @@ class Answer:
     if self.max_tokens == 0:
       return
     stop = StopStrings(self.served.tokenizer, asked.stop) if asked.stop else None
-    for choice, key in zip(self.choices, self._keys(), strict=True):
+    seed = secrets.randbits(32) if asked.seed is None else asked.seed % 2**32
+    keys = _keys(seed, len(asked.prompts), asked.num_samples)
+    for choice, key in zip(self.choices, keys, strict=True):
 
       def tell(found, pieces=choice.pieces):
         loop.call_soon_threadsafe(pieces.put_nowait, found)
@@ -182,16 +199,6 @@ class Answer:
   def _end(self, outcome: str, number: int) -> None:
     self._count('total', number, outcome)
     self._num_received -= number
-
-  def _keys(self) -> Iterator[jax.Array]:
-    """A key for each continuation: the first one has the seed's own, whatever else is asked for."""
-    asked = self.asked
-    seed = secrets.randbits(32) if asked.seed is None else asked.seed % 2**32
-    key = jax.random.key(seed, impl='threefry2x32')
-    for place in range(len(asked.prompts)):
-      own = jax.random.fold_in(key, place) if place else key
-      # One program for any number of samples, since the first of many are those of few.
-      yield from [own] if asked.num_samples == 1 else sample_keys(own[None], MOST_SAMPLES)[: asked.num_samples]
 
   def close(self) -> None:
     """Lets go of what nobody waits for any more, and counts how the continuations ended."""

@@ -43,12 +43,19 @@ def error_response(
   return JSONResponse({'error': said}, status, headers=headers)
 
 
+def is_address(name: str) -> bool:
+  """Whether a name is an address of IPv4 or IPv6."""
+  try:
+    return bool(ipaddress.ip_address(name))
+  except ValueError:
+    return False
+
+
 def is_loopback(name: str) -> bool:
   """Whether a name or an address is that of this machine for itself."""
-  try:
+  if is_address(name):
     return ipaddress.ip_address(name).is_loopback
-  except ValueError:
-    return name == 'localhost' or name.endswith('.localhost')
+  return name == 'localhost' or name.endswith('.localhost')
 
 
 def host_of(authority: str) -> str | None:

@@ -77,6 +77,8 @@ def test_wrong_options_are_one_line(tmp_path):
     ('--max_new_tokens=512', 'max_new_tokens must be below 512'),
     ('--api_key=', 'the key must be at least one ASCII character'),
     (f'--api_key_file={tmp_path / "none"}', 'No such file'),
+    ('--host=no-such-name.invalid', 'cannot listen on no-such-name.invalid:0: this machine knows no address'),
+    ('--allowed_hosts=box.lan:80', 'allowed_hosts must be names without ports'),
   ):
     draft = '--draft=pretrained/draft_undistilled'
     more = '--num_drafts=1', '--draft_length=2', '--port=0'
