@@ -18,7 +18,7 @@ from decode.serving.faults import EndedError, FullError, failure
 from decode.serving.metrics import Metrics
 from decode.serving.protocol import MOST_TOP
 from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.likelihood import LogLikelihood, log_likelihood
+from spectr_jax.engine.likelihood import CHUNK, LogLikelihood, log_likelihood
 from spectr_jax.engine.refill import Pool, Request, padded_lengths
 from spectr_jax.engine.result import Generation, NotFiniteError
 from spectr_jax.engine.stop import StopStrings
@@ -170,27 +170,23 @@ class Worker:
     return pool
 
   def compile(self, notify: Callable[[int, int], None]) -> None:
-    """Runs every program once: prompts and texts that are read, of each padded length, and a round.
+    """Runs every program once: a prompt of each padded length, a round, and the reading of a text.
 
     Args:
       notify: Called with the programs that have run, and their number.
     """
     key = jax.random.key(0, impl='threefry2x32')
-    lengths = padded_lengths(self.longest_prompt)
-    prompts = [Request('compiling', [0] * length, key) for length in lengths]
-    prompts.append(Request('compiling', [0], key, _EVERY_FILTER))
-    texts = padded_lengths(self._decoder.cache_size)
-    total = len(prompts) + len(texts)
-    for number, prompt in enumerate(prompts):
-      notify(number, total)
-      self._pool.put([prompt])
+    requests = [Request('compiling', [0] * length, key) for length in padded_lengths(self.longest_prompt)]
+    requests.append(Request('compiling', [0], key, _EVERY_FILTER))
+    for number, request in enumerate(requests):
+      notify(number, len(requests) + 1)
+      self._pool.put([request])
       self._pool.advance(1)
       self._pool.end(list(self._pool.owners))
       self._pool.owners.clear()
-    for number, length in enumerate(texts, len(prompts)):
-      notify(number, total)
-      self._read([[0] * length], 0)
-    notify(total, total)
+    notify(len(requests), len(requests) + 1)
+    self._read([[0]], 0)
+    notify(len(requests) + 1, len(requests) + 1)
 
   def start(self) -> None:
     """Begins to decode."""
@@ -265,9 +261,9 @@ class Worker:
       raise FullError
 
   def _read(self, texts: Sequence[Sequence[int]], num_top: int) -> LogLikelihood:
-    """`log_likelihood` by programs that do not depend on `num_top`."""
-    target = self._decoder.target
-    found = log_likelihood(target, texts, num_top=min(MOST_TOP, target.vocab_size))
+    """`log_likelihood` by one program, for any text and `num_top`."""
+    target, width = self._decoder.target, -(-self._decoder.cache_size // CHUNK) * CHUNK
+    found = log_likelihood(target, texts, num_top=min(MOST_TOP, target.vocab_size), width=width)
     return found._replace(top_tokens=found.top_tokens[..., :num_top], top_logprobs=found.top_logprobs[..., :num_top])
 
   def _run(self) -> None:
