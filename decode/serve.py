@@ -101,8 +101,8 @@ def read_key(given: str | None, path: str | None) -> str | None:
   return given
 
 
-def read_hosts(names: list[str]) -> frozenset[str] | None:
-  """The names by which the server may be asked, besides those of this machine for itself; None for any.
+def read_hosts(names: list[str]) -> frozenset[str]:
+  """The names by which the server may be asked, besides those of this machine for itself.
 
   Args:
     names: The values of `--allowed_hosts`.
@@ -112,11 +112,9 @@ def read_hosts(names: list[str]) -> frozenset[str] | None:
   """
   from decode.serving.gate import is_address
 
-  if names == ['*']:
-    return None
   for name in names:
-    if not re.fullmatch(r'[\w.-]+', name) and not is_address(name):
-      raise ValueError(f'allowed_hosts must be names without ports, such as box.lan, or * alone; got {name!r}')
+    if name != '*' and not re.fullmatch(r'[\w.-]+', name) and not is_address(name):
+      raise ValueError(f'allowed_hosts must be names without ports, such as box.lan, or * for all; got {name!r}')
   return frozenset(name.lower() for name in names)
 
 
@@ -155,7 +153,7 @@ if __name__ == '__main__':
     check_unicode(name, 'served_name')
     hosts = None if _ALLOWED.value is None else read_hosts(_ALLOWED.value)
     sock = listen(_HOST.value, _PORT.value)
-    if _ALLOWED.value is None and is_loopback(sock.getsockname()[0]):
+    if hosts is None and is_loopback(sock.getsockname()[0]):
       hosts = frozenset([_HOST.value.lower()])
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'most_waiting': _WAITING.value}

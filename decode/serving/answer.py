@@ -36,7 +36,7 @@ class Served:
     max_new_tokens: The most new tokens of a continuation.
     api_key: What clients must send, or None.
     hosts: Names that requests may be sent to, and whose pages may send some, besides those of this machine for itself;
-      None for any that a page itself is of.
+      `*` is all. None for any name, and pages of that name alone.
     threads: Where requests are read and responses are written, which takes time that the event loop does not have.
   """
 

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from decode.serving.answer import Answer, Choice, Served
-from decode.serving.faults import EndedError, FailedError, FullError
+from decode.serving.faults import EndedError, FailedError, FullError, failure
 from decode.serving.gate import READ_SECONDS, Gate, error_response
 from decode.serving.protocol import RefusedError, parse
 from spectr_jax.engine.result import NotFiniteError
@@ -92,7 +92,9 @@ async def _events(answer: Answer, scope: Scope) -> AsyncIterator[str]:
       async for piece in answer.pieces_of(choice):
         await pieces.put(answer.chunk(choice, piece))
       await pieces.put(None)
-    except Exception as error:
+    except asyncio.CancelledError:
+      raise
+    except BaseException as error:  # a panic of the tokenizers is no Exception
       await pieces.put(error)
 
   tasks = [asyncio.create_task(follow(choice)) for choice in answer.choices]
@@ -100,7 +102,7 @@ async def _events(answer: Answer, scope: Scope) -> AsyncIterator[str]:
   try:
     while left:
       found = await pieces.get()
-      if isinstance(found, Exception):
+      if isinstance(found, BaseException):
         scope['outcome'] = 'failed'
         yield _sent(json.loads(bytes(_failed(found).body)))
         return
@@ -118,12 +120,14 @@ async def _events(answer: Answer, scope: Scope) -> AsyncIterator[str]:
       task.cancel()
 
 
-def _failed(error: Exception) -> JSONResponse:
+def _failed(error: BaseException) -> JSONResponse:
   if isinstance(error, FullError):
     wait = {'Retry-After': str(_RETRY_SECONDS)}
     return error_response(
       f'too many requests: try again in {_RETRY_SECONDS} s', 429, kind='rate_limit_error', headers=wait
     )
+  if not isinstance(error, FailedError | EndedError):
+    error = failure(error)
   said = f'this continuation failed: {error}' if isinstance(error, NotFiniteError) else str(error)
   return error_response(said, 503 if isinstance(error, EndedError) else 500, kind='server_error')
 
@@ -143,7 +147,9 @@ async def _whole(answer: Answer, request: Request) -> Response:
       return Response(status_code=499)
     waiting.result()
     return await _in_thread(answer.served, lambda: JSONResponse(answer.whole()))
-  except (NotFiniteError, FailedError, EndedError, FullError) as error:
+  except asyncio.CancelledError:
+    raise
+  except BaseException as error:
     return _failed(error)
   finally:
     answer.close()

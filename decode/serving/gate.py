@@ -140,7 +140,9 @@ class Gate:
     try:
       response = self._refusal(headers, scope['path'])
       await (self._app if response is None else response)(scope, body.receive, answer)
-    except Exception as error:
+    except asyncio.CancelledError:
+      raise
+    except BaseException as error:  # a panic of the tokenizers is no Exception
       response = error_response(str(failure(error)), 500, kind='server_error')
       count.end('failed')
       if not status:
@@ -175,7 +177,8 @@ class Gate:
     )
 
   def _is_known(self, name: str | None) -> bool:
-    return name is not None and (is_loopback(name) or name in (self._served.hosts or ()))
+    hosts = self._served.hosts or ()
+    return '*' in hosts or (name is not None and (is_loopback(name) or name in hosts))
 
 
 def _is_key(key: str, given: str) -> bool:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -288,7 +289,8 @@ class Worker:
     self._tell_all(failure(error))
     self._taken.clear()
     self._growing.clear()
-    del self._pool  # its memory
+    traceback.clear_frames(error.__traceback__)  # they hold the rows, for whose memory there may be no second place
+    del self._pool
     self._pool = self._make_pool()
 
   def _tell_all(self, error: Exception, more: Sequence[Job] = ()) -> None:
