@@ -1,7 +1,10 @@
 """The command: what it serves, and how it ends."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 
 import commands
@@ -67,6 +70,40 @@ def test_a_server_that_is_killed_is_one_clear_end(served):
   process.kill()
   reader.join(60)
   assert isinstance(found[-1], httpx.HTTPError)
+
+
+# The command, with a device that is lost in the first round and does not come back.
+_LOST = """
+import runpy, sys
+from decode.serving import worker
+
+def lose(*_, **__):
+  raise RuntimeError('the device is lost')
+
+def start(self, start=worker.Worker.start):
+  worker.Pool = self._pool.advance = lose
+  start(self)
+
+worker.Worker.start = start
+sys.argv = ['decode.serve', *sys.argv[1:]]
+runpy.run_module('decode.serve', run_name='__main__', alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_thread_that_cannot_go_on_ends_the_command():
+  environment = os.environ | commands._environment()
+  process = subprocess.Popen(
+    [sys.executable, '-c', _LOST, *_SMALL], cwd=commands.ROOT, env=environment, text=True,
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+  )  # fmt: skip
+  address = process.stdout.readline().split(' at ')[1].split(',')[0]
+  response = httpx.post(f'{address}/completions', json=_BODY, timeout=60)
+  assert response.status_code == 500
+  _, err = process.communicate(timeout=60)
+  assert process.returncode == 1
+  assert err.splitlines()[-1] == 'error: the thread that decodes has ended: RuntimeError: the device is lost'
+  assert 'Traceback' not in err
 
 
 @pytest.mark.slow
