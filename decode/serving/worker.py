@@ -9,7 +9,7 @@ import functools
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -326,7 +326,7 @@ class Worker:
     """Gives free rows to jobs, together. If that fails, one by one: those that fail alone are told."""
     pool = self._pool
     try:
-      growing = {job: Growing(job, self._tokenizer) for job in jobs}
+      growing: dict[Hashable, Growing] = {job: Growing(job, self._tokenizer) for job in jobs}
       pool.put([Request(job, job.tokens, job.key, job.sampling) for job in jobs])
       self._growing |= {row: growing[own.name] for row, own in pool.owners.items() if own.name in growing}
     except BaseException as error:
