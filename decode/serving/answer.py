@@ -128,9 +128,10 @@ class Answer:
       else:
         size = len(prompt) if isinstance(prompt, str) else 0
       if size > most:
-        raise RefusedError(
-          f'{self._field} has {size:,} characters: they are more than {worker.longest_prompt} tokens', self._field
+        said = (
+          f'{self._field} has {size:,} characters, allowed are {most:,}: {worker.longest_prompt} of the longest token'
         )
+        raise RefusedError(said, self._field)
 
   @property
   def _field(self) -> str:

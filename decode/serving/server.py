@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from decode.serving.worker import Worker
 
-_QUIET_SECONDS = 5.0  # in which nothing is decoded or read, after which the end waits for no client
+QUIET_SECONDS = 5.0  # in which nothing is decoded or read, after which the end waits for no client
 _TICK = 0.1  # seconds
 
 
@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
   async def _close_quiet(self) -> None:
     """Closes the connections that are left once nothing has happened for a while: who does not send or read."""
     quiet, seen = 0.0, None
-    while quiet < _QUIET_SECONDS:
+    while quiet < QUIET_SECONDS:
       await asyncio.sleep(_TICK)
       unread = [each.transport.get_write_buffer_size() for each in self.server_state.connections]
       quiet = quiet + _TICK if self._worker.is_idle and unread == seen else 0.0

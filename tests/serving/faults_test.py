@@ -108,8 +108,12 @@ def test_a_fault_at_any_call_fails_no_more_than_its_requests(monkeypatch, tokeni
 
 def test_what_fails_alone_is_told_alone(stub):
   bad, good, worse, other = _Asked([BAD_PUT]), _Asked([1]), _Asked([BAD_ROUND]), _Asked([2])
-  stub.submit([bad, good, worse, other])
+  odd, beside = _Asked([3]), _Asked([4])
+  odd.max_tokens = None  # what it is told cannot be made
+  stub.submit([odd, beside, bad, good, worse, other])
   stub.start()
+  assert isinstance(odd.result(), FailedError)
+  assert beside.result() == said([4])
   assert isinstance(bad.result(), FailedError)
   assert isinstance(worse.result(), NotFiniteError)
   assert (good.result(), other.result()) == (said([1]), said([2]))

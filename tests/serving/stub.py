@@ -8,6 +8,7 @@ import types
 import numpy as np
 import tiny_hub
 
+from decode.serving import server as server_module
 from decode.serving import worker as worker_module
 from decode.serving.answer import Served
 from decode.serving.app import make_app
@@ -125,7 +126,7 @@ def serve(connection, folder, host, seconds, options):
   for number in (1, 2):
     os.dup2(os.open(os.path.join(folder, str(number)), os.O_WRONLY | os.O_CREAT), number)
   worker_module.Pool, worker_module.log_likelihood = StubPool, read
-  StubPool.seconds = seconds
+  StubPool.seconds, server_module.QUIET_SECONDS = seconds, 1.0
   tokenizer = make_tokenizer()
   worker, sock = make_stub(tokenizer), listen(host, 0)
   worker.start()
