@@ -34,7 +34,7 @@ def _refused(error: RefusedError) -> JSONResponse:
 
 
 async def _body(request: Request) -> bytearray:
-  """The body, of bounded size and read within a bounded time."""
+  """The body, of bounded size."""
   found = bytearray()
 
   def check(size: int) -> None:
@@ -43,10 +43,9 @@ async def _body(request: Request) -> bytearray:
 
   check(int(request.headers.get('content-length', 0)))
   try:
-    async with asyncio.timeout(READ_SECONDS):
-      async for part in request.stream():
-        found += part
-        check(len(found))
+    async for part in request.stream():
+      found += part
+      check(len(found))
   except TimeoutError as error:
     raise RefusedError(f'the body did not come within {READ_SECONDS:g} seconds', status=408) from error
   return found
@@ -165,7 +164,7 @@ def make_app(served: Served) -> Starlette:
   """
 
   async def complete(request: Request) -> Response:
-    loop, is_chat = asyncio.get_running_loop(), request.url.path.endswith('/chat/completions')
+    loop, is_chat = asyncio.get_running_loop(), request.scope['path'].endswith('/chat/completions')
 
     def submitted(body: bytearray) -> Answer:
       answer = Answer(served, parse(_parsed(body), is_chat=is_chat, model=served.name))
@@ -201,7 +200,7 @@ def make_app(served: Served) -> Starlette:
   async def unknown(request: Request, error: Exception) -> Response:
     # A wrong method has a header that names the right ones.
     status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (404, None)
-    said = f'there is no {request.method} {request.url.path}'
+    said = f'there is no {request.method} {request.scope["path"]}'
     return error_response(said, status, kind='invalid_request_error', headers=headers)
 
   routes = [

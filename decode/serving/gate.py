@@ -7,6 +7,7 @@ before they have sent all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import urllib.parse
@@ -70,27 +71,31 @@ def host_of(authority: str) -> str | None:
 
 
 class _Body:
-  """The body of a request, as far as it was read."""
+  """The body of a request, as far as it was read; reading it has a time limit."""
 
   def __init__(self, headers: Headers, receive: Receive):
     self._receive = receive
+    self._deadline = asyncio.get_running_loop().time() + READ_SECONDS
     self._is_asked_for = headers.get('expect', '').lower() != '100-continue'  # else the client sends when it is read
     self._is_over = 'transfer-encoding' not in headers and headers.get('content-length', '0') == '0'
 
   async def receive(self) -> Message:
+    """What comes next.
+
+    Raises:
+      TimeoutError: The body did not come in time.
+    """
     self._is_asked_for = True
-    message = await self._receive()
+    async with asyncio.timeout_at(None if self._is_over else self._deadline):
+      message = await self._receive()
     self._is_over |= not message.get('more_body', False)
     return message
 
   async def drain(self) -> bool:
     """Reads what is left and forgets it; returns whether all of it came."""
-    try:
-      async with asyncio.timeout(READ_SECONDS):
-        while self._is_asked_for and not self._is_over:
-          await self.receive()
-    except TimeoutError:
-      pass
+    with contextlib.suppress(TimeoutError):
+      while self._is_asked_for and not self._is_over:
+        await self.receive()
     return self._is_over
 
 

@@ -11,6 +11,7 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
+from decode.serving import gate
 from decode.serving.answer import Served
 from decode.serving.app import make_app
 from decode.serving.gate import host_of
@@ -153,13 +154,17 @@ _TRAFFIC = [
 ]
 
 
-def _asgi(path, body, *, leave_after=None):
-  """A scope, a `receive` and a `send` of a client, who may leave after so many messages."""
-  scope = {
+def _asgi_scope(path, size):
+  return {
     'type': 'http', 'method': 'POST', 'path': path, 'raw_path': path.encode(), 'query_string': b'', 'root_path': '',
-    'headers': [(b'host', b'localhost'), (b'content-length', str(len(body)).encode())], 'http_version': '1.1',
+    'headers': [(b'host', b'localhost'), (b'content-length', str(size).encode())], 'http_version': '1.1',
     'scheme': 'http', 'server': ('localhost', 80), 'client': ('localhost', 1), 'asgi': {'version': '3.0'},
   }  # fmt: skip
+
+
+def _asgi(path, body, *, leave_after=None):
+  """A scope, a `receive` and a `send` of a client, who may leave after so many messages."""
+  scope = _asgi_scope(path, len(body))
   gone, messages = asyncio.Event(), [{'type': 'http.request', 'body': body, 'more_body': leave_after == -1}]
   if leave_after == 0:
     gone.set()
@@ -251,6 +256,29 @@ def test_a_fault_in_a_handler_is_one_line(stub, tokenizer, monkeypatch, capsys):
   assert line.startswith('error: a request failed: KeyError')
   assert line.isprintable()
   assert _check_sums(client.get('/metrics').text)['requests_total']['completions', 'failed'] == 1
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(stub, tokenizer, monkeypatch):
+  monkeypatch.setattr(gate, 'READ_SECONDS', 0.2)
+  app, sent = make_app(Served(stub, tokenizer, 'tiny', NEW)), []
+
+  async def trickle():
+    await asyncio.sleep(0.05)
+    return {'type': 'http.request', 'body': b'{', 'more_body': True}
+
+  async def send(message):
+    sent.append(message)
+
+  async def ask(scope):
+    await asyncio.wait_for(app(scope, trickle, send), 5)
+
+  scope = _asgi_scope(_POST, 500)
+  asyncio.run(ask(scope))
+  asyncio.run(ask(scope | {'path': '/nowhere'}))
+  starts = [message for message in sent if message['type'] == 'http.response.start']
+  assert [message['status'] for message in starts] == [408, 404]
+  assert all((b'connection', b'close') in message['headers'] for message in starts)
+  assert _check_sums(stub.metrics.render(rows=0, queue=0))['requests_total']['completions', 'refused'] == 1
 
 
 def test_what_is_too_long_is_refused_unread(stub, tokenizer, monkeypatch):
