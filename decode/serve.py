@@ -158,7 +158,7 @@ if __name__ == '__main__':
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'most_waiting': _WAITING.value}
       worker, tokenizer = start_worker(options, **sizes, notify=notify)
-    served = Served(worker, tokenizer, name, options.max_new_tokens, key, hosts)
+    served = Served(worker, tokenizer, name, options.max_new_tokens, key, hosts=hosts)
     served.prepare()
     server = Server(make_app(served), worker)
     print(f'serving {printable(name)} at http://{address_of(sock)}/v1, {options.batch_size} rows', flush=True)
