@@ -30,18 +30,48 @@ _UNUSED = (
   'logprobs', 'chat', 'system', 'stop', 'gumbel',
 )  # fmt: skip
 
+_LONGEST_PROMPT = _MOST_NEW = 1024  # tokens, unless options say otherwise
 
-def start_worker(options: DecodeOptions, *, longest_prompt: int, most_waiting: int, notify: Notify):
+
+def choose_bounds(context: int | None, longest_prompt: int | None, max_new_tokens: int | None) -> tuple[int, int]:
+  """The most tokens of a prompt, and of a continuation. A row's caches hold both.
+
+  Args:
+    context: The most tokens that the models take together, None for any number.
+    longest_prompt: What is asked for; None for 1024, or half of a context without room for that. A continuation that is
+      asked for goes before.
+    max_new_tokens: What is asked for; None for what the context leaves, at most 1024.
+
+  Raises:
+    ValueError: No prompt has room.
+  """
+  if context is None:
+    return longest_prompt or _LONGEST_PROMPT, max_new_tokens or _MOST_NEW
+  longest = longest_prompt or min(_LONGEST_PROMPT, context if max_new_tokens else context // 2)
+  new = max_new_tokens or max(1, min(_MOST_NEW, context - longest))
+  if new >= context:
+    raise ValueError(f'max_new_tokens must be below {context}, the context of the models')
+  return min(longest, context - new), new
+
+
+def start_worker(
+  options: DecodeOptions,
+  *,
+  longest_prompt: int | None = None,
+  max_new_tokens: int | None = None,
+  most_waiting: int,
+  notify: Notify,
+):
   """Loads the models, compiles, and starts the thread that decodes.
 
   Args:
     options: The options; they name one method, K, L and tree.
-    longest_prompt: The most tokens of a prompt.
+    longest_prompt, max_new_tokens: As for `choose_bounds`.
     most_waiting: Continuations that may wait for a row.
     notify: Called with the current activity, the steps done and the steps in total.
 
   Returns:
-    The worker, and the tokenizer.
+    The worker, the tokenizer, and the most tokens of a continuation.
 
   Raises:
     ValueError: Options or models are unusable; the message says why.
@@ -53,18 +83,14 @@ def start_worker(options: DecodeOptions, *, longest_prompt: int, most_waiting: i
       raise ValueError(f'{name} is not for decode.serve, where requests say what they want')
   setting = only_setting(options)
   models = load_models(options)
-  limit = models.context_length
-  if limit is not None and longest_prompt + options.max_new_tokens > limit:
-    longest_prompt = limit - options.max_new_tokens
-    if longest_prompt < 1:
-      raise ValueError(f'max_new_tokens must be below {limit}, the context of the models')
+  longest_prompt, max_new_tokens = choose_bounds(models.context_length, longest_prompt, max_new_tokens)
   decoder = Decoder.make(
     models.target,
     setting.drafter(models.draft),
     method=setting.method,
     tree=setting.tree,
-    max_new_tokens=options.max_new_tokens,
-    cache_size=longest_prompt + options.max_new_tokens,
+    max_new_tokens=max_new_tokens,
+    cache_size=longest_prompt + max_new_tokens,
     eos_id=models.tokenizer.eos_ids,
     logprobs=True,
   )
@@ -78,7 +104,7 @@ def start_worker(options: DecodeOptions, *, longest_prompt: int, most_waiting: i
   )
   worker.compile(lambda done, total: notify('compiling', done, total))
   worker.start()
-  return worker, models.tokenizer
+  return worker, models.tokenizer, max_new_tokens
 
 
 def read_key(given: str | None, path: str | None) -> str | None:
@@ -125,10 +151,13 @@ if __name__ == '__main__':
   _NAME = flags.DEFINE_string('served_name', None, "The model's name in the interface; default the target's.")
   _KEY = flags.DEFINE_string('api_key', None, 'Key that clients must send.')
   _KEY_FILE = flags.DEFINE_string('api_key_file', None, 'File that holds the key.')
-  _LONGEST = flags.DEFINE_integer('longest_prompt', 1024, 'The most tokens of a prompt.', lower_bound=1)
+  _LONGEST = flags.DEFINE_integer(
+    'longest_prompt', None, 'The most tokens of a prompt (default 1024, at most half of the context).', lower_bound=1
+  )
   _WAITING = flags.DEFINE_integer('most_waiting', 512, 'Continuations that may wait for a row.', lower_bound=1)
   help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING)
-  flags.FLAGS.set_default('max_new_tokens', 256)
+  flags.FLAGS.set_default('max_new_tokens', None)
+  flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
 
   def main(argv):
@@ -140,13 +169,15 @@ if __name__ == '__main__':
     del argv
     if flags.FLAGS['method'].using_default_value:
       flags.FLAGS.set_default('method', ['race_traversal'])
-    options, key = read_options(), read_key(_KEY.value, _KEY_FILE.value)
+    most_new = flags.FLAGS.max_new_tokens
+    options = read_options(max_new_tokens=most_new if most_new is not None else _MOST_NEW)
+    key = read_key(_KEY.value, _KEY_FILE.value)
     sock = listen(_HOST.value, _PORT.value)
     with show_progress() as notify:
-      sizes = {'longest_prompt': _LONGEST.value, 'most_waiting': _WAITING.value}
-      worker, tokenizer = start_worker(options, **sizes, notify=notify)
+      sizes = {'longest_prompt': _LONGEST.value, 'max_new_tokens': most_new, 'most_waiting': _WAITING.value}
+      worker, tokenizer, most_new = start_worker(options, **sizes, notify=notify)
     name = _NAME.value or os.path.basename(options.target.rstrip('/')) or options.target
-    app = make_app(Served(worker, tokenizer, name, options.max_new_tokens, key))
+    app = make_app(Served(worker, tokenizer, name, most_new, key))
     server = uvicorn.Server(uvicorn.Config(app, log_level='warning', access_log=False))
     host, port = sock.getsockname()[:2]
     print(f'serving {printable(name)} at http://{host}:{port}/v1, {options.batch_size} rows', flush=True)

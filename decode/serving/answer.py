@@ -17,6 +17,7 @@ from decode.serving.worker import Job, Piece, Worker
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.state import sample_keys
 from spectr_jax.engine.stop import StopStrings
+from spectr_jax.io.token_bytes import TextToken, TokenDecoder
 from spectr_jax.io.tokenizer import TokenizerBase
 
 
@@ -41,7 +42,10 @@ class Served:
 
 @dataclasses.dataclass
 class Choice:
-  """A continuation as it comes: its prompt's number, its ids and text, and the pieces that wait to be sent."""
+  """A continuation as it comes: its prompt's number, its ids and text, and the pieces that wait to be sent.
+
+  Its likelihood comes with the prompt's length; `read` says where in the text the tokens of a stream stand.
+  """
 
   index: int
   prompt: Sequence[int]
@@ -54,6 +58,7 @@ class Choice:
   num_target_calls: int = 0
   num_accepted: int = 0
   likelihood: tuple[LogLikelihood, int] | None = None
+  read: TokenDecoder | None = None
 
   def add(self, piece: Piece) -> None:
     self.text += piece.text
@@ -101,7 +106,9 @@ class Answer:
   def max_tokens(self) -> int:
     most = self.served.max_new_tokens
     if self.asked.max_tokens is not None and self.asked.max_tokens > most:
-      raise RefusedError(f'max_tokens must be at most {most} here, got {self.asked.max_tokens}', 'max_tokens')
+      raise RefusedError(
+        f'max_tokens must be at most {most} here (--max_new_tokens), got {self.asked.max_tokens}', 'max_tokens'
+      )
     if self.asked.max_tokens is None:
       return most if self.asked.is_chat else min(DEFAULT_TOKENS, most)
     return self.asked.max_tokens
@@ -202,13 +209,18 @@ class Answer:
     if self.asked.is_chat:
       message = {'role': 'assistant', 'content': choice.text}
       return common | {'message': message, 'logprobs': self._chat_logprobs(choice)}
-    text = choice.text
-    if self.asked.echo:
-      text = self.served.tokenizer.decode(choice.prompt) + text
+    text = self._echoed(choice) if self.asked.echo else choice.text
     return common | {'text': text, 'logprobs': self._completion_logprobs(choice)}
 
-  def _word(self, token: int) -> str:
-    return self.served.tokenizer.decode([token])
+  def _echoed(self, choice: Choice) -> str:
+    """The text of prompt and continuation, in which a character may begin in the one and end in the other."""
+    decode = self.served.tokenizer.decode
+    text = decode([*choice.prompt, *choice.tokens])
+    return text[: len(text) - len(decode(choice.tokens)) + len(choice.text)]
+
+  def _decode(self, choice: Choice, ids: Sequence[int]) -> list[TextToken]:
+    """What ids are in the text that is sent: all of its ids, or those of a piece of a stream."""
+    return (choice.read or self.served.tokenizer.decode_tokens_stream())(ids)
 
   def _places(self, choice: Choice) -> tuple[list[int], list[float | None], list[dict[int, float] | None]]:
     """Ids, their log probabilities, and the likeliest ids, of all places that a response shows."""
@@ -228,17 +240,24 @@ class Answer:
     if self.asked.top_logprobs is None:
       return None
     ids, values, tops = self._places(choice)
-    words = [self._word(token) for token in ids]
-    offsets = np.cumsum([0, *map(len, words)])[:-1].tolist()
-    named = [None if top is None else self._named(top) for top in tops]
-    return {'tokens': words, 'token_logprobs': values, 'top_logprobs': named, 'text_offset': offsets}
+    found = self._decode(choice, ids)
+    return {
+      'tokens': [token.name for token in found],
+      'token_logprobs': values,
+      'top_logprobs': [top and self._named(top, *pair) for top, pair in zip(tops, zip(ids, found))],
+      'text_offset': [token.offset for token in found],
+    }
 
-  def _named(self, top: dict[int, float]) -> dict[str, float]:
-    # Of several ids with one text the likeliest counts, which comes first.
-    named: dict[str, float] = {}
-    for token, value in top.items():
-      named.setdefault(self._word(token), value)
-    return named
+  def _named(self, top: dict[int, float], index: int, token: TextToken) -> dict[str, float]:
+    """The likeliest tokens of a place by names of their own; that of the token that stands there is its own."""
+    names = {index: token.name}
+    for other in top:
+      name = self._alone(other).name
+      names.setdefault(other, f'token_id:{other}' if name in names.values() else name)
+    return {names[other]: value for other, value in top.items()}
+
+  def _alone(self, token: int) -> TextToken:
+    return self.served.tokenizer.decode_tokens([token])[0]
 
   def _chat_logprobs(self, choice: Choice) -> dict[str, Any] | None:
     if self.asked.top_logprobs is None:
@@ -246,18 +265,16 @@ class Answer:
     ids, values, tops = self._places(choice)
     return {
       'content': [
-        self._entry(token, value) | {'top_logprobs': [self._entry(*pair) for pair in (top or {}).items()]}
-        for token, value, top in zip(ids, values, tops)
+        _entry(token, value) | {'top_logprobs': [_entry(self._alone(other), its) for other, its in (top or {}).items()]}
+        for token, value, top in zip(self._decode(choice, ids), values, tops)
       ]
     }
 
-  def _entry(self, token: int, value: float | None) -> dict[str, Any]:
-    word = self._word(token)
-    return {'token': word, 'logprob': value, 'bytes': list(word.encode('utf-8', 'replace'))}
-
   def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
     """A piece of a stream."""
+    choice.read = choice.read or self.served.tokenizer.decode_tokens_stream()
     part = Choice(choice.index, choice.prompt, tokens=list(piece.tokens), logprobs=list(piece.logprobs))
+    part.read = choice.read
     common = {'index': choice.index, 'finish_reason': piece.finish_reason}
     if self.asked.is_chat:
       is_first = len(choice.tokens) == len(piece.tokens)
@@ -267,6 +284,10 @@ class Answer:
       own = common | {'text': piece.text, 'logprobs': self._completion_logprobs(part)}
     usage = {'usage': self.usage()} if self.asked.has_usage_in_chunks else {}
     return self.head(is_chunk=True) | {'choices': [own]} | usage
+
+
+def _entry(token: TextToken, value: float | None) -> dict[str, Any]:
+  return {'token': token.name, 'logprob': value, 'bytes': list(token.content)}
 
 
 def _number(value: float) -> float | None:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from common.printable import printable
 from decode.serving.answer import Answer, Choice, Served
-from decode.serving.protocol import RefusedError, parse
+from decode.serving.protocol import RefusedError, check_model, parse
 from decode.serving.worker import EndedError, FullError
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.io.foreign import parse_json
@@ -24,13 +24,15 @@ _MOST_BYTES = 2**22  # of a body
 _RETRY_SECONDS = 2  # that a client is asked to wait for
 
 
-def _error(message: str, status: int, *, kind: str, field: str | None = None, **headers: str) -> JSONResponse:
-  said = {'message': printable(message)[:500], 'type': kind, 'param': field, 'code': None}
+def _error(
+  message: str, status: int, *, kind: str, field: str | None = None, code: str | None = None, **headers: str
+) -> JSONResponse:
+  said = {'message': printable(message)[:500], 'type': kind, 'param': field, 'code': code}
   return JSONResponse({'error': said}, status, headers=headers)
 
 
 def _refused(error: RefusedError) -> JSONResponse:
-  return _error(str(error), error.status, kind='invalid_request_error', field=error.field)
+  return _error(str(error), error.status, kind='invalid_request_error', field=error.field, code=error.code)
 
 
 async def _body(request: Request) -> Any:
@@ -156,6 +158,15 @@ def make_app(served: Served) -> Starlette:
       return _error('the key is missing or wrong', 401, kind='authentication_error')
     return JSONResponse({'object': 'list', 'data': [_model(served)]})
 
+  async def model(request: Request) -> Response:
+    if not _allowed(served, request):
+      return _error('the key is missing or wrong', 401, kind='authentication_error')
+    try:
+      check_model(request.path_params['name'], served.name)
+    except RefusedError as error:
+      return _refused(error)
+    return JSONResponse(_model(served))
+
   async def health(request: Request) -> Response:
     del request
     worker = served.worker
@@ -173,6 +184,7 @@ def make_app(served: Served) -> Starlette:
 
   routes = [
     Route('/v1/models', models),
+    Route('/v1/models/{name:path}', model),
     Route('/v1/completions', complete, methods=['POST']),
     Route('/v1/chat/completions', complete, methods=['POST']),
     Route('/health', health),
