@@ -131,12 +131,15 @@ _CHAT: dict[str, _Rule] = _SHARED | {
 # Those without such a value always ask for something: empty options of a web search are one with the usual options.
 _OFF: Mapping[str, tuple[Any, ...]] = {
   **dict.fromkeys(('presence_penalty', 'frequency_penalty', 'min_tokens', 'no_repeat_ngram_size', 'priority'), (0,)),
-  **dict.fromkeys(('repetition_penalty', 'length_penalty', 'typical_p', 'num_beams', 'num_return_sequences'), (1,)),
+  **dict.fromkeys(('mirostat', 'dry_multiplier', 'xtc_probability', 'dynatemp_range', 'penalty_alpha'), (0,)),
+  **dict.fromkeys(('repetition_penalty', 'repeat_penalty', 'length_penalty', 'typical_p'), (1,)),
+  **dict.fromkeys(('num_beams', 'num_return_sequences'), (1,)),
   **dict.fromkeys(('tools', 'functions', 'stop_token_ids', 'bad_words', 'logits_processors', 'documents'), ([],)),
   **dict.fromkeys(('logit_bias', 'metadata', 'prompt_cache_options', 'chat_template_kwargs'), ({},)),
   **dict.fromkeys(('mm_processor_kwargs', 'media_io_kwargs', 'kv_transfer_params', 'vllm_xargs'), ({},)),
   **dict.fromkeys(('store', 'ignore_eos', 'include_stop_str_in_output', 'use_beam_search', 'early_stopping'), (False,)),
   **dict.fromkeys(('return_token_ids', 'return_tokens_as_token_ids', 'return_full_text', 'watermark'), (False,)),
+  **dict.fromkeys(('return_token_offsets', 'return_prompt_text', 'return_hidden_states', 'no_stop_trim'), (False,)),
   **dict.fromkeys(('skip_special_tokens', 'use_cache'), (True,)),
   **dict.fromkeys(('parallel_tool_calls', 'spaces_between_special_tokens', 'include_reasoning'), (True, False)),
   **dict.fromkeys(('tool_choice', 'function_call'), ('none', 'auto')),
