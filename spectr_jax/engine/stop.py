@@ -115,8 +115,8 @@ class StopStrings:
     for stop in self.spelled_texts:
       if (begin := spelled.find(stop)) >= 0:
         # What follows a place has the same characters in both texts.
-        ends = begin + len(stop), begin
-        places.append(tuple(len(text) - len(without_special(spelled[end:])) for end in ends))
+        end, begin = (len(text) - len(without_special(spelled[at:])) for at in (begin + len(stop), begin))
+        places.append((end, begin))
     # The stop text that ends first; of those that end together, the longest.
     return min(places)[1] if places else None
 

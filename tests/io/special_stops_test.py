@@ -50,6 +50,8 @@ def _streamed(tokenizer, stop, ids, sizes):
     ('ab<|stop|>', ['<|stop|>', 'b<|stop|>'], 3, 'a'),
     ('ab<|stop|>', ['b', 'ab<|stop|>'], 2, 'a'),
     ('a<|stop|>b<|stop|>c', ['<|stop|>c'], 5, 'ab'),
+    ('xa<|stop|>bc', ['a<|stop|>bc'], 5, 'x'),
+    ('xa<|stop|>bd', ['a<|stop|>bc'], None, 'xabd'),
   ],
 )  # fmt: skip
 def test_places(text, texts, length, expected):
@@ -75,6 +77,20 @@ def test_every_special_token_ends_a_text(kind):
       ids = [*before, index, *after]
       assert stop.find(ids) == Stop(len(before) + 1, kept)
       assert _streamed(tokenizer, stop, ids, iter([1] * len(ids))) == (kept, True)
+
+
+def test_the_longest_of_several_names_is_meant():
+  """As where the tokenizer reads the same text."""
+  special = {'<|end|>': 50, '<|end|>>': 51, '>>': 52}
+  tokenizer = _hub(tiny_hub.backend(special), 50)
+  for text, index in (('a<|end|>>', 51), ('a<|end|>', 50), ('a<|end|>b>>', 52)):
+    ids = tokenizer.encode(text)
+    assert ids[-1] == index
+    stop = StopStrings(tokenizer, [text[1:]])
+    assert stop.find(ids) == Stop(len(ids), 'a')
+    assert _streamed(tokenizer, stop, ids, iter([1] * 9)) == ('a', True)
+    for other in {50, 51, 52} - {index}:
+      assert stop.find([*ids[:-1], other]) is None
 
 
 def test_names_that_are_spelled_in_a_text_end_it_too():
