@@ -156,7 +156,7 @@ if __name__ == '__main__':
   )
   _WAITING = flags.DEFINE_integer('most_waiting', 512, 'Continuations that may wait for a row.', lower_bound=1)
   help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING)
-  flags.FLAGS.set_default('max_new_tokens', None)
+  flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
   flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
 
@@ -169,9 +169,8 @@ if __name__ == '__main__':
     del argv
     if flags.FLAGS['method'].using_default_value:
       flags.FLAGS.set_default('method', ['race_traversal'])
-    most_new = flags.FLAGS.max_new_tokens
-    options = read_options(max_new_tokens=most_new if most_new is not None else _MOST_NEW)
-    key = read_key(_KEY.value, _KEY_FILE.value)
+    options, key = read_options(), read_key(_KEY.value, _KEY_FILE.value)
+    most_new = None if flags.FLAGS['max_new_tokens'].using_default_value else options.max_new_tokens
     sock = listen(_HOST.value, _PORT.value)
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'max_new_tokens': most_new, 'most_waiting': _WAITING.value}
