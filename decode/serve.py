@@ -7,11 +7,13 @@ process with one model. SIGTERM and Ctrl-C end it after the answers that have be
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import signal
 import socket
 import sys
+from typing import NamedTuple
 
 from absl import flags
 
@@ -33,25 +35,35 @@ _UNUSED = (
 _LONGEST_PROMPT = _MOST_NEW = 1024  # tokens, unless options say otherwise
 
 
-def choose_bounds(context: int | None, longest_prompt: int | None, max_new_tokens: int | None) -> tuple[int, int]:
-  """The most tokens of a prompt, and of a continuation. A row's caches hold both.
+class Bounds(NamedTuple):
+  """The most tokens of a prompt, of a continuation, and of both together; `together` is None for their sum."""
+
+  longest_prompt: int
+  max_new_tokens: int
+  together: int | None = None
+
+
+def choose_bounds(context: int | None, depth: int, longest_prompt: int | None, max_new_tokens: int | None) -> Bounds:
+  """Bounds that requests may reach at once, or together where neither is asked for and the context is short.
 
   Args:
-    context: The most tokens that the models take together, None for any number.
-    longest_prompt: What is asked for; None for 1024, or half of a context without room for that. A continuation that is
-      asked for goes before.
+    context: The most tokens that the models take, None for any number.
+    depth: Tokens of a guess, which a round may go too far.
+    longest_prompt: What is asked for, None for 1024; what the context leaves beside `max_new_tokens` bounds it.
     max_new_tokens: What is asked for; None for what the context leaves, at most 1024.
 
   Raises:
     ValueError: No prompt has room.
   """
   if context is None:
-    return longest_prompt or _LONGEST_PROMPT, max_new_tokens or _MOST_NEW
-  longest = longest_prompt or min(_LONGEST_PROMPT, context if max_new_tokens else context // 2)
-  new = max_new_tokens or max(1, min(_MOST_NEW, context - longest))
+    return Bounds(longest_prompt or _LONGEST_PROMPT, max_new_tokens or _MOST_NEW)
+  room = context - depth
+  if longest_prompt is max_new_tokens is None and room > 1 and context < _LONGEST_PROMPT + _MOST_NEW:
+    return Bounds(min(_LONGEST_PROMPT, room - 1), min(_MOST_NEW, room - 1), room)
+  new = max_new_tokens or max(1, min(_MOST_NEW, context - (longest_prompt or _LONGEST_PROMPT)))
   if new >= context:
     raise ValueError(f'max_new_tokens must be below {context}, the context of the models')
-  return min(longest, context - new), new
+  return Bounds(min(longest_prompt or _LONGEST_PROMPT, context - new), new)
 
 
 def start_worker(
@@ -71,7 +83,7 @@ def start_worker(
     notify: Called with the current activity, the steps done and the steps in total.
 
   Returns:
-    The worker, the tokenizer, and the most tokens of a continuation.
+    The worker, the tokenizer, and the bounds of requests.
 
   Raises:
     ValueError: Options or models are unusable; the message says why.
@@ -83,28 +95,32 @@ def start_worker(
       raise ValueError(f'{name} is not for decode.serve, where requests say what they want')
   setting = only_setting(options)
   models = load_models(options)
-  longest_prompt, max_new_tokens = choose_bounds(models.context_length, longest_prompt, max_new_tokens)
+  depth = setting.tree.max_depth
+  bounds = choose_bounds(models.context_length, depth, longest_prompt, max_new_tokens)
+  size = bounds.longest_prompt + bounds.max_new_tokens if bounds.together is None else bounds.together + depth
   decoder = Decoder.make(
     models.target,
     setting.drafter(models.draft),
     method=setting.method,
     tree=setting.tree,
-    max_new_tokens=max_new_tokens,
-    cache_size=longest_prompt + max_new_tokens,
+    max_new_tokens=bounds.max_new_tokens,
+    cache_size=size,
     eos_id=models.tokenizer.eos_ids,
     logprobs=True,
   )
+  if bounds.together is not None:
+    decoder = dataclasses.replace(decoder, is_ended_by_caller=True)
   worker = Worker(
     decoder,
     models.tokenizer,
     batch_size=options.batch_size,
-    longest_prompt=longest_prompt,
+    longest_prompt=bounds.longest_prompt,
     most_waiting=most_waiting,
     rounds_at_a_time=1,
   )
   worker.compile(lambda done, total: notify('compiling', done, total))
   worker.start()
-  return worker, models.tokenizer, max_new_tokens
+  return worker, models.tokenizer, bounds
 
 
 def read_key(given: str | None, path: str | None) -> str | None:
@@ -152,7 +168,7 @@ if __name__ == '__main__':
   _KEY = flags.DEFINE_string('api_key', None, 'Key that clients must send.')
   _KEY_FILE = flags.DEFINE_string('api_key_file', None, 'File that holds the key.')
   _LONGEST = flags.DEFINE_integer(
-    'longest_prompt', None, 'The most tokens of a prompt (default 1024, at most half of the context).', lower_bound=1
+    'longest_prompt', None, 'The most tokens of a prompt (default 1024, or what a short context leaves).', lower_bound=1
   )
   _WAITING = flags.DEFINE_integer('most_waiting', 512, 'Continuations that may wait for a row.', lower_bound=1)
   help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING)
@@ -174,9 +190,9 @@ if __name__ == '__main__':
     sock = listen(_HOST.value, _PORT.value)
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'max_new_tokens': most_new, 'most_waiting': _WAITING.value}
-      worker, tokenizer, most_new = start_worker(options, **sizes, notify=notify)
+      worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify)
     name = _NAME.value or os.path.basename(options.target.rstrip('/')) or options.target
-    app = make_app(Served(worker, tokenizer, name, most_new, key))
+    app = make_app(Served(worker, tokenizer, name, bounds.max_new_tokens, key, bounds.together))
     server = uvicorn.Server(uvicorn.Config(app, log_level='warning', access_log=False))
     host, port = sock.getsockname()[:2]
     print(f'serving {printable(name)} at http://{host}:{port}/v1, {options.batch_size} rows', flush=True)

@@ -31,6 +31,7 @@ class Served:
     name: The model's name.
     max_new_tokens: The most new tokens of a continuation.
     api_key: What clients must send, or None.
+    together: The most tokens of a prompt with its continuation; None where the bounds of the two suffice.
   """
 
   worker: Worker
@@ -38,6 +39,11 @@ class Served:
   name: str
   max_new_tokens: int
   api_key: str | None = None
+  together: int | None = None
+
+  def most_new(self, prompt: Sequence[int]) -> int:
+    """The most new tokens behind a prompt."""
+    return self.max_new_tokens if self.together is None else min(self.max_new_tokens, self.together - len(prompt))
 
 
 @dataclasses.dataclass
@@ -93,6 +99,9 @@ class Answer:
         raise RefusedError(f'{field} has {len(prompt)} tokens, allowed are 1 to {most}', field)
       if max(prompt) >= vocab_size:
         raise RefusedError(f'{field} has the id {max(prompt)}, the vocabulary is 0 to {vocab_size - 1}', field)
+      if (asked.max_tokens or 0) > (room := self.served.most_new(prompt)):
+        message = f'max_tokens must be at most {room} behind {len(prompt)} tokens, got {asked.max_tokens}'
+        raise RefusedError(message, 'max_tokens')
     if len(prompts) * asked.num_samples > self.served.worker.most_waiting:
       number = len(prompts) * asked.num_samples
       raise RefusedError(f'{number} continuations are more than {self.served.worker.most_waiting} that may wait', 'n')
@@ -113,6 +122,9 @@ class Answer:
       return most if self.asked.is_chat else min(DEFAULT_TOKENS, most)
     return self.asked.max_tokens
 
+  def _limit(self, choice: Choice) -> int:
+    return min(self.max_tokens, self.served.most_new(choice.prompt))
+
   def submit(self) -> None:
     """Hands all continuations to the worker.
 
@@ -129,7 +141,7 @@ class Answer:
       def tell(found, pieces=choice.pieces):
         loop.call_soon_threadsafe(pieces.put_nowait, found)
 
-      choice.job = Job(choice.prompt, key, asked.sampling, self.max_tokens, stop, tell)
+      choice.job = Job(choice.prompt, key, asked.sampling, self._limit(choice), stop, tell)
     jobs = [choice.job for choice in self.choices if choice.job is not None]
     self.served.worker.submit(jobs)
 

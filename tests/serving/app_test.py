@@ -18,7 +18,7 @@ from decode.serving.protocol import parse
 from decode.serving.worker import Job
 from spectr_jax import SamplingParams, Tokenizer, TokenTree, log_likelihood, sample_keys
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from tests.serving.served import EOS, LONGEST, NEW, make_worker
+from tests.serving.served import DEPTH, EOS, LONGEST, NEW, make_worker
 
 _TEXT = 'the quick brown fox'
 _PROMPT = {'prompt': _TEXT, 'seed': 3}
@@ -139,6 +139,44 @@ def test_stop_texts_and_limits(client):
   short = _ask(client, _PROMPT | {'max_tokens': 2})
   assert short['usage']['completion_tokens'] == 2
   assert whole.startswith(short['choices'][0]['text'])
+
+
+def test_a_context_bounds_prompt_and_continuation_together(worker, tokenizer):
+  client = TestClient(make_app(Served(worker, tokenizer, 'tiny', NEW, together=20)))
+  ids = tokenizer.encode_prompt(_TEXT)
+  prompt = (ids * 15)[:15]
+  assert _ask(client, {'prompt': prompt, 'seed': 1, 'max_tokens': 5})['usage']['completion_tokens'] <= 5
+  for body in ({'prompt': prompt, 'max_tokens': 6}, {'prompt': [ids[:2], prompt], 'max_tokens': 6}):
+    response = client.post('/v1/completions', json=body)
+    assert (response.status_code, response.json()['error']['param']) == (400, 'max_tokens')
+    assert 'at most 5 behind 15 tokens' in response.json()['error']['message']
+  # Without a limit what the context leaves is one, of each prompt its own.
+  found = [_ask(client, {'prompt': [ids[:2], prompt], 'seed': seed, 'logprobs': 0})['choices'] for seed in range(5)]
+  lengths = np.array([[len(choice['logprobs']['tokens']) for choice in choices] for choices in found])
+  assert lengths.max(0).tolist() == [NEW, 5]
+
+
+@pytest.mark.slow  # other sizes are another program
+def test_a_context_can_be_filled(models, tokenizer):
+  """Whatever part of it the prompt has, up to the last guess."""
+  room = LONGEST + NEW - DEPTH
+  worker = make_worker(models, tokenizer, longest=room - 1, most_new=room - 1)
+  worker.start()
+  try:
+    client = TestClient(make_app(Served(worker, tokenizer, 'tiny', room - 1, together=room)))
+    ids = tokenizer.encode_prompt(_TEXT) * 20
+    for size in (2, 40, room - 1):
+      body = {'prompt': ids[:size], 'max_tokens': room - size, 'seed': 4, 'logprobs': 0}
+      choices = [_ask(client, body | {'n': 3})['choices'][0], _ask(client, body)['choices'][0]]
+      found = spectr_jax.generate(
+        _key(4)[None], *models, np.array([ids[:size]]), [size], method='race_traversal', eos_id=(EOS,),
+        tree=TokenTree.chains(2, DEPTH), max_new_tokens=room - size,
+      )  # fmt: skip
+      expected = [token.name for token in tokenizer.decode_tokens(found.tokens[0, : int(found.lengths[0])])]
+      assert [choice['logprobs']['tokens'] for choice in choices] == [expected] * 2
+    assert client.post('/v1/completions', json={'prompt': ids[:size], 'max_tokens': 2}).status_code == 400
+  finally:
+    worker.stop()
 
 
 def test_log_probabilities_are_those_of_the_target(client, models, tokenizer):
