@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from decode.serving.answer import Answer, Choice, Served
 from decode.serving.faults import EndedError, FailedError, FullError, failure
 from decode.serving.gate import READ_SECONDS, Gate, error_response
-from decode.serving.protocol import RefusedError, parse
+from decode.serving.protocol import RefusedError, check_model, parse
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.io.foreign import parse_json
 
@@ -30,7 +30,7 @@ _T = TypeVar('_T')
 
 
 def _refused(error: RefusedError) -> JSONResponse:
-  return error_response(str(error), error.status, kind='invalid_request_error', field=error.field)
+  return error_response(str(error), error.status, kind='invalid_request_error', field=error.field, code=error.code)
 
 
 async def _body(request: Request) -> bytearray:
@@ -186,6 +186,13 @@ def make_app(served: Served) -> Starlette:
     del request
     return JSONResponse({'object': 'list', 'data': [_model(served)]})
 
+  async def model(request: Request) -> Response:
+    try:
+      check_model(request.path_params['name'], served.name)
+    except RefusedError as error:
+      return _refused(error)
+    return JSONResponse(_model(served))
+
   async def health(request: Request) -> Response:
     del request
     worker = served.worker
@@ -205,6 +212,7 @@ def make_app(served: Served) -> Starlette:
 
   routes = [
     Route('/v1/models', models),
+    Route('/v1/models/{name:path}', model),
     Route('/v1/completions', complete, methods=['POST']),
     Route('/v1/chat/completions', complete, methods=['POST']),
     Route('/health', health),

@@ -28,7 +28,13 @@ _OPEN = '/health'  # needs no key
 
 
 def error_response(
-  message: str, status: int, *, kind: str, field: str | None = None, headers: Mapping[str, str] | None = None
+  message: str,
+  status: int,
+  *,
+  kind: str,
+  field: str | None = None,
+  code: str | None = None,
+  headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
   """An error in the form of the interface, printable throughout.
 
@@ -37,10 +43,11 @@ def error_response(
     status: The status.
     kind: The type of error.
     field: The field that is wrong, or None.
+    code: The interface's name of the error, or None.
     headers: Further headers.
   """
   param = None if field is None else one_line(field, 80)
-  said = {'message': printable(message[:500]), 'type': kind, 'param': param, 'code': None}
+  said = {'message': printable(message[:500]), 'type': kind, 'param': param, 'code': code}
   return JSONResponse({'error': said}, status, headers=headers)
 
 

@@ -94,9 +94,7 @@ class Growing:
     for place in range(seen, end):  # one by one, since the first that completes a stop text is the last
       token = int(result.tokens[row, place])
       is_eos = token in self._tokenizer.eos_ids
-      text += self._stream.add([token] if not is_eos else [])
-      if is_eos:
-        self._stream.tokens.append(token)
+      text += self._stream.add([token])
       if self._stream.is_stopped or is_eos:
         end, reason = place + 1, 'stop'
         break

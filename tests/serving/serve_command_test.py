@@ -11,12 +11,42 @@ import commands
 import httpx
 import pytest
 
+from decode.serve import choose_bounds
+
 _TARGET = '--target=pretrained/draft'
 _SMALL = (
   _TARGET, '--draft=pretrained/draft_undistilled', '--num_drafts=2', '--draft_length=2', '--batch_size=2',
   '--max_new_tokens=300', '--longest_prompt=64', '--port=0',
 )  # fmt: skip
 _BODY = {'prompt': 'Mr. Speaker, I rise', 'seed': 1, 'max_tokens': 300}
+
+
+@pytest.mark.parametrize(
+  ('context', 'longest_prompt', 'max_new_tokens', 'expected'),
+  [
+    (None, None, None, (1024, 1024, None)),
+    (8192, None, None, (1024, 1024, None)),
+    (2048, None, None, (1024, 1024, None)),
+    (512, None, None, (507, 507, 508)),  # both together
+    (1500, None, None, (1024, 1024, 1496)),
+    (6, None, None, (1, 1, 2)),
+    (8192, 100, None, (100, 1024, None)),
+    (1100, 100, None, (100, 1000, None)),
+    (8192, None, 7000, (1024, 7000, None)),
+    (8192, None, 8000, (192, 8000, None)),  # a limit of new tokens goes before
+    (512, None, 300, (212, 300, None)),
+    (512, 64, 300, (64, 300, None)),
+    (512, 600, None, (511, 1, None)),
+    (None, 5000, 7000, (5000, 7000, None)),
+  ],
+)
+def test_bounds_are_those_of_the_context(context, longest_prompt, max_new_tokens, expected):
+  assert choose_bounds(context, 4, longest_prompt, max_new_tokens) == expected
+
+
+def test_no_room_for_a_prompt_is_refused():
+  with pytest.raises(ValueError, match='max_new_tokens must be below 512, the context of the models'):
+    choose_bounds(512, 4, None, 512)
 
 
 @pytest.fixture
