@@ -105,7 +105,7 @@ class Chat:
     self._num_turns += 1
     try:
       for tokens in self.session.stream(key, prompt):
-        new = stream.add(token for token in tokens if token not in self._tokenizer.eos_ids)
+        new = stream.add(tokens)
         reply += new
         self.answer.num_tokens += len(tokens)
         self.answer.num_target_calls = self.session.num_target_calls

@@ -2,16 +2,17 @@
 
 It answers `/v1/completions`, `/v1/chat/completions` (streamed or not), `/v1/models`, `/health` and `/metrics`. Requests
 of any sampling parameters share a batch; a seed gives the same text whatever runs beside it, up to rounding. It is one
-process with one model. SIGTERM and Ctrl-C end it after the answers that have begun.
+process with one model. SIGTERM and Ctrl-C end it after the answers that have begun, a second one at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
-import signal
-import socket
+import re
 import sys
+from typing import NamedTuple
 
 from absl import flags
 
@@ -23,6 +24,8 @@ from decode.experiment.settings import only_setting
 from decode.experiment.workload import load_models
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.decoder import Decoder
+from spectr_jax.io.foreign import first_line
+from spectr_jax.unicode import check_unicode
 
 # Fields of `DecodeOptions` that mean nothing here.
 _UNUSED = (
@@ -30,18 +33,58 @@ _UNUSED = (
   'logprobs', 'chat', 'system', 'stop', 'gumbel',
 )  # fmt: skip
 
+_LONGEST_PROMPT = _MOST_NEW = 1024  # tokens, unless options say otherwise
 
-def start_worker(options: DecodeOptions, *, longest_prompt: int, most_waiting: int, notify: Notify):
+
+class Bounds(NamedTuple):
+  """The most tokens of a prompt, of a continuation, and of both together; `together` is None for their sum."""
+
+  longest_prompt: int
+  max_new_tokens: int
+  together: int | None = None
+
+
+def choose_bounds(context: int | None, depth: int, longest_prompt: int | None, max_new_tokens: int | None) -> Bounds:
+  """Bounds that requests may reach at once, or together where neither is asked for and the context is short.
+
+  Args:
+    context: The most tokens that the models take, None for any number.
+    depth: Tokens of a guess, which a round may go too far.
+    longest_prompt: What is asked for, None for 1024; what the context leaves beside `max_new_tokens` bounds it.
+    max_new_tokens: What is asked for; None for what the context leaves, at most 1024.
+
+  Raises:
+    ValueError: No prompt has room.
+  """
+  if context is None:
+    return Bounds(longest_prompt or _LONGEST_PROMPT, max_new_tokens or _MOST_NEW)
+  room = context - depth
+  if longest_prompt is max_new_tokens is None and room > 1 and context < _LONGEST_PROMPT + _MOST_NEW:
+    return Bounds(min(_LONGEST_PROMPT, room - 1), min(_MOST_NEW, room - 1), room)
+  new = max_new_tokens or max(1, min(_MOST_NEW, context - (longest_prompt or _LONGEST_PROMPT)))
+  if new >= context:
+    raise ValueError(f'max_new_tokens must be below {context}, the context of the models')
+  return Bounds(min(longest_prompt or _LONGEST_PROMPT, context - new), new)
+
+
+def start_worker(
+  options: DecodeOptions,
+  *,
+  longest_prompt: int | None = None,
+  max_new_tokens: int | None = None,
+  most_waiting: int,
+  notify: Notify,
+):
   """Loads the models, compiles, and starts the thread that decodes.
 
   Args:
     options: The options; they name one method, K, L and tree.
-    longest_prompt: The most tokens of a prompt.
+    longest_prompt, max_new_tokens: As for `choose_bounds`.
     most_waiting: Continuations that may wait for a row.
     notify: Called with the current activity, the steps done and the steps in total.
 
   Returns:
-    The worker, and the tokenizer.
+    The worker, the tokenizer, and the bounds of requests.
 
   Raises:
     ValueError: Options or models are unusable; the message says why.
@@ -53,32 +96,32 @@ def start_worker(options: DecodeOptions, *, longest_prompt: int, most_waiting: i
       raise ValueError(f'{name} is not for decode.serve, where requests say what they want')
   setting = only_setting(options)
   models = load_models(options)
-  limit = models.context_length
-  if limit is not None and longest_prompt + options.max_new_tokens > limit:
-    longest_prompt = limit - options.max_new_tokens
-    if longest_prompt < 1:
-      raise ValueError(f'max_new_tokens must be below {limit}, the context of the models')
+  depth = setting.tree.max_depth
+  bounds = choose_bounds(models.context_length, depth, longest_prompt, max_new_tokens)
+  size = bounds.longest_prompt + bounds.max_new_tokens if bounds.together is None else bounds.together + depth
   decoder = Decoder.make(
     models.target,
     setting.drafter(models.draft),
     method=setting.method,
     tree=setting.tree,
-    max_new_tokens=options.max_new_tokens,
-    cache_size=longest_prompt + options.max_new_tokens,
+    max_new_tokens=bounds.max_new_tokens,
+    cache_size=size,
     eos_id=models.tokenizer.eos_ids,
     logprobs=True,
   )
+  if bounds.together is not None:
+    decoder = dataclasses.replace(decoder, is_ended_by_caller=True)
   worker = Worker(
     decoder,
     models.tokenizer,
     batch_size=options.batch_size,
-    longest_prompt=longest_prompt,
+    longest_prompt=bounds.longest_prompt,
     most_waiting=most_waiting,
     rounds_at_a_time=1,
   )
   worker.compile(lambda done, total: notify('compiling', done, total))
   worker.start()
-  return worker, models.tokenizer
+  return worker, models.tokenizer, bounds
 
 
 def read_key(given: str | None, path: str | None) -> str | None:
@@ -100,20 +143,21 @@ def read_key(given: str | None, path: str | None) -> str | None:
   return given
 
 
-def listen(host: str, port: int) -> socket.socket:
-  """A socket that listens, before models are loaded.
+def read_hosts(names: list[str]) -> frozenset[str]:
+  """The names by which the server may be asked, besides those of this machine for itself.
 
   Args:
-    host: The address.
-    port: The port; 0 for a free one.
+    names: The values of `--allowed_hosts`.
 
   Raises:
-    ValueError: Somebody listens there already, or there is no such address.
+    ValueError: One is no name of a host.
   """
-  try:
-    return socket.create_server((host, port))
-  except OSError as error:
-    raise ValueError(f'cannot listen on {host}:{port}: {os.strerror(error.errno) if error.errno else error}') from error
+  from decode.serving.gate import is_address
+
+  for name in names:
+    if name != '*' and not re.fullmatch(r'[\w.-]+', name) and not is_address(name):
+      raise ValueError(f'allowed_hosts must be names without ports, such as box.lan, or * for all; got {name!r}')
+  return frozenset(name.lower() for name in names)
 
 
 if __name__ == '__main__':
@@ -125,40 +169,52 @@ if __name__ == '__main__':
   _NAME = flags.DEFINE_string('served_name', None, "The model's name in the interface; default the target's.")
   _KEY = flags.DEFINE_string('api_key', None, 'Key that clients must send.')
   _KEY_FILE = flags.DEFINE_string('api_key_file', None, 'File that holds the key.')
-  _LONGEST = flags.DEFINE_integer('longest_prompt', 1024, 'The most tokens of a prompt.', lower_bound=1)
+  _LONGEST = flags.DEFINE_integer(
+    'longest_prompt', None, 'The most tokens of a prompt (default 1024, or what a short context leaves).', lower_bound=1
+  )
   _WAITING = flags.DEFINE_integer('most_waiting', 512, 'Continuations that may wait for a row.', lower_bound=1)
-  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING)
-  flags.FLAGS.set_default('max_new_tokens', 256)
+  _ALLOWED = flags.DEFINE_list(
+    'allowed_hosts',
+    None,
+    'Names that requests may give as their Host, and whose pages may send some; * for all. Default: those of this'
+    ' machine for itself, and any Host where --host lets others reach it.',
+  )
+  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED)
+  flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
+  flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
 
   def main(argv):
-    import uvicorn
-
     from decode.serving.answer import Served
     from decode.serving.app import make_app
+    from decode.serving.gate import is_loopback
+    from decode.serving.server import Server, address_of, listen
 
     del argv
     if flags.FLAGS['method'].using_default_value:
       flags.FLAGS.set_default('method', ['race_traversal'])
     options, key = read_options(), read_key(_KEY.value, _KEY_FILE.value)
-    sock = listen(_HOST.value, _PORT.value)
-    with show_progress() as notify:
-      sizes = {'longest_prompt': _LONGEST.value, 'most_waiting': _WAITING.value}
-      worker, tokenizer = start_worker(options, **sizes, notify=notify)
     name = _NAME.value or os.path.basename(options.target.rstrip('/')) or options.target
-    app = make_app(Served(worker, tokenizer, name, options.max_new_tokens, key))
-    server = uvicorn.Server(uvicorn.Config(app, log_level='warning', access_log=False))
-    host, port = sock.getsockname()[:2]
-    print(f'serving {printable(name)} at http://{host}:{port}/v1, {options.batch_size} rows', flush=True)
-    # The server ends by them in order, and then raises them again.
-    for number in (signal.SIGINT, signal.SIGTERM):
-      signal.signal(number, lambda *_: None)
+    check_unicode(name, 'served_name')
+    hosts = None if _ALLOWED.value is None else read_hosts(_ALLOWED.value)
+    most_new = None if flags.FLAGS['max_new_tokens'].using_default_value else options.max_new_tokens
+    sock = listen(_HOST.value, _PORT.value)
+    if hosts is None and is_loopback(sock.getsockname()[0]):
+      hosts = frozenset([_HOST.value.lower()])
+    with show_progress() as notify:
+      sizes = {'longest_prompt': _LONGEST.value, 'max_new_tokens': most_new, 'most_waiting': _WAITING.value}
+      worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify)
+    served = Served(worker, tokenizer, name, bounds.max_new_tokens, key, together=bounds.together, hosts=hosts)
+    served.prepare()
+    server = Server(make_app(served), worker)
+    print(f'serving {printable(name)} at http://{address_of(sock)}/v1, {options.batch_size} rows', flush=True)
     try:
       server.run(sockets=[sock])
     finally:
       worker.stop()
     if worker.fault is not None:
-      raise worker.fault
+      fault = f'{type(worker.fault).__name__}: {first_line(worker.fault)}'
+      raise ValueError(f'the thread that decodes has ended: {fault}') from worker.fault
     print('ended', file=sys.stderr)
 
   command_line.run(

@@ -217,7 +217,10 @@ class DecodeOptions:
     _SAMPLING, 'Sample from tokens at least this many times as likely as the likeliest; 0 for all.', 0.0
   )
   stop: tuple[str, ...] = option(
-    _PROMPTS, 'Text that ends a continuation, and is no part of it; repeat for several.', (), is_repeated=True
+    _PROMPTS,
+    'Text or special token that ends a continuation, and is no part of it; repeat for several.',
+    (),
+    is_repeated=True,
   )
   logprobs: bool = option(_MEASURED, "Write the target's log probability of every token to --generations.", False)
   prompt: str | None = option(_PROMPTS, 'One text to continue.', None)

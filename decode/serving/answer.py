@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -12,12 +15,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from decode.serving.protocol import DEFAULT_TOKENS, Asked, RefusedError
+from decode.serving.protocol import DEFAULT_TOKENS, MOST_SAMPLES, Asked, RefusedError
 from decode.serving.worker import Job, Piece, Worker
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.state import sample_keys
 from spectr_jax.engine.stop import StopStrings
+from spectr_jax.io.token_bytes import TextToken, TokenDecoder
 from spectr_jax.io.tokenizer import TokenizerBase
+
+_READERS = 2  # requests that are read, or responses that are written, at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +36,10 @@ class Served:
     name: The model's name.
     max_new_tokens: The most new tokens of a continuation.
     api_key: What clients must send, or None.
+    together: The most tokens of a prompt with its continuation; None where the bounds of the two suffice.
+    hosts: Names that requests may be sent to, and whose pages may send some, besides those of this machine for itself;
+      `*` is all. None for any name, and pages of that name alone.
+    threads: Where requests are read and responses are written, which takes time that the event loop does not have.
   """
 
   worker: Worker
@@ -37,11 +47,43 @@ class Served:
   name: str
   max_new_tokens: int
   api_key: str | None = None
+  together: int | None = None
+  hosts: frozenset[str] | None = None
+  threads: concurrent.futures.Executor = dataclasses.field(
+    default_factory=lambda: concurrent.futures.ThreadPoolExecutor(_READERS, 'reading')
+  )
+
+  def prepare(self) -> None:
+    """Does what is done once, and what the first requests would wait for: a look at the vocabulary, and programs."""
+    assert self.most_characters
+    list(_keys(0, 2, 2))
+
+  @functools.cached_property
+  def most_characters(self) -> int:
+    """Characters of a prompt beyond which it is refused unread: those of as many of the longest token as may be."""
+    tokens = (self.tokenizer.token(index) for index in range(self.tokenizer.vocab_size))
+    return self.worker.longest_prompt * max(len(token) for token in tokens if token is not None)
+
+  def most_new(self, prompt: Sequence[int]) -> int:
+    """The most new tokens behind a prompt."""
+    return self.max_new_tokens if self.together is None else min(self.max_new_tokens, self.together - len(prompt))
+
+
+def _keys(seed: int, num_prompts: int, num_samples: int) -> Iterator[jax.Array]:
+  """A key for each continuation: the first one has the seed's own, whatever else is asked for."""
+  key = jax.random.key(seed, impl='threefry2x32')
+  for place in range(num_prompts):
+    own = jax.random.fold_in(key, place) if place else key
+    # One program for any number of samples, since the first of many are those of few.
+    yield from [own] if num_samples == 1 else itertools.islice(sample_keys(own[None], MOST_SAMPLES), num_samples)
 
 
 @dataclasses.dataclass
 class Choice:
-  """A continuation as it comes: its prompt's number, its ids and text, and the pieces that wait to be sent."""
+  """A continuation as it comes: its prompt's number, its ids and text, and the pieces that wait to be sent.
+
+  Its likelihood comes with the prompt's length; `read` says where in the text the tokens of a stream stand.
+  """
 
   index: int
   prompt: Sequence[int]
@@ -54,6 +96,7 @@ class Choice:
   num_target_calls: int = 0
   num_accepted: int = 0
   likelihood: tuple[LogLikelihood, int] | None = None
+  read: TokenDecoder | None = None
 
   def add(self, piece: Piece) -> None:
     self.text += piece.text
@@ -70,73 +113,120 @@ class Answer:
     self.served, self.asked = served, asked
     self.id = f'{"chatcmpl" if asked.is_chat else "cmpl"}-{secrets.token_hex(12)}'
     self.created = int(time.time())
+    self._num_received, self._has_failed = 0, False
     self.choices = self._choices()
 
   def _choices(self) -> list[Choice]:
-    asked, tokenizer = self.asked, self.served.tokenizer
-    field = 'messages' if asked.is_chat else 'prompt'
-    try:
-      if asked.is_chat:
-        prompts = [tokenizer.encode_chat(messages) for messages in asked.prompts]
-      else:
-        prompts = [tokenizer.encode_prompt(each) if isinstance(each, str) else each for each in asked.prompts]
-    except ValueError as error:
-      raise RefusedError(str(error), field) from error
-    most, vocab_size = self.served.worker.longest_prompt, self.served.worker.vocab_size
-    for prompt in prompts:
-      if not 1 <= len(prompt) <= most:
-        raise RefusedError(f'{field} has {len(prompt)} tokens, allowed are 1 to {most}', field)
-      if max(prompt) >= vocab_size:
-        raise RefusedError(f'{field} has the id {max(prompt)}, the vocabulary is 0 to {vocab_size - 1}', field)
-    if len(prompts) * asked.num_samples > self.served.worker.most_waiting:
-      number = len(prompts) * asked.num_samples
-      raise RefusedError(f'{number} continuations are more than {self.served.worker.most_waiting} that may wait', 'n')
+    asked = self.asked
+    self._check_sizes()
+    prompts = [self._encoded(prompt) for prompt in asked.prompts]
     return [
       Choice(place * asked.num_samples + sample, prompt)
       for place, prompt in enumerate(prompts)
       for sample in range(asked.num_samples)
     ]
 
+  def _check_sizes(self) -> None:
+    """Refuses what is too large before any of it is encoded."""
+    _ = self.max_tokens
+    asked, worker, most = self.asked, self.served.worker, self.served.most_characters
+    number = len(asked.prompts) * asked.num_samples
+    if number > worker.most_waiting:
+      raise RefusedError(f'{number} continuations are more than {worker.most_waiting} that may wait', 'n')
+    for prompt in asked.prompts:
+      if asked.is_chat:
+        size = sum(len(text) for message in prompt for text in message.values())
+      else:
+        size = len(prompt) if isinstance(prompt, str) else 0
+      if size > most:
+        said = (
+          f'{self._field} has {size:,} characters, allowed are {most:,}: {worker.longest_prompt} of the longest token'
+        )
+        raise RefusedError(said, self._field)
+
+  @property
+  def _field(self) -> str:
+    return 'messages' if self.asked.is_chat else 'prompt'
+
+  def _encoded(self, prompt: Any) -> Sequence[int]:
+    tokenizer, worker, field = self.served.tokenizer, self.served.worker, self._field
+    try:
+      if self.asked.is_chat:
+        ids = tokenizer.encode_chat(prompt)
+      else:
+        ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+    except ValueError as error:
+      raise RefusedError(str(error), field) from error
+    if not 1 <= len(ids) <= worker.longest_prompt:
+      raise RefusedError(f'{field} has {len(ids)} tokens, allowed are 1 to {worker.longest_prompt}', field)
+    if max(ids) >= worker.vocab_size:
+      raise RefusedError(f'{field} has the id {max(ids)}, the vocabulary is 0 to {worker.vocab_size - 1}', field)
+    if (self.asked.max_tokens or 0) > (room := self.served.most_new(ids)):
+      message = f'max_tokens must be at most {room} behind {len(ids)} tokens, got {self.asked.max_tokens}'
+      raise RefusedError(message, 'max_tokens')
+    return ids
+
   @property
   def max_tokens(self) -> int:
     most = self.served.max_new_tokens
     if self.asked.max_tokens is not None and self.asked.max_tokens > most:
-      raise RefusedError(f'max_tokens must be at most {most} here, got {self.asked.max_tokens}', 'max_tokens')
+      raise RefusedError(
+        f'max_tokens must be at most {most} here (--max_new_tokens), got {self.asked.max_tokens}', 'max_tokens'
+      )
     if self.asked.max_tokens is None:
       return most if self.asked.is_chat else min(DEFAULT_TOKENS, most)
     return self.asked.max_tokens
 
-  def submit(self) -> None:
+  def _limit(self, choice: Choice) -> int:
+    return min(self.max_tokens, self.served.most_new(choice.prompt))
+
+  def submit(self, loop: asyncio.AbstractEventLoop) -> None:
     """Hands all continuations to the worker.
+
+    Args:
+      loop: Where their pieces are waited for.
 
     Raises:
       FullError: Too many wait.
-      RefusedError: The limit is above what is served.
+      EndedError: The worker decodes no more.
     """
-    asked, loop = self.asked, asyncio.get_running_loop()
+    asked = self.asked
     if self.max_tokens == 0:
       return
     stop = StopStrings(self.served.tokenizer, asked.stop) if asked.stop else None
-    for choice, key in zip(self.choices, self._keys(), strict=True):
+    seed = secrets.randbits(32) if asked.seed is None else asked.seed % 2**32
+    keys = _keys(seed, len(asked.prompts), asked.num_samples)
+    for choice, key in zip(self.choices, keys, strict=True):
 
       def tell(found, pieces=choice.pieces):
         loop.call_soon_threadsafe(pieces.put_nowait, found)
 
-      choice.job = Job(choice.prompt, key, asked.sampling, self.max_tokens, stop, tell)
+      choice.job = Job(choice.prompt, key, asked.sampling, self._limit(choice), stop, tell)
     jobs = [choice.job for choice in self.choices if choice.job is not None]
-    self.served.worker.submit(jobs)
+    self._num_received = len(jobs)
+    self._count('received_total', self._num_received)
+    try:
+      self.served.worker.submit(jobs)
+    except Exception:
+      self._end('refused', len(jobs))
+      raise
 
-  def _keys(self) -> Iterator[jax.Array]:
-    """A key for each continuation: the first one has the seed's own, whatever else is asked for."""
-    asked = self.asked
-    seed = secrets.randbits(32) if asked.seed is None else asked.seed % 2**32
-    key = jax.random.key(seed, impl='threefry2x32')
-    for place in range(len(asked.prompts)):
-      own = jax.random.fold_in(key, place) if place else key
-      yield from [own] if asked.num_samples == 1 else sample_keys(own[None], asked.num_samples)
+  def _count(self, name: str, number: int, outcome: str = '') -> None:
+    kind = 'chat' if self.asked.is_chat else 'completions'
+    label = f'kind="{kind}",outcome="{outcome}"' if outcome else f'kind="{kind}"'
+    self.served.worker.metrics.add(f'continuations_{name}', number, label)
 
-  def cancel(self) -> None:
-    """Lets go of what nobody waits for any more."""
+  def _end(self, outcome: str, number: int) -> None:
+    self._count('total', number, outcome)
+    self._num_received -= number
+
+  def close(self) -> None:
+    """Lets go of what nobody waits for any more, and counts how the continuations ended."""
+    if not self._num_received:
+      return
+    num_answered = sum(choice.finish_reason is not None for choice in self.choices)
+    self._end('answered', num_answered)
+    self._end('failed' if self._has_failed else 'left', self._num_received)
     for choice in self.choices:
       if choice.job is not None and choice.finish_reason is None:
         choice.job.is_cancelled = True
@@ -146,6 +236,7 @@ class Answer:
     while choice.job is not None and choice.finish_reason is None:
       found = await choice.pieces.get()
       if isinstance(found, Exception):
+        self._has_failed = True
         raise found
       if not choice.tokens:
         self.served.worker.metrics.observe_first_token(time.monotonic() - choice.job.begun)
@@ -202,13 +293,18 @@ class Answer:
     if self.asked.is_chat:
       message = {'role': 'assistant', 'content': choice.text}
       return common | {'message': message, 'logprobs': self._chat_logprobs(choice)}
-    text = choice.text
-    if self.asked.echo:
-      text = self.served.tokenizer.decode(choice.prompt) + text
+    text = self._echoed(choice) if self.asked.echo else choice.text
     return common | {'text': text, 'logprobs': self._completion_logprobs(choice)}
 
-  def _word(self, token: int) -> str:
-    return self.served.tokenizer.decode([token])
+  def _echoed(self, choice: Choice) -> str:
+    """The text of prompt and continuation, in which a character may begin in the one and end in the other."""
+    decode = self.served.tokenizer.decode
+    text = decode([*choice.prompt, *choice.tokens])
+    return text[: len(text) - len(decode(choice.tokens)) + len(choice.text)]
+
+  def _decode(self, choice: Choice, ids: Sequence[int]) -> list[TextToken]:
+    """What ids are in the text that is sent: all of its ids, or those of a piece of a stream."""
+    return (choice.read or self.served.tokenizer.decode_tokens_stream())(ids)
 
   def _places(self, choice: Choice) -> tuple[list[int], list[float | None], list[dict[int, float] | None]]:
     """Ids, their log probabilities, and the likeliest ids, of all places that a response shows."""
@@ -228,17 +324,24 @@ class Answer:
     if self.asked.top_logprobs is None:
       return None
     ids, values, tops = self._places(choice)
-    words = [self._word(token) for token in ids]
-    offsets = np.cumsum([0, *map(len, words)])[:-1].tolist()
-    named = [None if top is None else self._named(top) for top in tops]
-    return {'tokens': words, 'token_logprobs': values, 'top_logprobs': named, 'text_offset': offsets}
+    found = self._decode(choice, ids)
+    return {
+      'tokens': [token.name for token in found],
+      'token_logprobs': values,
+      'top_logprobs': [top and self._named(top, *pair) for top, pair in zip(tops, zip(ids, found))],
+      'text_offset': [token.offset for token in found],
+    }
 
-  def _named(self, top: dict[int, float]) -> dict[str, float]:
-    # Of several ids with one text the likeliest counts, which comes first.
-    named: dict[str, float] = {}
-    for token, value in top.items():
-      named.setdefault(self._word(token), value)
-    return named
+  def _named(self, top: dict[int, float], index: int, token: TextToken) -> dict[str, float]:
+    """The likeliest tokens of a place by names of their own; that of the token that stands there is its own."""
+    names = {index: token.name}
+    for other in top:
+      name = self._alone(other).name
+      names.setdefault(other, f'token_id:{other}' if name in names.values() else name)
+    return {names[other]: value for other, value in top.items()}
+
+  def _alone(self, token: int) -> TextToken:
+    return self.served.tokenizer.decode_tokens([token])[0]
 
   def _chat_logprobs(self, choice: Choice) -> dict[str, Any] | None:
     if self.asked.top_logprobs is None:
@@ -246,18 +349,16 @@ class Answer:
     ids, values, tops = self._places(choice)
     return {
       'content': [
-        self._entry(token, value) | {'top_logprobs': [self._entry(*pair) for pair in (top or {}).items()]}
-        for token, value, top in zip(ids, values, tops)
+        _entry(token, value) | {'top_logprobs': [_entry(self._alone(other), its) for other, its in (top or {}).items()]}
+        for token, value, top in zip(self._decode(choice, ids), values, tops)
       ]
     }
 
-  def _entry(self, token: int, value: float | None) -> dict[str, Any]:
-    word = self._word(token)
-    return {'token': word, 'logprob': value, 'bytes': list(word.encode('utf-8', 'replace'))}
-
   def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
     """A piece of a stream."""
+    choice.read = choice.read or self.served.tokenizer.decode_tokens_stream()
     part = Choice(choice.index, choice.prompt, tokens=list(piece.tokens), logprobs=list(piece.logprobs))
+    part.read = choice.read
     common = {'index': choice.index, 'finish_reason': piece.finish_reason}
     if self.asked.is_chat:
       is_first = len(choice.tokens) == len(piece.tokens)
@@ -267,6 +368,10 @@ class Answer:
       own = common | {'text': piece.text, 'logprobs': self._completion_logprobs(part)}
     usage = {'usage': self.usage()} if self.asked.has_usage_in_chunks else {}
     return self.head(is_chunk=True) | {'choices': [own]} | usage
+
+
+def _entry(token: TextToken, value: float | None) -> dict[str, Any]:
+  return {'token': token.name, 'logprob': value, 'bytes': list(token.content)}
 
 
 def _number(value: float) -> float | None:

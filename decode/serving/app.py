@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from common.printable import printable
 from decode.serving.answer import Answer, Choice, Served
-from decode.serving.protocol import RefusedError, parse
-from decode.serving.worker import EndedError, FullError
+from decode.serving.faults import EndedError, FailedError, FullError, failure
+from decode.serving.gate import READ_SECONDS, Gate, error_response
+from decode.serving.protocol import RefusedError, check_model, parse
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.io.foreign import parse_json
 
@@ -24,43 +26,64 @@ _MOST_BYTES = 2**22  # of a body
 _RETRY_SECONDS = 2  # that a client is asked to wait for
 
 
-def _error(message: str, status: int, *, kind: str, field: str | None = None, **headers: str) -> JSONResponse:
-  said = {'message': printable(message)[:500], 'type': kind, 'param': field, 'code': None}
-  return JSONResponse({'error': said}, status, headers=headers)
+_T = TypeVar('_T')
 
 
 def _refused(error: RefusedError) -> JSONResponse:
-  return _error(str(error), error.status, kind='invalid_request_error', field=error.field)
+  return error_response(str(error), error.status, kind='invalid_request_error', field=error.field, code=error.code)
 
 
-async def _body(request: Request) -> Any:
-  """The parsed body, of bounded size."""
+async def _body(request: Request) -> bytearray:
+  """The body, of bounded size."""
   found = bytearray()
-  async for part in request.stream():
-    found += part
-    if len(found) > _MOST_BYTES:
+
+  def check(size: int) -> None:
+    if size > _MOST_BYTES:
       raise RefusedError(f'the body is larger than {_MOST_BYTES:,} bytes', status=413)
+
+  check(int(request.headers.get('content-length', 0)))
   try:
-    return parse_json(found.decode('utf-8'), 'the body')
+    async for part in request.stream():
+      found += part
+      check(len(found))
+  except TimeoutError as error:
+    raise RefusedError(f'the body did not come within {READ_SECONDS:g} seconds', status=408) from error
+  return found
+
+
+def _parsed(body: bytearray) -> Any:
+  try:
+    return parse_json(body.decode('utf-8'), 'the body')
   except UnicodeDecodeError as error:
     raise RefusedError(f'the body is not UTF-8: {error.reason} at byte {error.start}') from error
   except ValueError as error:
     raise RefusedError(str(error)) from error
 
 
-def _allowed(served: Served, request: Request) -> bool:
-  if served.api_key is None:
-    return True
-  given = request.headers.get('authorization', '')
-  return hmac.compare_digest(given.encode('utf-8', 'replace'), f'Bearer {served.api_key}'.encode())
+async def _in_thread(served: Served, function: Callable[[], _T]) -> _T:
+  """What a function returns that may take longer than other requests should wait."""
+  return await asyncio.get_running_loop().run_in_executor(served.threads, function)
 
 
 def _sent(content: Any) -> str:
   return f'data: {content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)}\n\n'
 
 
-async def _stream(answer: Answer) -> AsyncIterator[str]:
-  """The events of a stream. Whoever goes away ends it, and frees its rows."""
+class _Stream(StreamingResponse):
+  """A stream of events. Whoever goes away ends it, and frees its rows."""
+
+  def __init__(self, answer: Answer, scope: Scope):
+    super().__init__(_events(answer, scope), media_type='text/event-stream', headers={'Cache-Control': 'no-store'})
+    self._answer = answer
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    try:
+      await super().__call__(scope, receive, send)
+    finally:  # also where no event was asked for
+      self._answer.close()
+
+
+async def _events(answer: Answer, scope: Scope) -> AsyncIterator[str]:
   pieces: asyncio.Queue = asyncio.Queue()
 
   async def follow(choice: Choice) -> None:
@@ -68,7 +91,9 @@ async def _stream(answer: Answer) -> AsyncIterator[str]:
       async for piece in answer.pieces_of(choice):
         await pieces.put(answer.chunk(choice, piece))
       await pieces.put(None)
-    except Exception as error:
+    except asyncio.CancelledError:
+      raise
+    except BaseException as error:  # a panic of the tokenizers is no Exception
       await pieces.put(error)
 
   tasks = [asyncio.create_task(follow(choice)) for choice in answer.choices]
@@ -76,7 +101,8 @@ async def _stream(answer: Answer) -> AsyncIterator[str]:
   try:
     while left:
       found = await pieces.get()
-      if isinstance(found, Exception):
+      if isinstance(found, BaseException):
+        scope['outcome'] = 'failed'
         yield _sent(json.loads(bytes(_failed(found).body)))
         return
       if found is None:
@@ -88,18 +114,21 @@ async def _stream(answer: Answer) -> AsyncIterator[str]:
       yield _sent(answer.head(is_chunk=True) | {'choices': [], 'usage': answer.usage()})
     yield _sent('[DONE]')
   finally:
-    answer.cancel()
+    answer.close()
     for task in tasks:
       task.cancel()
 
 
-def _failed(error: Exception) -> JSONResponse:
-  if isinstance(error, NotFiniteError):
-    return _error(f'this continuation failed: {error}', 500, kind='server_error')
+def _failed(error: BaseException) -> JSONResponse:
   if isinstance(error, FullError):
     wait = {'Retry-After': str(_RETRY_SECONDS)}
-    return _error(f'too many requests: try again in {_RETRY_SECONDS} s', 429, kind='rate_limit_error', **wait)
-  return _error(str(error) or type(error).__name__, 503, kind='server_error')
+    return error_response(
+      f'too many requests: try again in {_RETRY_SECONDS} s', 429, kind='rate_limit_error', headers=wait
+    )
+  if not isinstance(error, FailedError | EndedError):
+    error = failure(error)
+  said = f'this continuation failed: {error}' if isinstance(error, NotFiniteError) else str(error)
+  return error_response(said, 503 if isinstance(error, EndedError) else 500, kind='server_error')
 
 
 async def _until_gone(request: Request) -> None:
@@ -116,9 +145,13 @@ async def _whole(answer: Answer, request: Request) -> Response:
     if not waiting.done():
       return Response(status_code=499)
     waiting.result()
-    return JSONResponse(answer.whole())
+    return await _in_thread(answer.served, lambda: JSONResponse(answer.whole()))
+  except asyncio.CancelledError:
+    raise
+  except BaseException as error:
+    return _failed(error)
   finally:
-    answer.cancel()
+    answer.close()
     waiting.cancel()
     gone.cancel()
 
@@ -131,30 +164,34 @@ def make_app(served: Served) -> Starlette:
   """
 
   async def complete(request: Request) -> Response:
-    if not _allowed(served, request):
-      return _error('the key is missing or wrong', 401, kind='authentication_error')
+    loop, is_chat = asyncio.get_running_loop(), request.scope['path'].endswith('/chat/completions')
+
+    def submitted(body: bytearray) -> Answer:
+      answer = Answer(served, parse(_parsed(body), is_chat=is_chat, model=served.name))
+      answer.submit(loop)
+      return answer
+
     try:
       body = await _body(request)
-      answer = Answer(served, parse(body, is_chat=request.url.path.endswith('/chat/completions'), model=served.name))
-      answer.submit()
+      answer = await _in_thread(served, lambda: submitted(body))
     except RefusedError as error:
       return _refused(error)
     except (FullError, EndedError) as error:
-      served.worker.metrics.add('requests_total', label='outcome="refused"')
       return _failed(error)
     except ClientDisconnect:
       return Response(status_code=499)
-    if answer.asked.is_streamed:
-      return StreamingResponse(_stream(answer), media_type='text/event-stream', headers={'Cache-Control': 'no-store'})
-    try:
-      return await _whole(answer, request)
-    except Exception as error:
-      return _failed(error)
+    return _Stream(answer, request.scope) if answer.asked.is_streamed else await _whole(answer, request)
 
   async def models(request: Request) -> Response:
-    if not _allowed(served, request):
-      return _error('the key is missing or wrong', 401, kind='authentication_error')
+    del request
     return JSONResponse({'object': 'list', 'data': [_model(served)]})
+
+  async def model(request: Request) -> Response:
+    try:
+      check_model(request.path_params['name'], served.name)
+    except RefusedError as error:
+      return _refused(error)
+    return JSONResponse(_model(served))
 
   async def health(request: Request) -> Response:
     del request
@@ -168,17 +205,24 @@ def make_app(served: Served) -> Starlette:
     return PlainTextResponse(text, media_type='text/plain; version=0.0.4')
 
   async def unknown(request: Request, error: Exception) -> Response:
-    del error
-    return _error(f'there is no {request.method} {request.url.path}', 404, kind='invalid_request_error')
+    # A wrong method has a header that names the right ones.
+    status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (404, None)
+    said = f'there is no {request.method} {request.scope["path"]}'
+    return error_response(said, status, kind='invalid_request_error', headers=headers)
 
   routes = [
     Route('/v1/models', models),
+    Route('/v1/models/{name:path}', model),
     Route('/v1/completions', complete, methods=['POST']),
     Route('/v1/chat/completions', complete, methods=['POST']),
     Route('/health', health),
     Route('/metrics', metrics),
   ]
-  return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
+  app = Starlette(
+    routes=routes, exception_handlers={404: unknown, 405: unknown}, middleware=[Middleware(Gate, served=served)]
+  )
+  app.router.redirect_slashes = False  # their address would be the one that the client named
+  return app
 
 
 def _model(served: Served) -> dict[str, Any]:

@@ -7,8 +7,16 @@ import collections
 import threading
 
 _SECONDS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0
+# Paths whose requests are counted, and their kinds.
+KINDS = {'/v1/completions': 'completions', '/v1/chat/completions': 'chat'}
+OUTCOMES = 'answered', 'refused', 'failed', 'left'
 _HELP = {
-  'requests_total': ('counter', 'Requests that came to their end, by outcome.'),
+  'requests_received_total': ('counter', 'Requests, by kind.'),
+  'requests_total': ('counter', 'Requests that came to their end, by kind and outcome.'),
+  'requests_in_progress': ('gauge', 'Requests that were received and have not ended, by kind.'),
+  'continuations_received_total': ('counter', 'Continuations that requests asked for, by kind.'),
+  'continuations_total': ('counter', 'Continuations that came to their end, by kind and outcome.'),
+  'continuations_in_progress': ('gauge', 'Continuations that were asked for and have not ended, by kind.'),
   'prompt_tokens_total': ('counter', 'Tokens of prompts.'),
   'tokens_total': ('counter', 'New tokens.'),
   'target_calls_total': ('counter', 'Calls of the target, a row at a time.'),
@@ -26,6 +34,11 @@ class Metrics:
   def __init__(self):
     self._lock = threading.Lock()
     self._counts: dict[tuple[str, str], float] = collections.defaultdict(float)
+    for things in ('requests', 'continuations'):
+      for kind in KINDS.values():
+        self._counts[f'{things}_received_total', f'kind="{kind}"'] = 0
+        for outcome in OUTCOMES:
+          self._counts[f'{things}_total', f'kind="{kind}",outcome="{outcome}"'] = 0
     self._buckets, self._sum = [0] * (len(_SECONDS) + 1), 0.0
 
   def add(self, name: str, value: float = 1, label: str = '') -> None:
@@ -59,15 +72,19 @@ class Metrics:
     with self._lock:
       counts, buckets, total = dict(self._counts), list(self._buckets), self._sum
     calls = counts.get(('target_calls_total', ''), 0)
-    gauges['tokens_per_call'] = counts.get(('tokens_total', ''), 0) / calls if calls else 0
+    values: dict[tuple[str, str], float] = counts | {(name, ''): value for name, value in gauges.items()}
+    values['tokens_per_call', ''] = counts.get(('tokens_total', ''), 0) / calls if calls else 0
+    for things in ('requests', 'continuations'):
+      for kind in KINDS.values():
+        ended = sum(counts[f'{things}_total', f'kind="{kind}",outcome="{outcome}"'] for outcome in OUTCOMES)
+        label = f'kind="{kind}"'
+        values[f'{things}_in_progress', label] = counts[f'{things}_received_total', label] - ended
     lines = []
     for name, (kind, what) in _HELP.items():
       lines += [f'# HELP spectr_jax_{name} {what}', f'# TYPE spectr_jax_{name} {kind}']
-      if kind == 'counter':
-        own = sorted((label, value) for (each, label), value in counts.items() if each == name) or [('', 0)]
-        lines += [f'spectr_jax_{name}{f"{{{label}}}" if label else ""} {value:g}' for label, value in own]
-      elif kind == 'gauge':
-        lines.append(f'spectr_jax_{name} {gauges[name]:g}')
+      if kind != 'histogram':
+        own = sorted((label, value) for (each, label), value in values.items() if each == name) or [('', 0)]
+        lines += [f'spectr_jax_{name}{f"{{{label}}}" if label else ""} {value:.15g}' for label, value in own]
       else:
         sums = [sum(buckets[: place + 1]) for place in range(len(buckets))]
         for bound, number in zip((*map(str, _SECONDS), '+Inf'), sums, strict=True):

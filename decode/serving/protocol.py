@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from spectr_jax.engine.stop import check_stop_texts
+from spectr_jax.io.foreign import name_shown, shown
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.unicode import check_unicode
 
@@ -26,11 +29,12 @@ class RefusedError(ValueError):
   Attributes:
     field: The field that is wrong, or None.
     status: The status of the response.
+    code: The interface's name of the error, or None.
   """
 
-  def __init__(self, message: str, field: str | None = None, status: int = 400):
+  def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None):
     super().__init__(message)
-    self.field, self.status = field, status
+    self.field, self.status, self.code = field, status, code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +74,15 @@ def _whole(least: int, most: int) -> Callable[[Any], bool]:
   return lambda x: isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
 
 
-def _real(least: float, most: float) -> Callable[[Any], bool]:
-  return lambda x: isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and least <= x <= most
+def _real(least: float, most: float, *, above: float = -math.inf) -> Callable[[Any], bool]:
+  """Numbers from `least` to `most`, and above `above` in float32, in which they are used."""
+
+  def is_right(x: Any) -> bool:
+    # The bounds come first: a number with hundreds of digits is no float.
+    is_number = isinstance(x, int | float) and not isinstance(x, bool)
+    return is_number and least <= x <= most and bool(np.float32(x) > above)
+
+  return is_right
 
 
 def _is_bool(x: Any) -> bool:
@@ -84,20 +95,24 @@ def _is_stop(x: Any) -> bool:
 
 
 def _is_stream_options(x: Any) -> bool:
-  return (
-    isinstance(x, dict) and set(x) <= {'include_usage', 'continuous_usage_stats'} and all(map(_is_bool, x.values()))
+  return isinstance(x, dict) and all(
+    (name in _STREAM_OPTIONS and (value is None or _is_bool(value)))
+    or _is_off(value, _STREAM_OPTIONS_OFF.get(name, ()))
+    for name, value in x.items()
   )
 
 
+_STREAM_OPTIONS = 'include_usage', 'continuous_usage_stats'
 _Rule = tuple[Callable[[Any], bool], str]
 _COUNT = f'a whole number from 1 to {MOST_SAMPLES}'
+_TEXT: _Rule = (lambda x: isinstance(x, str), 'a text')
 _BOOL: _Rule = (_is_bool, 'true or false')
 _LIMIT: _Rule = (_whole(0, 2**31 - 1), 'a whole number of tokens')
 # What fields of both kinds of requests may be.
 _SHARED: dict[str, _Rule] = {
-  'model': (lambda x: isinstance(x, str), 'a text'),
+  'model': _TEXT,
   'temperature': (_real(0, 1e6), 'a number of at least 0'),
-  'top_p': (lambda x: _real(0, 1)(x) and x > 0, 'a number above 0 and at most 1'),
+  'top_p': (_real(0, 1, above=0), 'a number above 0 and at most 1'),
   'top_k': (_whole(-1, 2**31 - 1), 'a whole number of at least 0 (0 keeps all)'),
   'min_p': (_real(0, 1), 'a number from 0 to 1'),
   'seed': (_whole(-(2**63), 2**63 - 1), 'a whole number of 64 bits'),
@@ -106,7 +121,10 @@ _SHARED: dict[str, _Rule] = {
   'stream': _BOOL,
   'stream_options': (_is_stream_options, 'an object with include_usage or continuous_usage_stats'),
   'max_tokens': _LIMIT,
-  'user': (lambda x: isinstance(x, str), 'a text'),
+  'max_new_tokens': _LIMIT,
+  'do_sample': _BOOL,
+  # They name who asks, and change no answer.
+  **dict.fromkeys(('user', 'safety_identifier', 'prompt_cache_key'), _TEXT),
 }
 _COMPLETION: dict[str, _Rule] = _SHARED | {
   'prompt': (lambda x: True, ''),
@@ -119,23 +137,63 @@ _CHAT: dict[str, _Rule] = _SHARED | {
   'logprobs': _BOOL,
   'top_logprobs': (_whole(0, MOST_TOP), f'a whole number from 0 to {MOST_TOP}'),
 }
-# Fields of the interface that do nothing here, with the values that ask for nothing.
-_OFF: dict[str, tuple[Any, ...]] = {
-  'presence_penalty': (0,),
-  'frequency_penalty': (0,),
-  'repetition_penalty': (1,),
-  'logit_bias': ({},),
+# Fields of this interface and of others' extensions of it that do nothing here, with the values that ask for nothing.
+# Those without such a value always ask for something: empty options of a web search are one with the usual options.
+_OFF: Mapping[str, tuple[Any, ...]] = {
+  **dict.fromkeys(('presence_penalty', 'frequency_penalty', 'min_tokens', 'no_repeat_ngram_size', 'priority'), (0,)),
+  **dict.fromkeys(('mirostat', 'dry_multiplier', 'xtc_probability', 'dynatemp_range', 'penalty_alpha'), (0,)),
+  **dict.fromkeys(('repetition_penalty', 'repeat_penalty', 'length_penalty', 'typical_p'), (1,)),
+  **dict.fromkeys(('num_beams', 'num_return_sequences'), (1,)),
+  **dict.fromkeys(('tools', 'functions', 'stop_token_ids', 'bad_words', 'logits_processors', 'documents'), ([],)),
+  **dict.fromkeys(('logit_bias', 'metadata', 'prompt_cache_options', 'chat_template_kwargs'), ({},)),
+  **dict.fromkeys(('mm_processor_kwargs', 'media_io_kwargs', 'kv_transfer_params', 'vllm_xargs'), ({},)),
+  **dict.fromkeys(('store', 'ignore_eos', 'include_stop_str_in_output', 'use_beam_search', 'early_stopping'), (False,)),
+  **dict.fromkeys(('return_token_ids', 'return_tokens_as_token_ids', 'return_full_text', 'watermark'), (False,)),
+  **dict.fromkeys(('return_token_offsets', 'return_prompt_text', 'return_hidden_states', 'no_stop_trim'), (False,)),
+  **dict.fromkeys(('skip_special_tokens', 'use_cache'), (True,)),
+  **dict.fromkeys(('parallel_tool_calls', 'spaces_between_special_tokens', 'include_reasoning'), (True, False)),
+  **dict.fromkeys(('tool_choice', 'function_call'), ('none', 'auto')),
+  **dict.fromkeys(('audio', 'prediction', 'moderation', 'web_search_options'), ()),
   'best_of': (1,),
   'suffix': ('',),
-  'tools': ([],),
-  'functions': ([],),
-  'tool_choice': ('none', 'auto'),
-  'parallel_tool_calls': (True, False),
   'response_format': ({'type': 'text'},),
-  'store': (False,),
-  'ignore_eos': (False,),
   'modalities': (['text'],),
+  'service_tier': ('auto', 'default'),
+  'reasoning_effort': ('none',),
+  'verbosity': ('medium',),
+  'prompt_cache_retention': ('in_memory',),
 }
+_COMPLETION_OFF = {**_OFF, 'add_special_tokens': (True,)}
+_CHAT_OFF = {
+  **_OFF,
+  **dict.fromkeys(('echo', 'add_special_tokens', 'continue_final_message'), (False,)),
+  'add_generation_prompt': (True,),
+}
+_STREAM_OPTIONS_OFF = {'include_obfuscation': (False,)}
+_MESSAGE_OFF = {
+  **dict.fromkeys(('annotations', 'tool_calls'), ([],)),
+  **dict.fromkeys(('refusal', 'reasoning', 'reasoning_content'), ('',)),
+  **dict.fromkeys(('function_call', 'audio'), ()),
+}
+
+
+def _is_off(value: Any, values: tuple[Any, ...]) -> bool:
+  return value is None or any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in values)
+
+
+def check_model(name: str, served: str) -> None:
+  """Checks the name of a model.
+
+  Args:
+    name: The name that is asked for.
+    served: The name of the model that is served.
+
+  Raises:
+    RefusedError: They are different.
+  """
+  if name != served:
+    message = f'there is no model {shown(name)}; this endpoint serves {served!r}'
+    raise RefusedError(message, 'model', 404, 'model_not_found')
 
 
 def parse(body: Any, *, is_chat: bool, model: str) -> Asked:
@@ -151,24 +209,23 @@ def parse(body: Any, *, is_chat: bool, model: str) -> Asked:
   """
   if not isinstance(body, dict):
     raise RefusedError('the body must be a JSON object')
-  known = _CHAT if is_chat else _COMPLETION
+  known, off = (_CHAT, _CHAT_OFF) if is_chat else (_COMPLETION, _COMPLETION_OFF | {'best_of': (1, body.get('n'))})
   given = {name: value for name, value in body.items() if value is not None}
   for name, value in given.items():
-    _check(name, value, known)
-  if given.get('model', model) != model:
-    raise RefusedError(f'there is no model {given["model"]!r:.80}; this endpoint serves {model!r}', 'model', 404)
-  stop = given.get('stop', ())
+    _check(name, value, known, off)
+  check_model(given.get('model', model), model)
+  stop, options = given.get('stop', ()), given.get('stream_options', {})
   asked = Asked(
     prompts=_messages(given) if is_chat else _prompts(given),
     is_chat=is_chat,
     sampling=_sampling(given),
     seed=given.get('seed'),
     num_samples=given.get('n', 1),
-    max_tokens=_limit(given, is_chat),
+    max_tokens=_limit(given),
     stop=(stop,) if isinstance(stop, str) else tuple(stop),
     is_streamed=given.get('stream', False),
-    has_usage=given.get('stream_options', {}).get('include_usage', False),
-    has_usage_in_chunks=given.get('stream_options', {}).get('continuous_usage_stats', False),
+    has_usage=bool(options.get('include_usage')),
+    has_usage_in_chunks=bool(options.get('continuous_usage_stats')),
     top_logprobs=_top(given, is_chat),
     echo=given.get('echo', False),
   )
@@ -176,21 +233,23 @@ def parse(body: Any, *, is_chat: bool, model: str) -> Asked:
   return asked
 
 
-def _check(name: str, value: Any, known: Mapping[str, _Rule]) -> None:
+def _check(name: str, value: Any, known: Mapping[str, _Rule], off: Mapping[str, tuple[Any, ...]]) -> None:
   if name in known:
     is_right, wanted = known[name]
     if not is_right(value):
-      raise RefusedError(f'{name} must be {wanted}, got {value!r:.80}', name)
-  elif name in _OFF:
-    if not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in _OFF[name]):
+      raise RefusedError(f'{name} must be {wanted}, got {shown(value)}', name)
+  elif name in off:
+    if not _is_off(value, off[name]):
       raise RefusedError(f'{name} is not offered here: leave it out', name)
   else:
-    raise RefusedError(f'unknown field {name!r:.80}', name[:80])
+    raise RefusedError(f'unknown field {shown(name)}', name)
 
 
 def _check_together(asked: Asked, given: Mapping[str, Any]) -> None:
-  if 'stream_options' in given and not asked.is_streamed:
+  if (asked.has_usage or asked.has_usage_in_chunks) and not asked.is_streamed:
     raise RefusedError('stream_options is for streams', 'stream_options')
+  if given.get('do_sample', asked.sampling.temperature > 0) != (asked.sampling.temperature > 0):
+    raise RefusedError(f'do_sample is {given["do_sample"]}, temperature {asked.sampling.temperature:g}', 'do_sample')
   if asked.is_streamed and asked.echo:
     raise RefusedError('echo is not offered for streams', 'echo')
   if asked.is_streamed and asked.top_logprobs:
@@ -214,12 +273,12 @@ def _sampling(given: Mapping[str, Any]) -> SamplingParams:
   )
 
 
-def _limit(given: Mapping[str, Any], is_chat: bool) -> int | None:
-  if is_chat and 'max_completion_tokens' in given:
-    if given.get('max_tokens', given['max_completion_tokens']) != given['max_completion_tokens']:
-      raise RefusedError('max_tokens and max_completion_tokens are different', 'max_tokens')
-    return given['max_completion_tokens']
-  return given.get('max_tokens')
+def _limit(given: Mapping[str, Any]) -> int | None:
+  limits = {given[name] for name in ('max_tokens', 'max_completion_tokens') if name in given}
+  if len(limits) > 1:
+    raise RefusedError('max_tokens and max_completion_tokens are different', 'max_tokens')
+  # Harnesses send their own default as `max_tokens` beside the limit of a task, so that both hold.
+  return min(limits | {given[name] for name in ('max_new_tokens',) if name in given}, default=None)
 
 
 def _top(given: Mapping[str, Any], is_chat: bool) -> int | None:
@@ -260,9 +319,8 @@ def _messages(given: Mapping[str, Any]) -> list[Any]:
 def _message(entry: Any, where: str) -> dict[str, str]:
   if not isinstance(entry, dict) or not {'role', 'content'} <= set(entry):
     raise RefusedError(f'{where} must be an object with role and content', where)
-  if others := {name for name, value in entry.items() if value is not None} - {'role', 'content', 'name'}:
-    raise RefusedError(f'{where}.{min(others)[:80]} is not offered here', f'{where}.{min(others)[:80]}')
-  role, content = entry['role'], entry['content']
+  _check_others(entry, {'role', 'content', 'name'}, where)
+  role, content, name = entry['role'], entry['content'], entry.get('name')
   if role not in _ROLES:
     raise RefusedError(f'{where}.role must be one of {", ".join(_ROLES)}', f'{where}.role')
   if isinstance(content, list):
@@ -270,13 +328,27 @@ def _message(entry: Any, where: str) -> dict[str, str]:
   if not isinstance(content, str):
     raise RefusedError(f'{where}.content must be a text, or a list of texts', f'{where}.content')
   _check_text(content, f'{where}.content')
-  return {'role': 'system' if role == 'developer' else role, 'content': content}
+  message = {'role': 'system' if role == 'developer' else role, 'content': content}
+  if name is None:
+    return message
+  if not isinstance(name, str):
+    raise RefusedError(f'{where}.name must be a text', f'{where}.name')
+  _check_text(name, f'{where}.name')
+  return message | {'name': name}
 
 
 def _part(part: Any, where: str) -> str:
   if not isinstance(part, dict) or part.get('type') != 'text' or not isinstance(part.get('text'), str):
     raise RefusedError(f'{where}.content: a part must be of type text', f'{where}.content')
+  _check_others(part, {'type', 'text'}, f'{where}.content')
   return part['text']
+
+
+def _check_others(entry: Mapping[str, Any], known: Collection[str], where: str) -> None:
+  """Checks that fields of a message that are not known ask for nothing."""
+  for name in sorted(set(entry) - set(known)):
+    if not _is_off(entry[name], _MESSAGE_OFF.get(name, ())):
+      raise RefusedError(f'{where}.{name_shown(name)} is not offered here', f'{where}.{name}')
 
 
 def _check_text(text: str, field: str) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from decode.serving.faults import EndedError, FullError, failure
 from decode.serving.metrics import Metrics
+from decode.serving.protocol import MOST_TOP
 from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.likelihood import LogLikelihood, log_likelihood
+from spectr_jax.engine.likelihood import CHUNK, LogLikelihood, log_likelihood
 from spectr_jax.engine.refill import Pool, Request, padded_lengths
 from spectr_jax.engine.result import Generation, NotFiniteError
 from spectr_jax.engine.stop import StopStrings
@@ -90,9 +94,7 @@ class Growing:
     for place in range(seen, end):  # one by one, since the first that completes a stop text is the last
       token = int(result.tokens[row, place])
       is_eos = token in self._tokenizer.eos_ids
-      text += self._stream.add([token] if not is_eos else [])
-      if is_eos:
-        self._stream.tokens.append(token)
+      text += self._stream.add([token])
       if self._stream.is_stopped or is_eos:
         end, reason = place + 1, 'stop'
         break
@@ -112,15 +114,8 @@ class Growing:
     )
 
 
-class FullError(Exception):
-  """Too many continuations wait."""
-
-
-class EndedError(Exception):
-  """The thread decodes no more."""
-
-  def __str__(self) -> str:
-    return 'the server is ending'
+# A row with every filter, so that requests with filters compile nothing anew.
+_EVERY_FILTER = SamplingParams(1.0, top_k=1, top_p=0.5, min_p=0.5)
 
 
 class Worker:
@@ -130,6 +125,7 @@ class Worker:
     metrics: What it counts.
     longest_prompt: The most tokens of a prompt.
     most_waiting: Continuations that may wait for a row.
+    fault: What ended the thread before it was told to stop, or None.
   """
 
   def __init__(
@@ -154,33 +150,42 @@ class Worker:
     """
     self.metrics, self.longest_prompt, self.most_waiting = Metrics(), longest_prompt, most_waiting
     self._decoder, self._tokenizer = decoder, tokenizer
-    self._rounds = rounds_at_a_time
+    self._batch_size, self._rounds = batch_size, rounds_at_a_time
     self._waiting: collections.deque[Job] = collections.deque()
+    self._taken: list[Job] = []  # on their way from the queue into rows
+    self._growing: dict[int, Growing] = {}  # by row
     self._tasks: collections.deque[tuple[Callable[[], Any], Callable[[Any], None]]] = collections.deque()
     self._ready = threading.Condition()
     self._is_stopping, self.fault = False, None
     self._thread = threading.Thread(target=self._run, name='decoding', daemon=True)
-    # A row with every filter, so that requests with filters compile nothing anew.
-    filters = SamplingParams(1.0, top_k=1, top_p=0.5, min_p=0.5)
-    nothing = Request('nothing', [0], jax.random.key(0, impl='threefry2x32'), filters)
-    self._pool = Pool(decoder, [nothing], batch_size=batch_size, longest_prompt=longest_prompt)
-    self._pool.end([0])
-    self._pool.owners.clear()
+    self._pool = self._make_pool()
+
+  def _make_pool(self) -> Pool:
+    """Rows that are all free."""
+    nothing = Request('nothing', [0], jax.random.key(0, impl='threefry2x32'), _EVERY_FILTER)
+    pool = Pool(self._decoder, [nothing], batch_size=self._batch_size, longest_prompt=self.longest_prompt)
+    pool.end([0])
+    pool.owners.clear()
+    return pool
 
   def compile(self, notify: Callable[[int, int], None]) -> None:
-    """Runs every program once: a prompt of each padded length, and a round.
+    """Runs every program once: a prompt of each padded length, a round, and the reading of a text.
 
     Args:
       notify: Called with the programs that have run, and their number.
     """
-    lengths = padded_lengths(self.longest_prompt)
-    for number, length in enumerate(lengths):
-      notify(number, len(lengths))
-      self._pool.put([Request('compiling', [0] * length, jax.random.key(0, impl='threefry2x32'))])
+    key = jax.random.key(0, impl='threefry2x32')
+    requests = [Request('compiling', [0] * length, key) for length in padded_lengths(self.longest_prompt)]
+    requests.append(Request('compiling', [0], key, _EVERY_FILTER))
+    for number, request in enumerate(requests):
+      notify(number, len(requests) + 1)
+      self._pool.put([request])
       self._pool.advance(1)
       self._pool.end(list(self._pool.owners))
       self._pool.owners.clear()
-    notify(len(lengths), len(lengths))
+    notify(len(requests), len(requests) + 1)
+    self._read([[0]], 0)
+    notify(len(requests) + 1, len(requests) + 1)
 
   def start(self) -> None:
     """Begins to decode."""
@@ -212,7 +217,12 @@ class Worker:
   @property
   def num_rows(self) -> int:
     """Rows that decode."""
-    return len(self._pool.owners)
+    return len(self._growing)
+
+  @property
+  def is_idle(self) -> bool:
+    """Whether nobody waits for anything."""
+    return not (self._growing or self._taken or self._waiting or self._tasks)
 
   def submit(self, jobs: Sequence[Job]) -> None:
     """Lets continuations wait for rows.
@@ -231,7 +241,7 @@ class Worker:
 
     Args:
       texts: Ids of each.
-      num_top: As of `log_likelihood`.
+      num_top: As of `log_likelihood`, at most `MOST_TOP`.
       tell: Called with a `LogLikelihood`, or with the error.
 
     Raises:
@@ -250,78 +260,133 @@ class Worker:
       raise FullError
 
   def _read(self, texts: Sequence[Sequence[int]], num_top: int) -> LogLikelihood:
-    return log_likelihood(self._decoder.target, texts, num_top=num_top)
+    """`log_likelihood` by one program, for any text and `num_top`."""
+    target, width = self._decoder.target, -(-self._decoder.cache_size // CHUNK) * CHUNK
+    found = log_likelihood(target, texts, num_top=min(MOST_TOP, target.vocab_size), width=width)
+    return found._replace(top_tokens=found.top_tokens[..., :num_top], top_logprobs=found.top_logprobs[..., :num_top])
 
   def _run(self) -> None:
-    growing: dict[int, Growing] = {}
     try:
       while not self._is_stopping:
-        self._take(growing)
-        self._do_task()
-        if growing:
-          self._advance(growing)
-    except BaseException as error:  # whatever it is, those who wait must be told
+        try:
+          self._take()
+          self._do_task()
+          self._advance()
+        except BaseException as error:  # a panic of the tokenizers is no Exception
+          self._begin_anew(error)
+    except BaseException as error:
       self.fault = error
-    self._is_stopping = True
-    error = EndedError()
     with self._ready:
-      left = [each.job for each in growing.values()] + list(self._waiting)
-      self._waiting.clear()
-      tasks = list(self._tasks)
-    for job in left:
-      job.tell(error)
-    for _, tell in tasks:
-      tell(error)
+      self._is_stopping = True
+    self._tell_all(EndedError(), [*self._waiting])
+    for _, tell in self._tasks:
+      self._tell(tell, EndedError())
 
-  def _take(self, growing: dict[int, Growing]) -> None:
+  def _begin_anew(self, error: BaseException) -> None:
+    """Fails those who have rows, since nobody knows what a fault left in them, and makes new rows."""
+    self._tell_all(failure(error))
+    self._taken.clear()
+    self._growing.clear()
+    traceback.clear_frames(error.__traceback__)  # they hold the rows, for whose memory there may be no second place
+    del self._pool
+    self._pool = self._make_pool()
+
+  def _tell_all(self, error: Exception, more: Sequence[Job] = ()) -> None:
+    for job in [*(each.job for each in self._growing.values()), *self._taken, *more]:
+      self._fail(job, error)
+
+  def _fail(self, job: Job, error: Exception) -> None:
+    job.is_cancelled = True
+    self._tell(job.tell, error)
+
+  def _tell(self, tell: Callable[[Any], None], found: Any) -> None:
+    try:
+      tell(found)
+    except BaseException as error:
+      with contextlib.suppress(BaseException):  # the event loop of whoever waited may be gone
+        tell(failure(error))
+
+  def _take(self) -> None:
     """Waits until there is work, and gives free rows to those who wait."""
-    pool, taken = self._pool, []
     with self._ready:
-      while not (growing or self._waiting or self._tasks or self._is_stopping):
+      while self.is_idle and not self._is_stopping:
         self._ready.wait()
-      free = pool.free
-      while self._waiting and len(taken) < len(free):
-        job = self._waiting.popleft()
-        if not job.is_cancelled:
-          taken.append(job)
-    if taken:
-      pool.put([Request(row, job.tokens, job.key, job.sampling) for row, job in zip(free, taken)])
-      growing.update((row, Growing(job, self._tokenizer)) for row, job in zip(free, taken))
+      num_free = len(self._pool.free)
+      while self._waiting and len(self._taken) < num_free:
+        if not self._waiting[0].is_cancelled:
+          self._taken.append(self._waiting[0])
+        self._waiting.popleft()
+    if self._taken:
+      self._place(self._taken)
+      self._taken.clear()
+
+  def _place(self, jobs: Sequence[Job]) -> None:
+    """Gives free rows to jobs, together. If that fails, one by one: those that fail alone are told."""
+    pool = self._pool
+    try:
+      growing: dict[Hashable, Growing] = {job: Growing(job, self._tokenizer) for job in jobs}
+      pool.put([Request(job, job.tokens, job.key, job.sampling) for job in jobs])
+      self._growing |= {row: growing[own.name] for row, own in pool.owners.items() if own.name in growing}
+    except BaseException as error:
+      if any(array.is_deleted() for array in jax.tree.leaves(pool.state) if isinstance(array, jax.Array)):
+        raise  # the rows were given to a program that failed
+      for row in pool.owners.keys() - self._growing.keys():
+        del pool.owners[row]
+      pool.end(pool.free)
+      if len(jobs) == 1:
+        self._fail(jobs[0], failure(error))
+        return
+      for job in jobs:
+        self._place([job])
 
   def _do_task(self) -> None:
+    if not self._tasks:
+      return
+    do, tell = self._tasks[0]
+    try:
+      found = do()
+    except BaseException as error:
+      found = failure(error)
+    self._tell(tell, found)
     with self._ready:
-      task = self._tasks.popleft() if self._tasks else None
-    if task is not None:
-      do, tell = task
-      try:
-        tell(do())
-      except ValueError as error:
-        tell(error)
+      self._tasks.popleft()
 
-  def _advance(self, growing: dict[int, Growing]) -> None:
-    pool, metrics = self._pool, self.metrics
+  def _advance(self) -> None:
+    if not self._growing:
+      return
+    pool = self._pool
     try:
       pool.advance(self._rounds)
     except NotFiniteError as error:
+      self._fail(self._growing[error.row].job, error)
       pool.forgive(error.row)
-      metrics.add('requests_total', label='outcome="failed"')
-      growing.pop(error.row).job.tell(error)
+      del self._growing[error.row]
     result = pool.result()
     ended = []
-    for row, each in list(growing.items()):
-      piece = None if each.job.is_cancelled else each.take(result, row)
-      if each.job.is_cancelled or (piece is not None and piece.finish_reason is not None):
+    for row, each in list(self._growing.items()):
+      try:
+        is_over = self._hand_out(each, result, row)
+      except BaseException as error:
+        self._fail(each.job, failure(error))
+        is_over = True
+      if is_over:
         ended.append(row)
-        del growing[row], pool.owners[row]
-        self._count(result, row, each.num_tokens, is_cancelled=piece is None)
-      if piece is not None:
-        each.job.tell(piece)
+        del self._growing[row], pool.owners[row]
     if ended:
       pool.end(ended)
 
-  def _count(self, result: Generation, row: int, num_tokens: int, *, is_cancelled: bool) -> None:
+  def _hand_out(self, each: Growing, result: Generation, row: int) -> bool:
+    """Tells a job its new tokens; returns whether its row is free now."""
+    piece = None if each.job.is_cancelled else each.take(result, row)
+    is_over = each.job.is_cancelled if piece is None else piece.finish_reason is not None
+    if is_over:
+      self._count(result, row, each.num_tokens)
+    if piece is not None:
+      self._tell(each.job.tell, piece)
+    return is_over
+
+  def _count(self, result: Generation, row: int, num_tokens: int) -> None:
     metrics = self.metrics
-    metrics.add('requests_total', label=f'outcome="{"cancelled" if is_cancelled else "done"}"')
     metrics.add('tokens_total', num_tokens)
     metrics.add('target_calls_total', int(result.num_target_calls[row]))
     for depth, number in enumerate(np.asarray(result.accepted_by_depth[row]).tolist(), 1):

@@ -49,6 +49,8 @@ class Decoder:
     has_statistics: Whether `Statistics` are counted.
     has_logprobs: Whether the log probabilities of new tokens are kept.
     sharding: The sharding over devices, or None for one device.
+    is_ended_by_caller: Whether the caller ends rows between two rounds, before their texts fill the cache. Prompts then
+      need room for one new token instead of `max_new_tokens`.
   """
 
   target: Model
@@ -62,6 +64,7 @@ class Decoder:
   has_statistics: bool = static_field(False)
   has_logprobs: bool = static_field(False)
   sharding: DecodeSharding | None = static_field(None)
+  is_ended_by_caller: bool = static_field(False)
 
   @classmethod
   def make(
@@ -141,7 +144,8 @@ class Decoder:
       ValueError: A shape, a length or an id does not fit, or a text may exceed the cache or the models' limit.
     """
     checks.check_shapes(prompts, prompt_lengths)
-    needed = prompts.shape[1] + self.max_new_tokens
+    num_new = 1 if self.is_ended_by_caller else self.max_new_tokens
+    needed = prompts.shape[1] + num_new
     if self.cache_size < needed:
       raise ValueError(
         f'cache_size must be at least {needed}, for prompts of {prompts.shape[1]} tokens and new ones; got'
@@ -159,9 +163,9 @@ class Decoder:
     vocab_size, longest = self.target.vocab_size, self.context_length
     if used.min() < 0 or used.max() >= vocab_size:
       raise ValueError(f'prompts hold ids from {used.min()} to {used.max()}, the vocabulary is 0 to {vocab_size - 1}')
-    if longest is not None and lengths.max() + self.max_new_tokens > longest:
+    if longest is not None and lengths.max() + num_new > longest:
       raise ValueError(
-        f"the longest prompt has {lengths.max()} tokens; with {self.max_new_tokens} new ones that exceeds the models'"
+        f"the longest prompt has {lengths.max()} tokens; with {num_new} new ones that exceeds the models'"
         f' limit of {longest}'
       )
 

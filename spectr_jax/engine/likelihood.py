@@ -12,11 +12,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from spectr_jax.engine import checks
-from spectr_jax.engine.refill import padded_lengths
 from spectr_jax.engine.result import FAILED_TARGET, NotFiniteError
 from spectr_jax.model import Model
 
-_CHUNK = 64  # tokens per call: their logits are kept for all of them
+CHUNK = 64  # tokens per call: their logits are kept for all of them
+_SHORTEST = 16  # tokens that a text is padded to
 _MOST_TOP = 256
 
 
@@ -43,7 +43,9 @@ class LogLikelihood(NamedTuple):
     return float(self.logprobs[row, start:stop].sum(dtype=np.float64)), bool(self.is_greedy[row, start:stop].all())
 
 
-def log_likelihood(target: Model, texts: Sequence[ArrayLike], *, num_top: int = 0) -> LogLikelihood:
+def log_likelihood(
+  target: Model, texts: Sequence[ArrayLike], *, num_top: int = 0, width: int | None = None
+) -> LogLikelihood:
   """Reads texts once and says how likely their tokens are.
 
   Texts are padded to one of few lengths (16, 32, 64 and so on), each of which is a program for each number of rows.
@@ -52,12 +54,15 @@ def log_likelihood(target: Model, texts: Sequence[ArrayLike], *, num_top: int = 
     target: The model.
     texts: B texts, integers `[P]` each, at least one token.
     num_top: T, how many of the likeliest tokens to name in each place, at most 256 and the vocabulary.
+    width: Tokens that texts are padded to, a multiple of 64: one program for all lengths, whose time is that of the
+      tokens there are. None for one of few lengths.
 
   Returns:
     Arrays on the host, with P the tokens of the longest text.
 
   Raises:
-    ValueError: There is no text, one is empty or longer than the model's context, or an id is not in the vocabulary.
+    ValueError: There is no text, one is empty or longer than the model's context or the width, an id is not in the
+      vocabulary, or a number is out of range.
     NotFiniteError: The model's logits are not finite.
   """
   if not isinstance(num_top, int) or not 0 <= num_top <= min(_MOST_TOP, target.vocab_size):
@@ -69,7 +74,9 @@ def log_likelihood(target: Model, texts: Sequence[ArrayLike], *, num_top: int = 
   longest, most = int(lengths.max()), target.context_length
   if most is not None and longest > most:
     raise ValueError(f'text {lengths.argmax()} has {longest} tokens, the model takes {most}')
-  width = next(length for length in padded_lengths(1 << (longest - 1).bit_length()) if length >= longest)
+  if width is not None and (width % CHUNK or width < longest):
+    raise ValueError(f'width must be a multiple of {CHUNK} of at least {longest}, the longest text, got {width}')
+  width = max(_SHORTEST, 1 << (longest - 1).bit_length()) if width is None else width
   tokens = np.zeros((len(rows), width), np.int32)
   for row, ids in zip(tokens, rows):
     row[: len(ids)] = ids
@@ -94,12 +101,14 @@ class _Found(NamedTuple):
 @functools.partial(jax.jit, static_argnames='num_top')
 def _read(target: Model, tokens: jax.Array, lengths: jax.Array, *, num_top: int) -> _Found:
   batch_size, num_tokens = tokens.shape
-  size = min(_CHUNK, num_tokens)
+  size = min(CHUNK, num_tokens)
   offsets = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch_size, size))
   causal = np.tril(np.ones((size, size), bool))
   next_tokens = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
 
-  def add(cache, first):
+  def add(number, carry):
+    cache, all_after, is_finite = carry
+    first = number * size
     chunk, wanted = (jax.lax.dynamic_slice_in_dim(x, first, size, axis=1) for x in (tokens, next_tokens))
     positions = jnp.minimum(first + offsets, lengths[:, None] - 1)  # padding may be wider than the context
     output = target.apply(chunk, positions, causal, cache)
@@ -108,18 +117,26 @@ def _read(target: Model, tokens: jax.Array, lengths: jax.Array, *, num_top: int)
     own = jnp.take_along_axis(logits, wanted[..., None], axis=-1)
     top = jax.lax.top_k(logits, num_top) if num_top else (logits[..., :0], jnp.zeros((*chunk.shape, 0), jnp.int32))
     is_read = first + offsets < lengths[:, None]
-    is_finite = jnp.all(jnp.isfinite(jnp.max(logits, axis=-1)) | ~is_read, axis=1)
+    is_finite &= jnp.all(jnp.isfinite(jnp.max(logits, axis=-1)) | ~is_read, axis=1)
     after = (
       (own - total)[..., 0].astype(jnp.float32),
       jnp.argmax(logits, axis=-1) == wanted,
       top[1].astype(jnp.int32),
       (top[0] - total).astype(jnp.float32),
     )
-    return target.commit_fn(output.cache, offsets, jnp.clip(lengths - first, 0, size)), (after, is_finite)
+    all_after = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, first, 1), all_after, after)
+    cache = target.commit_fn(output.cache, offsets, jnp.clip(lengths - first, 0, size))
+    return cache, all_after, is_finite
 
   # The barrier keeps XLA from folding attention over a cache of zeros, as in `Model.prefill`.
   cache = jax.lax.optimization_barrier(target.init_cache_fn(batch_size, num_tokens))
-  starts = np.arange(0, num_tokens, size, dtype=np.int32)
-  _, (after, is_finite) = jax.lax.scan(add, cache, starts)
-  joined = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch_size, num_tokens, *x.shape[3:]), after)
-  return _Found(joined, jnp.all(is_finite, axis=0))
+  shape = batch_size, num_tokens
+  nothing = (
+    jnp.zeros(shape, jnp.float32),
+    jnp.zeros(shape, bool),
+    jnp.zeros((*shape, num_top), jnp.int32),
+    jnp.zeros((*shape, num_top), jnp.float32),
+  )
+  num_chunks = (jnp.max(lengths) + size - 1) // size
+  _, after, is_finite = jax.lax.fori_loop(0, num_chunks, add, (cache, nothing, jnp.ones(batch_size, bool)))
+  return _Found(after, is_finite)

@@ -19,7 +19,7 @@ from spectr_jax.engine.decoder import Decoder, buffer_size
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation, NotFiniteError
-from spectr_jax.engine.state import DecodeState, constrain, finish, init_decode
+from spectr_jax.engine.state import DecodeState, checked_rows, constrain, finish, init_decode, prefilled
 from spectr_jax.engine.stop import StopSearch, StopStrings, finish_reason
 from spectr_jax.methods import Method
 from spectr_jax.model import Model
@@ -71,7 +71,7 @@ def refill(
   kept = rows[rows < batch_size]
   if rows.shape != np.shape(prompts)[:1] or (kept < 0).any() or len(set(kept.tolist())) < len(kept):
     raise ValueError(f'rows must be one different row of {batch_size} for each prompt, got {rows.tolist()}')
-  fresh = init_decode(decoder, rng_key, prompts, prompt_lengths, sampling=sampling)
+  fresh = prefilled(decoder, *checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling, like=state.sampling))
   return _replace_rows(decoder, state, fresh, rows.astype(np.int32))
 
 

@@ -113,19 +113,28 @@ def init_decode(
   """
   checks.check_count('num_samples', num_samples)
   rows = checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling)
-  tokens, lengths = rows[2:]
-  sizes = {'cache_size': decoder.cache_size, 'sharding': decoder.sharding}
-  target_cache, features = _prefill_target(decoder.target, tokens, lengths, **sizes)
-  draft_state = None
-  if decoder.drafter is not None:
-    context = DraftContext(lengths, decoder.target, tokens, features)
-    draft_state = _prefill_draft(decoder.drafter, context, **sizes)
-  state = first_state(decoder, *rows, target_cache, features, draft_state)
+  state = prefilled(decoder, *rows)
   if num_samples == 1:
     return state
   keys = sample_keys(rows[0], num_samples)
   keys = keys if decoder.sharding is None else decoder.sharding.put_rows(keys)
   return _repeat_rows(decoder, state, keys, num_samples)
+
+
+def prefilled(decoder: Decoder, keys, sampling, prompts, prompt_lengths) -> DecodeState:
+  """The state before the first round.
+
+  Args:
+    decoder: The decoder.
+    keys, sampling, prompts, prompt_lengths: As of `checked_rows`.
+  """
+  sizes = {'cache_size': decoder.cache_size, 'sharding': decoder.sharding}
+  target_cache, features = _prefill_target(decoder.target, prompts, prompt_lengths, **sizes)
+  draft_state = None
+  if decoder.drafter is not None:
+    context = DraftContext(prompt_lengths, decoder.target, prompts, features)
+    draft_state = _prefill_draft(decoder.drafter, context, **sizes)
+  return first_state(decoder, keys, sampling, prompts, prompt_lengths, target_cache, features, draft_state)
 
 
 def checked_rows(
@@ -134,6 +143,7 @@ def checked_rows(
   prompts: ArrayLike,
   prompt_lengths: ArrayLike,
   sampling: SamplingParams | None,
+  like: SamplingParams | None = None,
 ) -> tuple[jax.Array, SamplingParams, jax.Array, jax.Array]:
   """Prompts and their keys and sampling parameters, checked and on their devices.
 
@@ -143,6 +153,7 @@ def checked_rows(
     prompts: Integers `[B, P]`, right-padded.
     prompt_lengths: Integers `[B]`, from 1 to P.
     sampling: As for `init_decode`.
+    like: Sampling parameters all of whose filters the rows' are to have as well, or None.
 
   Returns:
     Keys `[B]`, sampling parameters, int32 prompts `[B, P]` and int32 lengths `[B]`.
@@ -157,9 +168,10 @@ def checked_rows(
   if not isinstance(sampling, SamplingParams):
     raise ValueError(f'sampling must be SamplingParams, such as SamplingParams(temperature=0.7), got {sampling!r}')
   batch_size = prompts.shape[0]
+  params = sampling.for_rows(batch_size)
   rows = (
     checks.row_keys(rng_key, batch_size),
-    sampling.for_rows(batch_size),
+    params if like is None else params.with_filters_of(like),
     prompts.astype(jnp.int32),
     prompt_lengths.astype(jnp.int32),
   )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+import functools
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,9 +17,15 @@ from spectr_jax.engine.state import DecodeState, finish
 from spectr_jax.sharding import fetch
 from spectr_jax.unicode import check_unicode
 
+# Stand around the name of a special token. They are lone surrogates, which no text has.
+_BEGIN, _END = '\ud800', '\udfff'
+
 
 class Decodes(Protocol):
-  """A tokenizer that turns ids into text."""
+  """A tokenizer that turns ids into text.
+
+  It may have `special_token_names`, a mapping from the ids of tokens without text to their names.
+  """
 
   def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -54,7 +62,8 @@ class StopStrings:
 
   The first token that completes one of them is the last of its row, and the text ends before the stop text. This
   depends on the continuation's tokens alone, and neither on the method nor on the rounds between two searches. A stop
-  text may begin and end inside of tokens. The prompt is not searched.
+  text may begin and end inside of tokens. Names of special tokens in it stand for these tokens, as well as for the same
+  characters in a text. The prompt is not searched.
 
   Attributes:
     tokenizer: The tokenizer.
@@ -72,6 +81,57 @@ class StopStrings:
     if not self.texts:
       raise ValueError('stop has no texts')
 
+  @functools.cached_property
+  def spelled_texts(self) -> tuple[str, ...]:
+    """The stop texts that name special tokens, with these spelled as in `special`.
+
+    The longest of several names that begin at a place is meant, as for tokenizers.
+    """
+    found = []
+    for text in self.texts:
+      names = [name for name in self._names.values() if name in text]
+      if names:
+        pattern = '|'.join(map(re.escape, sorted(names, key=len, reverse=True)))
+        found.append(re.sub(pattern, lambda match: f'{_BEGIN}{match[0]}{_END}', text))
+    return tuple(found)
+
+  @functools.cached_property
+  def special(self) -> Mapping[int, str]:
+    """How special tokens are spelled in the search, by id; empty if no stop text names any."""
+    return {index: f'{_BEGIN}{name}{_END}' for index, name in self._names.items()} if self.spelled_texts else {}
+
+  @property
+  def _names(self) -> Mapping[int, str]:
+    return getattr(self.tokenizer, 'special_token_names', {})
+
+  def place(self, text: str, spelled: str) -> int | None:
+    """The place in `text` where a stop text begins, or None if none of them is there.
+
+    Args:
+      text: The text, or a part that no stop text begins before.
+      spelled: Its end with special tokens, as `special` spells them; as much of it as may be part of a stop text.
+    """
+    places = [(begin + len(stop), begin) for stop in self.texts if (begin := text.find(stop)) >= 0]
+    for stop in self.spelled_texts:
+      if (begin := spelled.find(stop)) >= 0:
+        # What follows a place has the same characters in both texts.
+        end, begin = (len(text) - len(without_special(spelled[at:])) for at in (begin + len(stop), begin))
+        places.append((end, begin))
+    # The stop text that ends first; of those that end together, the longest.
+    return min(places)[1] if places else None
+
+  def _spell(self, ids: Sequence[int]) -> str:
+    """The text of ids with special tokens as `special` spells them; empty if there is none to look for."""
+    if not self.special:
+      return ''
+    parts: list[str] = []
+    begin = 0
+    for place, index in enumerate(ids):
+      if index in self.special:
+        parts += self.tokenizer.decode(ids[begin:place]), self.special[index]
+        begin = place + 1
+    return ''.join(parts) + self.tokenizer.decode(ids[begin:])
+
   def find(self, tokens: Sequence[int] | np.ndarray, num_searched: int = 0) -> Stop | None:
     """The end of a continuation, or None if none of the texts is in it.
 
@@ -85,10 +145,9 @@ class StopStrings:
     ids = [int(token) for token in tokens]
     for length in range(num_searched + 1, len(ids) + 1):
       text = self.tokenizer.decode(ids[:length])
-      # The stop text that ends first; of those that end together, the longest.
-      places = [(begin + len(stop), begin) for stop in self.texts if (begin := text.find(stop)) >= 0]
-      if places:
-        return Stop(length, text[: min(places)[1]])
+      begin = self.place(text, self._spell(ids[:length]))
+      if begin is not None:
+        return Stop(length, text[:begin])
     return None
 
   def text_of(self, tokens: Sequence[int] | np.ndarray) -> str:
@@ -99,6 +158,11 @@ class StopStrings:
     """
     found = self.find(tokens, len(tokens) - 1)
     return self.tokenizer.decode([int(token) for token in tokens]) if found is None else found.text
+
+
+def without_special(spelled: str) -> str:
+  """A text without the special tokens that `StopStrings.special` spells."""
+  return re.sub(f'{_BEGIN}[^{_END}]*{_END}', '', spelled)
 
 
 def finish_reason(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from spectr_jax.engine.stop import StopStrings
+from spectr_jax.engine.stop import StopStrings, without_special
 from spectr_jax.io.tokenizer import TokenizerBase
 
 
@@ -12,7 +12,8 @@ class TextStream:
   """Decodes tokens as they come, and holds back what is not certain yet.
 
   That are bytes that may become a character, and text that may be the beginning of a stop text. All pieces in a row are
-  the text that `decode` gives for all tokens, wherever they were cut.
+  the text that `decode` gives for all tokens, wherever they were cut. Ids that end a text have none here, whatever they
+  are otherwise.
 
   Attributes:
     tokens: All tokens so far.
@@ -29,8 +30,13 @@ class TextStream:
     self.tokens: list[int] = []
     self.is_stopped = False
     self._decode = tokenizer.decode_stream()
-    self._stop_texts = () if stop is None else tuple(stop.texts)
+    self._ends = frozenset(tokenizer.eos_ids).difference(tokenizer.special_token_names)
+    self._stop = stop
     self._held = ''  # may be the beginning of a stop text
+    # The same with special tokens, for stop texts that name them. These end a character, as they do in a search.
+    self._special = {} if stop is None else stop.special
+    self._decode_part = tokenizer.decode_stream()
+    self._spelled = ''
 
   def add(self, tokens: Iterable[int]) -> str:
     """Adds tokens.
@@ -43,7 +49,10 @@ class TextStream:
     """
     tokens = [int(token) for token in tokens]
     self.tokens += tokens
-    return self._release(self._decode(tokens, False))
+    shown = [token for token in tokens if token not in self._ends]
+    if not self._special:
+      return self._release(self._decode(shown, False))
+    return ''.join(map(self._add_spelled, shown))  # one by one: the first that completes a stop text counts
 
   def finish(self) -> str:
     """The text that was held back, with U+FFFD for bytes that make no character."""
@@ -51,17 +60,29 @@ class TextStream:
     self._held = ''
     return text
 
-  def _release(self, text: str) -> str:
-    """The text that is certain, of what was held and `text`."""
+  def _add_spelled(self, token: int) -> str:
     if self.is_stopped:
       return ''
+    if token not in self._special:
+      self._spelled += self._decode_part([token], False)
+      return self._release(self._decode([token], False))
+    self._spelled += self._decode_part([], True) + self._special[token]
+    text = self._release('')
+    return text + self._decode([], True) if self.is_stopped else text
+
+  def _release(self, text: str) -> str:
+    """The text that is certain, of what was held and `text`."""
+    if self.is_stopped or self._stop is None:
+      return '' if self.is_stopped else text
     text = self._held + text
-    # The stop text that ends first; of those that end together, the longest.
-    places = [(begin + len(stop), begin) for stop in self._stop_texts if (begin := text.find(stop)) >= 0]
-    if places:
+    begin = self._stop.place(text, self._spelled)
+    if begin is not None:
       self.is_stopped, self._held = True, ''
-      return text[: min(places)[1]]
-    num_held = max((_num_common(text, stop) for stop in self._stop_texts), default=0)
+      return text[:begin]
+    num_spelled = max((_num_common(self._spelled, stop) for stop in self._stop.spelled_texts), default=0)
+    self._spelled = self._spelled[len(self._spelled) - num_spelled :]
+    num_held = max(_num_common(text, stop) for stop in self._stop.texts)
+    num_held = max(num_held, len(without_special(self._spelled)))
     self._held = text[len(text) - num_held :]
     return text[: len(text) - num_held]
 

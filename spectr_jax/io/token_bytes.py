@@ -9,6 +9,7 @@ begin with, and does not depend on where it was cut.
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import functools
 import json
 import re
@@ -21,8 +22,27 @@ from tokenizers import decoders, pre_tokenizers
 from spectr_jax.io.backend import Backend, guarded
 from spectr_jax.io.foreign import named
 
+
+@dataclasses.dataclass(frozen=True)
+class TextToken:
+  """A token as it stands in a text.
+
+  Attributes:
+    name: Its text. A special token has its name, bytes of half a character are spelled as in `bytes:\\xe2\\x98`, and an
+      id that stands for nothing is `token_id:7`.
+    content: Its own bytes; special tokens have none. All in a row are the text in UTF-8, with stray bytes as they are.
+    offset: The character of the text that its first byte is part of, from 0.
+  """
+
+  name: str
+  content: bytes
+  offset: int
+
+
 # Takes more ids, and whether they are the last; gives the text that is new.
 TextDecoder = Callable[[Iterable[int], bool], str]
+# Takes more ids of a text, and says what each is in it.
+TokenDecoder = Callable[[Iterable[int]], list[TextToken]]
 _BYTE_TOKEN = re.compile('<0x[0-9A-Fa-f]{2}>')
 
 
@@ -145,8 +165,13 @@ class TokenBytes(dict[int, bytes]):
     return self._backend.get_added_tokens_decoder()
 
   @functools.cached_property
+  def special(self) -> dict[int, str]:
+    """The names of special tokens, by id."""
+    return {index: token.content for index, token in self._added.items() if token.special}
+
+  @functools.cached_property
   def _special(self) -> frozenset[str]:
-    return frozenset(token.content for token in self._added.values() if token.special)
+    return frozenset(self.special.values())
 
   def __missing__(self, index: int) -> bytes:
     found = self[index] = self._find(index)
@@ -192,3 +217,35 @@ class TokenBytes(dict[int, bytes]):
     """A decoder of ids that come in pieces. Bytes wait until they make a character, or cannot make one any more."""
     characters = codecs.getincrementaldecoder('utf-8')('replace')
     return lambda ids, is_end: self._finished(characters.decode(self.join(ids), is_end))
+
+  def _content(self, index: int) -> bytes:
+    """The bytes that an id has in a text, in which some characters have been replaced."""
+    text = self[index].decode(errors='surrogateescape')
+    return self._finished(text).encode(errors='surrogateescape')
+
+  def _name(self, index: int, content: bytes) -> str:
+    if index in self.special:
+      return self.special[index]
+    try:
+      return content.decode() or f'token_id:{index}'
+    except UnicodeDecodeError:
+      return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in content)
+
+  def token_stream(self) -> TokenDecoder:
+    """A decoder of ids that come in pieces, which says what each of them is in the text of all."""
+    characters, length = codecs.getincrementaldecoder('utf-8')('replace'), 0
+
+    def read(ids: Iterable[int]) -> list[TextToken]:
+      nonlocal length
+      found = []
+      for index in map(int, ids):
+        raw, content = self[index], self._content(index)
+        text = characters.decode(raw[:1])
+        # The first byte is part of the character that waits for more of them, or else of the last one.
+        is_waiting = bool(characters.getstate()[0]) or not raw
+        offset = length + len(self._finished(text if is_waiting else text[:-1]))
+        length += len(self._finished(text + characters.decode(raw[1:])))
+        found.append(TextToken(self._name(index, content), content, offset))
+      return found
+
+    return read

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from spectr_jax.io.backend import Backend, guarded
 from spectr_jax.io.new_files import write_file
-from spectr_jax.io.token_bytes import TextDecoder, TokenBytes
+from spectr_jax.io.token_bytes import TextDecoder, TextToken, TokenBytes, TokenDecoder
 from spectr_jax.io.tokenizer_file import MOST_TOKENS, read_backend
 from spectr_jax.unicode import check_unicode
 
@@ -131,6 +131,19 @@ class TokenizerBase(abc.ABC):
   def decode_stream(self) -> TextDecoder:
     """A decoder of ids that come in pieces, whose texts in a row are those that `decode` gives for all ids."""
     return self._bytes.stream()
+
+  @property
+  def special_token_names(self) -> Mapping[int, str]:
+    """The special tokens, which have no text, by id."""
+    return self._bytes.special
+
+  def decode_tokens(self, ids: Iterable[int]) -> list[TextToken]:
+    """Each token as it stands in the text of all: its name, its bytes and its place."""
+    return self._bytes.token_stream()(ids)
+
+  def decode_tokens_stream(self) -> TokenDecoder:
+    """A decoder of ids that come in pieces, which gives in a row what `decode_tokens` gives for all ids."""
+    return self._bytes.token_stream()
 
 
 def check_same_tokens(named: Sequence[tuple[str, TokenizerBase]]) -> None:

@@ -115,6 +115,26 @@ def test_a_stop_text_ends_the_answer(decoder, tokenizer):
   assert cut.messages[-1]['content'] == whole[: whole.index(whole[3:5])]
 
 
+def test_a_special_token_ends_the_answer(decoder, tokenizer):
+  """Also the one that ends every answer, with text before it."""
+  names, num_tried = tokenizer.special_token_names, 0
+  for seed in range(60):
+    whole = _chat(decoder, tokenizer, seed=seed)
+    list(whole.ask('the owl'))
+    prompt = len(tokenizer.encode_chat(whole.messages[:1]))
+    tokens = whole.session.tokens[prompt:]
+    place = next((place for place, token in enumerate(tokens) if token in names), 0)
+    last = tokenizer.decode(tokens[place - 1 : place]) if place else ''
+    if not last or '\ufffd' in last:
+      continue
+    text = tokenizer.decode(tokens[:place])
+    for stop, kept in ((names[tokens[place]], text), (last + names[tokens[place]], text[: -len(last)])):
+      cut = _chat(decoder, tokenizer, seed=seed, stop=spectr_jax.StopStrings(tokenizer, [stop]))
+      assert ''.join(cut.ask('the owl')) == kept == cut.messages[-1]['content']
+    num_tried += 1
+  assert num_tried > 2
+
+
 def test_the_oldest_turns_are_left_out(decoder, tokenizer):
   talk = _chat(decoder, tokenizer, system='be kind')
   for _ in range(3):

@@ -9,6 +9,7 @@ import pytest
 
 import spectr_jax
 from spectr_jax import NotFiniteError, log_likelihood
+from spectr_jax.engine import likelihood
 from spectr_jax.models import transformer
 
 _CONFIG = transformer.TransformerConfig(17, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, max_length=160)
@@ -108,3 +109,19 @@ def test_what_cannot_be_read_is_refused(model):
   with pytest.raises(NotFiniteError, match='row 1, '):
     log_likelihood(broken, [[1, 2, 3], [1, 7, 3]])
   assert np.isfinite(log_likelihood(broken, [[1, 2, 3]]).logprobs[0, 1:]).all()
+
+
+def test_one_width_is_one_program_for_all_lengths(model, texts):
+  for text in texts:
+    alone = log_likelihood(model, [text], num_top=2)
+    wide = log_likelihood(model, [text], num_top=2, width=192)
+    for one, other in zip(alone, wide, strict=True):
+      assert one.shape == other.shape
+      np.testing.assert_allclose(one, other, atol=1e-5)
+  before = likelihood._read._cache_size()
+  for text in texts:
+    log_likelihood(model, [text], num_top=2, width=192)
+  assert likelihood._read._cache_size() == before
+  for width in (0, 100, 128, -64):
+    with pytest.raises(ValueError, match='width must be a multiple of 64 of at least 131'):
+      log_likelihood(model, [texts[-1]], width=width)

@@ -13,9 +13,10 @@ from spectr_jax import METHODS, SamplingParams, TokenTree, auto, generate_text, 
 
 @dataclasses.dataclass(frozen=True)
 class _Letters:
-  """Each of the letters a to f is a token; f ends a text, and has no text of its own."""
+  """Each of the letters a to f is a token; f ends a text, and has no text of its own, but the name <end>."""
 
   eos_ids: tuple[int, ...] = (5,)
+  special_token_names = {5: '<end>'}
 
   def encode_prompts(self, texts):
     return [[ord(letter) - ord('a') for letter in text] for text in texts]
@@ -50,6 +51,13 @@ def test_continuations_are_those_of_the_ids(tables):
     whole = found[_TEXTS.index(each.name)].text
     assert each.text == whole.partition(stop)[0]
     assert (each.finish_reason == 'stop') == (stop in whole)
+  # A special token is one as well, and so is one behind a text.
+  ended = next(each for each in found if each.finish_reason == 'eos' and each.text)
+  for stop, kept in (('<end>', ended.text), (ended.text[-1] + '<end>', ended.text[:-1])):
+    again = generate_text(*tables, _Letters(), _TEXTS, seed=3, stop=[stop], sampling=SamplingParams(1.5), **_OPTIONS)[
+      found.index(ended)
+    ]
+    assert (again.text, again.finish_reason, again.tokens.tolist()) == (kept, 'stop', ended.tokens.tolist())
 
 
 @pytest.mark.slow  # a batch of another size is another program

@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_hub
 from starlette.testclient import TestClient
 
 import spectr_jax
-from decode.serving.answer import Served
+from decode.serving.answer import Answer, Served
 from decode.serving.app import make_app
+from decode.serving.protocol import parse
 from decode.serving.worker import Job
-from spectr_jax import SamplingParams, TokenTree, log_likelihood, sample_keys
-from tests.serving.served import EOS, LONGEST, NEW, make_worker
+from spectr_jax import SamplingParams, Tokenizer, TokenTree, log_likelihood, sample_keys
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
+from tests.serving.served import DEPTH, EOS, LONGEST, NEW, make_worker
 
 _TEXT = 'the quick brown fox'
 _PROMPT = {'prompt': _TEXT, 'seed': 3}
@@ -138,6 +141,44 @@ def test_stop_texts_and_limits(client):
   assert whole.startswith(short['choices'][0]['text'])
 
 
+def test_a_context_bounds_prompt_and_continuation_together(worker, tokenizer):
+  client = TestClient(make_app(Served(worker, tokenizer, 'tiny', NEW, together=20)))
+  ids = tokenizer.encode_prompt(_TEXT)
+  prompt = (ids * 15)[:15]
+  assert _ask(client, {'prompt': prompt, 'seed': 1, 'max_tokens': 5})['usage']['completion_tokens'] <= 5
+  for body in ({'prompt': prompt, 'max_tokens': 6}, {'prompt': [ids[:2], prompt], 'max_tokens': 6}):
+    response = client.post('/v1/completions', json=body)
+    assert (response.status_code, response.json()['error']['param']) == (400, 'max_tokens')
+    assert 'at most 5 behind 15 tokens' in response.json()['error']['message']
+  # Without a limit what the context leaves is one, of each prompt its own.
+  found = [_ask(client, {'prompt': [ids[:2], prompt], 'seed': seed, 'logprobs': 0})['choices'] for seed in range(5)]
+  lengths = np.array([[len(choice['logprobs']['tokens']) for choice in choices] for choices in found])
+  assert lengths.max(0).tolist() == [NEW, 5]
+
+
+@pytest.mark.slow  # other sizes are another program
+def test_a_context_can_be_filled(models, tokenizer):
+  """Whatever part of it the prompt has, up to the last guess."""
+  room = LONGEST + NEW - DEPTH
+  worker = make_worker(models, tokenizer, longest=room - 1, most_new=room - 1)
+  worker.start()
+  try:
+    client = TestClient(make_app(Served(worker, tokenizer, 'tiny', room - 1, together=room)))
+    ids = tokenizer.encode_prompt(_TEXT) * 20
+    for size in (2, 40, room - 1):
+      body = {'prompt': ids[:size], 'max_tokens': room - size, 'seed': 4, 'logprobs': 0}
+      choices = [_ask(client, body | {'n': 3})['choices'][0], _ask(client, body)['choices'][0]]
+      found = spectr_jax.generate(
+        _key(4)[None], *models, np.array([ids[:size]]), [size], method='race_traversal', eos_id=(EOS,),
+        tree=TokenTree.chains(2, DEPTH), max_new_tokens=room - size,
+      )  # fmt: skip
+      expected = [token.name for token in tokenizer.decode_tokens(found.tokens[0, : int(found.lengths[0])])]
+      assert [choice['logprobs']['tokens'] for choice in choices] == [expected] * 2
+    assert client.post('/v1/completions', json={'prompt': ids[:size], 'max_tokens': 2}).status_code == 400
+  finally:
+    worker.stop()
+
+
 def test_log_probabilities_are_those_of_the_target(client, models, tokenizer):
   body = _PROMPT | {'max_tokens': 5, 'temperature': 0, 'logprobs': 3}
   own = _ask(client, body)['choices'][0]
@@ -146,7 +187,7 @@ def test_log_probabilities_are_those_of_the_target(client, models, tokenizer):
   new = _expected(models, ids, _key(3), SamplingParams(0), most=5)
   found = log_likelihood(models[0], [[*ids, *new]], num_top=3)
   np.testing.assert_allclose(own['logprobs']['token_logprobs'], found.logprobs[0, len(ids) :], atol=1e-4)
-  assert own['logprobs']['tokens'] == [tokenizer.decode([token]) for token in new]
+  assert own['logprobs']['tokens'] == [token.name for token in tokenizer.decode_tokens(new)]
   assert echoed['text'] == tokenizer.decode(ids) + own['text']
   values = echoed['logprobs']['token_logprobs']
   assert values[0] is None
@@ -166,8 +207,138 @@ def test_log_probabilities_of_chats(client, tokenizer):
   assert len(content) == 4
   for entry in content:
     assert len(entry['top_logprobs']) == 2
-    assert bytes(entry['bytes']).decode() == entry['token']
+    assert entry['token'] in (bytes(entry['bytes']).decode(errors='replace'), _spelled(entry), *_SPECIAL)
     assert entry['logprob'] <= entry['top_logprobs'][0]['logprob']
+
+
+_SPECIAL = (*tiny_hub.SPECIAL,)
+_OTHERS = 'bytes:', 'token_id:'  # names that are no text
+
+
+def _spelled(entry):
+  return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in entry['bytes'])
+
+
+def _check_places(text, logprobs, *, is_cut=False):
+  """Whole tokens stand in the text where they are said to, those of special tokens behind the text before."""
+  num_whole = num_parts = num_special = 0
+  for token, offset in zip(logprobs['tokens'], logprobs['text_offset'], strict=True):
+    num_parts += token.startswith('bytes:')
+    num_special += token in _SPECIAL
+    if token not in _SPECIAL and not token.startswith(_OTHERS):
+      assert text[offset : offset + len(token)] == token or (is_cut and offset + len(token) > len(text))
+      num_whole += 1
+  assert logprobs['text_offset'] == sorted(logprobs['text_offset'])
+  return np.array([num_whole, num_parts, num_special])
+
+
+def _ids_of(names, tokenizer):
+  """Ids by their names."""
+  known = {token.name: index for index in range(tokenizer.vocab_size) for token in tokenizer.decode_tokens([index])}
+  return [known[name] for name in names]
+
+
+def test_places_in_texts_and_streams(client, tokenizer):
+  found = np.zeros(3, int)
+  for seed in range(4):
+    body = {'prompt': ['☃ a', 'é the \U0001f989 owl<|im_start|>☃!'], 'seed': seed, 'n': 4, 'max_tokens': NEW}
+    echoed = _ask(client, body | {'echo': True, 'logprobs': 0})['choices']
+    whole = _ask(client, body | {'logprobs': 0})['choices']
+    events = _events(client, body | {'logprobs': 0})
+    for index, (own, echo) in enumerate(zip(whole, echoed, strict=True)):
+      found += _check_places(own['text'], own['logprobs'])
+      found += _check_places(echo['text'], echo['logprobs'])
+      prompt = tokenizer.encode_prompt(body['prompt'][index // 4])
+      assert echo['text'] == tokenizer.decode([*prompt, *_ids_of(own['logprobs']['tokens'], tokenizer)])
+      pieces = [each for event in events for each in event['choices'] if each['index'] == index]
+      for name in ('tokens', 'text_offset'):
+        assert [value for each in pieces for value in each['logprobs'][name]] == own['logprobs'][name]
+  assert min(found) > 20
+
+
+def test_echo_joins_what_a_character_is_divided_in(client, tokenizer):
+  """... between prompt and continuation. Stop texts are looked for in the continuation, and end both."""
+  first = tokenizer.encode('é')[:1]
+  for seed in range(40):
+    body = {'prompt': first, 'seed': seed, 'n': 16, 'max_tokens': NEW, 'echo': True, 'logprobs': 0}
+    for choice in _ask(client, body)['choices']:
+      content = _ids_of(choice['logprobs']['tokens'], tokenizer)
+      assert choice['text'] == tokenizer.decode(content)
+      _check_places(choice['text'], choice['logprobs'])
+      if '\ufffd' not in choice['text'][:1] and len(choice['text']) > 1:
+        return
+  pytest.fail('no character was completed')
+
+
+def test_bytes_in_a_row_are_the_text(client):
+  body = {'messages': [{'role': 'user', 'content': 'owl'}], 'n': 16, 'logprobs': True, 'max_tokens': NEW}
+  names, num_parts = set(), 0
+  for seed in range(3):
+    for choice in _ask(client, body | {'seed': seed}, 'chat/completions')['choices']:
+      content = choice['logprobs']['content']
+      joined = b''.join(bytes(entry['bytes']) for entry in content)
+      assert joined.decode(errors='replace') == choice['message']['content']
+      num_parts += sum(entry['token'].startswith('bytes:') for entry in content)
+      names |= {entry['token'] for entry in content if not entry['bytes']}
+  assert num_parts > 20
+  assert len(names & {*_SPECIAL}) > 1
+
+
+def test_the_likeliest_have_names_of_their_own(client, worker):
+  """Tokens that share a text too: the own tokenizer of models that are trained here has letters twice."""
+  body = {'prompt': 'the owl', 'n': 8, 'seed': 1, 'logprobs': 20, 'max_tokens': NEW}
+  for choice in _ask(client, body)['choices']:
+    logprobs = choice['logprobs']
+    for token, value, top in zip(logprobs['tokens'], logprobs['token_logprobs'], logprobs['top_logprobs'], strict=True):
+      assert len(top) == 20
+      if token in top:
+        assert top[token] == pytest.approx(value, abs=1e-4)
+      else:
+        assert value <= min(top.values()) + 1e-4
+  own = Tokenizer.train(['the owl and the end ' * 20], 270)
+  (letter,), byte, nothing = own.encode('e'), 3 + ord('e'), 10**5
+  top = {letter: -1.0, byte: -2.0, 3 + 0xE2: -3.0, nothing: -4.0, 2: -5.0}
+  answer = Answer(Served(worker, own, 'tiny', NEW), parse({'prompt': 'the'}, is_chat=False, model='tiny'))
+  for chosen, others in (
+    (letter, {f'token_id:{byte}': -2.0, 'e': -1.0}),
+    (byte, {f'token_id:{letter}': -1.0, 'e': -2.0}),
+  ):
+    named = answer._named(top, chosen, own.decode_tokens([chosen])[0])
+    assert named == others | {'bytes:\\xe2': -3.0, f'token_id:{nothing}': -4.0, '<eos>': -5.0}
+
+
+def test_special_tokens_are_stop_texts(client, tokenizer):
+  """A special token ends the text, and one behind text with that text; so does the one that ends every text."""
+  ends = {}
+  for seed in range(8):
+    body = {'prompt': 'the owl', 'seed': seed, 'n': 16, 'max_tokens': NEW}
+    for index, choice in enumerate(_ask(client, body | {'logprobs': 0})['choices']):
+      tokens = choice['logprobs']['tokens']
+      place = next((place for place, token in enumerate(tokens) if token in _SPECIAL), 0)
+      if place and not tokens[place - 1].startswith(_OTHERS):
+        ends[tokens[place]] = body, index, tokens[:place]
+  assert len(ends) > 1
+  assert '<|im_end|>' in ends
+  for name, (body, index, before) in ends.items():
+    text = tokenizer.decode(_ids_of(before, tokenizer))
+    for stop, cut in ((name, text), ([before[-1] + name, 'zzz'], text[: -len(before[-1])])):
+      found = _ask(client, body | {'stop': stop, 'logprobs': 0})['choices'][index]
+      assert (found['text'], found['finish_reason']) == (cut, 'stop')
+      assert found['logprobs']['tokens'] == [*before, name]
+      streamed = [each for event in _events(client, body | {'stop': stop}) for each in event['choices']]
+      assert ''.join(each['text'] for each in streamed if each['index'] == index) == cut
+
+
+def test_names_reach_the_template(worker):
+  template = (
+    "{% for m in messages %}{{ m['role'] }}{% if m.name %} {{ m.name }}{% endif %}: {{ m['content'] }}\n{% endfor %}"
+  )
+  own = HubTokenizer.from_parts(tiny_hub.backend(), bos_id=None, eos_ids=(EOS,), add_bos=False, chat_template=template)
+  messages = [{'role': 'user', 'content': 'hi', 'name': 'ann<|im_end|>'}, {'role': 'user', 'content': 'ho'}]
+  answer = Answer(Served(worker, own, 'tiny', NEW), parse({'messages': messages}, is_chat=True, model='tiny'))
+  # As by `apply_chat_template` of transformers 5.24; what users spell is text.
+  assert own.decode(answer.choices[0].prompt) == 'user ann<|im_end|>: hi\nuser: ho\n'
+  assert EOS not in answer.choices[0].prompt
 
 
 def test_requests_beside_each_other_are_as_alone(client):
@@ -259,10 +430,29 @@ def test_other_places(client):
   assert client.get('/health').text == 'ok\n'
   (model,) = client.get('/v1/models').json()['data']
   assert model['id'] == 'tiny'
-  for method, path in (('GET', '/v1/completions'), ('GET', '/v1/../../etc/passwd'), ('POST', '/v1/embeddings')):
-    response = client.request(method, path)
-    assert response.status_code == 404
+  assert client.get('/v1/models/tiny').json() == model
+  for name in ('another', 'org/name', 'org%2Fname', 'tiny/', 'Tiny', '%1b[2J'):
+    response = client.get(f'/v1/models/{name}')
+    error = response.json()['error']
+    assert (response.status_code, error['param'], error['code']) == (404, 'model', 'model_not_found')
+    assert error['message'].startswith('there is no model')
+    assert '\x1b' not in error['message']
+  for method, path, status, allowed in (
+    ('GET', '/v1/completions', 405, {'POST'}),
+    ('DELETE', '/v1/chat/completions', 405, {'POST'}),
+    ('OPTIONS', '/v1/completions', 405, {'POST'}),
+    ('POST', '/v1/models', 405, {'GET', 'HEAD'}),
+    ('PUT', '/metrics', 405, {'GET', 'HEAD'}),
+    ('GET', '/v1/../../etc/passwd', 404, None),
+    ('POST', '/v1/embeddings', 404, None),
+    ('GET', '/health/', 404, None),  # no redirect: its address would be that of the Host
+    ('POST', '/v1/completions/', 404, None),
+  ):
+    response = client.request(method, path, headers={'Host': 'elsewhere'}, follow_redirects=False)
+    assert response.status_code == status
     assert 'there is no' in response.json()['error']['message']
+    found = response.headers.get('allow')
+    assert (set(found.split(', ')) if found else None) == allowed
 
 
 def test_metrics_count(client):
@@ -277,7 +467,7 @@ def test_metrics_count(client):
   def grown(name):
     return after[f'spectr_jax_{name}'] - before.get(f'spectr_jax_{name}', 0)
 
-  assert grown('requests_total{outcome="done"}') == 1
+  assert grown('requests_total{kind="completions",outcome="answered"}') == 1
   assert grown('prompt_tokens_total') == usage['prompt_tokens']
   assert grown('time_to_first_token_seconds_count') == 1
   assert grown('tokens_total') == usage['completion_tokens']
@@ -289,7 +479,9 @@ def test_metrics_count(client):
 def test_a_key_is_asked_for(worker, tokenizer):
   client = TestClient(make_app(Served(worker, tokenizer, 'tiny', NEW, api_key='secret')))
   for headers in ({}, {'Authorization': 'Bearer no'}, {'Authorization': 'secret'}):
-    for request in (lambda h: client.get('/v1/models', headers=h), _post(client)):
+    for request in (
+      lambda h: client.get('/v1/models', headers=h), lambda h: client.get('/v1/models/tiny', headers=h), _post(client)
+    ):  # fmt: skip
       assert request(headers).status_code == 401
   assert _post(client)({'Authorization': 'Bearer secret'}).status_code == 200
   assert client.get('/health').status_code == 200

@@ -57,6 +57,10 @@ def test_openai(address, model):
 
   client, (_, tokenizer) = openai.OpenAI(base_url=address, api_key='secret', max_retries=0), model
   assert [each.id for each in client.models.list()] == ['draft']
+  assert client.models.retrieve('draft').id == 'draft'
+  with pytest.raises(openai.NotFoundError, match='there is no model') as caught:
+    client.models.retrieve('org/another')
+  assert (caught.value.param, caught.value.code) == ('model', 'model_not_found')
   text = _QUESTIONS[0][0]
   asked = {'model': 'draft', 'prompt': text, 'temperature': 0, 'max_tokens': _NEW}
   expected = tokenizer.decode(_greedy(model, tokenizer.encode_prompt(text)))
@@ -64,6 +68,8 @@ def test_openai(address, model):
   assert found.choices[0].text == expected
   assert found.usage.completion_tokens == _NEW
   assert len(found.choices[0].logprobs.top_logprobs) == _NEW
+  for token, offset in zip(found.choices[0].logprobs.tokens, found.choices[0].logprobs.text_offset, strict=True):
+    assert token in ('<eos>', expected[offset : offset + len(token)])
   streamed = client.completions.create(**asked, stream=True)
   assert ''.join(chunk.choices[0].text for chunk in streamed) == expected
   with pytest.raises(openai.BadRequestError, match='max_tokens must be at most'):
@@ -76,6 +82,58 @@ def test_openai(address, model):
     openai.OpenAI(base_url=address, api_key='wrong', max_retries=0).models.list()
 
 
+@pytest.fixture
+def in_process(client):
+  """The client of `openai` 3.57 before the tiny pair, whose model has a chat template and special tokens."""
+  import httpx
+  import openai
+
+  class Transport(httpx.BaseTransport):
+    def handle_request(self, request):
+      found = client.request(
+        request.method,
+        request.url.raw_path.decode(),
+        content=request.read(),
+        headers={'Content-Type': 'application/json'},
+      )
+      return httpx.Response(found.status_code, content=found.content, headers={'Content-Type': 'application/json'})
+
+  return openai.OpenAI(
+    base_url='http://testserver/v1', api_key='none', max_retries=0, http_client=httpx.Client(transport=Transport())
+  )
+
+
+def test_answers_are_sent_back_as_openai_gives_them(in_process):
+  asked = {'model': 'tiny', 'seed': 3, 'max_tokens': 8}
+  messages = [{'role': 'user', 'content': 'owl', 'name': 'ann'}]
+  nothing = {'metadata': {}, 'service_tier': 'auto', 'store': False, 'function_call': 'none', 'verbosity': 'medium'}
+  extra = {'stop_token_ids': [], 'min_tokens': 0}
+  first = in_process.chat.completions.create(messages=messages, **asked)
+  again = in_process.chat.completions.create(messages=messages, **asked, **nothing, extra_body=extra)
+  assert again.choices == first.choices
+  message = first.choices[0].message
+  for answer in (message, message.model_dump() | {'annotations': [], 'tool_calls': []}):
+    talk = [*messages, answer, {'role': 'user', 'content': 'the owl'}]
+    assert in_process.chat.completions.create(messages=talk, **asked).choices[0].message.content is not None
+
+
+def test_log_probabilities_as_openai_reads_them(in_process):
+  """Bytes joined as its documentation says give the text."""
+  for seed in range(8):
+    found = in_process.chat.completions.create(
+      model='tiny',
+      messages=[{'role': 'user', 'content': 'owl'}],
+      seed=seed,
+      logprobs=True,
+      top_logprobs=5,
+      max_tokens=12,
+    )
+    content = found.choices[0].logprobs.content
+    joined = b''.join(bytes(entry.bytes or []) for entry in content)
+    assert joined.decode(errors='replace') == found.choices[0].message.content
+    assert all(len({top.token for top in entry.top_logprobs}) == 5 for entry in content)
+
+
 _TASK = """
 task: tiny_{kind}
 dataset_path: json
@@ -86,6 +144,10 @@ target_delimiter: ""
 {more}
 """
 _MORE = {
+  # What some of its tasks write: fields of other programs, and several answers to each question.
+  'beams': 'output_type: generate_until\ndoc_to_target: "x"\nrepeats: 4\ngeneration_kwargs: {until: ["\\n\\n\\n"],'
+  ' do_sample: true, temperature: 1, num_beams: 1, max_new_tokens: 7, max_gen_toks: 20}\n'
+  'metric_list: [{metric: exact_match}]\nfilter_list: [{name: all, filter: [{function: take_first_k, k: 4}]}]',
   'choice': 'output_type: multiple_choice\ndoc_to_choice: "{{choices}}"\ndoc_to_target: 0\n'
   'metric_list: [{metric: acc}]',
   'text': 'output_type: generate_until\ndoc_to_target: "x"\ngeneration_kwargs: {until: ["\\n\\n\\n"], do_sample: false,'
@@ -107,7 +169,7 @@ def tasks(tmp_path_factory):
   return folder, tokenizer
 
 
-def _evaluate(address, tasks, kind, monkeypatch):
+def _evaluate(address, tasks, kind, monkeypatch, **more):
   import lm_eval
   from lm_eval.tasks import TaskManager
 
@@ -115,7 +177,7 @@ def _evaluate(address, tasks, kind, monkeypatch):
   folder, tokenizer = tasks
   arguments = {
     'model': 'draft', 'base_url': f'{address}/completions', 'tokenizer': str(tokenizer), 'max_length': 120,
-    'num_concurrent': 3, 'max_retries': 1,
+    'num_concurrent': 3, 'max_retries': 1, **more,
   }  # fmt: skip
   found = lm_eval.simple_evaluate(
     'local-completions', model_args=arguments, tasks=[f'tiny_{kind}'], bootstrap_iters=0, log_samples=True,
@@ -141,3 +203,13 @@ def test_texts_of_lm_eval(address, tasks, model, monkeypatch):
   for sample, (text, _) in zip(_evaluate(address, tasks, 'text', monkeypatch), _QUESTIONS, strict=True):
     expected = tokenizer.decode(_greedy(model, tokenizer.encode(text)))
     assert sample['filtered_resps'] == [expected.split('\n\n\n')[0]]
+
+
+def test_repeats_of_lm_eval(address, tasks, model, monkeypatch):
+  """lm-eval 0.4.13 sends every repeat with one seed; in requests of as many prompts each has a key of its own."""
+  for batch_size, num_texts in ((1, 1), (4, 4)):
+    for sample in _evaluate(address, tasks, 'beams', monkeypatch, batch_size=batch_size):
+      (texts,) = sample['resps']
+      assert len(texts) == 4
+      assert len(set(texts)) == num_texts
+      assert all(1 <= len(model[1].encode(text)) <= 7 + 2 for text in texts)

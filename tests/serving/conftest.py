@@ -2,21 +2,18 @@
 
 import jax
 import pytest
-import tiny_hub
 from starlette.testclient import TestClient
 
 from decode.serving.answer import Served
 from decode.serving.app import make_app
-from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.models import transformer
-from tests.serving.served import EOS, LONGEST, NEW, make_worker
+from tests.serving.served import LONGEST, NEW, make_worker
+from tests.serving.stub import make_stub, make_tokenizer, patch
 
 
 @pytest.fixture(scope='session')
 def tokenizer():
-  return HubTokenizer.from_parts(
-    tiny_hub.backend(), bos_id=None, eos_ids=(EOS,), add_bos=False, chat_template=tiny_hub.CHAT
-  )
+  return make_tokenizer()
 
 
 @pytest.fixture(scope='session')
@@ -42,3 +39,12 @@ def worker(models, tokenizer):
 def client(worker, tokenizer):
   with TestClient(make_app(Served(worker, tokenizer, 'tiny', NEW))) as client:
     yield client
+
+
+@pytest.fixture
+def stub(monkeypatch, tokenizer):
+  """A worker that has not started, with rows that need no model."""
+  patch(monkeypatch)
+  worker = make_stub(tokenizer)
+  yield worker
+  worker.stop()

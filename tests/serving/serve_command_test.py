@@ -1,12 +1,17 @@
 """The command: what it serves, and how it ends."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 
 import commands
 import httpx
 import pytest
+
+from decode.serve import choose_bounds
 
 _TARGET = '--target=pretrained/draft'
 _SMALL = (
@@ -14,6 +19,34 @@ _SMALL = (
   '--max_new_tokens=300', '--longest_prompt=64', '--port=0',
 )  # fmt: skip
 _BODY = {'prompt': 'Mr. Speaker, I rise', 'seed': 1, 'max_tokens': 300}
+
+
+@pytest.mark.parametrize(
+  ('context', 'longest_prompt', 'max_new_tokens', 'expected'),
+  [
+    (None, None, None, (1024, 1024, None)),
+    (8192, None, None, (1024, 1024, None)),
+    (2048, None, None, (1024, 1024, None)),
+    (512, None, None, (507, 507, 508)),  # both together
+    (1500, None, None, (1024, 1024, 1496)),
+    (6, None, None, (1, 1, 2)),
+    (8192, 100, None, (100, 1024, None)),
+    (1100, 100, None, (100, 1000, None)),
+    (8192, None, 7000, (1024, 7000, None)),
+    (8192, None, 8000, (192, 8000, None)),  # a limit of new tokens goes before
+    (512, None, 300, (212, 300, None)),
+    (512, 64, 300, (64, 300, None)),
+    (512, 600, None, (511, 1, None)),
+    (None, 5000, 7000, (5000, 7000, None)),
+  ],
+)
+def test_bounds_are_those_of_the_context(context, longest_prompt, max_new_tokens, expected):
+  assert choose_bounds(context, 4, longest_prompt, max_new_tokens) == expected
+
+
+def test_no_room_for_a_prompt_is_refused():
+  with pytest.raises(ValueError, match='max_new_tokens must be below 512, the context of the models'):
+    choose_bounds(512, 4, None, 512)
 
 
 @pytest.fixture
@@ -69,6 +102,40 @@ def test_a_server_that_is_killed_is_one_clear_end(served):
   assert isinstance(found[-1], httpx.HTTPError)
 
 
+# The command, with a device that is lost in the first round and does not come back.
+_LOST = """
+import runpy, sys
+from decode.serving import worker
+
+def lose(*_, **__):
+  raise RuntimeError('the device is lost')
+
+def start(self, start=worker.Worker.start):
+  worker.Pool = self._pool.advance = lose
+  start(self)
+
+worker.Worker.start = start
+sys.argv = ['decode.serve', *sys.argv[1:]]
+runpy.run_module('decode.serve', run_name='__main__', alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_thread_that_cannot_go_on_ends_the_command():
+  environment = os.environ | commands._environment()
+  process = subprocess.Popen(
+    [sys.executable, '-c', _LOST, *_SMALL], cwd=commands.ROOT, env=environment, text=True,
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+  )  # fmt: skip
+  address = process.stdout.readline().split(' at ')[1].split(',')[0]
+  response = httpx.post(f'{address}/completions', json=_BODY, timeout=60)
+  assert response.status_code == 500
+  _, err = process.communicate(timeout=60)
+  assert process.returncode == 1
+  assert err.splitlines()[-1] == 'error: the thread that decodes has ended: RuntimeError: the device is lost'
+  assert 'Traceback' not in err
+
+
 @pytest.mark.slow
 def test_wrong_options_are_one_line(tmp_path):
   for option, message in (
@@ -77,6 +144,8 @@ def test_wrong_options_are_one_line(tmp_path):
     ('--max_new_tokens=512', 'max_new_tokens must be below 512'),
     ('--api_key=', 'the key must be at least one ASCII character'),
     (f'--api_key_file={tmp_path / "none"}', 'No such file'),
+    ('--host=no-such-name.invalid', 'cannot listen on no-such-name.invalid:0: this machine knows no address'),
+    ('--allowed_hosts=box.lan:80', 'allowed_hosts must be names without ports'),
   ):
     draft = '--draft=pretrained/draft_undistilled'
     more = '--num_drafts=1', '--draft_length=2', '--port=0'

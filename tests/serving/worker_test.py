@@ -37,7 +37,6 @@ def test_cancelled_jobs_free_their_rows(models, tokenizer):
     running.is_cancelled = True
     worker.submit([_job(fourth)])
     assert fourth.get(timeout=120).tokens
-    assert worker.metrics.count('requests_total', 'outcome="cancelled"') <= 1
   finally:
     worker.stop()
 

@@ -45,11 +45,8 @@ class HubTokenizer(TokenizerBase):
     chat_template: ChatTemplate | None,
   ):
     super().__init__(backend)
-    backend = self._backend
     self.pad_id, self.bos_id, self.eos_ids, self.add_bos = pad_id, bos_id, eos_ids, add_bos
     self.chat_template = chat_template
-    added = backend.get_added_tokens_decoder()
-    self._special = {index: token.content for index, token in added.items() if token.special}
 
   @classmethod
   def from_parts(
@@ -121,7 +118,7 @@ class HubTokenizer(TokenizerBase):
     """The text of one id; special tokens by their names, and ⟨id⟩ for an id without a token."""
     if self.token(index) is None:
       return f'⟨{index}⟩'
-    return self._special.get(index) or self.decode([index])
+    return self.special_token_names.get(index) or self.decode([index])
 
   def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Encodes a conversation up to where the model answers.
@@ -179,7 +176,7 @@ class HubTokenizer(TokenizerBase):
 
   @functools.cached_property
   def _marks(self) -> dict[str, str]:
-    return mark_special(self._special.values())
+    return mark_special(self.special_token_names.values())
 
   @functools.cached_property
   def _marked_backend(self) -> Backend:

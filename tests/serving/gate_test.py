@@ -1,0 +1,348 @@
+"""Who may ask, what is counted, and that nobody's request keeps another waiting."""
+
+import asyncio
+import collections
+import json
+import random
+import re
+import threading
+import time
+
+import pytest
+from starlette.testclient import TestClient
+
+from decode.serving import gate
+from decode.serving.answer import Served
+from decode.serving.app import make_app
+from decode.serving.gate import host_of
+from decode.serving.worker import Worker
+from tests.serving.served import LONGEST, NEW
+from tests.serving.stub import StubPool
+
+_POST = '/v1/completions'
+_BODY = {'prompt': 'owl', 'max_tokens': 4}
+
+
+def _client(stub, tokenizer, **options):
+  stub.start()
+  return TestClient(make_app(Served(stub, tokenizer, 'tiny', NEW, **options)))
+
+
+def test_a_key_is_asked_for_in_any_case_of_its_scheme(stub, tokenizer):
+  client = _client(stub, tokenizer, api_key='secret')
+
+  def status(path, *given):
+    method, body = ('POST', _BODY) if path == _POST else ('GET', None)
+    return client.request(method, path, json=body, headers=[('Authorization', value) for value in given]).status_code
+
+  for path in (_POST, '/v1/models', '/metrics'):
+    for right in ('Bearer secret', 'bearer secret', 'BEARER secret', 'bEaReR  secret'):
+      assert status(path, right) == 200
+    for wrong in (
+      'secret',
+      'Bearer',
+      'Bearer ',
+      'Bearersecret',
+      'Basic secret',
+      'Bearer Secret',
+      'Bearer secret x',
+      '',
+    ):
+      assert status(path, wrong) == 401, wrong
+    assert status(path) == 401
+    assert status(path, 'Bearer secret', 'Bearer no') == status(path, 'Bearer secret', 'Bearer secret') == 400
+  assert status('/health') == 200
+  assert status('/nowhere') == 401  # what there is, is not for others to know
+
+
+def test_names_of_hosts():
+  for text, name in (
+    ('Box.LAN:80', 'box.lan'), ('[::1]:8000', '::1'), ('localhost.', 'localhost'), ('a', 'a'), ('', None), ('[', None),
+    ('a:b', None), ('a@b', None), ('a/b', None), (':80', None), ('a:80:90', None), ('[::1', None), ('a?b', None),
+  ):  # fmt: skip
+    assert host_of(text) == name, text
+
+
+_OWN = 'localhost', 'localhost:8000', '127.0.0.1:8000', '127.1.2.3', '[::1]:8000', 'LOCALHOST', 'a.localhost', 'box.lan'
+_FOREIGN = (
+  'evil.example',
+  'evil.example:8000',
+  'localhost.evil.example',
+  '10.0.0.1',
+  '0.0.0.0',
+  '[::2]',
+  'box.lan.x',
+  '[',
+)
+
+
+def test_pages_of_others_cannot_make_it_work(stub, tokenizer):
+  client = _client(stub, tokenizer, hosts=frozenset(['box.lan']))
+
+  def status(**headers):
+    # A page needs nobody's leave to send plain text.
+    return client.post(_POST, content=json.dumps(_BODY), headers={'Content-Type': 'text/plain'} | headers).status_code
+
+  for own in _OWN:
+    assert status(host=own) == 200, own
+    assert status(host='localhost', origin=f'http://{own}') == 200, own
+  for foreign in _FOREIGN:
+    assert status(host=foreign) == 403, foreign
+    assert status(host='localhost', origin=f'https://{foreign}') == 403, foreign
+    assert status(host=foreign, origin=f'http://{foreign}') == 403, foreign
+  for origin in ('null', '', 'file://', 'http://', 'localhost', 'http://localhost@evil.example'):
+    assert status(host='localhost', origin=origin) == 403, origin
+  assert client.get('/v1/models', headers={'host': 'evil.example'}).status_code == 403
+  assert stub.metrics.count('tokens_total') == 4 * 2 * len(_OWN)
+
+
+def test_where_others_may_ask_pages_ask_their_own_host(stub, tokenizer):
+  client = _client(stub, tokenizer)
+  for host, origin, status in (
+    ('any.example', None, 200), ('any.example:80', 'http://any.example', 200), ('any.example', 'http://evil', 403),
+    ('any.example', 'null', 403),
+  ):  # fmt: skip
+    headers = {'host': host} | ({} if origin is None else {'origin': origin})
+    assert client.post(_POST, json=_BODY, headers=headers).status_code == status
+
+
+def test_all_may_ask_where_that_is_said(stub, tokenizer):
+  client = _client(stub, tokenizer, hosts=frozenset(['*']))
+  for headers in ({'host': 'a', 'origin': 'http://b'}, {'host': 'a', 'origin': 'null'}, {'host': '['}):
+    assert client.post(_POST, json=_BODY, headers=headers).status_code == 200
+
+
+def _counts(text):
+  found = collections.defaultdict(dict)
+  for name, label, value in re.findall(r'^spectr_jax_(\w+)\{(.*)\} (\S+)$', text, re.MULTILINE):
+    found[name][tuple(re.findall(r'"(.*?)"', label))] = float(value)
+  return found
+
+
+def _check_sums(text):
+  counts = _counts(text)
+  for things in ('requests', 'continuations'):
+    for (kind,), received in counts[f'{things}_received_total'].items():
+      ended = sum(value for (own, _), value in counts[f'{things}_total'].items() if own == kind)
+      assert received == ended + counts[f'{things}_in_progress'][kind,], (things, kind)
+      assert counts[f'{things}_in_progress'][kind,] >= 0
+  return counts
+
+
+_CHAT = [{'role': 'user', 'content': 'owl'}]
+# What is sent, and how it ends: the outcome of the request, and those of its continuations.
+_TRAFFIC = [
+  (_POST, _BODY, 'answered', ['answered']),
+  (_POST, _BODY | {'n': 3, 'prompt': ['a', 'owl']}, 'answered', ['answered'] * 6),
+  (_POST, _BODY | {'stream': True, 'n': 2}, 'answered', ['answered'] * 2),
+  (_POST, _BODY | {'max_tokens': 0, 'echo': True}, 'answered', []),
+  (_POST, _BODY | {'logprobs': 3, 'echo': True}, 'answered', ['answered']),
+  (_POST, _BODY | {'top_p': 0}, 'refused', []),
+  (_POST, _BODY | {'max_tokens': 10**6}, 'refused', []),
+  (_POST, _BODY | {'model': 'other'}, 'refused', []),
+  (_POST, _BODY | {'n': 16, 'prompt': ['a'] * 5}, 'refused', []),
+  (_POST, b'{', 'refused', []),
+  (_POST, b' ' * (2**22 + 1), 'refused', []),
+  (_POST, {'prompt': [31, 1]}, 'failed', ['failed']),
+  (_POST, {'prompt': [32, 1]}, 'failed', ['failed']),
+  (_POST, {'prompt': [31, 1], 'stream': True}, 'failed', ['failed']),
+  (_POST, {'prompt': [32], 'n': 2, 'stream': True}, 'failed', ['failed'] * 2),
+  ('/v1/chat/completions', {'messages': _CHAT}, 'answered', ['answered']),
+  ('/v1/chat/completions', {'messages': _CHAT, 'stream': True}, 'answered', ['answered']),
+  ('/v1/chat/completions', {'messages': []}, 'refused', []),
+  ('/v1/chat/completions', {}, 'refused', []),
+]
+
+
+def _asgi_scope(path, size):
+  return {
+    'type': 'http', 'method': 'POST', 'path': path, 'raw_path': path.encode(), 'query_string': b'', 'root_path': '',
+    'headers': [(b'host', b'localhost'), (b'content-length', str(size).encode())], 'http_version': '1.1',
+    'scheme': 'http', 'server': ('localhost', 80), 'client': ('localhost', 1), 'asgi': {'version': '3.0'},
+  }  # fmt: skip
+
+
+def _asgi(path, body, *, leave_after=None):
+  """A scope, a `receive` and a `send` of a client, who may leave after so many messages."""
+  scope = _asgi_scope(path, len(body))
+  gone, messages = asyncio.Event(), [{'type': 'http.request', 'body': body, 'more_body': leave_after == -1}]
+  if leave_after == 0:
+    gone.set()
+
+  async def receive():
+    if messages:
+      return messages.pop()
+    if leave_after == -1:
+      gone.set()
+    await gone.wait()
+    return {'type': 'http.disconnect'}
+
+  sent = []
+
+  async def send(message):
+    sent.append(message)
+    if leave_after is not None and len(sent) >= leave_after:
+      gone.set()
+      await asyncio.sleep(0)
+
+  return scope, receive, send
+
+
+def test_metrics_add_up_whatever_comes(stub, tokenizer, monkeypatch):
+  monkeypatch.setattr(StubPool, 'seconds', 0.001)
+  served = Served(stub, tokenizer, 'tiny', NEW)
+  app, draws = make_app(served), random.Random(0)
+  expected = {'requests': collections.Counter(), 'continuations': collections.Counter()}
+  stub.start()
+
+  async def one(path, body, outcome, continuations, leave_after):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    await app(*_asgi(path, content, leave_after=leave_after))
+    kind = 'chat' if 'chat' in path else 'completions'
+    if leave_after is None:
+      expected['requests'][kind, outcome] += 1
+      expected['continuations'].update((kind, each) for each in continuations)
+    _check_sums(TestClient(app).get('/metrics').text) if draws.random() < 0.05 else None
+
+  async def crowd():
+    chosen = [draws.choice(_TRAFFIC) for _ in range(60)] + _TRAFFIC
+    await asyncio.gather(*(one(*each, None) for each in chosen))
+    counts = _check_sums(stub.metrics.render(rows=0, queue=0))
+    for things, own in expected.items():
+      assert {pair: value for pair, value in counts[f'{things}_total'].items() if value} == own
+      assert not any(counts[f'{things}_in_progress'].values())
+    # Some leave: before the body is there, while they wait, and within a stream.
+    await asyncio.gather(*(one(*each, draws.choice([-1, 0, 0, 1, 2])) for each in chosen + chosen))
+    return expected
+
+  asyncio.run(crowd())
+  counts = _check_sums(stub.metrics.render(rows=0, queue=0))
+  for things in ('requests', 'continuations'):
+    assert not any(counts[f'{things}_in_progress'].values())
+    assert counts[f'{things}_total']['completions', 'left'] > 0
+  deadline = time.monotonic() + 20
+  while not stub.is_idle and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert stub.is_idle  # whoever left has no row any more
+
+
+def test_a_full_queue_and_an_end_are_counted(stub, tokenizer):
+  client = TestClient(make_app(Served(stub, tokenizer, 'tiny', NEW)))
+  stub.most_waiting = 0
+  assert client.post(_POST, json=_BODY).status_code == 400
+  stub.most_waiting = 1
+  stub._waiting.append(None)
+  assert client.post(_POST, json=_BODY).status_code == 429
+  stub._waiting.clear()
+  stub.stop()
+  assert client.post(_POST, json=_BODY).status_code == 503
+  counts = _check_sums(client.get('/metrics').text)
+  assert counts['requests_total']['completions', 'refused'] == 2
+  assert counts['requests_total']['completions', 'failed'] == 1
+  assert counts['continuations_total']['completions', 'refused'] == 2
+
+
+def test_a_fault_in_a_handler_is_one_line(stub, tokenizer, monkeypatch, capsys):
+  client = _client(stub, tokenizer)
+
+  def fail(*_):
+    raise KeyError('\x1b[2J')
+
+  monkeypatch.setattr(Worker, 'submit', fail)
+  response = client.post(_POST, json=_BODY)
+  assert response.status_code == 500
+  assert response.json()['error']['message'] == 'a fault of the server ended this request'
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith('error: a request failed: KeyError')
+  assert line.isprintable()
+  assert _check_sums(client.get('/metrics').text)['requests_total']['completions', 'failed'] == 1
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(stub, tokenizer, monkeypatch):
+  monkeypatch.setattr(gate, 'READ_SECONDS', 0.2)
+  app, sent = make_app(Served(stub, tokenizer, 'tiny', NEW)), []
+
+  async def trickle():
+    await asyncio.sleep(0.05)
+    return {'type': 'http.request', 'body': b'{', 'more_body': True}
+
+  async def send(message):
+    sent.append(message)
+
+  async def ask(scope):
+    await asyncio.wait_for(app(scope, trickle, send), 5)
+
+  scope = _asgi_scope(_POST, 500)
+  asyncio.run(ask(scope))
+  asyncio.run(ask(scope | {'path': '/nowhere'}))
+  starts = [message for message in sent if message['type'] == 'http.response.start']
+  assert [message['status'] for message in starts] == [408, 404]
+  assert all((b'connection', b'close') in message['headers'] for message in starts)
+  assert _check_sums(stub.metrics.render(rows=0, queue=0))['requests_total']['completions', 'refused'] == 1
+
+
+def test_what_is_too_long_is_refused_unread(stub, tokenizer, monkeypatch):
+  client = _client(stub, tokenizer)
+
+  def fail(*_):
+    raise AssertionError('it was read')
+
+  for name in ('encode_prompt', 'encode_prompts', 'encode_chat', 'encode'):
+    monkeypatch.setattr(tokenizer, name, fail)
+  text = 'owl ' * 10**6
+  for path, body in (
+    ('completions', {'prompt': text}),
+    ('completions', {'prompt': ['owl', text]}),
+    ('completions', {'prompt': 'owl', 'max_tokens': NEW + 1}),
+    ('completions', {'prompt': ['owl'] * 64, 'n': 2}),
+    ('completions', {'prompt': [1] * (LONGEST + 1)}),
+    ('chat/completions', {'messages': [{'role': 'user', 'content': text}]}),
+    ('chat/completions', {'messages': [{'role': 'user', 'content': text[:500]}] * 999}),
+  ):
+    response = client.post(f'/v1/{path}', json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()['error']['param'] in ('prompt', 'messages', 'max_tokens', 'n')
+
+
+def test_no_prompt_of_the_allowed_tokens_is_too_long(stub, tokenizer):
+  longest = max(range(tokenizer.vocab_size), key=lambda index: len(tokenizer.decode([index])))
+  text = tokenizer.decode([longest] * LONGEST)
+  assert len(text) <= Served(stub, tokenizer, 'tiny', NEW).most_characters < 2_000
+
+
+def test_who_is_read_for_long_keeps_nobody_waiting(stub, tokenizer, monkeypatch):
+  """A template that takes long, and two more that wait for it."""
+  begun, let_go, ended = threading.Event(), threading.Event(), threading.Event()
+
+  def encode_chat(messages):
+    del messages
+    begun.set()
+    let_go.wait(5)
+    ended.set()
+    return [1]
+
+  monkeypatch.setattr(tokenizer, 'encode_chat', encode_chat)
+  with _client(stub, tokenizer) as client:
+    asked = [
+      threading.Thread(target=lambda: client.post('/v1/chat/completions', json={'messages': _CHAT})) for _ in range(3)
+    ]
+    for each in asked:
+      each.start()
+    try:
+      assert begun.wait(20)
+      assert client.get('/health').status_code == 200
+      assert not ended.is_set()
+    finally:
+      let_go.set()
+      for each in asked:
+        each.join(20)
+
+
+def test_hosts_that_the_command_takes():
+  from decode.serve import read_hosts
+
+  assert read_hosts(['*']) == {'*'}
+  assert read_hosts(['Box.lan', '10.0.0.7', '::2']) == {'box.lan', '10.0.0.7', '::2'}
+  for wrong in ('', 'a:80', 'http://a', '*.lan', 'a/b', '[::1]', 'a@b', 'a b'):
+    with pytest.raises(ValueError, match='allowed_hosts must be names'):
+      read_hosts([wrong])

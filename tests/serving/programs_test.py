@@ -1,0 +1,66 @@
+"""What a request asks for is data: nothing is compiled once the endpoint serves."""
+
+import itertools
+
+import jax.monitoring
+import pytest
+from starlette.testclient import TestClient
+
+from decode.serving.answer import Served
+from decode.serving.app import make_app
+from spectr_jax.engine.refill import _replace_rows
+from spectr_jax.engine.state import first_state
+from tests.serving.served import NEW, make_worker
+
+_FILTERS = {'top_k': 3, 'top_p': 0.5, 'min_p': 0.1}
+_SUBSETS = [
+  {'temperature': number / 2} | {name: _FILTERS[name] for name in names}
+  for number in range(4)
+  for names in itertools.combinations(_FILTERS, number)
+]
+
+
+def _ask(client, body):
+  response = client.post('/v1/completions', json={'prompt': 'owl', 'max_tokens': 4} | body)
+  assert response.status_code == 200, response.text
+
+
+def test_filters_are_data(client):
+  sizes = set()
+  for subset in _SUBSETS:
+    _ask(client, subset)
+    sizes.add((first_state._cache_size(), _replace_rows._cache_size()))
+  assert len(sizes) == 1
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_the_start(models, tokenizer):
+  worker, compiled = make_worker(models, tokenizer), []
+
+  def note(name, seconds, **_):
+    if 'backend_compile' in name:
+      compiled.append(seconds)
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+  jax.jit(lambda x: x * 1.2345)(1.0)
+  assert compiled  # programs are noted
+  steps = []
+  worker.compile(lambda *step: steps.append(step))
+  assert steps[-1] == (len(steps) - 1, len(steps) - 1)
+  worker.start()
+  try:
+    served = Served(worker, tokenizer, 'tiny', NEW)
+    served.prepare()
+    client = TestClient(make_app(served))
+    compiled.clear()
+    for length in (1, 7, 16, 17, 40, 59):
+      for body in ({}, {'logprobs': 0}, {'echo': True, 'logprobs': length % 21}, {'logprobs': 20}, {'stream': True}):
+        _ask(client, {'prompt': [1] * length} | body)
+      _ask(client, {'prompt': [1] * length, 'max_tokens': 0, 'echo': True, 'logprobs': 1 + length % 20})
+    for subset in _SUBSETS:
+      _ask(client, subset | {'seed': 1, 'stop': ['x']})
+    for number in (1, 2, 3, 9, 16):
+      _ask(client, {'n': number})
+    assert compiled == []
+  finally:
+    worker.stop()

@@ -1,0 +1,223 @@
+"""The server as a process: whom it listens to, and how it ends. Its rows need no model."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import threading
+import time
+
+import commands
+import httpx
+import pytest
+
+from decode.serving.server import listen
+from tests.serving.stub import BAD_POOL, serve
+
+_BODY = json.dumps({'prompt': 'owl', 'max_tokens': 12}).encode()
+
+
+class _Server:
+  """A server, its port, and what it printed."""
+
+  def __init__(self, folder, *, host='127.0.0.1', seconds=0.0, **options):
+    context = commands._fork_server()
+    connection, other = context.Pipe()
+    self._folder = pathlib.Path(folder)
+    self.process = context.Process(target=serve, args=(other, str(folder), host, seconds, options))
+    self.process.start()
+    assert connection.poll(60)
+    self.host, self.port = host, connection.recv()
+
+  def connect(self):
+    return socket.create_connection((self.host, self.port), 20)
+
+  def send(self, number):
+    os.kill(self.process.pid, number)
+
+  def end(self, timeout=20):
+    """Its exit code, and what it wrote on stderr."""
+    self.process.join(timeout)
+    assert self.process.exitcode is not None, 'it has not ended'
+    return self.process.exitcode, (self._folder / '2').read_text()
+
+
+@pytest.fixture
+def start(tmp_path):
+  servers = []
+
+  def start(**options):
+    servers.append(_Server(tmp_path, **options))
+    return servers[-1]
+
+  yield start
+  for each in servers:
+    each.process.kill()
+
+
+def _head(length, *lines, path='/v1/completions', method='POST'):
+  return '\r\n'.join(
+    [f'{method} {path} HTTP/1.1', 'Host: localhost', f'Content-Length: {length}', *lines, '', '']
+  ).encode()
+
+
+def _answer(client):
+  """The status and the body of a response, read to the end of its connection or its length."""
+  found = b''
+  while b'\r\n\r\n' not in found:
+    part = client.recv(2**16)
+    assert part, found
+    found += part
+  head, _, body = found.partition(b'\r\n\r\n')
+  length = re.search(rb'content-length: (\d+)', head)
+  while length is None or len(body) < int(length[1]):
+    part = client.recv(2**16)
+    if not part:
+      break
+    body += part
+  return int(head.split()[1]), body
+
+
+def test_it_serves_by_ipv6(start):
+  server = start(host='::1', hosts=frozenset())
+  response = httpx.post(f'http://[::1]:{server.port}/v1/completions', content=_BODY)
+  assert response.status_code == 200
+  assert len(response.json()['choices']) == 1
+
+
+def test_hosts_that_are_none_are_one_line():
+  for host in (
+    'no-such-name.invalid',
+    'a..b',
+    'x' * 300,
+    '1.2.3.4.5',
+    '',
+    '::g',
+    '[::1]',
+    'ü' * 70,
+    'a b',
+    '256.1.1.1',
+  ):
+    with pytest.raises(ValueError, match='cannot listen on') as found:
+      listen(host, 0)
+    assert 'Unknown error' not in str(found.value)
+    assert '\n' not in str(found.value)
+  with pytest.raises(ValueError, match=r'192\.0\.2\.1:0: Cannot assign'):
+    listen('192.0.2.1', 0)
+  for host in ('127.0.0.1', '::1', 'localhost', '::'):
+    listen(host, 0).close()
+
+
+def test_refusals_reach_who_sends_much(start):
+  server = start(api_key='secret')
+  key = 'Authorization: Bearer secret'
+  for size, lines, status in (
+    (50_000_000, [key], 413), (50_000_000, [], 401), (2**22, [], 401), (2**22, [key, 'Origin: http://evil'], 403),
+    (2**22, [key, key], 400),
+  ):  # fmt: skip
+    for more in ([], ['Connection: close'])[size > 2**22 :]:
+      with server.connect() as client:
+        client.sendall(_head(size, *lines, *more))
+        client.sendall(b' ' * size)  # as clients do that read nothing before all is sent
+        found, body = _answer(client)
+        assert found == status
+        assert json.loads(body)['error']['message']
+  for path, method, status in (('/v1/models', 'POST', 405), ('/nowhere', 'POST', 404)):
+    with server.connect() as client:
+      client.sendall(_head(2**22, key, 'Connection: close', path=path, method=method) + b' ' * 2**22)
+      assert _answer(client)[0] == status
+  # In chunks, whose sum nobody knows before.
+  with server.connect() as client:
+    client.sendall(f'POST /v1/completions HTTP/1.1\r\nHost: a\r\n{key}\r\nTransfer-Encoding: chunked\r\n\r\n'.encode())
+    for _ in range(100):
+      client.sendall(b'10000\r\n' + b' ' * 2**16 + b'\r\n')
+    client.sendall(b'0\r\n\r\n')
+    assert _answer(client)[0] == 413
+  # Who asks first whether to send is told at once.
+  with server.connect() as client:
+    client.sendall(_head(10**9, key, 'Expect: 100-continue'))
+    assert _answer(client)[0] == 413
+
+
+def _is_counted(server, number):
+  def received():
+    text = httpx.get(f'http://127.0.0.1:{server.port}/metrics').text
+    return sum(map(int, re.findall(r'requests_received_total\{.*\} (\d+)', text)))
+
+  deadline = time.monotonic() + 20
+  while received() < number and time.monotonic() < deadline:
+    time.sleep(0.02)
+
+
+def test_the_end_waits_for_no_half_request(start):
+  """Half a head, half a body, a body in chunks without end, and a stream that nobody reads."""
+  server = start()
+  parts = [
+    b'POST /v1/comp', _head(500) + b'{"pr', _head(500), _head(10**7) + b'{', _head(500, 'Expect: 100-continue'),
+    b'POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n{"pr\r\n',
+  ]  # fmt: skip
+  with contextlib.ExitStack() as stack:
+    for part in parts:
+      stack.enter_context(server.connect()).sendall(part)
+    _is_counted(server, 5)
+    begin = time.monotonic()
+    server.send(signal.SIGTERM)
+    code, err = server.end()
+    assert 1 <= time.monotonic() - begin < 10
+  assert (code, err) == (0, '')
+
+
+def test_the_end_waits_for_answers(start):
+  server = start(seconds=0.2)
+  found = []
+
+  def ask(stream):
+    with server.connect() as client:
+      body = json.dumps({'prompt': 'owl', 'max_tokens': 12, 'stream': stream}).encode()
+      client.sendall(_head(len(body)) + body)
+      found.append(_answer(client))
+
+  asked = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False, True, False)]
+  for each in asked:
+    each.start()
+  _is_counted(server, 4)
+  server.send(signal.SIGTERM)
+  assert server.end()[0] == 0
+  for each in asked:
+    each.join(20)
+  assert [status for status, _ in found] == [200] * 4
+  assert sum(b'[DONE]' in body for _, body in found) == 2
+
+
+@pytest.mark.parametrize('numbers', [(signal.SIGTERM,) * 2, (signal.SIGINT,) * 2, (signal.SIGTERM, signal.SIGINT)])
+def test_a_second_signal_ends_it_at_once(start, numbers):
+  server = start(seconds=5)
+  with server.connect() as client, server.connect() as half:
+    body = json.dumps({'prompt': 'owl', 'max_tokens': 12, 'stream': True}).encode()
+    client.sendall(_head(len(body)) + body)
+    half.sendall(_head(500) + b'{"pr')
+    _is_counted(server, 2)
+    server.send(numbers[0])
+    time.sleep(0.5)
+    assert server.process.is_alive()
+    begin = time.monotonic()
+    server.send(numbers[1])
+    code, err = server.end()
+    assert time.monotonic() - begin < 3
+  assert code == 128 + numbers[1]
+  assert err == 'error: ended at once, answers that had begun are incomplete\n'
+
+
+def test_a_thread_that_ends_ends_the_process(start):
+  server = start()
+  with server.connect() as client, server.connect() as half:
+    half.sendall(_head(500) + b'{"pr')
+    body = json.dumps({'prompt': [BAD_POOL]}).encode()
+    client.sendall(_head(len(body)) + body)
+    assert _answer(client)[0] == 500
+    code, err = server.end()
+  assert code == 3
+  assert 'Traceback' not in err

@@ -1,0 +1,137 @@
+"""A worker whose rows need no model: what they say depends on the prompt alone. Nothing is compiled."""
+
+import os
+import sys
+import time
+import types
+
+import numpy as np
+import tiny_hub
+
+from decode.serving import server as server_module
+from decode.serving import worker as worker_module
+from decode.serving.answer import Served
+from decode.serving.app import make_app
+from decode.serving.server import Server, listen
+from decode.serving.worker import Worker
+from spectr_jax.engine.likelihood import LogLikelihood
+from spectr_jax.engine.result import Generation, NotFiniteError
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
+from tests.serving.served import EOS, LONGEST, NEW
+
+SIZE, WORDS = 2, 30  # tokens of a round, and ids that are words
+# A prompt that begins with it fails where it is put, in its first round, or ends the thread.
+BAD_PUT, BAD_ROUND, BAD_POOL = 31, 32, 33
+
+
+def said(prompt, num_tokens=NEW):
+  """What follows a prompt."""
+  return [(sum(prompt) + place) % WORDS for place in range(num_tokens)]
+
+
+class StubPool:
+  """As `Pool`.
+
+  Attributes:
+    seconds: How long a round takes.
+  """
+
+  seconds = 0.0
+
+  def __init__(self, decoder, requests, *, batch_size, longest_prompt):
+    del requests, longest_prompt
+    self.state, self.owners, self._decoder = None, {0: None}, decoder
+    self._lengths = dict.fromkeys(range(batch_size), 0)
+
+  @property
+  def free(self):
+    return [row for row in self._lengths if row not in self.owners]
+
+  def put(self, requests):
+    if any(request.tokens[0] == BAD_PUT for request in requests):
+      raise RuntimeError('cannot be put')
+    taken = dict(zip(self.free, requests, strict=False))
+    self.owners |= taken
+    self._lengths |= dict.fromkeys(taken, 0)
+
+  def advance(self, num_rounds):
+    time.sleep(self.seconds)
+    for row, request in self.owners.items():
+      if request.tokens[0] == BAD_POOL:
+        worker_module.Pool = None
+        raise RuntimeError('the device is lost')
+      if request.tokens[0] == BAD_ROUND:
+        raise NotFiniteError(row, 0, 1)
+      self._lengths[row] = min(self._lengths[row] + SIZE * num_rounds, NEW)
+
+  def forgive(self, row):
+    return self.owners.pop(row)
+
+  def end(self, rows):
+    assert all(row in self._lengths for row in rows)
+
+  def result(self):
+    tokens = np.full((len(self._lengths), NEW), -1)
+    for row, request in self.owners.items():
+      tokens[row] = said(request.tokens)
+    lengths = np.array(list(self._lengths.values()))
+    return Generation(
+      tokens, lengths, lengths // SIZE, np.zeros((len(lengths), 1)), np.zeros_like(tokens), 0 * lengths,
+      logprobs=np.zeros(tokens.shape, np.float32),
+    )  # fmt: skip
+
+
+def read(target, texts, *, num_top, width):
+  """As `log_likelihood`."""
+  assert (num_top, width) == (min(20, target.vocab_size), 128)  # one program for all
+  shape = 1, len(texts[0])
+  tops = np.tile(np.arange(num_top), (*shape, 1))
+  return LogLikelihood(np.zeros(shape), np.zeros(shape, bool), tops, -1.0 * tops)
+
+
+def patch(patcher):
+  """Puts the stub in place of the engine.
+
+  Args:
+    patcher: As pytest's `monkeypatch`.
+  """
+  patcher.setattr(worker_module, 'Pool', StubPool)
+  patcher.setattr(worker_module, 'log_likelihood', read)
+
+
+def make_tokenizer():
+  return HubTokenizer.from_parts(
+    tiny_hub.backend(), bos_id=None, eos_ids=(EOS,), add_bos=False, chat_template=tiny_hub.CHAT
+  )
+
+
+def make_stub(tokenizer, *, batch_size=2, most_waiting=64):
+  """A worker, where `patch` holds."""
+  target = types.SimpleNamespace(vocab_size=tokenizer.vocab_size)
+  decoder = types.SimpleNamespace(target=target, cache_size=LONGEST + NEW)
+  sizes = {'batch_size': batch_size, 'longest_prompt': LONGEST, 'most_waiting': most_waiting}
+  return Worker(decoder, tokenizer, rounds_at_a_time=1, **sizes)
+
+
+def serve(connection, folder, host, seconds, options):
+  """The server in a process of its own: sends its port, and ends as the command does.
+
+  Args:
+    connection: Takes the port.
+    folder: A folder for what it prints.
+    host: The address.
+    seconds: How long a round takes.
+    options: Further ones of `Served`.
+  """
+  for number in (1, 2):
+    os.dup2(os.open(os.path.join(folder, str(number)), os.O_WRONLY | os.O_CREAT), number)
+  worker_module.Pool, worker_module.log_likelihood = StubPool, read
+  StubPool.seconds, server_module.QUIET_SECONDS = seconds, 1.0
+  tokenizer = make_tokenizer()
+  worker, sock = make_stub(tokenizer), listen(host, 0)
+  worker.start()
+  server = Server(make_app(Served(worker, tokenizer, 'tiny', NEW, **options)), worker)
+  connection.send(sock.getsockname()[1])
+  server.run(sockets=[sock])
+  worker.stop()
+  sys.exit(3 if worker.fault is not None else 0)
