@@ -93,7 +93,8 @@ def _run(network: Callable[[jax.Array], jax.Array], texts: jax.Array, context_le
     if context_length is not None:
       raise
     cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-    raise ValueError(f'apply_fn fails on texts of {texts.shape[1]} tokens: {cause}; {NO_LIMIT}') from error
+    size = texts.shape[1]
+    raise ValueError(f'apply_fn fails on texts of {size} tokens, padding included: {cause}; {NO_LIMIT}') from error
 
 
 def _apply(params, tokens, positions, mask, cache, *, apply_fn, has_params, context_length):

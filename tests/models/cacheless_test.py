@@ -181,11 +181,11 @@ def test_positions_end_where_the_table_does():
       decode(_with_positions(table, context_length=12, **own), 6)
     with pytest.raises(ValueError, match=asked):
       decode(_with_positions(table, **own), 8)
-    with pytest.raises(ValueError, match='for texts of 8 tokens; a model that|on texts of 8 tokens: .*; a model that'):
+    with pytest.raises(ValueError, match='for texts of 8 tokens; a model that|on texts of 8 tokens, .*; a model that'):
       _with_positions(table[:6], **own)
   with pytest.raises(NotFiniteError, match='logits of the target are not finite; a model that takes texts.*' + asked):
     decode(_with_positions(table), 8)
-  with pytest.raises(ValueError, match='apply_fn fails on texts of 16 tokens: .*' + asked):
+  with pytest.raises(ValueError, match='apply_fn fails on texts of 22 tokens, padding included: .*' + asked):
     decode(_with_positions(table, is_sliced=True), 8)
   with pytest.raises(NotFiniteError, match='logits of the target are not finite; a model that takes texts.*' + asked):
     spectr_jax.log_likelihood(_with_positions(table), [np.arange(14) % 5])
