@@ -21,7 +21,7 @@ from spectr_jax.sampling import SamplingParams
 def predict_speeds(
   target: Model,
   draft: Model | Drafter | None,
-  prompts: ArrayLike,
+  prompts: checks.Prompts,
   prompt_lengths: ArrayLike | None = None,
   *,
   max_new_tokens: int,

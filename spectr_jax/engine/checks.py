@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+
+# Integers [B, P], or B lists of ids.
+Prompts: TypeAlias = ArrayLike | Sequence[ArrayLike | Sequence[int]]
 
 
 def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
@@ -47,7 +51,7 @@ def check_count(name: str, value: int) -> None:
     raise ValueError(f'{name} must be a positive int, got {value!r}')
 
 
-def _as_array(name: str, values: ArrayLike) -> np.ndarray:
+def _as_array(name: str, values: Any) -> np.ndarray:
   """An array of NumPy; `ValueError` for lists of different lengths and for what is no array at all."""
   try:
     return np.asarray(values)
@@ -55,7 +59,7 @@ def _as_array(name: str, values: ArrayLike) -> np.ndarray:
     raise ValueError(f'{name} must be one array of integers, got lists of different lengths or depths') from None
 
 
-def as_prompts(prompts: ArrayLike, prompt_lengths: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
+def as_prompts(prompts: Prompts, prompt_lengths: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
   """Prompts `[B, P]` and their lengths `[B]`, of arrays or of lists of ids.
 
   Args:
@@ -68,10 +72,11 @@ def as_prompts(prompts: ArrayLike, prompt_lengths: ArrayLike | None) -> tuple[ja
   if prompt_lengths is None and isinstance(prompts, list | tuple):
     rows = [_as_array(f'prompt {number}', row) for number, row in enumerate(prompts)]
     if len({row.shape for row in rows}) > 1 and all(row.ndim == 1 for row in rows):
-      prompt_lengths = [len(row) for row in rows]
-      if not min(prompt_lengths):
-        raise ValueError(f'prompt {prompt_lengths.index(0)} is empty: a prompt has at least one token')
-      prompts = np.stack([np.pad(row, (0, max(prompt_lengths) - len(row))) for row in rows])
+      lengths = [len(row) for row in rows]
+      if not min(lengths):
+        raise ValueError(f'prompt {lengths.index(0)} is empty: a prompt has at least one token')
+      prompts = np.stack([np.pad(row, (0, max(lengths) - len(row))) for row in rows])
+      prompt_lengths = np.array(lengths)
   prompts = as_integers('prompts', prompts)
   if prompt_lengths is None:
     prompt_lengths = np.full(prompts.shape[:1], prompts.shape[-1] if prompts.ndim else 0)
@@ -80,7 +85,7 @@ def as_prompts(prompts: ArrayLike, prompt_lengths: ArrayLike | None) -> tuple[ja
   return prompts, prompt_lengths
 
 
-def as_integers(name: str, values: ArrayLike) -> jax.Array:
+def as_integers(name: str, values: Any) -> jax.Array:
   """Ids or lengths as an array of JAX, which has 32 bits: numbers beyond them are refused, and would wrap otherwise.
 
   Args:

@@ -26,7 +26,7 @@ def generate(
   rng_key: jax.Array,
   target: Model,
   draft: Model | Drafter | None,
-  prompts: ArrayLike,
+  prompts: checks.Prompts,
   prompt_lengths: ArrayLike | None = None,
   *,
   method: str | Method | None = None,
