@@ -4,6 +4,7 @@
 #   jax.random.exponential, which is 0 once in 2^23 draws in float32. A token with E = 0 wins unless its weight is below
 #   1e-9 or so. So a share of V / 2^23 of the corrections is uniform over the tokens of positive weight: 1 in 64 with
 #   131,072 tokens. With 131,070 tokens that share .0013, about 35 of 2,048 corrections are theirs, where 2.7 are right.
+# Output seen: 31 rare tokens in 2,048 corrections.
 # The sampler is imported by file; a stand-in gives the name of the mesh's axis, which its package takes from the engine.
 # Exits with 1 if the count is no longer so.
 set -euo pipefail

@@ -4,6 +4,7 @@
 #   its configuration again. So drafts are drawn at the square of the temperature: with temperature .5 their
 #   distributions are softmax(logits / .25). The text stays exact, since these distributions are also those that the
 #   target's choice takes into account; but the draft is another one than asked for, and so is its acceptance.
+# Output seen: total variation .3329 from the distributions at .5, .0000 from those at .25.
 # Two tiny random models; nothing is downloaded but the packages.
 # Exits with 1 if the distributions are no longer these.
 set -euo pipefail

@@ -27,6 +27,7 @@ def _check(path):
   versions = re.findall(r'([\w-]+) (\d+(?:\.\d+)+)', library)
   assert versions, f'{path.name} names no version'
   assert '\n# Behavior: ' in head
+  assert '\n# Output seen: ' in head
   assert '\n# Exits with 1 if ' in head
   assert 'work=$(mktemp -d)\ntrap \'rm -rf "$work"\' EXIT\n' in text
   assert 'python3 -m venv "$work/venv"' in text
