@@ -178,7 +178,10 @@ def compiled_sampler(model, prompts: np.ndarray, max_new_tokens: int) -> Callabl
 
 
 def assisted_sampler(model, draft, prompts: np.ndarray, max_new_tokens: int, draft_length: int):
-  """`sampler` with an assistant model that always guesses the same number of tokens.
+  """`sampler` with an assistant model that always guesses the same number of tokens, at temperature 1.
+
+  At another one the assistant would be another draft: transformers 5.24.0 applies the temperature to it twice
+  (findings/transformers_assistant_temperature.sh).
 
   Args:
     model: The target.
@@ -190,4 +193,4 @@ def assisted_sampler(model, draft, prompts: np.ndarray, max_new_tokens: int, dra
   draft.generation_config.num_assistant_tokens = draft_length
   draft.generation_config.num_assistant_tokens_schedule = 'constant'
   draft.generation_config.assistant_confidence_threshold = 0.0
-  return sampler(model, prompts, max_new_tokens, assistant_model=draft)
+  return sampler(model, prompts, max_new_tokens, assistant_model=draft, temperature=1.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import os
 import pathlib
 import re
 from typing import Any
@@ -62,10 +63,15 @@ def choose_others(names: tuple[str, ...], method: Method, tree: TokenTree, **kin
   return found
 
 
+def _name_of(path: str) -> str:
+  """A model's path for a page that others read: without the folders of this machine."""
+  return pathlib.PurePath(path).name if os.path.isabs(path) else path
+
+
 def _describe_run(options: DecodeOptions, setting: Setting, models: dict[str, Any], prompt: str) -> dict[str, Any]:
   return {
     'prompt': prompt,
-    'models': {role: model_title(info) for role, info in models.items()},
+    'models': {role: model_title(info | {'path': _name_of(info['path'])}) for role, info in models.items()},
     'has_lookup': options.has_lookup,
     'tree': setting.tree_name,
     'num_drafts': setting.num_drafts,

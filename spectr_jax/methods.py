@@ -250,6 +250,10 @@ _METHODS = (
 METHODS: dict[str, Method] = {method.name: method for method in _METHODS}
 
 
+# Used where none is named and there is a draft: it keeps the most of any tree.
+DEFAULT_METHOD = 'race_traversal'
+
+
 def get_method(method: str | Method) -> Method:
   """Looks a method up by name; a `Method` passes through.
 

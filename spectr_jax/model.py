@@ -192,6 +192,9 @@ def cache_partition_specs(cache: Any) -> Any:
   return cache.partition_specs()
 
 
+# For messages about a model that fails, and does not say for which texts it was made.
+NO_LIMIT = 'a model that takes texts up to some length only must state it as context_length, and this one states none'
+
 PREFILL_CHUNK = 128  # prompt tokens per call; attention's memory grows with their product with the cache's size
 
 

@@ -18,8 +18,6 @@ from spectr_jax.model import Model
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.tree import TokenTree
 
-# Used where a draft is given and no method: it keeps the most of any tree.
-_METHOD = 'race_traversal'
 _AUTO = 'auto'
 _FEWEST_PROMPTS = 8  # that `auto` decodes
 _SHORTEST = 16  # tokens that prompts are padded to, and to its doublings
@@ -71,9 +69,8 @@ def generate_text(
     tokenizer: The models' tokenizer, as `load_model` gives it.
     texts: Texts to continue, or one text. `tokenizer.encode_chat` and `generate_many` are for conversations.
     max_new_tokens: Limit of new tokens per text.
-    method: A name of `METHODS`, or a `Method`; None for `race_traversal`, or `autoregressive` without a draft; `auto`
-      for the method and the tree that are fastest here on the first texts, which takes minutes: to keep what it finds,
-      call `auto.predict_speeds`.
+    method: As for `generate`; or `auto` for the method and the tree that are fastest here on the first texts, which
+      takes minutes: to keep what it finds, call `auto.predict_speeds`.
     tree: As for `generate`.
     sampling: Of scalars, for all texts, as for `generate`.
     seed: From 0 to 2**32 - 1.
@@ -125,7 +122,7 @@ def generate_text(
     batch_size=batch_size,
     longest_prompt=longest,
     max_new_tokens=max_new_tokens,
-    method=method or ('autoregressive' if draft is None else _METHOD),
+    method=method,
     tree=tree,
     stop=end,
     sampling=sampling,

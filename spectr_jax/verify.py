@@ -16,7 +16,7 @@ import numpy as np
 
 from spectr_jax import verifiers
 from spectr_jax.kernels.layouts import in_rows
-from spectr_jax.methods import Method, get_method
+from spectr_jax.methods import DEFAULT_METHOD, Method, get_method
 from spectr_jax.proposal import Proposal
 from spectr_jax.tree import TokenTree
 from spectr_jax.verifiers import Record, Verdict, Verifier
@@ -50,7 +50,7 @@ def verify(
   draft_probs: jax.Array | None,
   target_probs: jax.Array,
   *,
-  method: str | Method = 'race_traversal',
+  method: str | Method = DEFAULT_METHOD,
   parents: jax.Array | None = None,
   is_given: jax.Array | None = None,
   state: Any = None,

@@ -283,11 +283,14 @@ def test_race_traversal_by_another_route():
   select = jax.jit(Race())
   padding = np.zeros(tree.num_nodes, np.int32)
 
-  def visit(nodes, credit, share, tokens, laws, seen):
-    """Appends (node, P, s, h) of what is visited below a context, and of itself, as if all were rejected."""
+  def visit(nodes, credit, arithmetic, tokens, laws, seen):
+    """Appends (nodes, P, arithmetic, h) of what is visited below a context, and of itself, as if all were rejected.
+
+    The arithmetic is s, P above, q/p̃, m and what the siblings before took.
+    """
     candidates = [int(child) for child in range(1, tree.num_nodes + 1) if tree.parent_of[child] in nodes]
     if not candidates:
-      seen.append((min(nodes), credit, share, credit))
+      seen.append((nodes, credit, arithmetic, credit))
       return
     p, q = laws(nodes[0])
     drawn = padding.copy()
@@ -300,24 +303,33 @@ def test_race_traversal_by_another_route():
     share_of = {token: sum(shares[candidates.index(child)] for child in group) for token, group in groups.items()}
     spent = 0.0
     for token in sorted(groups, key=share_of.get):  # of equal ones the one that was drawn first
-      mass = share_of[token] * min(1.0, credit * q[token] / picked[token]) if share_of[token] else 0.0
-      visit(groups[token], mass / (1 - spent) if mass else 0.0, share_of[token], tokens, laws, seen)
+      share, ratio = share_of[token], q[token] / picked[token] if picked[token] else 0.0
+      mass = share * min(1.0, credit * ratio)
+      below = mass / (1 - spent) if mass else 0.0
+      visit(groups[token], below, (share, credit, ratio, mass, spent), tokens, laws, seen)
       spent += mass
     excess = np.maximum(credit * q - picked, 0).sum()
     total = excess + 1 - credit
-    seen.append((min(nodes), credit, share, min(excess / total if total > 1e-6 else 1.0, credit)))
+    seen.append((nodes, credit, arithmetic, min(excess / total if total > 1e-6 else 1.0, credit)))
 
   compared = num_visits = 0
   for proposal, target_probs, _, record in rows[:64]:
     seen, made = [], record.decisions['keep']
-    visit([0], 1.0, 0.0, proposal.tokens, functools.partial(_laws, tree, proposal, target_probs), seen)
+    visit([0], 1.0, None, proposal.tokens, functools.partial(_laws, tree, proposal, target_probs), seen)
     places = np.flatnonzero(made.is_made)
     assert (places == np.arange(len(places))).all()
     assert len(places) == len(seen) - 1 or made.chosen[places[-1]] >= 0
-    for (node, credit, share, keep), place in zip(seen, places):
-      assert made.node[place] == node
-      np.testing.assert_allclose(np.exp(made.numbers['log_kept'][place]), credit, rtol=2e-3, atol=2e-4)
-      np.testing.assert_allclose(made.numbers['picked_share'][place], share, rtol=1e-4, atol=1e-6)
+    for nodes, credit, _, _ in seen:  # those that are not reached as well, and all nodes of a context
+      np.testing.assert_allclose(record.credits[np.array(nodes)], credit, rtol=2e-3, atol=2e-4)
+    for (nodes, credit, (share, above, ratio, mass, spent), keep), place in zip(seen, places):
+      assert made.node[place] == min(nodes)
+      numbers = {name: values[place] for name, values in made.numbers.items()}
+      np.testing.assert_allclose(np.exp(numbers['log_kept']), credit, rtol=2e-3, atol=2e-4)
+      np.testing.assert_allclose(np.exp(numbers['log_above']), above, rtol=2e-3, atol=2e-4)
+      np.testing.assert_allclose(np.exp(numbers['log_ratio']), ratio, rtol=1e-3, atol=1e-6)
+      np.testing.assert_allclose(numbers['picked_share'], share, rtol=1e-4, atol=1e-6)
+      np.testing.assert_allclose(numbers['mass'], mass, rtol=2e-3, atol=2e-4)
+      np.testing.assert_allclose(numbers['before'], spent, rtol=2e-3, atol=2e-4)
       num_visits += 1
       if 1e-4 < keep < 1 - 1e-4:
         np.testing.assert_allclose(made.shares[place, 0], keep, rtol=5e-3, atol=5e-4)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from spectr_jax import METHODS, Method, SamplingParams, TokenTree, register
-from spectr_jax.couplings import Coupling, Maximal, Outcome
+from spectr_jax import METHODS, Method, SamplingParams, TokenTree, register, verify
+from spectr_jax.couplings import Coupling, Maximal, MaximalAfter, Outcome, Selection, SingleDraft
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.testing import (
@@ -29,7 +29,7 @@ from spectr_jax.testing import (
   sample_counts,
   tiny_transformers,
 )
-from spectr_jax.verifiers import Verdict, Walk
+from spectr_jax.verifiers import Block, Verdict, Walk
 
 
 def test_chi_square_is_pearsons():
@@ -289,6 +289,99 @@ def test_prove_reports_what_it_found():
 def test_prove_refuses(options, message):
   with pytest.raises(ValueError, match=message):
     prove('spectr', **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshaped(Coupling):
+  """`Maximal` with one field of its outcome in another shape."""
+
+  field: str
+  change: Any
+  proposal_rules = (Independent,)
+
+  def __call__(self, *position):
+    outcome = Maximal()(*position)
+    return dataclasses.replace(outcome, **{self.field: self.change(getattr(outcome, self.field))})
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshapedPick(Selection):
+  field: str
+  change: Any
+
+  def __call__(self, *position):
+    pick = SingleDraft()(*position)
+    return dataclasses.replace(pick, **{self.field: self.change(getattr(pick, self.field))})
+
+
+class ReturnsTuple(Maximal):
+  def __call__(self, *position):
+    outcome = super().__call__(*position)
+    return outcome.accept_probs, outcome.residual
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshapedVerifier(Walk):
+  what: str = ''
+
+  def verify(self, *row):
+    verdict = super().verify(*row)
+    changes = {'path': verdict.path[None], 'next_token': verdict.next_token[None], 'state': verdict.path}
+    return dataclasses.replace(verdict, **{k: v for k, v in changes.items() if k == self.what})
+
+  def law(self, *row):
+    law = super().law(*row)
+    return law[0] if self.what == 'law' else law
+
+  def advance(self, tree, proposal, target_probs, state, node, token):
+    return {} if self.what == 'advance' else state
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshapedRule(Independent):
+  name: str = 'reshaped'
+
+  def __call__(self, key, probs, first_child, num_children):
+    return super().__call__(key, probs, first_child, num_children + 1)
+
+
+@pytest.mark.parametrize(
+  ('verifier', 'message'),
+  [
+    (Walk(Reshaped('accept_probs', jnp.sum)), r'Reshaped must return Outcome with accept_probs \[1\], got \[\]'),
+    (Walk(Reshaped('accept_probs', jnp.mean)), r'accept_probs \[1\], got \[\]'),
+    (Walk(Reshaped('residual', jnp.sum)), r'residual \[11\], got \[\]'),
+    (Walk(Reshaped('residual', lambda x: x[None])), r'residual \[11\], got \[1, 11\]'),
+    (Walk(ReturnsTuple()), 'ReturnsTuple must return Outcome, got tuple'),
+    (Block(ReshapedPick('probs', jnp.sum)), r'ReshapedPick must return Pick with probs \[11\], got \[\]'),
+    (Walk(MaximalAfter(ReshapedPick('pick_probs', jnp.sum))), r'pick_probs \[1\], got \[\]'),
+    (Walk(MaximalAfter(ReshapedPick('candidate_probs', lambda x: x[0]))), r'candidate_probs \[1\], got \[\]'),
+    (ReshapedVerifier(Maximal(), what='path'), r'ReshapedVerifier must return Verdict with path \[3\], got \[1, 3\]'),
+    (ReshapedVerifier(Maximal(), what='next_token'), r'next_token \[\], got \[1\]'),
+    (ReshapedVerifier(Maximal(), what='state'), r'ReshapedVerifier.verify must return a state of the shapes \(\)'),
+    (ReshapedVerifier(Maximal(), what='advance'), r'ReshapedVerifier.advance must return a state of the shapes \(\)'),
+    (ReshapedVerifier(Maximal(), what='law'), r'ReshapedVerifier.law must return an array \[4, 11\], got \[11\]'),
+  ],
+)
+def test_shapes_are_refused_before_any_proof(verifier, message, monkeypatch):
+  for part in ('enumeration_error', 'sample_counts', 'engine_counts'):
+    monkeypatch.setattr(f'spectr_jax.testing.proof.{part}', None)  # never called
+  with pytest.raises(ValueError, match=f'^tested raised in part shapes: ValueError: .*{message}'):
+    prove(_method(verifier))
+
+
+def test_a_rule_of_another_shape_is_refused():
+  with pytest.raises(
+    ValueError, match=r'tested raised in part shapes: .*ReshapedRule must return an array \[1\], got \[2'
+  ):
+    prove(Method('tested', Walk(Maximal()), ReshapedRule(), is_lossless=True, source='test', max_drafts=1))
+
+
+def test_a_coupling_of_another_shape_is_refused_where_it_decides():
+  probs = jnp.full((1, 2, 3), 1 / 3)
+  method = _method(Walk(Reshaped('accept_probs', jnp.sum)))
+  with pytest.raises(ValueError, match=r'Reshaped must return Outcome with accept_probs \[1\], got \[\]'):
+    verify(jax.random.key(0), TokenTree.chains(1, 1), jnp.zeros((1, 1), int), probs[:, :1], probs, method=method)
 
 
 def test_prove_refuses_a_method_without_a_tree():

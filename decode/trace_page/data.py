@@ -63,7 +63,7 @@ def _decisions(record: Record, judge: Judge) -> list[dict[str, Any]]:
   return [_decision(kind, record.decisions[kind], place, judge.nodes) for place, kind in sorted(order)]
 
 
-def _judgement(judgement: Judgement, judge: Judge) -> dict[str, Any]:
+def _judgement(judgement: Judgement, judge: Judge, num_nodes: int) -> dict[str, Any]:
   verdict, record = judgement.verdict, judgement.record
   path = verdict.path[: verdict.num_accepted]
   is_end = judge.tree.num_children[path[-1] if len(path) else 0] == 0
@@ -74,8 +74,12 @@ def _judgement(judgement: Judgement, judge: Judge) -> dict[str, Any]:
   }
   if record is None:
     return entry
+  credits = None
+  if record.credits is not None:
+    credits = dict(zip(judge.nodes.tolist(), _numbers(record.credits)))
   return entry | {
     'decisions': _decisions(record, judge),
+    'credits': None if credits is None else [credits.get(node) for node in range(num_nodes + 1)],
     'law': _likeliest(record.weights),
     'next_prob': _number(float(record.weights[verdict.next_token] / record.weights.sum())),
   }
@@ -123,7 +127,7 @@ def _round(tree: TokenTree, judges: tuple[Judge, ...], played: TracedRound) -> d
     'target': _numbers(target),
     'places': places,
     'laws': laws,
-    'judgements': [_judgement(*pair) for pair in zip(played.judgements, judges)],
+    'judgements': [_judgement(*pair, tree.num_nodes) for pair in zip(played.judgements, judges)],
     'origins': played.origins.tolist(),
   }
 

@@ -142,6 +142,7 @@ const PLAYER = (() => {
     });
     byId('panels').replaceChildren(...panels.map((panel) => panel.element));
     byId('panels').classList.toggle('two', panels.length > 1);
+    byId('credit-legend').hidden = !shownMethods().some((index) => rounds[0].judgements[index].credits);
   }
 
   function renderPanels() {
@@ -150,8 +151,8 @@ const PLAYER = (() => {
     const over = isOver();
     const until = round + (over ? 1 : 0);
     for (const panel of panels) {
-      if (drawn !== key) panel.tree.draw(current, panel.tree.element.clientWidth);
       const judgement = current.judgements[panel.index];
+      if (drawn !== key) panel.tree.draw(current, judgement.credits ?? null, panel.tree.element.clientWidth);
       const decisions = decisionsOf(round)[panel.index];
       const count = Math.max(0, Math.min(stage - 1, decisions.length));
       const decision = over || stage < 2 ? null : decisions[stage - 2] ?? null;

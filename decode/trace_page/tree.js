@@ -1,7 +1,7 @@
 'use strict';
 // The tree of a round as boxes from the root down, one column per leaf, with the state of every node.
 
-const ROW = 61;
+const [BOX, LINE, GAP] = [50, 13, 11];  // a box without a line of credit, a line of it, and what is between two depths
 const ROOT_ROW = 42;
 
 /** The columns of nodes: a leaf takes the next column, a parent is centered over its children. */
@@ -70,15 +70,18 @@ class TreeView {
     this.round = null;
   }
 
-  /** Builds the boxes; `width` is the available width in pixels. */
-  draw(round, width) {
+  /** Builds the boxes; `width` is the available width in pixels, `credits` are P by node or null. */
+  draw(round, credits, width) {
     this.round = round;
+    this.credits = credits;
     const gap = 8;
+    const boxHeight = BOX + (credits ? LINE : 0);
+    const row = boxHeight + GAP;
     const column = Math.max(76, Math.min(150, Math.floor(width / COLUMNS.count)));
     const total = Math.max(column * COLUMNS.count, Math.min(width, 180));
-    const height = ROOT_ROW + TREE.maxDepth * ROW - 8;
+    const height = ROOT_ROW + TREE.maxDepth * row - 8;
     const centre = (node) => (COLUMNS.columns[node] + 0.5) * column + (total - column * COLUMNS.count) / 2;
-    const top = (node) => (node ? ROOT_ROW + (TREE.depths[node] - 1) * ROW + 4 : 0);
+    const top = (node) => (node ? ROOT_ROW + (TREE.depths[node] - 1) * row + 4 : 0);
     this.canvas.style.width = `${total}px`;
     this.canvas.style.height = `${height}px`;
     this.edges = [];
@@ -86,7 +89,7 @@ class TreeView {
     const lines = makeSvg('svg', {width: total, height, 'aria-hidden': 'true'});
     for (let node = 1; node <= TREE.size; node++) {
       const parent = TREE.parents[node];
-      const from = parent ? top(parent) + 50 : 28;
+      const from = parent ? top(parent) + boxHeight : 28;
       const [x, y, u, v] = [centre(parent), from, centre(node), top(node)];
       const middle = (y + v) / 2;
       this.edges[node] = makeSvg('path', {d: `M${x} ${y}C${x} ${middle} ${u} ${middle} ${u} ${v}`});
@@ -101,6 +104,7 @@ class TreeView {
       box.style.left = `${Math.max(2, Math.min(centre(node) - boxWidth / 2, total - boxWidth - 2))}px`;
       box.style.top = `${top(node)}px`;
       box.style.width = `${boxWidth}px`;
+      if (node) box.style.height = `${boxHeight}px`;
       this.boxes[node] = box;
       this.canvas.append(box);
     }
@@ -119,6 +123,7 @@ class TreeView {
       };
       const isGiven = round.given.includes(node);
       box.append(isGiven ? make('span', {class: 'prob given'}, 'given') : bar('p', round.draft[node - 1]), bar('q', round.target[node - 1]));
+      if (this.credits) box.append(bar('credit', token < 0 ? null : this.credits[node]));
     } else {
       box.classList.add('root');
       box.title = 'the last token of the text';
@@ -142,7 +147,7 @@ class TreeView {
       box.querySelector('.mark').textContent = node ? STATE_MARKS[state] : '';
       const words = node
         ? [`${tokenText(tokenOf(round, node))}, position ${TREE.depths[node]}`, round.given.includes(node) ? 'given' : `p ${number(round.draft[node - 1])}`,
-          hasTarget ? `q ${number(round.target[node - 1])}` : '', STATE_WORDS[state] ?? '']
+          hasTarget ? `q ${number(round.target[node - 1])}` : '', hasTarget && this.credits ? `P ${number(this.credits[node])}` : '', STATE_WORDS[state] ?? '']
         : [`${tokenText(round.root)}, the last token of the text`];
       box.setAttribute('aria-label', words.filter(Boolean).join(', '));
       box.setAttribute('aria-pressed', String(selected === node));

@@ -142,18 +142,35 @@ function decisionFacts(method, decision) {
   if (decision.epsilon !== undefined) facts.push(`ε = ${number(decision.epsilon)}`);
   if (decision.winner_time !== undefined) facts.push(`First arrival of the target’s race: ${number(decision.winner_time)}`);
   if (decision.kind === 'keep' && decision.kept !== undefined) facts.push(`P = ${number(decision.kept)}`);
-  if (decision.picked_share !== undefined) facts.push(`s = ${number(decision.picked_share)}`);
-  if (decision.mass !== undefined) facts.push(`m = ${number(decision.mass)}`);
-  if (isBlock(method, decision) || isOfContext(decision)) facts.push(`h = ${number(decision.shares[0])}`);
+  if (isBlock(method, decision)) facts.push(`h = ${number(decision.shares[0])}`);
   return facts.length ? make('p', {class: 'facts'}, facts.join(', ')) : null;
 }
 
+/** The lines from the credit above a node to its own chance, with the numbers put in. */
+function creditLines(round, decision) {
+  const {node, above, mass, before, kept} = decision;
+  const [isOfRace, parent] = [decision.picked_share !== undefined, quoted(tokenOf(round, TREE.parents[node]))];
+  const taken = isOfRace
+    ? `m = s · min(1, P · q/p̃) = ${number(decision.picked_share)} · min(1, ${number(above)} · ${number(decision.ratio)}) = ${number(mass)}`
+    : `m = ${number(mass)}`;
+  return [
+    `Credit above, of ${parent}: P = ${number(above)}`,
+    taken,
+    `P = m / (1 − Σ m of the siblings before) = ${number(mass)} / (1 − ${number(before)}) = ${number(kept)}`,
+    `h = ${number(decision.shares[0])}`,
+  ];
+}
+
 /** What the numbers of a decision to keep a path mean, or null. */
-function factsMeaning(method, decision) {
+function factsMeaning(round, method, decision) {
   if (isOfContext(decision)) {
-    const part = decision.mass === undefined ? 's: its share of the race among its siblings.' : 'm: its part of the credit above.';
-    return make('p', {class: 'note'}, 'P: the chance that this node or one below it is kept, once it is tried. ' + part +
-      ' h: its chance now that nothing below it was kept.');
+    const {credits} = round.judgements[DATA.methods.indexOf(method)];
+    const end = pathTo(decision.node).find((node) => credits[node] === 0);
+    const nothing = decision.above === 0 ? `The credit of this branch ends at ${quoted(tokenOf(round, end))}, position ${TREE.depths[end]}, so nothing below it can be kept, whatever p and q are. `
+      : decision.picked_share === 0 ? 'With s = 0 the race always picks a sibling, which has the credit instead. ' : '';
+    const share = decision.picked_share === undefined ? '' : 's: its share of the race among its siblings. ';
+    return make('p', {class: 'note'}, nothing + 'P: the chance that a node or one below it is kept, once it is tried. ' + share +
+      'm: its part of the credit above. h: its chance now that nothing below it was kept.');
   }
   if (isBlock(method, decision)) {
     return make('p', {class: 'note'}, 'P: the chance that the path is kept at least down to here. h: the chance with which this place passes.');
@@ -170,9 +187,13 @@ function decisionCard(round, method, decision, place, count) {
     make('h4', {}, `${title} `, make('span', {class: 'note'}, `${after} · ${place} of ${count}`)),
     make('p', {class: 'sentence'}, decisionSentence(round, method, decision)));
   if (decision.shares) card.append(unitLine(round, decision));
-  const facts = decisionFacts(method, decision);
-  if (facts) card.append(facts);
-  const meaning = factsMeaning(method, decision);
+  if (isOfContext(decision)) {
+    card.append(make('ul', {class: 'facts steps', 'aria-label': 'From the credit above to h'}, ...creditLines(round, decision).map((line) => make('li', {}, line))));
+  } else {
+    const facts = decisionFacts(method, decision);
+    if (facts) card.append(facts);
+  }
+  const meaning = factsMeaning(round, method, decision);
   if (meaning) card.append(meaning);
   if (decision.kind !== 'keep') card.append(decisionTable(round, decision));
   return card;

@@ -176,7 +176,7 @@ def _observe(
       begun = time.perf_counter()
       result = jax.block_until_ready(decode_rounds(decoders[setting], state)).result
       seconds = time.perf_counter() - begun
-      result.check()
+      decoders[setting].check(result)
       result = fetch(result)
       num_rounds = int(result.num_target_calls.max())
       found[setting].append((begun - start, seconds / num_rounds, result))

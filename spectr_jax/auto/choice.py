@@ -21,7 +21,7 @@ from spectr_jax.sampling import SamplingParams
 def predict_speeds(
   target: Model,
   draft: Model | Drafter | None,
-  prompts: ArrayLike,
+  prompts: checks.Prompts,
   prompt_lengths: ArrayLike | None = None,
   *,
   max_new_tokens: int,
@@ -40,8 +40,8 @@ def predict_speeds(
 
   Args:
     target, draft: As for `generate`.
-    prompts: Integers `[P, longest]`, right-padded, like those to come: eight, or two batches, say enough.
-    prompt_lengths: Integers `[P]`; None if all prompts are as long.
+    prompts: As for `generate`, like those to come: eight, or two batches, say enough.
+    prompt_lengths: As for `generate`.
     max_new_tokens: Limit of new tokens per row, as in the runs to come.
     batch_size: B, rows of a batch, as in the runs to come.
     sampling: Of scalars, as for `generate`.
@@ -57,9 +57,7 @@ def predict_speeds(
   Raises:
     ValueError: As for `generate`; or no setting decodes autoregressively.
   """
-  tokens = np.asarray(checks.as_integers('prompts', prompts))
-  if prompt_lengths is None:
-    prompt_lengths = np.full(tokens.shape[:1], tokens.shape[-1])
+  tokens, lengths = map(np.asarray, checks.as_prompts(prompts, prompt_lengths))
   sampling = SamplingParams() if sampling is None else sampling
   is_greedy = bool(np.all(np.asarray(sampling.temperature) == 0))
   settings = default_settings(draft, is_greedy=is_greedy) if settings is None else list(settings)
@@ -73,7 +71,7 @@ def predict_speeds(
     target=target,
     draft=drafter,
     tokens=tokens,
-    lengths=np.asarray(prompt_lengths),
+    lengths=lengths,
     keys_fn=lambda number: jax.random.split(jax.random.fold_in(key, number), len(tokens)),
     batch_size=batch_size if sharding is None else sharding.round_up(batch_size),
     max_new_tokens=max_new_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.kernels.on_demand import where_needed
 from spectr_jax.proposal import ProposalRule
+
+_Result = TypeVar('_Result')
 
 
 @jax.tree_util.register_dataclass
@@ -25,6 +28,30 @@ class Outcome:
 
   accept_probs: jax.Array
   residual: jax.Array
+
+
+def checked_result(maker: Any, found: _Result, kind: type[_Result], **shapes: tuple[int, ...]) -> _Result:
+  """What a rule returned, once its type and the shapes of its arrays are what they must be.
+
+  A scalar in place of an array would be broadcast, and a biased rule come out of it.
+
+  Args:
+    maker: The rule, for messages.
+    found: What it returned.
+    kind: The type that it must have.
+    **shapes: The shapes of its attributes, by name.
+
+  Raises:
+    ValueError: The type or a shape differs.
+  """
+  name = type(maker).__name__
+  if not isinstance(found, kind):
+    raise ValueError(f'{name} must return {kind.__name__}, got {type(found).__name__}')
+  for attribute, shape in shapes.items():
+    own = jnp.shape(getattr(found, attribute))
+    if own != shape:
+      raise ValueError(f'{name} must return {kind.__name__} with {attribute} {list(shape)}, got {list(own)}')
+  return found
 
 
 class Coupling(abc.ABC):

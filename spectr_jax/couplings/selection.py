@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Coupling, Outcome, ratio
+from spectr_jax.couplings.coupling import Coupling, Outcome, checked_result, ratio
 from spectr_jax.couplings.explanation import Explanation, SelectionExplanation
 from spectr_jax.couplings.maximal import Maximal
 from spectr_jax.proposal import Independent
@@ -52,6 +52,24 @@ class Selection(abc.ABC):
     Args:
       draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
     """
+
+
+def picked(
+  selection: Selection, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, *rows: jax.Array
+) -> Pick:
+  """The pick of a selection, whose shapes are checked.
+
+  Args:
+    selection: The selection.
+    draft_probs, target_probs, candidates: As for a call.
+    *rows: `is_valid`, and `is_given` if it takes it.
+
+  Raises:
+    ValueError: It returns no `Pick`, or arrays of other shapes.
+  """
+  own, whole = candidates.shape, target_probs.shape
+  found = selection(draft_probs, target_probs, candidates, *rows)
+  return checked_result(selection, found, Pick, pick_probs=own, probs=whole, candidate_probs=own)
 
 
 def check_selection(selection: Selection) -> None:
@@ -123,10 +141,10 @@ class MaximalAfter(Coupling):
       draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
       *is_given: bool `[n]`, which candidates are given, if the selection takes them beside drawn ones.
     """
-    pick = self.selection(draft_probs, target_probs, candidates, is_valid, *is_given)
+    pick = picked(self.selection, draft_probs, target_probs, candidates, is_valid, *is_given)
     return {'pick_prob': pick.pick_probs, 'picked_prob': pick.candidate_probs}
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid, *is_given) -> Outcome:
-    pick = self.selection(draft_probs, target_probs, candidates, is_valid, *is_given)
+    pick = picked(self.selection, draft_probs, target_probs, candidates, is_valid, *is_given)
     accept = jnp.minimum(1, ratio(target_probs[candidates], pick.candidate_probs))
     return Outcome(pick.pick_probs * accept, positive_part_or(target_probs - pick.probs, target_probs))

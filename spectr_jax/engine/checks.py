@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+
+# Integers [B, P], or B lists of ids.
+Prompts: TypeAlias = ArrayLike | Sequence[ArrayLike | Sequence[int]]
 
 
 @functools.partial(jax.jit, static_argnames='batch_size')
@@ -53,7 +57,41 @@ def check_count(name: str, value: int) -> None:
     raise ValueError(f'{name} must be a positive int, got {value!r}')
 
 
-def as_integers(name: str, values: ArrayLike) -> jax.Array | np.ndarray:
+def _as_array(name: str, values: Any) -> np.ndarray:
+  """An array of NumPy; `ValueError` for lists of different lengths and for what is no array at all."""
+  try:
+    return np.asarray(values)
+  except ValueError:  # numpy's words name neither the argument nor what would fit
+    raise ValueError(f'{name} must be one array of integers, got lists of different lengths or depths') from None
+
+
+def as_prompts(prompts: Prompts, prompt_lengths: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
+  """Prompts `[B, P]` and their lengths `[B]`, of arrays or of lists of ids.
+
+  Args:
+    prompts: Integers `[B, P]`, right-padded; or without lengths B lists of ids, which may differ in length.
+    prompt_lengths: Integers `[B]`; None if the prompts are lists of ids, or all have P tokens.
+
+  Raises:
+    ValueError: A shape or a type does not fit, or a whole number has more than 32 bits.
+  """
+  if prompt_lengths is None and isinstance(prompts, list | tuple):
+    rows = [_as_array(f'prompt {number}', row) for number, row in enumerate(prompts)]
+    if len({row.shape for row in rows}) > 1 and all(row.ndim == 1 for row in rows):
+      lengths = [len(row) for row in rows]
+      if not min(lengths):
+        raise ValueError(f'prompt {lengths.index(0)} is empty: a prompt has at least one token')
+      prompts = np.stack([np.pad(row, (0, max(lengths) - len(row))) for row in rows])
+      prompt_lengths = np.array(lengths)
+  prompts = as_integers('prompts', prompts)
+  if prompt_lengths is None:
+    prompt_lengths = np.full(prompts.shape[:1], prompts.shape[-1] if prompts.ndim else 0)
+  prompt_lengths = as_integers('prompt_lengths', prompt_lengths)
+  check_shapes(prompts, prompt_lengths)
+  return prompts, prompt_lengths
+
+
+def as_integers(name: str, values: Any) -> jax.Array | np.ndarray:
   """Ids or lengths as an array, of 32 bits as JAX has them: numbers beyond them are refused, and would wrap otherwise.
 
   Args:
@@ -65,7 +103,7 @@ def as_integers(name: str, values: ArrayLike) -> jax.Array | np.ndarray:
   """
   if isinstance(values, jax.Array):
     return values
-  array = np.asarray(values)
+  array = _as_array(name, values)
   if array.dtype.kind in 'US':
     raise ValueError(f'{name} must be integers, got texts; generate_text takes texts, and a tokenizer')
   if array.dtype.kind not in 'biuf':
@@ -75,18 +113,21 @@ def as_integers(name: str, values: ArrayLike) -> jax.Array | np.ndarray:
   return array.astype(np.int32) if array.dtype.kind in 'iu' else array
 
 
-def as_ids(name: str, ids: ArrayLike | Sequence[int], vocab_size: int) -> np.ndarray:
+def as_ids(name: str, ids: ArrayLike | Sequence[int], vocab_size: int, longest: int | None = None) -> np.ndarray:
   """The ids of one text on the host, int32 `[T]`.
 
   Args:
     name: The text, for messages.
     ids: Integers `[T]`, T at least 1.
     vocab_size: V.
+    longest: The largest T that is allowed, or None for any.
 
   Raises:
-    ValueError: They are no integers `[T]`, or one is not in the vocabulary.
+    ValueError: They are no integers `[T]`, T is too large, or an id is not in the vocabulary.
   """
-  array = np.asarray(ids)
+  array = _as_array(name, ids)
+  if longest is not None and array.ndim == 1 and not 1 <= len(array) <= longest:
+    raise ValueError(f'{name} has {len(array)} tokens, allowed are 1 to {longest}')
   if array.ndim != 1 or not array.size or array.dtype.kind not in 'iu':
     raise ValueError(f'{name} must be integers [T], T at least 1, got {array.dtype} {array.shape}')
   if array.min() < 0 or array.max() >= vocab_size:

@@ -11,9 +11,10 @@ from jax.core import Tracer
 
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.engine import checks
+from spectr_jax.engine.result import FAILED_DRAFT, FAILED_TARGET, Generation, NotFiniteError
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.methods import Method, get_method
-from spectr_jax.model import Model, static_field
+from spectr_jax.methods import DEFAULT_METHOD, Method, get_method
+from spectr_jax.model import NO_LIMIT, Model, static_field
 from spectr_jax.tree import TokenTree
 
 
@@ -72,7 +73,7 @@ class Decoder:
     target: Model,
     draft: Model | Drafter | None,
     *,
-    method: str | Method,
+    method: str | Method | None = None,
     tree: TokenTree | None = None,
     max_new_tokens: int,
     cache_size: int,
@@ -86,7 +87,7 @@ class Decoder:
     Args:
       target: The model whose distribution the output has; its parameters may be shapes, to compile only.
       draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
-      method: A name of `METHODS`, or a `Method`.
+      method: A name of `METHODS`, or a `Method`; None for `race_traversal`, or `autoregressive` without a draft.
       tree: The guesses of a round; None for two drafts of four tokens, or one where the method takes one, or fewer
         tokens where the drafter guesses less far ahead, or four nodes of each of four depths where it grows trees.
         Methods that draft nothing ignore it.
@@ -100,7 +101,7 @@ class Decoder:
     Raises:
       ValueError: The parts do not fit each other; the message names what would fit.
     """
-    method = get_method(method)
+    method = get_method(method or (DEFAULT_METHOD if draft is not None else 'autoregressive'))
     drafter = None if method.max_drafts == 0 else as_drafter(draft)
     tree = method.tree_for(_default_tree(method, drafter) if tree is None else tree)
     _check_drafter(target, drafter, method, tree)
@@ -168,6 +169,20 @@ class Decoder:
         f"the longest prompt has {lengths.max()} tokens; with {num_new} new ones that exceeds the models'"
         f' limit of {longest}'
       )
+
+  def check(self, result: Generation) -> None:
+    """Checks that no model failed, as `Generation.check`, and says what a model that failed may lack.
+
+    Raises:
+      NotFiniteError: A model's logits are not finite.
+    """
+    try:
+      result.check()
+    except NotFiniteError as error:
+      models = (FAILED_TARGET, self.target), (FAILED_DRAFT, self.drafter)
+      if any(error.failure & bit and model is not None and model.context_length is None for bit, model in models):
+        raise error.with_hint(NO_LIMIT) from None
+      raise
 
 
 def _default_tree(method: Method, drafter: Drafter | None) -> TokenTree:

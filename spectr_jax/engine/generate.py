@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -27,10 +26,10 @@ def generate(
   rng_key: jax.Array,
   target: Model,
   draft: Model | Drafter | None,
-  prompts: ArrayLike,
+  prompts: checks.Prompts,
   prompt_lengths: ArrayLike | None = None,
   *,
-  method: str | Method,
+  method: str | Method | None = None,
   tree: TokenTree | None = None,
   max_new_tokens: int,
   sampling: SamplingParams | None = None,
@@ -53,9 +52,10 @@ def generate(
       tokens depend on its key and prompt alone; up to rounding, its batch and padding have no effect.
     target: The model whose distribution the output has.
     draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
-    prompts: Integers `[B, P]`, right-padded; padding is not read. `generate_text` takes texts.
-    prompt_lengths: Integers `[B]`, from 1 to P; None if all prompts have P tokens.
-    method: A name of `METHODS`, or a `Method`.
+    prompts: Integers `[B, P]`, right-padded; padding is not read. Or B lists of ids, which may differ in length.
+      `generate_text` takes texts.
+    prompt_lengths: Integers `[B]`, from 1 to P; None for lists of ids, or if all prompts have P tokens.
+    method: A name of `METHODS`, or a `Method`; None for `race_traversal`, or `autoregressive` without a draft.
     tree: The guesses of a round, such as `TokenTree.chains(K, L)`; None for a small one, see `Decoder.make`. Methods
       that draft nothing ignore it.
     max_new_tokens: Limit of new tokens per row.
@@ -79,11 +79,7 @@ def generate(
     ValueError: A shape, range, vocabulary, method or tree does not fit; the message names what would fit.
     NotFiniteError: A model's logits are not finite; raised outside of a trace only.
   """
-  prompts = checks.as_integers('prompts', prompts)
-  if prompt_lengths is None:
-    prompt_lengths = np.full(prompts.shape[:1], prompts.shape[-1])
-  prompt_lengths = checks.as_integers('prompt_lengths', prompt_lengths)
-  checks.check_shapes(prompts, prompt_lengths)
+  prompts, prompt_lengths = checks.as_prompts(prompts, prompt_lengths)
   checks.check_count('max_new_tokens', max_new_tokens)
   checks.check_count('rounds_at_a_time', rounds_at_a_time)
   if stop is not None and (statistics or isinstance(prompts, Tracer)):
@@ -106,5 +102,5 @@ def generate(
   else:
     result = decode_until_stopped(decoder, state, stop, rounds_at_a_time=rounds_at_a_time)
   if not isinstance(result.failures, Tracer):
-    result.check()
+    decoder.check(result)
   return result.of_size(max_new_tokens)

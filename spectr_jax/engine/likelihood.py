@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from spectr_jax.engine import checks
 from spectr_jax.engine.result import FAILED_TARGET, NotFiniteError
-from spectr_jax.model import Model
+from spectr_jax.model import NO_LIMIT, Model
 
 CHUNK = 64  # tokens per call: their logits are kept for all of them
 _SHORTEST = 16  # tokens that a text is padded to
@@ -82,7 +82,8 @@ def log_likelihood(
     row[: len(ids)] = ids
   found = jax.device_get(_read(target, tokens, lengths, num_top=num_top))
   if not found.is_finite.all():
-    raise NotFiniteError(int(np.argmin(found.is_finite)), 0, FAILED_TARGET)
+    error = NotFiniteError(int(np.argmin(found.is_finite)), 0, FAILED_TARGET)
+    raise error if most is not None else error.with_hint(NO_LIMIT)
   # What is known after token t is about token t + 1.
   shifted = [np.roll(array, 1, axis=1)[:, :longest] for array in found.after]
   is_known = (np.arange(longest) > 0) & (np.arange(longest) < lengths[:, None])

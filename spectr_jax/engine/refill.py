@@ -66,10 +66,10 @@ def refill(
   Raises:
     ValueError: As for `generate`, or a row is negative or occurs twice.
   """
-  rows = np.asarray(rows)
+  rows, prompts = np.asarray(rows), checks.as_integers('prompts', prompts)
   batch_size = state.keys.shape[0]
   kept = rows[rows < batch_size]
-  if rows.shape != np.shape(prompts)[:1] or (kept < 0).any() or len(set(kept.tolist())) < len(kept):
+  if rows.shape != prompts.shape[:1] or (kept < 0).any() or len(set(kept.tolist())) < len(kept):
     raise ValueError(f'rows must be one different row of {batch_size} for each prompt, got {rows.tolist()}')
   fresh = prefilled(decoder, *checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling, like=state.sampling))
   return _replace_rows(decoder, state, fresh, rows.astype(np.int32))
@@ -192,9 +192,7 @@ class Pool:
     Raises:
       ValueError: Its prompt is empty or too long, or has an id that is not in the vocabulary.
     """
-    if not 1 <= len(request.tokens) <= self._longest:
-      raise ValueError(f'prompt {request.name} has {len(request.tokens)} tokens, allowed are 1 to {self._longest}')
-    checks.as_ids(f'prompt {request.name}', request.tokens, self.decoder.target.vocab_size)
+    checks.as_ids(f'prompt {request.name}', request.tokens, self.decoder.target.vocab_size, self._longest)
     return request
 
   @property
@@ -231,7 +229,7 @@ class Pool:
       NotFiniteError: A model's logits are not finite; `forgive` ends the row.
     """
     self.state = decode_rounds(self.decoder, self.state, num_rounds)
-    self.state.result.check()
+    self.decoder.check(self.state.result)
 
   def forgive(self, row: int) -> Request:
     """Ends the row whose logits were not finite, so that the others can go on; returns its request."""
@@ -266,7 +264,7 @@ def generate_many(
   batch_size: int,
   longest_prompt: int,
   max_new_tokens: int,
-  method: str | Method,
+  method: str | Method | None = None,
   tree: TokenTree | None = None,
   rounds_at_a_time: int = 4,
   stop: StopStrings | None = None,
@@ -287,8 +285,7 @@ def generate_many(
     batch_size: B, rows.
     longest_prompt: The most tokens of a prompt.
     max_new_tokens: Limit of new tokens per prompt.
-    method: A name of `METHODS`, or a `Method`.
-    tree: The guesses of a round.
+    method, tree: As for `generate`.
     rounds_at_a_time: Rounds between two checks for rows that are done. More rounds leave rows idle for longer, fewer
       wait for the device more often.
     stop: Texts that end a continuation, or None; looked for every `rounds_at_a_time` rounds.

@@ -21,12 +21,18 @@ class NotFiniteError(ValueError):
 
   Attributes:
     row: The first row with such logits.
+    failure: The models that gave them: `FAILED_TARGET`, `FAILED_DRAFT` or their sum.
   """
 
   def __init__(self, row: int, num_rounds: int, failure: int):
     names = [name for bit, name in ((FAILED_TARGET, 'target'), (FAILED_DRAFT, 'draft')) if failure & bit]
     super().__init__(f'row {row}, round {num_rounds}: logits of the {" and the ".join(names)} are not finite')
-    self.row = row
+    self.row, self.failure = row, failure
+
+  def with_hint(self, hint: str) -> NotFiniteError:
+    """This error, whose message ends with a hint."""
+    self.args = (f'{self}; {hint}',)
+    return self
 
 
 @jax.tree_util.register_dataclass

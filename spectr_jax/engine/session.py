@@ -54,7 +54,10 @@ def reprompt(
   Raises:
     ValueError: As for `init_decode`; or `num_kept` is not `[B]`, from 0 to the prompt's length.
   """
-  prompts, lengths, num_kept = np.asarray(prompts), np.asarray(prompt_lengths), np.asarray(num_kept)
+  prompts, lengths, num_kept = (
+    np.asarray(checks.as_integers(name, values))
+    for name, values in (('prompts', prompts), ('prompt_lengths', prompt_lengths), ('num_kept', num_kept))
+  )
   rows = checked_rows(decoder, rng_key, prompts, lengths, sampling)
   if num_kept.shape != lengths.shape or (num_kept < 0).any() or (num_kept > lengths).any():
     raise ValueError(f'num_kept must be [{len(lengths)}], from 0 to the length of each prompt, got {num_kept.tolist()}')
@@ -140,14 +143,13 @@ class Session:
       ValueError: The prompt is empty or too long, or holds an id that is not in the vocabulary.
       NotFiniteError: A model's logits are not finite.
     """
-    if not 1 <= len(prompt) <= self.longest_prompt:
-      raise ValueError(f'the prompt has {len(prompt)} tokens, allowed are 1 to {self.longest_prompt}')
-    state = self._begin(rng_key, checks.as_ids('the prompt', prompt, self.decoder.target.vocab_size).tolist())
+    ids = checks.as_ids('the prompt', prompt, self.decoder.target.vocab_size, self.longest_prompt)
+    state = self._begin(rng_key, ids.tolist())
     num_seen, is_done = 0, False
     while not is_done:
       state = self._state = decode_rounds(self.decoder, state, rounds_at_a_time)
       result = fetch(state.result)
-      result.check()
+      self.decoder.check(result)
       is_done = bool(fetch(state.is_done)[0])
       self.num_target_calls = int(result.num_target_calls[0])
       new = result.tokens[0, num_seen : result.lengths[0]].tolist()

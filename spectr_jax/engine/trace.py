@@ -216,7 +216,7 @@ def trace_decode(
   while not bool(state.is_done[0]):
     before = state
     state, played = _play(decoder, state)
-    state.result.check()
+    decoder.check(state.result)
     played = jax.tree.map(lambda x: x[0], played)
     judgements = [Judgement(*jax.device_get((played.verdict, played.record)))]
     judgements += [_judgement(judge, tree, played) for judge in judges[1:]]

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from spectr_jax.model import Model, ModelOutput
+from spectr_jax.model import NO_LIMIT, Model, ModelOutput
+from spectr_jax.sharding import fetch
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +85,18 @@ def _fewest_texts(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return np.array([[*path, *[-1] * (depth - len(path))] for path in paths]), np.array([found[path] for path in own])
 
 
+def _run(network: Callable[[jax.Array], jax.Array], texts: jax.Array, context_length: int | None) -> jax.Array:
+  """The network's logits; `ValueError` for texts that are too long for it, unless it states how long they may be."""
+  try:
+    return network(texts)
+  except (IndexError, TypeError, ValueError) as error:
+    if context_length is not None:
+      raise
+    cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+    size = texts.shape[1]
+    raise ValueError(f'apply_fn fails on texts of {size} tokens, padding included: {cause}; {NO_LIMIT}') from error
+
+
 def _apply(params, tokens, positions, mask, cache, *, apply_fn, has_params, context_length):
   del positions  # a text's tokens stand at 0, 1, 2 and so on
   cache = cache.append(tokens, mask.shape[-1])
@@ -106,7 +119,7 @@ def _apply(params, tokens, positions, mask, cache, *, apply_fn, has_params, cont
   texts = jnp.broadcast_to(texts[:, None], (*chosen.shape[:2], width))
   texts = _put(texts, cache.lengths[:, None, None] + offsets, chosen)
   network = functools.partial(apply_fn, params) if has_params else apply_fn
-  logits = network(texts.reshape(-1, width))
+  logits = _run(network, texts.reshape(-1, width), context_length)
   logits = logits.reshape(*texts.shape, -1)
   at = jnp.minimum(cache.lengths[:, None] + place_of, width - 1)
   return ModelOutput(logits[jnp.arange(batch_size)[:, None], text_of, at], cache)
@@ -121,6 +134,45 @@ def _init_cache(batch_size, cache_size):
 def _apply_fn(apply_fn, has_params, context_length):
   """One object per network, so that equal models share compiled programs."""
   return functools.partial(_apply, apply_fn=apply_fn, has_params=has_params, context_length=context_length)
+
+
+_COMPARED = 8  # tokens of the texts by which a network shows whether it is causal
+
+
+def _check_causal(network: Callable[[jax.Array], jax.Array], vocab_size: int, context_length: int | None) -> None:
+  """Compares the logits of a prefix that goes on in two ways, and those of the prefix alone.
+
+  Texts of one length are computed alike and differ by no rounding; the prefix alone may.
+
+  Raises:
+    ValueError: The logits after the same tokens differ, or those of the longer text are NaN.
+  """
+  size = _COMPARED if context_length is None else min(_COMPARED, context_length)
+  half = size // 2
+  if not half or vocab_size < 2:
+    return
+  rng = np.random.default_rng(0)
+  text = rng.integers(vocab_size, size=(1, size), dtype=np.int32)
+  other = (text + np.where(np.arange(size) < half, 0, rng.integers(1, vocab_size, size=size))) % vocab_size
+  texts = text, other, text[:, :half]
+  found = [_run(network, jnp.asarray(tokens, jnp.int32), context_length) for tokens in texts]
+  if any(isinstance(logits, Tracer) for logits in found):
+    return
+  found = [np.asarray(fetch(logits), np.float64) for logits in found]
+  if np.isnan(found[0]).any() and not np.isnan(found[2]).any():
+    raise ValueError(f'apply_fn gives logits that are NaN for texts of {size} tokens; {NO_LIMIT}')
+  one, *others = (logits[:, :half] for logits in found)
+  values = one[np.isfinite(one)]
+  spread = np.ptp(values) if values.size else 0
+  for logits, rounding in zip(others, (1e-3, 1 / 16)):
+    # What is finite nowhere is reported where it is sampled from.
+    with np.errstate(invalid='ignore'):
+      difference = np.where(np.isfinite(one) | np.isfinite(logits), np.abs(logits - one), 0)
+    if not np.max(difference) <= rounding * spread:
+      raise ValueError(
+        f'apply_fn is not causal: the logits after the first {half} tokens of a text change by up to'
+        f' {np.max(difference):.3g} with the tokens that follow; a network must not look ahead'
+      )
 
 
 def uncached(
@@ -149,10 +201,12 @@ def uncached(
     vocab_size: V.
     params: Any pytree of arrays, passed to programs as arguments; None for a function that has its own. Those become
       constants of every program, which is for small ones.
-    context_length: The longest text that the network takes, or None for any.
+    context_length: The longest text that the network takes, such as the length of its table of positions, or None for
+      any. Prompts whose continuations may be longer are refused.
 
   Raises:
-    ValueError: The function does not give logits `[1, 2, V]` of floats for two tokens.
+    ValueError: The function does not give logits `[1, 2, V]` of floats for two tokens; or it is not causal: with
+      parameters that are arrays it is run on three short texts to see whether logits depend on later tokens.
   """
   has_params = params is not None
   arguments = (params, jax.ShapeDtypeStruct((1, 2), jnp.int32))[not has_params :]
@@ -161,6 +215,10 @@ def uncached(
   if shape != (1, 2, vocab_size) or not jnp.issubdtype(given.dtype, jnp.floating):
     what = type(given).__name__ if shape is None else f'{given.dtype} {shape}'
     raise ValueError(f'apply_fn must give logits [1, 2, {vocab_size}] of floats for tokens [1, 2], got {what}')
+  if not any(isinstance(leaf, jax.ShapeDtypeStruct | Tracer) for leaf in jax.tree.leaves(params)):
+    compiled = jax.jit(apply_fn)
+    network = functools.partial(compiled, params) if has_params else compiled
+    _check_causal(network, vocab_size, context_length)
   return Model(
     params,
     apply_fn=_apply_fn(apply_fn, has_params, context_length),

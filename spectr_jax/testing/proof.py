@@ -18,6 +18,7 @@ from spectr_jax.testing.checks import LEVEL, POWER, Check, Notify, describe_erro
 from spectr_jax.testing.chi_square import chi_square
 from spectr_jax.testing.engine import engine_counts, ordinary_law, sample_counts, tiny_transformers
 from spectr_jax.testing.enumeration import enumeration_error
+from spectr_jax.testing.shapes import check_shapes
 from spectr_jax.testing.tables import random_tables
 from spectr_jax.tree import TokenTree
 
@@ -226,7 +227,7 @@ def _draw(part: str, num_samples: int, num_batches: int, is_limited: bool, progr
 def prove(
   method: str | Method, *, num_samples: int | None = None, seed: int = 0, notify: Notify | None = None
 ) -> Proof:
-  """Tests a method for bias, in three parts.
+  """Tests a method for bias, in three parts, once the shapes of what it returns are right.
 
   1. Exact: every draft and decision over several rounds is enumerated in float64, with the verifier's own `law` and
      `advance`. This gives the joint distribution of the first tokens for several trees and random tables; the tables
@@ -264,9 +265,12 @@ def prove(
   num_samples = _DEFAULT_SAMPLES if is_limited else num_samples
   num_batches = -(-num_samples // _SAMPLES_PER_BATCH)
   num_engine_batches = -(-num_batches // 4)
-  num_enumerated = len(_trees_for(method, [tree for tree, _, _ in _ENUMERATED]))
-  progress = _Progress(method.name, notify or (lambda *_: None), num_enumerated + num_batches + num_engine_batches)
+  enumerated, tree = _trees_for(method, [tree for tree, _, _ in _ENUMERATED]), _trees_for(method, _SAMPLED)[0]
+  progress = _Progress(method.name, notify or (lambda *_: None), len(enumerated) + num_batches + num_engine_batches)
   key = jax.random.key(seed)
+
+  with _during(method, 'shapes'):
+    check_shapes(method, dict.fromkeys([*enumerated, tree]))
 
   with _during(method, 'exact'):
     if method.is_seed_exact:
@@ -274,7 +278,6 @@ def prove(
     else:
       checks = _exact(method, seed, progress)
 
-  tree = _trees_for(method, _SAMPLED)[0]
   num_tokens = tree.max_depth + 2
   common = {'method': method, 'tree': tree, 'num_tokens': num_tokens}
   compared = f'{_name_of(tree)}, {num_tokens} tokens, V='

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from spectr_jax.couplings.coupling import ratio
 from spectr_jax.couplings.explanation import Explanation
-from spectr_jax.couplings.selection import Pick, Selection, check_selection
+from spectr_jax.couplings.selection import Pick, Selection, check_selection, picked
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import Tree
@@ -98,7 +98,9 @@ class Block(RecordedVerifier):
     """The step at `node`, where log P is `log_kept`; in logarithms, since products of many ratios underflow."""
     position = next_position(tree, proposal, target_probs, node)
     given = () if position.is_given is None else (position.is_given,)
-    pick = self.selection(position.draft_probs, position.target_probs, position.tokens, position.is_valid, *given)
+    pick = picked(
+      self.selection, position.draft_probs, position.target_probs, position.tokens, position.is_valid, *given
+    )
     kept = jnp.exp(log_kept)
     residual = positive_part(kept * position.target_probs - pick.probs)
     mass = jnp.sum(residual)

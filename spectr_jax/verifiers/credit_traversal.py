@@ -141,10 +141,14 @@ class CreditTraversal(RecordedVerifier, Generic[AnyPlan]):
   def _residual(self, tree: Tree, proposal: Proposal, target_probs, plan: AnyPlan, log_credit, node) -> jax.Array:
     """P q - M after a node with candidates, `[V]`."""
 
-  def _numbers(self, plan: AnyPlan) -> dict[str, jax.Array]:
-    """More numbers of the contexts below the root for display, `[L, W]` each."""
-    del plan
-    return {}
+  @abc.abstractmethod
+  def _numbers(self, plan: AnyPlan, log_above: jax.Array) -> dict[str, jax.Array]:
+    """Numbers of the contexts below the root for display, `[L, W]` each: m as `mass`, and what it is made of.
+
+    Args:
+      plan: The plan.
+      log_above: `[L, W]`, log P of the context above each.
+    """
 
   def _keep_probs(self, tree: Tree, proposal: Proposal, target_probs, contexts, plan, log_credits, uniforms=None):
     """h by slot, `[L + 1, W]`; given uniforms, 0 for contexts with u >= P, which cannot be kept since h <= P."""
@@ -224,7 +228,16 @@ class CreditTraversal(RecordedVerifier, Generic[AnyPlan]):
     decisions = {}
     if is_explained:
       decisions['keep'] = self._decisions(tree, contexts, plan, log_credits, keep_probs, own, node)
-    return stop_at(tree, node, weights, uniforms[-1], state, decisions)
+    verdict, record = stop_at(tree, node, weights, uniforms[-1], state, decisions)
+    if is_explained:
+      record = dataclasses.replace(record, credits=self._credits(tree, contexts, log_credits))
+    return verdict, record
+
+  def _credits(self, tree: Tree, contexts: Contexts, log_credits) -> jax.Array:
+    """P by node, `[N + 1]`: nodes that spell the same have that of their context, and missing ones 0."""
+    is_own = contexts.is_same & contexts.stands[:, None, :]
+    credits = jnp.sum(jnp.where(is_own, jnp.exp(log_credits)[:, None, :], 0), axis=-1)
+    return credits[jnp.asarray(tree.depths), jnp.asarray(slots_of(tree).of_nodes)]
 
   def _decisions(self, tree: Tree, contexts: Contexts, plan: AnyPlan, log_credits, keep_probs, own, node) -> Decisions:
     """The contexts in the order of visits, up to the first that is kept, for display; `own` holds uniforms by slot."""
@@ -236,7 +249,12 @@ class CreditTraversal(RecordedVerifier, Generic[AnyPlan]):
       empty = jnp.full(tree.num_nodes + 1, fill, values.dtype)
       return empty.at[visit].set(values, mode='drop')
 
-    nodes, more = in_order(jnp.asarray(slots.nodes), 0), self._numbers(plan)
+    nodes, log_above = (
+      in_order(jnp.asarray(slots.nodes), 0),
+      jnp.take_along_axis(log_credits[:-1], contexts.above[1:], 1),
+    )
+    more = self._numbers(plan, log_above)
+    more |= {'log_above': log_above, 'before': jnp.sum(jnp.where(plan.is_before, more['mass'][:, None, :], 0), axis=-1)}
     is_visited = jnp.arange(tree.num_nodes + 1) <= jnp.argmax(nodes == node)
     return jax.vmap(Decisions.of_one)(
       is_made=is_visited & (nodes > 0),

@@ -191,5 +191,6 @@ class RaceTraversal(CreditTraversal[_Races]):
     picked = self._picked_probs(proposal.probs[row], q, races.scale[row], given)
     return positive_part(jnp.exp(log_credit) * q - picked)
 
-  def _numbers(self, races: _Races):
-    return {'picked_share': races.shares}
+  def _numbers(self, races: _Races, log_above):
+    mass = races.shares * jnp.exp(jnp.minimum(0, log_above + races.log_ratios))
+    return {'picked_share': races.shares, 'log_ratio': races.log_ratios, 'mass': mass}

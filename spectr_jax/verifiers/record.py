@@ -83,12 +83,15 @@ class Record:
     node: int32 scalar, the deepest accepted node.
     weights: `[V]`, the weights of the next token, not normalized.
     uniform: Scalar in [0, 1), by which the next token is drawn from them; None if it is not drawn by a uniform.
+    credits: `[N + 1]`, the probability that each node or one below it is kept, once it is tried; None for verifiers
+      that try no branches by credit.
   """
 
   decisions: dict[str, Decisions]
   node: jax.Array
   weights: jax.Array
   uniform: jax.Array | None
+  credits: jax.Array | None = None
 
 
 def run_steps(

@@ -163,7 +163,8 @@ class UniVer(CreditTraversal[_Shared]):
     row = jnp.asarray(tree.law_index)[node]
     return _left_beside(proposal.probs[row], target_probs[node], jnp.exp(log_credit), plan.left[row], plan.given[row])
 
-  def _numbers(self, plan: _Shared):
+  def _numbers(self, plan: _Shared, log_above):
+    del log_above
     return {'mass': plan.masses}
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.couplings.coupling import Coupling, Outcome, ThresholdCoupling, ratio
+from spectr_jax.couplings.coupling import Coupling, Outcome, ThresholdCoupling, checked_result, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.given import Given
 from spectr_jax.kernels.dispatch import operation
@@ -85,12 +85,13 @@ class Walk(RecordedVerifier):
   def _outcome(self, position: Position) -> Outcome:
     """The outcome at a position, by the coupling for drawn or for given candidates."""
     laws, is_given = (position.draft_probs, position.target_probs, position.tokens), position.is_given
+    shapes = {'accept_probs': position.tokens.shape, 'residual': position.target_probs.shape}
     if is_given is None or self.takes_mixed:
       given = () if is_given is None else (is_given,)
-      return self.coupling(*laws, position.is_valid, *given)
+      return checked_result(self.coupling, self.coupling(*laws, position.is_valid, *given), Outcome, **shapes)
     is_given = jnp.any(is_given)
     # Given candidates are invalid for the coupling, so that it has no work at them.
-    drawn = self.coupling(*laws, position.is_valid & ~is_given)
+    drawn = checked_result(self.coupling, self.coupling(*laws, position.is_valid & ~is_given), Outcome, **shapes)
     given = _GIVEN(*laws, position.is_valid)
     return Outcome(
       jnp.where(is_given, given.accept_probs, drawn.accept_probs),

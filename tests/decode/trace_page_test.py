@@ -153,7 +153,7 @@ def test_two_methods_on_the_same_drafts(page, data):
     return page.locator(f'.panel.{panel} .node .token').all_text_contents()
 
   def numbers(panel):
-    return page.locator(f'.panel.{panel} .prob em').all_text_contents()
+    return page.locator(f'.panel.{panel} :is(.prob.p, .prob.q) em').all_text_contents()
 
   for name in ('spectr', 'speculative', 'traversal', 'race_traversal'):
     page.select_option('#other', label=name)
@@ -190,20 +190,44 @@ def test_a_decision_is_shown_with_its_numbers(page, data):
   assert slices[0] / sum(slices) == pytest.approx(decision['shares'][0], abs=0.02)
 
 
+def _value(text):
+  """The number that the page shows as `text`; 0 for the sign of none."""
+  return 0.0 if text == '–' else float(text.replace('−', '-').replace('…', ''))
+
+
 def test_branches_of_race_traversal_are_shown_with_credit_and_share(page, data):
   page.select_option('#other', label='race_traversal')
   page.evaluate('document.activeElement.blur()')
   index = [method['name'] for method in data['methods']].index('race_traversal')
   num_kept = num_rejected = 0
+  assert page.is_visible('#credit-legend')
   for place, played in enumerate(data['rounds']):
     _press(page, 'Home', *['PageDown'] * place, 'ArrowRight', 'ArrowRight')
     decisions = played['judgements'][index]['decisions']
+    assert page.locator('.panel.first .prob.credit').count() == 0
+    boxes = page.locator('.panel.second .prob.credit em').all_text_contents()
+    exists = [token >= 0 for token in played['tokens']]
+    credits = played['judgements'][index]['credits'][1:]
+    assert [text != '–' for text in boxes] == exists
+    np.testing.assert_allclose([_value(text) for text in boxes], np.where(exists, credits, 0), atol=6e-4)
     for count, decision in enumerate(decisions, start=1):
       sentence = page.inner_text('.panel.second .sentence')
-      facts = dict(fact.split(' = ') for fact in page.inner_text('.panel.second .facts').split(', '))
-      shown = {name: float(re.sub('−', '-', text).replace('…', '')) for name, text in facts.items()}
-      wanted = {'P': decision['kept'], 's': decision['picked_share'], 'h': decision['shares'][0]}
-      assert shown == pytest.approx(wanted, abs=6e-4)
+      lines = page.locator('.panel.second .facts li').all_inner_texts()
+      assert [line.split(' = ')[0].split(': ')[-1] for line in lines] == ['P', 'm', 'P', 'h']
+      names = 'above', 'picked_share', 'above', 'ratio', 'mass', 'mass', 'before', 'kept'
+      # From the number behind each sign: of the credit above, of m = s · min(1, P · q/p̃) and of P = m / (1 − Σ m).
+      above = re.search(r'P = (\S+)$', lines[0])
+      product = re.search(r' = (\S+) · min\(1, (\S+) · (\S+)\) = (\S+)$', lines[1])
+      quotient = re.search(r' = (\S+) / \(1 − (\S+)\) = (\S+)$', lines[2])
+      shown = [_value(text) for found in (above, product, quotient) for text in found.groups()]
+      wanted = np.array([decision[name] for name in names])
+      np.testing.assert_allclose(shown, wanted, atol=6e-4, rtol=0.06)
+      np.testing.assert_allclose(wanted[4], wanted[1] * min(1, wanted[2] * wanted[3]), rtol=1e-4, atol=1e-9)
+      np.testing.assert_allclose(wanted[7], wanted[5] / (1 - wanted[6]) if wanted[5] else 0, rtol=1e-3, atol=1e-6)
+      facts = {'h': lines[3].removeprefix('h = ')}
+      assert _value(facts['h']) == pytest.approx(decision['shares'][0], abs=6e-4)
+      note = page.inner_text('.panel.second .why p.note')
+      assert ('The credit of this branch ends at' in note) == (decision['above'] == 0)
       state = page.locator(f'.panel.second .node[data-node="{decision["node"]}"]').get_attribute('class').split()
       if decision['chosen'] >= 0:
         assert f'< h = {facts["h"]}: the path is kept down to' in sentence
@@ -257,7 +281,7 @@ def test_laws_of_a_node_go_to_the_sandbox(page, data):
 def test_a_method_without_a_record_is_said_to_have_none(browser, data, tmp_path):
   silent = json.loads(json.dumps(data))
   for played in silent['rounds']:
-    for name in ('decisions', 'law', 'next_prob'):
+    for name in ('decisions', 'credits', 'law', 'next_prob'):
       del played['judgements'][0][name]
   path = tmp_path / 'trace.html'
   path.write_text(trace.make_page(silent), encoding='utf-8')

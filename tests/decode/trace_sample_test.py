@@ -57,6 +57,26 @@ def test_the_sample_is_written_by_the_command_beside_it(data):
   assert {'spectr', 'speculative', 'block', 'traversal'} < {method['name'] for method in data['methods']}
 
 
+def test_the_arithmetic_of_credit_is_in_the_sample(data):
+  """P of every box, and the numbers that it is made of: m = s min(1, P q/p̃) and P = m / (1 - sum of m before)."""
+  assert data['methods'][0]['name'] == 'race_traversal'
+  parents, num_without = [0, *data['parents']], 0
+  for played in data['rounds']:
+    own = played['judgements'][0]
+    credits = own['credits']
+    assert credits[0] == 1
+    assert [credits[place] for place in played['places']] == credits  # nodes that spell the same are one
+    for each in own['decisions']:
+      wanted = [credits[each['node']], credits[parents[each['node']]]]
+      assert [each['kept'], each['above']] == pytest.approx(wanted, rel=1e-5)
+      mass = each['picked_share'] * min(1, each['above'] * each['ratio'])
+      assert each['mass'] == pytest.approx(mass, rel=1e-4, abs=1e-9)
+      assert each['kept'] == pytest.approx(each['mass'] / (1 - each['before']) if mass else 0, rel=1e-3, abs=1e-9)
+      num_without += not each['above']
+    assert all(judgement['credits'] is None for judgement in played['judgements'][1:])
+  assert num_without > 10  # branches that have no credit at all are explained as well
+
+
 def test_pages_link_to_the_sample():
   for page in ('README.md', 'docs/index.md', 'docs/commands.md'):
     assert f'{_SAMPLE.name})' in (documented.ROOT / page).read_text(encoding='utf-8'), page

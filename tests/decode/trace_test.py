@@ -43,6 +43,15 @@ def test_the_run_is_the_one_that_decoding_makes(pair, traced):
   assert traced['run']['prompt'] == _PROMPT
 
 
+def test_a_page_names_models_without_the_folders_of_the_machine(pair, traced):
+  page = trace.make_page(traced)
+  for role, name in traced['run']['models'].items():
+    folder = pathlib.Path(pair[role])
+    assert folder.is_absolute()
+    assert name.split(' (')[0] == folder.name
+    assert str(folder.parent) not in page
+
+
 def test_every_round_says_what_was_kept_and_why(traced):
   assert [method['name'] for method in traced['methods']] == ['spectr', 'speculative']
   assert all(method['is_lossless'] and method['rule'] and method['residual'] for method in traced['methods'])

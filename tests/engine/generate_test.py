@@ -1,6 +1,7 @@
 """The loop: what it returns, where it stops, and what it refuses."""
 
 import dataclasses
+import inspect
 import itertools
 
 import jax
@@ -22,6 +23,8 @@ from spectr_jax import (
   growing,
   model_drafter,
 )
+from spectr_jax.engine.session import reprompt
+from spectr_jax.engine.trace import trace_decode
 from spectr_jax.models.table import table_model
 from tests.engine.runs import (
   KINDS,
@@ -269,6 +272,12 @@ def test_rows_that_are_done_may_see_anything(cycle):
     ({'prompts': PROMPTS.astype(np.int64) + 2**32}, 'prompts must be from -2.*31 to 2.*31 - 1, got 4294967296 to'),
     ({'prompts': [[2**70]] * 4}, 'prompts must be integers, got object'),
     ({'prompts': [['x']] * 4}, 'prompts must be integers, got texts; generate_text takes texts'),
+    ({'prompts': [[1, 2], [3]]}, 'prompts must be one array of integers, got lists of different lengths or depths'),
+    ({'prompts': [[1, [2]], [3]], 'prompt_lengths': None}, 'prompt 0 must be one array of integers, got lists of'),
+    ({'prompts': [[1, 2], 3], 'prompt_lengths': None}, 'prompts must be one array of integers, got lists of'),
+    ({'prompts': [[1, 2], []], 'prompt_lengths': None}, 'prompt 1 is empty: a prompt has at least one token'),
+    ({'prompts': [[1, 2], [6]], 'prompt_lengths': None}, 'ids from 1 to 6, the vocabulary is 0 to 5'),
+    ({'prompts': 1, 'prompt_lengths': None}, r'integers \[B, P\]'),
     ({'prompts': 'x', 'prompt_lengths': None}, 'prompts must be integers, got texts; generate_text takes texts'),
     ({'prompt_lengths': LENGTHS.astype(np.int64) + 2**32}, 'prompt_lengths must be from'),
     ({'max_new_tokens': 0}, 'max_new_tokens must be a positive int'),
@@ -314,10 +323,16 @@ def test_too_long_for_the_models_is_refused(target, draft):
 def test_a_method_that_drafts_nothing_ignores_draft_and_tree(tables):
   plain = generate((tables[0], None), 'autoregressive', make_keys(9))
   assert_same(plain, generate(tables, 'autoregressive', make_keys(9), tree=TokenTree.chains(2, 3)))
-  without = spectr_jax.generate(
-    make_keys(9), tables[0], None, PROMPTS, LENGTHS, method='autoregressive', max_new_tokens=NEW
-  )
-  assert_same(plain, without)
+  # It is the method without a draft.
+  assert_same(plain, spectr_jax.generate(make_keys(9), tables[0], None, PROMPTS, LENGTHS, max_new_tokens=NEW))
+
+
+def test_the_method_that_keeps_the_most_is_the_default(tables):
+  sizes = {'max_new_tokens': 2, 'cache_size': 9}
+  assert Decoder.make(*tables, **sizes) == Decoder.make(*tables, method='race_traversal', **sizes)
+  for function in (spectr_jax.generate, spectr_jax.generate_many, spectr_jax.generate_text, Decoder.make):
+    assert inspect.signature(function).parameters['method'].default is None
+  assert inspect.signature(spectr_jax.verify).parameters['method'].default == 'race_traversal'
 
 
 def test_a_small_tree_is_the_default(tables):
@@ -337,6 +352,57 @@ def test_prompts_without_lengths_are_whole(tables):
   options = {'method': 'autoregressive', 'max_new_tokens': NEW}
   found = spectr_jax.generate(make_keys(9), tables[0], None, PROMPTS, **options)
   assert_same(found, spectr_jax.generate(make_keys(9), tables[0], None, PROMPTS, np.full(4, 6), **options))
+
+
+@pytest.mark.parametrize('kind', [list, tuple, np.array, jnp.array])
+def test_lists_of_ids_are_padded(tables, kind):
+  options = {'method': 'autoregressive', 'max_new_tokens': NEW}
+  rows = [kind(row[:length].tolist()) for row, length in zip(PROMPTS, LENGTHS)]
+  found = spectr_jax.generate(make_keys(9), tables[0], None, rows, **options)
+  assert_same(found, spectr_jax.generate(make_keys(9), tables[0], None, PROMPTS, LENGTHS, **options))
+
+
+_RAGGED = [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+  ('take', 'message'),
+  [
+    (lambda decoder, key, target: spectr_jax.init_decode(decoder, key, _RAGGED, [2, 1]), 'prompts'),
+    (lambda decoder, key, target: spectr_jax.init_decode(decoder, key, [[1], [2]], [[1], 1]), 'prompt_lengths'),
+    (lambda decoder, key, target: reprompt(decoder, None, [0, 0], key, _RAGGED, [2, 1]), 'prompts'),
+    (
+      lambda decoder, key, target: spectr_jax.refill(
+        decoder, spectr_jax.init_decode(decoder, key, [[1], [2]], [1, 1]), [0, 1], key, _RAGGED, [2, 1]
+      ),
+      'prompts',
+    ),
+    (lambda decoder, key, target: next(spectr_jax.Session(decoder).stream(key, _RAGGED)), 'the prompt'),
+    (
+      lambda decoder, key, target: list(
+        spectr_jax.generate_many(
+          target, None, [spectr_jax.Request('a', _RAGGED, key)], batch_size=1, longest_prompt=4, max_new_tokens=2
+        )
+      ),
+      'prompt a',
+    ),
+    (lambda decoder, key, target: spectr_jax.log_likelihood(target, [[1], _RAGGED]), 'text 1'),
+    (
+      lambda decoder, key, target: spectr_jax.auto.predict_speeds(target, None, [[1], _RAGGED], max_new_tokens=2),
+      'prompt 1',
+    ),
+    (
+      lambda decoder, key, target: trace_decode(
+        key, target, target, _RAGGED, method='block', tree=TokenTree.chains(1, 2), max_new_tokens=2
+      ),
+      'the prompt',
+    ),
+  ],
+)
+def test_ragged_lists_are_named_wherever_prompts_are_taken(tables, take, message):
+  decoder = Decoder.make(tables[0], None, max_new_tokens=2, cache_size=9)
+  with pytest.raises(ValueError, match=f'^{message} must be one array of integers, got lists of different lengths'):
+    take(decoder, jax.random.key(0), tables[0])
 
 
 def test_methods_are_passed_by_value_too(tables):

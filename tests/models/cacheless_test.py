@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import Likeliest, TokenTree, growing, model_drafter
+from spectr_jax import Likeliest, NotFiniteError, TokenTree, growing, model_drafter
 from spectr_jax.models import table, transformer, uncached
 from spectr_jax.models.cacheless import _fewest_texts
 from tests.slow import slow
@@ -110,6 +110,85 @@ def test_a_round_takes_one_text_for_each_leaf(tree, num_texts):
   assert seen[-1] == (num_texts, 9)
   expected = spectr_jax.generate(jax.random.key(1), *[table.table_model(logits)] * 2, prompts, lengths, **options)
   np.testing.assert_array_equal(found.tokens, expected.tokens)
+
+
+def _by_mean(tokens):
+  """A network that looks ahead by a thousandth of its logits."""
+  return jax.nn.one_hot(tokens, 5) * (1 + 0.01 * tokens.mean(axis=1)[:, None, None])
+
+
+@pytest.mark.parametrize(
+  'apply_fn',
+  [
+    _by_mean,
+    lambda tokens: jax.nn.one_hot(jnp.roll(tokens, -1, axis=1), 5),
+    lambda tokens: jnp.cumsum(jax.nn.one_hot(tokens, 5)[:, ::-1], axis=1)[:, ::-1],
+    # From the end of the text, which every further token moves.
+    lambda tokens: jax.nn.one_hot(tokens, 5) * jnp.arange(tokens.shape[1], 0, -1)[:, None],
+    lambda tokens: jnp.where(jax.nn.one_hot(tokens, 5) * tokens[:, -1:, None] > 0, 0, -jnp.inf),
+  ],
+)
+def test_a_network_that_looks_ahead_is_refused(apply_fn):
+  with pytest.raises(ValueError, match='apply_fn is not causal: the logits after the first 4 tokens'):
+    uncached(apply_fn, 5)
+  params = {'scale': jnp.ones(5)}
+  with pytest.raises(ValueError, match='apply_fn is not causal'):
+    uncached(lambda params, tokens: apply_fn(tokens) * params['scale'], 5, params=params, context_length=9)
+  # Shapes without numbers are for compilation, and show nothing.
+  shapes = jax.eval_shape(lambda: params)
+  assert uncached(lambda params, tokens: apply_fn(tokens) * params['scale'], 5, params=shapes).vocab_size == 5
+
+
+@pytest.mark.parametrize(
+  ('apply_fn', 'vocab_size'),
+  [
+    (lambda tokens: jnp.cumsum(jax.nn.one_hot(tokens, 5), axis=1).astype(jnp.bfloat16), 5),
+    (lambda tokens: jnp.log(jax.nn.one_hot(tokens, 5)), 5),
+    (lambda tokens: jnp.zeros((*tokens.shape, 5)), 5),
+    (lambda tokens: jnp.full((*tokens.shape, 5), jnp.nan), 5),  # named by whoever samples from it
+    (lambda tokens: jnp.zeros((*tokens.shape, 1)), 1),
+  ],
+)
+def test_causal_networks_are_taken(apply_fn, vocab_size):
+  assert uncached(apply_fn, vocab_size).vocab_size == vocab_size
+  assert uncached(apply_fn, vocab_size, context_length=1).context_length == 1
+
+
+def _with_positions(table, *, is_sliced=False, **options):
+  def apply(tokens):
+    size = tokens.shape[1]
+    own = table[:size] if is_sliced else jnp.take(table, jnp.arange(size), axis=0, mode='fill')
+    # Attention over all tokens up to there spreads what one place lacks to the places after it.
+    return jnp.cumsum(jax.nn.one_hot(tokens, 5) + own, axis=1)
+
+  return uncached(apply, 5, **options)
+
+
+def test_positions_end_where_the_table_does():
+  """What takes no longer texts says so; what does not say so fails with a line that asks for it."""
+  table = jax.random.normal(jax.random.key(0), (12, 5))
+  prompt = np.arange(7)[None] % 5
+  asked = 'some length only must state it as context_length, and this one states none'
+
+  def decode(model, max_new_tokens):
+    options = {'method': 'autoregressive', 'max_new_tokens': max_new_tokens}
+    return spectr_jax.generate(jax.random.key(0), model, None, prompt, **options)
+
+  for is_sliced in (False, True):
+    own = {'is_sliced': is_sliced}
+    assert decode(_with_positions(table, context_length=12, **own), 5).lengths[0] == 5
+    with pytest.raises(ValueError, match="7 tokens; with 6 new ones that exceeds the models' limit of 12"):
+      decode(_with_positions(table, context_length=12, **own), 6)
+    with pytest.raises(ValueError, match=asked):
+      decode(_with_positions(table, **own), 8)
+    with pytest.raises(ValueError, match='for texts of 8 tokens; a model that|on texts of 8 tokens, .*; a model that'):
+      _with_positions(table[:6], **own)
+  with pytest.raises(NotFiniteError, match='logits of the target are not finite; a model that takes texts.*' + asked):
+    decode(_with_positions(table), 8)
+  with pytest.raises(ValueError, match='apply_fn fails on texts of 22 tokens, padding included: .*' + asked):
+    decode(_with_positions(table, is_sliced=True), 8)
+  with pytest.raises(NotFiniteError, match='logits of the target are not finite; a model that takes texts.*' + asked):
+    spectr_jax.log_likelihood(_with_positions(table), [np.arange(14) % 5])
 
 
 @pytest.mark.parametrize(
