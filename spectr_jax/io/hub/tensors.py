@@ -114,7 +114,7 @@ class SafetensorsFolder:
     elif (folder / file_name).exists():
       wanted = {file_name: None}
     else:
-      raise ValueError(f'no weights in {folder}: expected {file_name} or {_INDEX}')
+      raise ValueError(f'no weights in {folder}: {foreign.gguf_files(folder)}expected {file_name} or {_INDEX}')
     self._files: dict[str, Any] = {}
     self._paths: dict[str, epath.Path] = {}
     for file_name, names in wanted.items():
