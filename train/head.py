@@ -4,6 +4,8 @@ The target writes the text (`train.head_data`), so nothing but the target is nee
 `train.main` do.
 """
 
+import train.needs  # noqa: F401  # isort: skip
+
 from absl import flags
 from etils import epath
 
@@ -37,6 +39,7 @@ if __name__ == '__main__':
     run,
     'target',
     next_flags=lambda folder: next_flags(folder, _TARGET.value, CONFIG.value),
+    example='configs/head.py',
     examples=[
       '--config=configs/head.py --target=MODEL --workdir=runs/head',
       '--config=configs/head.py:model --target=MODEL --workdir=runs/draft --config.num_steps=400',

@@ -1,5 +1,7 @@
 """Prepares LM1B: `python -m train.prepare_data --manual_dir=DIR_OF_THE_ARCHIVE [--data_dir=DIR]`."""
 
+import train.needs  # noqa: F401  # isort: skip
+
 from absl import flags
 from etils import epath
 from rich import console, progress

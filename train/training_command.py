@@ -32,6 +32,7 @@ def run(
   *required: str,
   examples: Sequence[str],
   next_flags: Callable[[epath.Path], list[str]],
+  example: str = 'configs/base.py',
 ) -> None:
   """Runs a command that trains. Errors of users, the devices' lack of memory among them, are one line and exit code 1.
 
@@ -40,6 +41,7 @@ def run(
     *required: Required flags beside `config` and `workdir`.
     examples: Arguments that `--help` shows, a line each.
     next_flags: From the folder of what was trained, the flags with which `decode.main` takes it.
+    example: As for `config_flag.run`.
   """
 
   def main(argv):
@@ -62,4 +64,4 @@ def run(
       print(f'written to {outcome.folder}; try it: {command}')
 
   flags.mark_flags_as_required(['config', 'workdir', *required])
-  config_flag.run(main, examples)
+  config_flag.run(main, examples, example=example)
