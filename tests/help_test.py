@@ -48,7 +48,7 @@ def test_help_is_of_the_command_and_fits_the_terminal(command):
   for words in found:
     assert words[:3] == ['python', '-m', command]
     words = (
-      [word for word in words[3:] if not word.endswith(('.json', '.jsonl'))] if command == 'decode.plot' else words[3:]
+      [word for word in words[3:] if not word.endswith(('.json', '.jsonl', '.csv'))] if command == 'decode.plot' else words[3:]
     )
     assert all(re.match(r'--(config\.)?\w+(=|$)', word) for word in words)
     assert {word[2:].partition('=')[0].partition('.')[0] for word in words} <= _options(options)

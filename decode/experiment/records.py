@@ -78,8 +78,9 @@ def to_csv(run: DecodeRun) -> str:
   """The results of `to_json` as comma-separated values, a line each below their names.
 
   An interval is two values, `_low` and `_high`; shares by position stand in one, separated by spaces; null is empty.
+  Each line ends with the paths of both models.
   """
-  rows = []
+  rows, models = [], run.info['models']
   for found in run.measurements:
     row = {}
     for name, value in _result(run.summarize(found.setting, (found.seed,)), run, found.seed).items():
@@ -89,7 +90,7 @@ def to_csv(run: DecodeRun) -> str:
         row |= {f'seconds_{part}': (value or {}).get(part, '') for part in _PARTS}
       else:
         row[name] = ' '.join(map(str, value)) if isinstance(value, list) else value
-    rows.append(row)
+    rows.append(row | {role: models.get(role, {}).get('path', '') for role in ('target', 'draft')})
   text = io.StringIO()
   writer = csv.DictWriter(text, rows[0], lineterminator='\n')
   writer.writeheader()
