@@ -47,9 +47,8 @@ def test_help_is_of_the_command_and_fits_the_terminal(command):
   assert 2 <= len(found) <= 4
   for words in found:
     assert words[:3] == ['python', '-m', command]
-    words = (
-      [word for word in words[3:] if not word.endswith(('.json', '.jsonl', '.csv'))] if command == 'decode.plot' else words[3:]
-    )
+    files = ('.json', '.jsonl', '.csv') if command == 'decode.plot' else ()
+    words = [word for word in words[3:] if not word.endswith(files)]
     assert all(re.match(r'--(config\.)?\w+(=|$)', word) for word in words)
     assert {word[2:].partition('=')[0].partition('.')[0] for word in words} <= _options(options)
 
