@@ -100,7 +100,7 @@ def test_table_shows_each_setting_once(grid):
 
 
 def test_progress_is_plain_lines(grid):
-  assert grid.stderr.splitlines()[0] == '[0/16] compiling 1 of 4: autoregressive'
+  assert grid.stderr.splitlines()[0] == '[0/4] compiling 1 of 4: autoregressive'
   assert '[8/16] decoding, seed 6' in grid.stderr.splitlines()
   *lines, last = grid.stderr.splitlines()
   assert all(line.startswith('[') for line in lines)
