@@ -35,7 +35,7 @@ class Entry:
   """An option.
 
   Attributes:
-    name: It and its value, as `--num_steps=N`.
+    name: It and its value, as `--config.seed=0`.
     what: What it does.
     default: Its default; empty where help says nothing of it.
   """

@@ -42,7 +42,7 @@ class ProgressBar(progress.Progress):
 
   def __init__(self, console: Console, *, transient: bool = True, disable: bool = False):
     columns = (
-      progress.SpinnerColumn('line'), _text('{task.description}'), progress.BarColumn(), _Count(),
+      _text('{task.description}'), progress.SpinnerColumn('line'), progress.BarColumn(), _Count(),
       _Times(console.get_time()), _text('{task.fields[detail]}'),
     )  # fmt: skip
     super().__init__(*columns, console=console, transient=transient, disable=disable)

@@ -1,4 +1,6 @@
-"""Trains a head or a small model for a target: `python -m train.head --config=configs/head.py --target=MODEL ...`.
+"""Trains a head or a small model for a target.
+
+Command   python -m train.head --config=configs/head.py --target=MODEL --workdir=DIR
 
 The target writes the text (`train.head_data`), so nothing but the target is needed. Several processes run as those of
 `train.main` do.

@@ -209,7 +209,7 @@ class _Training(Run):
       if found:
         bar.console.print(f'step {self.step}: held-out ' + ', '.join(f'{k} {v:.3f}' for k, v in found.items()))
 
-    bar.show('compiling the first step', self.step, self.config.num_steps)
+    bar.show('training', self.step, self.config.num_steps, 'compiling the first step')
     with bar:
       yield show
 
