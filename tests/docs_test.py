@@ -458,6 +458,8 @@ _NOT_RUN = {
     'times large models or many settings: tests/benchmarks_test.py',
   ),
 }
+# What ends with an error, as it should.
+_FAILS = ('decode.prove', '--method=spectr_gbv')  # which is not lossless
 # Small values of options, the same for every command.
 _SMALL = {
   'num_prompts': 2, 'num_seeds': 1, 'max_new_tokens': 4, 'num_drafts': 2, 'draft_length': 2, 'rows': 1,
@@ -465,7 +467,7 @@ _SMALL = {
 _SMALL_TRAINING = {
   'vocab_size': 320, 'seq_len': 24, 'batch_size': 4, 'num_microbatches': 1, 'num_steps': 2, 'warmup_steps': 1,
   'eval_batches': 1, 'held_out_percent': 20, 'model.embed_dim': 12, 'model.num_layers': 1, 'model.num_heads': 2,
-  'model.mlp_dim': 16, 'model.dtype': 'float32', 'mesh': 'data:-1', 'cache_dir': '',
+  'model.mlp_dim': 16, 'model.dtype': 'float32', 'mesh': 'data:-1',
 }  # fmt: skip
 _MODELS_AND_PROMPTS = {
   'decode.main': ('num_prompts', 'max_new_tokens', 'prompts'),
@@ -511,12 +513,13 @@ def _reduced(command, directory):
     values['files'] = values['files'].replace('runs/', f'{directory}/')
   if command.module == 'train.tokenizer':
     values |= {'config.source': 'files', 'config.files': directory / 'prompts.txt', 'config.vocab_size': 280}
-    values['output'] = directory / f'{pathlib.Path(values["config"]).stem}.json'
+    values['output'] = directory / f'{re.sub("[^a-z0-9]", "_", str(command))[-100:]}.json'
   if command.module == 'train.main':
     values = {name: value for name, value in values.items() if name in ('config', 'dry_run', 'config.distill_from')}
     if 'config.distill_from' in values:
       values['config.distill_from'] = directory / 'target'
-    text = {'source': 'files', 'files': directory / 'text.txt', 'tokenizer': directory / 'target' / 'tokenizer.json'}
+    text = {'source': 'files', 'files': directory / 'text.txt', 'cache_dir': directory / 'data'}
+    text['tokenizer'] = directory / 'target' / 'tokenizer.json'
     values |= {f'config.{name}': value for name, value in (text | _SMALL_TRAINING).items()}
     values['workdir'] = directory / f'run{len(list(directory.glob("run*")))}'
     values['workdir'].mkdir()
@@ -602,7 +605,7 @@ def test_shown_commands_run(shown, tmp_path, capsys):
       continue
     arguments = _reduced(command, tmp_path)
     # Many reduced commands differ only in their files and prompts.
-    free = '--output', '--generations', '--prompt', '--workdir'
+    free = '--output', '--generations', '--prompt', '--workdir', '--config='
     own = command.module, *sorted(a for a in arguments if not a.startswith(free))
     if own not in seen:
       seen.add(own)
@@ -616,4 +619,8 @@ def test_shown_commands_run(shown, tmp_path, capsys):
     print(
       f'\n{len(shown)} commands are shown, {len(shown) - len(left_out)} of them run here as {len(tasks)} small ones'
     )
-  assert not {str(task): result['error'] for task, result in zip(tasks, results) if result['error']}
+  ends = [
+    (task, result['error'], _FAILS[0] == task['module'] and _FAILS[1] in task['arguments'])
+    for task, result in zip(tasks, results)
+  ]
+  assert not {str(task): error for task, error, fails in ends if bool(error) != fails}
