@@ -29,7 +29,8 @@ def is_current(notebook: nbformat.NotebookNode) -> bool:
 
 
 def _hash(notebook: nbformat.NotebookNode) -> str:
-  return hashlib.sha256('\0'.join(code_of(notebook)).encode()).hexdigest()
+  """The hash of the code behind the first cell, which does nothing outside of Colab."""
+  return hashlib.sha256('\0'.join(code_of(notebook)[1:]).encode()).hexdigest()
 
 
 def execute(path: pathlib.Path, *, timeout: int = 1800, env: Mapping[str, str] | None = None) -> nbformat.NotebookNode:

@@ -14,7 +14,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from etils import epath
 
-from common import help_text
+from common import extras, help_text
 from common.compilation_cache import keep_compiled
 from common.printable import printable
 
@@ -112,7 +112,13 @@ def _collect_rarely() -> None:
   gc.set_threshold(50_000, 20, 50)
 
 
-def run(main: Callable[[list[str]], None], examples: Sequence[str] = (), *, files: str = '') -> None:
+def run(
+  main: Callable[[list[str]], None],
+  examples: Sequence[str] = (),
+  *,
+  files: str = '',
+  sections: Callable[[], Sequence[help_text.Section]] = tuple,
+) -> None:
   """Runs a command under absl: parses flags, sets up the compilation cache and calls `main`.
 
   Errors end the process with one line and exit code 1, see `message_of`.
@@ -121,6 +127,7 @@ def run(main: Callable[[list[str]], None], examples: Sequence[str] = (), *, file
     main: Called with the arguments that are not flags: the program's name, and files if there may be some.
     examples: Arguments that `--help` shows, a line each.
     files: What stands for each of the files that may be named beside flags; empty if none may.
+    sections: Makes what `--help` says of options that are no flags.
   """
   cache_dir = flags.DEFINE_string(
     'compilation_cache_dir',
@@ -129,8 +136,8 @@ def run(main: Callable[[list[str]], None], examples: Sequence[str] = (), *, file
     " spectr_jax in the user's cache directory.",
   )
   help_text.in_group('Machine', cache_dir)
-  if help_text.is_asked_for(sys.argv[1:]):
-    print(help_text.text_of(sys.modules['__main__'], examples, files))
+  if extras.is_help_asked_for(sys.argv[1:]):
+    print(help_text.text_of(sys.modules['__main__'], examples, files, sections()))
     sys.exit(0)
 
   def guarded(argv):

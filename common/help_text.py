@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ import types
 from collections.abc import Sequence
 
 from absl import flags
+
+from common import extras
 
 _WIDEST, _NARROWEST = 100, 40
 _INDENT = 24  # columns of an option and its value; what it does stands behind them, or below a longer one
@@ -27,6 +30,36 @@ _VALUES = {
 _groups: dict[str, str] = {}
 
 
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """An option.
+
+  Attributes:
+    name: It and its value, as `--config.seed=0`.
+    what: What it does.
+    default: Its default; empty where help says nothing of it.
+  """
+
+  name: str
+  what: str
+  default: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+  """Options that stand together.
+
+  Attributes:
+    title: A line above them; empty for none.
+    text: A sentence about all of them; empty for none.
+    entries: The options.
+  """
+
+  title: str
+  text: str
+  entries: list[Entry]
+
+
 def in_group(title: str, *holders: flags.FlagHolder) -> None:
   """Puts flags into a group of `--help`; others stand in the first one.
 
@@ -37,18 +70,21 @@ def in_group(title: str, *holders: flags.FlagHolder) -> None:
   _groups.update((holder.name, title) for holder in holders)
 
 
-def is_asked_for(arguments: Sequence[str]) -> bool:
-  """Whether a command's arguments ask for help."""
-  return any(argument in ('-h', '-help', '--help') for argument in arguments)
-
-
-def text_of(module: types.ModuleType, examples: Sequence[str], files: str = '', *, width: int | None = None) -> str:
+def text_of(
+  module: types.ModuleType,
+  examples: Sequence[str],
+  files: str = '',
+  sections: Sequence[Section] = (),
+  *,
+  width: int | None = None,
+) -> str:
   """The help of a command.
 
   Args:
     module: The command's module; the first sentence of its docstring says what it does.
     examples: Arguments of the command, a line each.
     files: What stands for each of the files that are named beside options.
+    sections: Options beside flags.
     width: Columns; None for the terminal's, of which 40 to 100 are used.
   """
   width = min(max(width or shutil.get_terminal_size((80, 24)).columns, _NARROWEST), _WIDEST)
@@ -63,13 +99,13 @@ def text_of(module: types.ModuleType, examples: Sequence[str], files: str = '', 
     lines += ['', 'Examples']
     for example in examples:
       lines += _wrapped(f'  {command} {example}'.rstrip(), width)
-  own = _own_flags()
-  for title in _ORDER:
-    members = [flag for flag in own if _groups.get(flag.name, _ORDER[0]) == title]
-    lines += ['', title] if members else []
-    for flag in members:
-      lines += _described(flag, width)
-  return '\n'.join([*lines, '', '--helpfull says more of each option.'])
+  for section in (*_sections_of_flags(), *sections):
+    if section.entries:
+      text = textwrap.wrap(section.text, width - 2, break_on_hyphens=False)
+      lines += ['', *([section.title] if section.title else []), *(f'  {line}' for line in text)]
+      lines += [line for entry in section.entries for line in _described(entry, width)]
+  end = extras.lacks() or ['--helpfull says more of each option.']
+  return '\n'.join([*lines, '', *(part for line in end for part in textwrap.wrap(line, width, break_on_hyphens=False))])
 
 
 def _wrapped(command: str, width: int) -> list[str]:
@@ -91,17 +127,27 @@ def _own_flags() -> list[flags.Flag]:
   return list(seen.values())
 
 
-def _described(flag: flags.Flag, width: int) -> list[str]:
-  kind = flag.flag_type()
+def _sections_of_flags() -> list[Section]:
+  own = _own_flags()
+  groups = {title: [flag for flag in own if _groups.get(flag.name, _ORDER[0]) == title] for title in _ORDER}
+  return [Section(title, '', [_entry_of(flag) for flag in members]) for title, members in groups.items()]
+
+
+def _entry_of(flag: flags.Flag) -> Entry:
   values = getattr(flag.parser, 'enum_values', None)
-  value = '|'.join(values) if values else _VALUES.get(kind, 'TEXT')
-  name = f'  --{flag.name}={value}' if value else f'  --[no]{flag.name}' if flag.default else f'  --{flag.name}'
+  value = '|'.join(values) if values else _VALUES.get(flag.flag_type(), 'TEXT')
+  name = f'--{flag.name}={value}' if value else f'--[no]{flag.name}' if flag.default else f'--{flag.name}'
   what = _first_part(re.sub(r'^<[^>]*>: ', '', ' '.join((flag.help or '').split())))
-  if (default := _default_of(flag)) and 'efault' not in what:
-    what = f'{what} [{default}]'
+  return Entry(name, what, '' if 'efault' in what else _default_of(flag))
+
+
+def _described(entry: Entry, width: int) -> list[str]:
+  name, what = f'  {entry.name}', f'{entry.what} [{entry.default}]'.strip() if entry.default else entry.what
+  if not what:
+    return [name]
   is_beside = len(name) < _INDENT and width > 2 * _INDENT
   indent = _INDENT if is_beside else 6
-  lines = textwrap.wrap(what, width - indent, break_long_words=False, break_on_hyphens=False) or ['']
+  lines = textwrap.wrap(what, width - indent, break_long_words=False, break_on_hyphens=False)
   lines = [' ' * indent + line for line in lines]
   return [f'{name:<{_INDENT}}{lines[0].strip()}', *lines[1:]] if is_beside else [name, *lines]
 

@@ -1,4 +1,4 @@
-r"""A draft for a target of one's own, on text that the target writes: `python -m train.head --config=configs/head.py`.
+r"""A draft for a target of one's own, on text that the target writes.
 
 Command   python -m train.head --config=configs/head.py:eagle3 --target=SmolLM2-135M-Instruct.Q4_1.gguf \
             --workdir=runs/smollm2_head

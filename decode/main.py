@@ -46,6 +46,6 @@ if __name__ == '__main__':
       '',
       '--method=autoregressive,block,race_traversal --num_drafts=4 --draft_length=8 --temperature=0.7',
       "--prompt='Mr. Speaker, I rise today to' --method=auto,autoregressive",
-      '--target=ORG/NAME --draft=lookup --chat --prompts=prompts.txt --output=results.json',
+      '--target=ORG/NAME --draft=lookup --method=autoregressive,speculative --chat --prompts=prompts.txt',
     ],
   )

@@ -1,15 +1,18 @@
 """Draws results of `decode.main`, or logs of training: `python -m decode.plot results.json --output=results.svg`.
 
 A point of a result is a setting: its tokens per target call, and its speed relative to autoregressive decoding, or in
-tokens per second where a file does not say how fast that is. Settings of the same name in several files stand in panels
-of their own, one for each file. Of logs of training, `metrics.jsonl`, the losses and the shares of guesses kept are
-drawn.
+tokens per second where a file does not say how fast that is, with 95% intervals where the file has them. Settings of
+the same name in several files stand in panels of their own, one for each file. Results may be JSON or CSV. Of logs of
+training, `metrics.jsonl`, the losses and the shares of guesses kept are drawn. The data of a figure, `NAME.csv` as
+`decode.reproduce --figure=NAME` writes it, gives that figure.
 """
 
 from __future__ import annotations
 
+import csv
 import math
 import pathlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,35 +23,88 @@ from common.json_file import read_json
 from common.output_files import OutputFiles
 from common.printable import printable
 from decode import training_curves
-from decode.papers import plots
+from decode.papers import figure, plots
+from spectr_jax.io import foreign
 
 _KINDS = '.png', '.svg'
 _MOST_RESULTS, _MOST_FILES = 10_000, 12
-_ADVICE = 'name files that decode.main --output=FILE.json wrote'
+_ADVICE = 'name files that decode.main --output=FILE.json or FILE.csv wrote'
 _NUMBERS = 'tokens', 'target_calls', 'tokens_per_second'
+_LONGEST = 40  # characters of a name
+_ROLES = 'target', 'draft'
 
 
-def read_points(path: str) -> list[dict[str, Any]]:
-  """The settings of a file of results, over all seeds: `method`, `shape`, `tokens_per_call`, `tokens_per_second` and
-  `speedup`, which may be None.
-
-  Args:
-    path: What `decode.main --output` wrote, as JSON.
+def read_results(path: str) -> tuple[str, list[dict[str, Any]]]:
+  """The models of a file of results, and its points; see `read_points`.
 
   Raises:
-    ValueError: The file holds something else; the message says what is wrong.
+    ValueError: As of `read_points`.
   """
+  if pathlib.PurePath(path).suffix == '.csv':
+    rows = [_unflattened(row) for row in _read_rows(path)]
+    return _names_of({role: {'path': rows[0].get(role)} for role in _ROLES}), _points_of(path, rows)
   content = read_json(path, 'the results', _ADVICE)
   results = content.get('results') if isinstance(content, dict) else None
   if not isinstance(results, list) or not 1 <= len(results) <= _MOST_RESULTS:
     raise ValueError(f'{path} holds no results; {_ADVICE}')
+  run = content.get('run')
+  return _names_of(run.get('models') if isinstance(run, dict) else None), _points_of(path, results)
+
+
+def read_points(path: str) -> list[dict[str, Any]]:
+  """The settings of a file of results, over all seeds.
+
+  A setting has `method`, `shape`, `tokens_per_call`, `tokens_per_second`, `speedup`, which may be None, and the
+  intervals `tokens_per_call_ci95` and `speedup_ci95`, which may be None. Of several seeds the ends are means of those
+  of each seed, so that the interval is wide enough.
+
+  Args:
+    path: What `decode.main --output` wrote, as JSON or CSV.
+
+  Raises:
+    ValueError: The file holds something else; the message says what is wrong.
+  """
+  return read_results(path)[1]
+
+
+def _read_rows(path: str) -> list[dict[str, Any]]:
+  """The rows of a CSV file, with numbers where texts read as such."""
+  try:
+    rows = figure.from_csv(foreign.read_text(path, foreign.LARGE))
+  except ValueError as error:
+    raise ValueError(f'cannot read the results: {error}') from error
+  except (csv.Error, TypeError) as error:  # a line has more or fewer cells than the first
+    raise ValueError(f'{path} holds no table of results ({error}); {_ADVICE}') from error
+  if not 1 <= len(rows) <= _MOST_RESULTS:
+    raise ValueError(f'{path} holds no table of results; {_ADVICE}')
+  return rows
+
+
+def _unflattened(row: Mapping[str, Any]) -> dict[str, Any]:
+  """A row of results as JSON has it: an interval is one value."""
+  pairs = {name.removesuffix('_low'): name for name in row if name.endswith('_ci95_low')}
+  return {**row, **{name: [row[low], row.get(f'{name}_high')] for name, low in pairs.items()}}
+
+
+def _names_of(models: Any) -> str:
+  """The names of models, as a run describes them, with their sizes; empty if it does not."""
+  parts = []
+  for role in _ROLES:
+    model = models.get(role) if isinstance(models, dict) else None
+    if isinstance(model, dict) and isinstance(model.get('path'), str):
+      size = f' ({model["num_params"] / 1e6:.1f}M)' if _is_positive(model.get('num_params')) else ''
+      parts.append(f'{role} {printable(model["path"])[-_LONGEST:]}{size}')
+  return ', '.join(parts)
+
+
+def _points_of(path: str, results: Sequence[Any]) -> list[dict[str, Any]]:
   by_setting: dict[tuple[str, str], list[dict[str, Any]]] = {}
   for number, result in enumerate(results, 1):
     if not isinstance(result, dict) or not all(_is_positive(result.get(name)) for name in _NUMBERS):
       raise ValueError(f'{path}: result {number} lacks {", ".join(_NUMBERS)}; {_ADVICE}')
     if not isinstance(result.get('method'), str):
       raise ValueError(f'{path}: result {number} names no method; {_ADVICE}')
-    by_setting.setdefault((printable(result['method'])[:40], _shape_of(result)), []).append(result)
+    by_setting.setdefault((printable(result['method'])[:_LONGEST], _shape_of(result)), []).append(result)
   return [_point(*setting, found) for setting, found in by_setting.items()]
 
 
@@ -70,35 +126,90 @@ def _point(method: str, shape: str, found: Sequence[Mapping[str, Any]]) -> dict[
     'method': method,
     'shape': shape,
     'tokens_per_call': tokens / sum(result['target_calls'] for result in found),
+    'tokens_per_call_ci95': _interval([result.get('block_efficiency_ci95') for result in found]),
     'tokens_per_second': tokens / sum(result['tokens'] / result['tokens_per_second'] for result in found),
     'speedup': sum(speeds) / len(speeds) if all(map(_is_positive, speeds)) else None,
+    'speedup_ci95': _interval([result.get('speedup_ci95') for result in found]),
   }
 
 
-def draw(files: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], kind: str) -> bytes:
+def _interval(found: Sequence[Any]) -> tuple[float, float] | None:
+  """The means of the ends of intervals; None if any of them is not one."""
+  if not all(isinstance(ends, list) and len(ends) == 2 and all(map(_is_positive, ends)) for ends in found):
+    return None
+  low, high = (sum(ends) / len(found) for ends in zip(*found))
+  return (low, high) if low <= high else None
+
+
+def _with_bars(point: Mapping[str, Any], y: str) -> dict[str, Any]:
+  """A point with the columns of its intervals, as `plots.draw_line` reads them."""
+  (left, right), (low, high) = (
+    point.get(f'{name}_ci95') or (None, None) for name in ('tokens_per_call', y)
+  )  # fmt: skip
+  return {**point, 'left': left, 'right': right, 'low': low, 'high': high}
+
+
+def draw(
+  files: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], kind: str, models: Sequence[str] | None = None
+) -> bytes:
   """A picture of points, in a panel for each file.
 
   Args:
     files: Title and points of each, as from `read_points`.
     kind: `png` or `svg`.
+    models: The names of the models of each; None if they are not known.
   """
-  figure, axes = plots.panels(len(files), width=4.2)
-  for (title, own), panel in zip(files, axes):
+  models = ['' for _ in files] if models is None else models
+  is_shared = len(set(models)) == 1
+  drawn, axes = plots.panels(len(files), width=4.2)
+  for (title, own), names, panel in zip(files, models, axes):
     speed = 'speedup' if all(point['speedup'] is not None for point in own) else 'tokens_per_second'
+    own = [_with_bars(point, speed) for point in own]
     plots.draw_lines(panel, own, x='tokens_per_call', y=speed, by='method', linestyle='')
     for point in own:
       place = point['tokens_per_call'], point[speed]
       panel.annotate(point['shape'], place, textcoords='offset points', xytext=(4, 3), fontsize=6, parse_math=False)
-    right, top = (max(point[name] for point in own) for name in ('tokens_per_call', speed))
+    right = max(point['right'] or point['tokens_per_call'] for point in own)
+    top = max(min(point['high'] or 0, 2 * point[speed]) or point[speed] for point in own)
     limits = {'xlim': (0.9, 1.08 * right), 'ylim': (0, 1.12 * top)}
     name = 'speed relative to autoregressive' if speed == 'speedup' else 'tokens/s'
-    plots.name_axes(panel, x='tokens per target call', y=name, title=title if len(files) > 1 else '', **limits)
-  plots.legend(figure, axes)
-  return plots.to_image(figure, title='Speed over tokens per call', kind=kind)
+    lines = [*([title] if len(files) > 1 else []), *([] if is_shared or not names else textwrap.wrap(names, 60))]
+    plots.name_axes(panel, x='tokens per target call', y=name, title='\n'.join(lines), **limits)
+    panel.title.set_parse_math(False)
+  has_bars = any(point.get('tokens_per_call_ci95') for _, own in files for point in own)
+  plots.legend(drawn, axes, title='bars: 95%' if has_bars else '')
+  of_models = f': {models[0]}' if is_shared and models[0] else ''
+  return plots.to_image(drawn, title=f'Speed over tokens per call{of_models}', kind=kind)
+
+
+def _draw_figure(path: str, kind: str) -> bytes | None:
+  """The picture of a figure of `decode.reproduce` from its data; None if the file holds results.
+
+  Raises:
+    ValueError: The file is of no figure, or does not have its columns.
+  """
+  rows = _read_rows(path)
+  if set(_NUMBERS) <= rows[0].keys():
+    return None
+  from decode.papers.exhibits import FIGURES
+
+  stem = pathlib.PurePath(path).stem
+  name = next((name for name in sorted(FIGURES, key=len, reverse=True) if stem.startswith(name)), None)
+  if name is None:
+    raise ValueError(
+      f'{path} holds neither results nor the data of a figure, which is in a file of its name: {", ".join(FIGURES)};'
+      f' {_ADVICE}'
+    )
+  try:
+    return FIGURES[name].to_image(rows, kind=kind)
+  except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+    raise ValueError(f'{path} is not the data of the figure {name} ({type(error).__name__}: {error})') from error
 
 
 def picture_of(paths: Sequence[str], kind: str) -> bytes:
-  """A picture of files, all of them results or all of them logs of training, whose names end in `.jsonl`.
+  """A picture of files, all of them results, or all of them logs of training, whose names end in `.jsonl`.
+
+  The data of a figure is drawn as that figure, alone.
 
   Args:
     paths: The files.
@@ -109,10 +220,17 @@ def picture_of(paths: Sequence[str], kind: str) -> bytes:
   """
   are_logs = {pathlib.PurePath(path).suffix == '.jsonl' for path in paths}
   if len(are_logs) > 1:
-    raise ValueError(f'results, .json, and logs of training, .jsonl, are not drawn together; {_ADVICE}')
+    raise ValueError(f'results, .json or .csv, and logs of training, .jsonl, are not drawn together; {_ADVICE}')
   if are_logs == {True}:
     return training_curves.draw([(training_curves.name_of(p), training_curves.read_steps(p)) for p in paths], kind)
-  return draw([(printable(pathlib.PurePath(path).stem)[:40], read_points(path)) for path in paths], kind)
+  for path in paths:
+    if pathlib.PurePath(path).suffix == '.csv' and (picture := _draw_figure(path, kind)) is not None:
+      if len(paths) > 1:
+        raise ValueError(f'{path} is the data of a figure, which is drawn alone')
+      return picture
+  found = [read_results(path) for path in paths]
+  titles = [printable(pathlib.PurePath(path).stem)[:_LONGEST] for path in paths]
+  return draw([(title, points) for title, (_, points) in zip(titles, found)], kind, [models for models, _ in found])
 
 
 if __name__ == '__main__':
@@ -135,6 +253,7 @@ if __name__ == '__main__':
       'results.json --output=results.svg',
       'cpu.json gpu.json --output=both.png',
       'a/metrics.jsonl b/metrics.jsonl --output=curves.svg',
+      'docs/figures/ladder.csv --output=ladder.png',
     ],
     files='FILE',
   )

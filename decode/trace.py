@@ -111,8 +111,8 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
     raise ValueError('stop is for decode.main and decode.bulk; a trace shows rounds to their ends')
   if options.logprobs:
     raise ValueError("logprobs is for decode.main and decode.bulk; a trace shows the target's probabilities anyway")
+  notify('loading', 0, 1)
   work = Workload.load(dataclasses.replace(options, num_prompts=1))
-  notify(f'{setting}: decoding, and {len(others)} methods judge its drafts', 0, 1)
   trace = trace_decode(
     work.keys(options.seed),
     work.target,
@@ -124,8 +124,8 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
     max_new_tokens=options.max_new_tokens,
     sampling=options.sampling,
     eos_id=work.tokenizer.eos_ids,
+    notify=notify,
   )
-  notify('done', 1, 1)
   text = work.prompts[0].text
   if options.chat:
     text += '\n\n'  # an answer does not continue its question

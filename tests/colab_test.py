@@ -99,16 +99,18 @@ def test_first_cell_does_nothing_here(notebook, commands, tmp_path):
   assert not list(pathlib.Path.cwd().iterdir())
 
 
-def test_first_cell_installs_in_colab(notebook, commands, monkeypatch):
+@pytest.mark.parametrize('is_asked', [False, True])
+def test_first_cell_installs_in_colab(notebook, commands, monkeypatch, is_asked):
+  """Without an address it asks for one, again where nothing is typed, and raises nothing."""
   monkeypatch.setitem(sys.modules, 'google.colab', object())
-  source = _code_cells(notebook)[0].source
-  with pytest.raises(ValueError, match='set REPOSITORY'):
-    exec(source, {})
-  assert not commands
-  source, count = re.subn(r"^REPOSITORY = ''", "REPOSITORY = 'https://example.org/library'", source, flags=re.MULTILINE)
-  assert count == 1
+  source, typed = _code_cells(notebook)[0].source, iter(['', '  ', ' https://example.org/library ', 'too many'])
+  if not is_asked:
+    address = "REPOSITORY = 'https://example.org/library'"
+    source, count = re.subn(r"^REPOSITORY = ''", address, source, flags=re.MULTILINE)
+    assert count == 1
   monkeypatch.setattr('os.chdir', lambda path: commands.append(['cd', path]))
-  exec(source, {})
+  exec(source, {'input': lambda question: next(typed) if 'git clone' in question else 1 / 0})
+  assert len(list(typed)) == (1 if is_asked else 4)
   assert commands[0] == ['git', 'clone', '--depth=1', 'https://example.org/library', 'spectr_jax']
   assert commands[1][1:] == ['-m', 'pip', 'install', '--quiet', './spectr_jax[plots]']
   assert commands[2] == ['cd', 'spectr_jax']

@@ -5,7 +5,9 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pathlib
+import re
 import runpy
+import shlex
 import socket
 import subprocess
 import sys
@@ -127,6 +129,13 @@ def succeed(module, *arguments, **options):
   ran = run(module, *arguments, **options)
   assert ran.returncode == 0, ran.stderr
   return ran.stdout
+
+
+def printed(out):
+  """The module and the arguments of the one command that another command printed."""
+  (line,) = re.findall(r'\bpython -m (.*)$', out, re.MULTILINE)
+  module, *arguments = shlex.split(line)
+  return module, *arguments
 
 
 def refuse(module, *arguments, **options):

@@ -1,12 +1,14 @@
-"""Commands and code of the documentation, for tests; as a program this module parses or runs such commands.
+"""Commands and code that the project shows, on its pages and elsewhere; as a program this parses or runs commands.
 
 As a program it reads a JSON list of tasks from stdin: `module`, `arguments`, `env`, and `is_run`. Each task is a
 process of its own, forked after the slow imports, so many commands cost little more than one. It writes a JSON list of
-results: `error`, which is '' for success, `seconds` of CPU time, and the `flags` of a command that was only parsed.
+results: `error`, which is '' for success, `seconds` of CPU time, and of a command that was only parsed its `flags` and
+the `examples` of its help.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import json
@@ -23,6 +25,8 @@ _READMES = 'README.md', 'pretrained/README.md', 'benchmarks/README.md'
 _FOLDERS = 'docs', 'benchmarks/log'
 PAGES = (*(ROOT / name for name in _READMES), *(p for name in _FOLDERS for p in sorted((ROOT / name).rglob('*.md'))))
 _PACKAGES = 'decode', 'train', 'benchmarks'
+_WITH_TEXTS = 'common', 'configs', 'examples', 'spectr_jax', *_PACKAGES
+SOURCES = [path for name in _WITH_TEXTS for path in sorted((ROOT / name).rglob('*.py'))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +84,55 @@ def commands(page: pathlib.Path) -> list[Command]:
   return [command for line in [*blocks.splitlines(), *inline] for command in _of_line(name, line)]
 
 
+def modules() -> list[str]:
+  """The modules that are commands."""
+  files = [path for name in _PACKAGES for path in sorted((ROOT / name).glob('*.py'))]
+  return [f'{path.parent.name}.{path.stem}' for path in files if "__name__ == '__main__'" in path.read_text('utf-8')]
+
+
+def texts(path: pathlib.Path) -> list[str]:
+  """The texts in a source file, docstrings among them, with VALUE for each part that is known only when it runs."""
+  tree, found, seen = ast.parse(path.read_text('utf-8')), [], set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.JoinedStr):
+      seen |= {id(part) for part in ast.walk(node)}
+      found.append(''.join(part.value if isinstance(part, ast.Constant) else 'VALUE' for part in node.values))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in seen:
+      found.append(node.value)
+  return found
+
+
+_SHOWN = re.compile(r'`(python -m [^`]+)`|(?:^|[ (])(python -m [^`\n]+)', re.MULTILINE)
+
+
+def source_commands() -> list[Command]:
+  """The commands in the texts of all sources: docstrings, messages, and what programs print."""
+  found = []
+  for path in SOURCES:
+    for text in texts(path):
+      for match in _SHOWN.finditer(re.sub(r'\\\n\s*', '', text)):
+        # A message goes on behind a command, with a comma, a bracket or a semicolon.
+        line = ' '.join((match[1] or re.split(r'[,;)](?= |$)|\.\.\.|  (?! *--)|\[', match[2])[0]).split())
+        with contextlib.suppress(ValueError):  # no words of a shell
+          found += _of_line(str(path.relative_to(ROOT)), line)
+  found = [
+    dataclasses.replace(command, arguments=tuple(word for word in command.arguments if word[0] not in '.['))
+    for command in found
+  ]
+  return [command for command in found if command.arguments]
+
+
+def help_commands() -> list[Command]:
+  """The examples in the help of all commands."""
+  every = modules()
+  results = attempt([{'module': module, 'arguments': ['--help'], 'env': {}, 'is_run': False} for module in every])
+  return [
+    Command(f'{module} --help', module, tuple(shlex.split(example)))
+    for module, result in zip(every, results)
+    for example in result['examples']
+  ]
+
+
 def inline_flags(page: pathlib.Path) -> set[str]:
   """Names of the flags that a page mentions within its lines, outside commands."""
   codes = [code for code in _inline(page.read_text(encoding='utf-8')) if code.startswith('--')]
@@ -107,18 +160,22 @@ def _parse(module: str) -> dict:
   """Lets a command define and read its flags, and stops it there."""
   from absl import flags
 
-  from common import command_line
+  from common import command_line, extras
 
-  def parse(main, examples=(), *, files=''):
+  def parse(main, examples=(), *, files='', **_):
+    shown.extend(examples)
+    if extras.is_help_asked_for(sys.argv[1:]):
+      return
     rest = flags.FLAGS(sys.argv)
     assert files or len(rest) == 1, f'unexpected argument {rest[1]!r}'
     options = sys.modules.get('decode.experiment.option_flags')
     if options is not None:
       options.read_options()
 
+  shown: list[str] = []
   command_line.run = parse
   runpy.run_module(module, run_name='__main__')
-  return {'error': '', 'flags': list(flags.FLAGS)}
+  return {'error': '', 'flags': list(flags.FLAGS), 'examples': shown}
 
 
 def _run(module: str) -> dict:

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_hub
 import tokenizers
+from hub_specs import SPECS
 
 from spectr_jax import Tokenizer, load_model, save_model
 from spectr_jax.models import table, transformer
@@ -139,6 +141,25 @@ def test_no_model_there(tmp_path, name):
   (tmp_path / 'file').write_text('text')
   with pytest.raises(ValueError, match=f'no model at .*{name}: expected a directory'):
     load_model(tmp_path / name)
+
+
+@pytest.mark.parametrize('has_config', [False, True])
+def test_a_folder_of_gguf_files_says_which_to_name(tmp_path, has_config):
+  """Also where the folder has what else the hub's folders have."""
+  if has_config:
+    tiny_hub.write(tmp_path)
+    (tmp_path / 'config.json').write_text(json.dumps(SPECS['llama']))
+  (tmp_path / 'notes.txt').write_text('')
+  with pytest.raises(ValueError, match='no weights in' if has_config else 'no model at') as caught:
+    load_model(tmp_path)
+  assert '.gguf file in it' not in str(caught.value)
+  for name in 'dcba':
+    (tmp_path / f'{name}.gguf').touch()
+  with pytest.raises(ValueError, match='give the name of the .gguf file in it') as caught:
+    load_model(tmp_path)
+  message = str(caught.value)
+  assert [message.count(f'{name}.gguf') for name in 'abcd'] == [1, 1, 1, 0]
+  assert 'c.gguf or 1 more; ' in message
 
 
 def _largest_param_file(path):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import ml_collections
 
 from common import command_line
+from train.config_fields import ROOT, sections_of
 
 
 def load(path: str) -> ml_collections.ConfigDict:
@@ -34,7 +35,20 @@ def load(path: str) -> ml_collections.ConfigDict:
   return config
 
 
-def check(argv: list[str]) -> None:
+def _given(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+  """The file that the arguments name as configuration, and the fields that they set."""
+  path, fields = None, []
+  for argument, following in zip(argv, [*argv[1:], '']):
+    name, has_value, value = argument.partition('=')
+    name = '-' + name.lstrip('-') if name.startswith('-') else ''
+    if name == '-config':
+      path = value if has_value else following
+    elif name.startswith('-config.'):
+      fields.append(name.removeprefix('-config.'))
+  return path, fields
+
+
+def check(argv: Sequence[str]) -> None:
   """Checks the configuration that the arguments name, and the fields that they set.
 
   absl checks them as well, but prints tracebacks, or does not say which fields exist.
@@ -42,14 +56,8 @@ def check(argv: list[str]) -> None:
   Raises:
     ValueError: The file cannot be loaded or a field does not exist; the message is one line.
   """
-  config, fields = None, []
-  for argument, following in zip(argv, [*argv[1:], '']):
-    name, has_value, value = argument.partition('=')
-    name = '-' + name.lstrip('-') if name.startswith('-') else ''
-    if name == '-config':
-      config = load(value if has_value else following)
-    elif name.startswith('-config.'):
-      fields.append(name.removeprefix('-config.'))
+  path, fields = _given(argv)
+  config = None if path is None else load(path)
   for field in fields if config is not None else ():
     place, *parents = config, *field.split('.')
     for i, part in enumerate(parents):
@@ -60,10 +68,21 @@ def check(argv: list[str]) -> None:
       place = place[part]
 
 
-def run(main, examples: Sequence[str] = ()) -> None:
-  """Runs a command by `command_line.run`, after `check` of its arguments."""
+def run(main, examples: Sequence[str] = (), *, example: str = 'configs/base.py') -> None:
+  """Runs a command by `command_line.run`, after `check` of its arguments.
+
+  Args:
+    main, examples: As for `command_line.run`.
+    example: The file of this project whose fields `--help` shows, unless `--config` is given.
+  """
+  argv = sys.argv[1:]
+
+  def sections():
+    path = _given(argv)[0] or str(ROOT / example)
+    return sections_of(load(path), path)
+
   try:
-    check(sys.argv[1:])
+    check(argv)
   except ValueError as error:
     sys.exit('error: ' + ' '.join(str(error).split()))
-  command_line.run(main, examples)
+  command_line.run(main, examples, sections=sections)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import train.needs  # noqa: F401  # isort: skip
+
 import functools
 import math
 

@@ -1,8 +1,12 @@
-"""Trains a head or a small model for a target: `python -m train.head --config=configs/head.py --target=MODEL ...`.
+"""Trains a head or a small model for a target.
+
+Command   python -m train.head --config=configs/head.py --target=MODEL --workdir=DIR
 
 The target writes the text (`train.head_data`), so nothing but the target is needed. Several processes run as those of
 `train.main` do.
 """
+
+import train.needs  # noqa: F401  # isort: skip
 
 from absl import flags
 from etils import epath
@@ -20,11 +24,24 @@ def run():
   return HeadTraining(CONFIG.value, _TARGET.value, workdir, allow_fallback=ALLOW_FALLBACK.value).run()
 
 
+def next_flags(folder: epath.Path, target: str, config) -> list[str]:
+  """Flags with which `decode.main` takes what was trained, with drafts as long as it guesses.
+
+  Args:
+    folder: The trained head or model.
+    target: The target, as it was given.
+    config: The experiment.
+  """
+  depth = config.num_unrolled if config.kind == 'medusa' else config.get('block_size')
+  return [f'--target={target}', f'--draft={folder}', *([f'--draft_length={depth}'] if depth else [])]
+
+
 if __name__ == '__main__':
   training_command.run(
     run,
     'target',
-    next_flags=lambda folder: f'--target={_TARGET.value} --draft={folder}',
+    next_flags=lambda folder: next_flags(folder, _TARGET.value, CONFIG.value),
+    example='configs/head.py',
     examples=[
       '--config=configs/head.py --target=MODEL --workdir=runs/head',
       '--config=configs/head.py:model --target=MODEL --workdir=runs/draft --config.num_steps=400',

@@ -4,7 +4,10 @@ With several processes each runs this command: those of a TPU pod find each othe
 `--coordinator_address`, `--num_processes` and `--process_id`.
 """
 
+import train.needs  # isort: skip
+
 from absl import flags
+from etils import epath
 
 from spectr_jax.sharding import is_primary
 from train import plan, training_command
@@ -25,9 +28,25 @@ def run():
   return None
 
 
+def next_flags(folder: epath.Path, config) -> list[str]:
+  """Flags with which `decode.main` takes what was trained: as a draft beside its teacher, else as a target alone.
+
+  The prompt is short, and so is the text, since the context may be.
+
+  Args:
+    folder: The trained model.
+    config: The experiment.
+  """
+  room = ['--prompt=A', *([] if config.seq_len >= 80 else [f'--max_new_tokens={max(config.seq_len // 2, 1)}'])]
+  if config.distill_from:
+    return [f'--target={config.distill_from}', f'--draft={folder}', *room]
+  return [f'--target={folder}', '--method=autoregressive', *room]
+
+
 if __name__ == '__main__':
   training_command.run(
     run,
+    next_flags=lambda folder: next_flags(folder, CONFIG.value),
     examples=[
       '--config=configs/stdlib_pair.py:target --workdir=runs/target',
       '--config=configs/lm1b.py:97m --workdir=runs/97m --dry_run',

@@ -1,10 +1,15 @@
 """Prepares LM1B: `python -m train.prepare_data --manual_dir=DIR_OF_THE_ARCHIVE [--data_dir=DIR]`."""
 
+import train.needs  # noqa: F401  # isort: skip
+
+import functools
+
 from absl import flags
 from etils import epath
-from rich import console, progress
+from rich import console
 
 from common import command_line
+from common.progress_bar import ProgressBar
 from train import lm1b
 
 _MANUAL_DIR = flags.DEFINE_string('manual_dir', None, f'Directory that holds {lm1b.ARCHIVE}.', required=True)
@@ -16,9 +21,8 @@ def main(argv):
   del argv
   archive = epath.Path(_MANUAL_DIR.value).expanduser() / lm1b.ARCHIVE
   stderr = console.Console(stderr=True)
-  with progress.Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-    task = bar.add_task('checking the archive')
-    lm1b.check_archive(archive, _SHA256.value, lambda done, total: bar.update(task, completed=done, total=total))
+  with ProgressBar(stderr, disable=not stderr.is_terminal) as bar:
+    lm1b.check_archive(archive, _SHA256.value, functools.partial(bar.show, 'checking the archive'))
   path = lm1b.prepare(_MANUAL_DIR.value, _DATA_DIR.value)
   print(f'{path}: train with --config.source=lm1b --config.data_dir={_DATA_DIR.value}')
 

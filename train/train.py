@@ -12,8 +12,9 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from rich import console, progress
+from rich import console
 
+from common.progress_bar import ProgressBar
 from spectr_jax.io.checksums import content_hash
 from spectr_jax.io.model_files import files_of_model, load_transformer, save_model
 from spectr_jax.io.new_files import check_new_folder
@@ -56,18 +57,6 @@ def check_config(config) -> TransformerConfig:
     return TransformerConfig(config.vocab_size, max_length=config.seq_len, **config.model)
   except (TypeError, ValueError) as error:
     raise ValueError(f'config.model: {error}') from error
-
-
-def _progress_bar(num_steps: int, step: int):
-  bar = progress.Progress(
-    progress.TextColumn('{task.description}'),
-    progress.BarColumn(),
-    progress.MofNCompleteColumn(),
-    progress.TimeRemainingColumn(),
-    progress.TextColumn('{task.fields[found]}'),
-    console=console.Console(quiet=not is_primary()),
-  )
-  return bar, bar.add_task('training', total=num_steps, completed=step, found='compiling the first step')
 
 
 def check_teacher(config, teacher_config: TransformerConfig) -> None:
@@ -212,14 +201,15 @@ class _Training(Run):
 
   @contextlib.contextmanager
   def showing(self) -> Iterator[Show]:
-    bar, task = _progress_bar(self.config.num_steps, self.step)
+    bar = ProgressBar(console.Console(quiet=not is_primary()), transient=False)
 
     def show(metrics, found):
       said = f'loss {metrics["train_loss"]:.3f}  {metrics["tokens_per_second"]:,.0f} tokens/s'
-      bar.update(task, completed=self.step, found=said)
+      bar.show('training', self.step, self.config.num_steps, said)
       if found:
         bar.console.print(f'step {self.step}: held-out ' + ', '.join(f'{k} {v:.3f}' for k, v in found.items()))
 
+    bar.show('training', self.step, self.config.num_steps, 'compiling the first step')
     with bar:
       yield show
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import train.needs  # noqa: F401  # isort: skip
 
+import shlex
 from collections.abc import Callable, Sequence
 
 import jax
@@ -29,8 +30,9 @@ ALLOW_FALLBACK = flags.DEFINE_bool(
 def run(
   train: Callable[[], Outcome | None],
   *required: str,
-  examples: Sequence[str] = (),
-  next_flags: Callable[[epath.Path], str] = '--target={}'.format,
+  examples: Sequence[str],
+  next_flags: Callable[[epath.Path], list[str]],
+  example: str = 'configs/base.py',
 ) -> None:
   """Runs a command that trains. Errors of users, the devices' lack of memory among them, are one line and exit code 1.
 
@@ -39,6 +41,7 @@ def run(
     *required: Required flags beside `config` and `workdir`.
     examples: Arguments that `--help` shows, a line each.
     next_flags: From the folder of what was trained, the flags with which `decode.main` takes it.
+    example: As for `config_flag.run`.
   """
 
   def main(argv):
@@ -57,7 +60,8 @@ def run(
       print(f'terminated: saved at step {outcome.step}; the same command continues from there')
     else:
       print('held-out ' + ', '.join(f'{name} {value:.4f}' for name, value in outcome.held_out.items()))
-      print(f'written to {outcome.folder}; try it: python -m decode.main {next_flags(outcome.folder)}')
+      command = shlex.join(['python', '-m', 'decode.main', *next_flags(outcome.folder)])
+      print(f'written to {outcome.folder}; try it: {command}')
 
   flags.mark_flags_as_required(['config', 'workdir', *required])
-  config_flag.run(main, examples)
+  config_flag.run(main, examples, example=example)

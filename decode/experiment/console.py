@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 
-from rich import progress
 from rich.console import Console
 
 from common.printable import printable
+from common.progress_bar import ProgressBar
 from spectr_jax.auto.trial import Notify
 
 _SECONDS_BETWEEN_LINES = 30
@@ -100,14 +100,10 @@ def _progress() -> Iterator[Notify]:
   if not console.is_terminal:
     yield _Lines()
     return
-  columns = (
-    progress.TextColumn('{task.description}'),
-    progress.BarColumn(),
-    progress.MofNCompleteColumn(),
-    progress.TimeElapsedColumn(),
-    progress.TextColumn('left'),
-    progress.TimeRemainingColumn(),
-  )
-  with progress.Progress(*columns, console=console, transient=True) as bar:
-    task = bar.add_task('loading', total=None)
-    yield lambda what, done, total: bar.update(task, description=printable(what), completed=done, total=total)
+  with ProgressBar(console) as bar:
+
+    def show(what: str, done: int, total: int) -> None:
+      activity, _, detail = printable(what).partition(';')
+      bar.show(activity, done, total, detail.strip())
+
+    yield show

@@ -6,6 +6,10 @@ import math
 
 import numpy as np
 
+# An interval is estimated from at least so many prompts or batches. Student's t for two is so wide that the interval of
+# any two numbers says nothing.
+MIN_UNITS = 3
+
 
 def ratio(numerators: np.ndarray, denominators: np.ndarray) -> float:
   """The ratio over all prompts: `sum(numerators) / sum(denominators)`.
@@ -38,16 +42,28 @@ def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> tuple[fl
     denominators: `[P]`, one per prompt.
 
   Returns:
-    The low and high end, or None for a single prompt, which has no variance estimate.
+    The low and high end, or None for fewer than `MIN_UNITS` prompts.
   """
   num_prompts = len(numerators)
-  if num_prompts < 2:
+  if num_prompts < MIN_UNITS:
     return None
   middle = ratio(numerators, denominators)
   residuals = numerators - middle * denominators
   error = math.sqrt(num_prompts / (num_prompts - 1) * float(np.sum(residuals**2))) / float(np.sum(denominators))
   half = _student_quantile(num_prompts - 1) * error
   return middle - half, middle + half
+
+
+def within(interval: tuple[float, float] | None, low: float, high: float = math.inf) -> tuple[float, float] | None:
+  """The part of an interval that can be true of a number from `low` to `high`."""
+  return None if interval is None else (max(interval[0], low), min(interval[1], high))
+
+
+def half_width(value: float, interval: tuple[float, float] | None) -> float | None:
+  """The number behind ± of a value whose interval is symmetric; None of others, and where there is none."""
+  if interval is None or not math.isclose(interval[1] - value, value - interval[0], rel_tol=1e-6, abs_tol=1e-9):
+    return None
+  return (interval[1] - interval[0]) / 2
 
 
 def compare(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, float]:

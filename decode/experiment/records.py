@@ -61,11 +61,11 @@ def _prediction(found: Prediction) -> dict:
 def to_json(run: DecodeRun) -> str:
   """The run as JSON, with one result per setting and seed.
 
-  These values can be null: `block_efficiency_ci95` for a single prompt, `speedup` if autoregressive decoding was not
-  run, its interval (over batches) for a single batch, `seconds_per_round` and `share_of_optimum` unless requested, and
-  `epsilon` if methods use their own. `acceptance_by_position[d]` is the share of rounds that kept at least d + 1
-  drafted tokens. `acceptance` holds, by method, the rates that `optimal` trees were chosen from. `predictions` holds
-  the settings that `auto` chose from, the fastest first.
+  These values can be null: `block_efficiency_ci95` for fewer than three prompts, `speedup` if autoregressive decoding
+  was not run, its interval (over batches) for fewer than three batches, `seconds_per_round` and `share_of_optimum`
+  unless requested, and `epsilon` if methods use their own. `acceptance_by_position[d]` is the share of rounds that kept
+  at least d + 1 drafted tokens. `acceptance` holds, by method, the rates that `optimal` trees were chosen from.
+  `predictions` holds the settings that `auto` chose from, the fastest first.
   """
   results = [_result(run.summarize(found.setting, (found.seed,)), run, found.seed) for found in run.measurements]
   content = {'run': run.info, 'acceptance': run.acceptance, 'results': results}
@@ -78,8 +78,9 @@ def to_csv(run: DecodeRun) -> str:
   """The results of `to_json` as comma-separated values, a line each below their names.
 
   An interval is two values, `_low` and `_high`; shares by position stand in one, separated by spaces; null is empty.
+  Each line ends with the paths of both models.
   """
-  rows = []
+  rows, models = [], run.info['models']
   for found in run.measurements:
     row = {}
     for name, value in _result(run.summarize(found.setting, (found.seed,)), run, found.seed).items():
@@ -89,7 +90,7 @@ def to_csv(run: DecodeRun) -> str:
         row |= {f'seconds_{part}': (value or {}).get(part, '') for part in _PARTS}
       else:
         row[name] = ' '.join(map(str, value)) if isinstance(value, list) else value
-    rows.append(row)
+    rows.append(row | {role: models.get(role, {}).get('path', '') for role in ('target', 'draft')})
   text = io.StringIO()
   writer = csv.DictWriter(text, rows[0], lineterminator='\n')
   writer.writeheader()

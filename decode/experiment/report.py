@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from rich import box
 from rich.console import Console
@@ -9,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.printable import printable
+from decode.experiment import metrics
 from decode.experiment.console import make_console
 from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.workload import model_title
@@ -28,8 +31,15 @@ _MEANINGS = {
 }
 
 
-def _with_interval(value: float, interval: tuple[float, float] | None, unit: str = '') -> str:
-  return f'{value:.2f}{unit}' + ('' if interval is None else f' ± {(interval[1] - interval[0]) / 2:.2f}')
+def _range(interval: tuple[float, float] | None) -> str:
+  return '-' if interval is None else f'{interval[0]:.2f} to {interval[1]:.2f}'
+
+
+def _with_interval(value: float, interval: tuple[float, float] | None) -> str:
+  if interval is None:
+    return f'{value:.2f}'
+  half = metrics.half_width(value, interval)
+  return f'{value:.2f} ± {half:.2f}' if half is not None else f'{value:.2f} ({_range(interval)})'
 
 
 _NUM_POSITIONS = 8  # of which the acceptance is shown, at most
@@ -44,34 +54,53 @@ def _shares(shares: list[float], num_shown: int) -> str:
 def fitting_table(run: DecodeRun, console: Console) -> Table:
   """The table of results that fits the console: acceptance by position gives way first, then what lines below say too.
 
+  Whatever gives way, a setting's tree alone may take several lines.
+
   Args:
     run: The run.
     console: The console.
   """
+  forms = [{'num_positions': number} for number in range(_NUM_POSITIONS, -1, -1)]
+  for name in ('has_lossless', 'has_ranges', 'has_nodes'):
+    forms.append({**forms[-1], name: False})
+  return _first_that_fits((make_table(run, **form) for form in forms), console)
+
+
+def _first_that_fits(tables: Iterable[Table], console: Console) -> Table:
+  """The first table that is not wider than the console, else the last."""
   unbounded = console.options.update(max_width=10_000)
-  for num_positions in range(_NUM_POSITIONS, -1, -1):
-    table = make_table(run, num_positions)
+  for table in tables:
     if console.measure(table, options=unbounded).maximum <= console.width:
-      return table
-  return make_table(run, 0, has_lossless=False)
+      break
+  return table
 
 
-def make_table(run: DecodeRun, num_positions: int = _NUM_POSITIONS, *, has_lossless: bool = True) -> Table:
+def make_table(
+  run: DecodeRun,
+  num_positions: int = _NUM_POSITIONS,
+  *,
+  has_lossless: bool = True,
+  has_ranges: bool = True,
+  has_nodes: bool = True,
+) -> Table:
   """The table of results: one row per setting, over all seeds.
 
   Args:
     run: The run.
     num_positions: Positions whose acceptance is shown, at most.
     has_lossless: Whether a column says which methods are lossless; else those that are not have a mark.
+    has_ranges: Whether a column has the intervals of the speed-ups.
+    has_nodes: Whether a column has the numbers of nodes, where there are trees.
   """
   has_trees = any(setting.spec is not None and setting.spec.name != 'chains' for setting in run.settings)
   columns = [('method', 'left'), *[('lossless', 'left')] * has_lossless, ('K', 'right'), ('L', 'right')]
   if has_trees:
-    columns += [('nodes', 'right'), ('tree', 'left')]
+    columns += [*[('nodes', 'right')] * has_nodes, ('tree', 'left')]
   columns += [('tokens per\ntarget call', 'left'), *[('acceptance\nby position', 'left')] * (num_positions > 0)]
   if run.options.share_of_optimum:
     columns.append(('share of\noptimum', 'left'))
-  columns += [('tokens/s', 'right'), ('speed-up', 'right')]
+  has_ranges = has_ranges and any(run.summarize(setting).speedup is not None for setting in run.settings)
+  columns += [('tokens/s', 'right'), ('speed-up', 'right'), *[('95% range', 'left')] * has_ranges]
   padding = (0, 1) if has_lossless else (0, 1, 0, 0)
   table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=padding)
   for name, justify in columns:
@@ -86,7 +115,7 @@ def make_table(run: DecodeRun, num_positions: int = _NUM_POSITIONS, *, has_lossl
       str(setting.draft_length or '-'),
     ]
     if has_trees:
-      cells += [str(setting.tree.num_nodes or '-'), setting.tree_name]
+      cells += [*[str(setting.tree.num_nodes or '-')] * has_nodes, setting.tree_name]
     cells.append(_with_interval(summary.block_efficiency, summary.interval))
     if num_positions:
       cells.append(_shares(summary.acceptance_by_position, num_positions))
@@ -95,7 +124,8 @@ def make_table(run: DecodeRun, num_positions: int = _NUM_POSITIONS, *, has_lossl
       cells.append('-' if share is None else _with_interval(share, summary.share_interval))
     cells += [
       f'{summary.tokens_per_second:,.0f}',
-      '-' if summary.speedup is None else _with_interval(summary.speedup, summary.speedup_interval, 'x'),
+      '-' if summary.speedup is None else f'{summary.speedup:.2f}x',
+      *[_range(summary.speedup_interval)] * has_ranges,
     ]
     table.add_row(*cells)
   return table
@@ -104,20 +134,26 @@ def make_table(run: DecodeRun, num_positions: int = _NUM_POSITIONS, *, has_lossl
 _NUM_PREDICTIONS = 12
 
 
-def make_prediction_table(predictions: list[Prediction]) -> Table:
-  """A table of the fastest settings by prediction, and of autoregressive decoding."""
+def make_prediction_table(predictions: list[Prediction], *, has_parts: bool = True) -> Table:
+  """A table of the fastest settings by prediction, and of autoregressive decoding.
+
+  Args:
+    predictions: The predictions, the fastest first.
+    has_parts: Whether columns have the times of a round's parts.
+  """
   shown = predictions[:_NUM_PREDICTIONS]
   shown += [found for found in predictions[_NUM_PREDICTIONS:] if not found.setting.tree.num_nodes]
   alone = next(found for found in predictions if not found.setting.tree.num_nodes)
   table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-  table.add_column('predicted', no_wrap=True)
-  for name in ('tokens per\ntarget call', 'draft\nms', 'target\nms', 'rest\nms', 'tokens/s', 'speed-up'):
+  table.add_column('predicted', no_wrap=has_parts)
+  parts = ('draft', 'target', 'rest') if has_parts else ()
+  for name in ('tokens per\ntarget call', *(f'{part}\nms' for part in parts), 'tokens/s', 'speed-up'):
     table.add_column(name, justify='right', no_wrap=True)
   for found in shown:
     table.add_row(
       str(found.setting),
       f'{found.tokens_per_call:.2f}',
-      *(f'{1e3 * getattr(found, f"{part}_seconds"):.2f}' for part in ('draft', 'target', 'rest')),
+      *(f'{1e3 * getattr(found, f"{part}_seconds"):.2f}' for part in parts),
       f'{found.tokens_per_second:,.0f}',
       f'{found.tokens_per_second / alone.tokens_per_second:.2f}x',
     )
@@ -164,6 +200,33 @@ def explain_missing_baseline(run: DecodeRun) -> list[str]:
   if any(run.summarize(setting).speedup is not None for setting in run.settings):
     return []
   return ['speed-up is relative to autoregressive, which is not among the methods; add it to --method to compare.']
+
+
+def explain_ranges(run: DecodeRun) -> list[str]:
+  """A line where speed-ups or tokens per call have no interval, and why."""
+  summaries, lines = [run.summarize(setting) for setting in run.settings if setting.tree.num_nodes], []
+  enough = f'and it takes {metrics.MIN_UNITS}'
+  if any(each.speedup is not None and each.speedup_interval is None for each in summaries):
+    lines.append(
+      f'speed-ups have no 95% range: it is over batches, of which this run has {run.num_batches}, {enough}; a smaller'
+      ' --batch_size or more --num_prompts make more.'
+    )
+  if any(each.interval is None for each in summaries):
+    lines.append(
+      f'tokens per target call have no interval: it is over prompts, of which this run has {len(run.prompts)},'
+      f' {enough}.'
+    )
+  return lines
+
+
+def explain_hidden_ranges(run: DecodeRun) -> list[str]:
+  """One line for each speed-up with an interval, for tables without a column of them."""
+  found = [(setting, run.summarize(setting)) for setting in run.settings]
+  return [
+    f'{setting}: speed-up {each.speedup:.2f}x, 95% range {_range(each.speedup_interval)}.'
+    for setting, each in found
+    if each.speedup_interval is not None
+  ]
 
 
 def explain_parts(run: DecodeRun) -> list[str]:
@@ -265,11 +328,16 @@ def print_report(run: DecodeRun, console: Console | None = None) -> None:
   if not console.is_terminal:
     console.width = 1000  # lines of a file need not fit into a window
   if run.predictions:
-    console.print(make_prediction_table(run.predictions))
+    forms = (make_prediction_table(run.predictions, has_parts=has_parts) for has_parts in (True, False))
+    console.print(_first_that_fits(forms, console))
     console.print('\n' + explain_choice(run.predictions) + '\n', **print_options)
-  console.print(fitting_table(run, console))
+  table = fitting_table(run, console)
+  console.print(table)
   console.print()
-  lines = explain_bias(run) + explain_missing_baseline(run) + explain_slow(run) + explain_parts(run)
+  is_hidden = '95% range' not in [column.header for column in table.columns]
+  lines = explain_hidden_ranges(run) if is_hidden else []
+  for explain in (explain_bias, explain_missing_baseline, explain_ranges, explain_slow, explain_parts):
+    lines += explain(run)
   for line in lines + describe_groups(run.info['timed_together']):
     console.print(line + '\n', **print_options)
   console.print(make_sample(run, is_colored=console.color_system is not None), **print_options)

@@ -62,14 +62,15 @@ class Summary:
     setting: The setting.
     num_tokens, num_calls: Numbers of emitted tokens and target calls.
     block_efficiency: `num_tokens / num_calls`.
-    interval: The 95% interval of `block_efficiency` over prompts, None for a single prompt.
+    interval: The 95% interval of `block_efficiency` over prompts, within what is possible; None for fewer than
+      `metrics.MIN_UNITS` prompts.
     acceptance_by_position: `[L]`, the share of rounds that kept at least d + 1 drafted tokens.
     seconds: Time of all batches, without compilation.
     num_rounds: Rounds that the device ran, each for a whole batch.
     tokens_per_second: New tokens per second. Settings that were not timed together compare less reliably.
     speedup: Tokens per second relative to autoregressive decoding in turns with the setting, None if that was not run.
-    speedup_interval: The 95% interval of `speedup` over batches, None for a single batch and for autoregressive
-      decoding itself.
+    speedup_interval: The 95% interval of `speedup` over batches, positive; None for fewer than `metrics.MIN_UNITS`
+      batches, and for autoregressive decoding itself.
     round_cost: Time of a round relative to an autoregressive step, None if that was not run.
     tokens_per_round: Tokens per round and row, where rows that wait for the rest of their batch count.
     share_of_optimum: Accepted tokens relative to the most that token-level verification could accept on average at the
@@ -148,6 +149,11 @@ class DecodeRun:
     measurements = [found.take(rows) for found in self.measurements]
     return dataclasses.replace(self, prompts=[self.prompts[row] for row in rows], measurements=measurements)
 
+  @property
+  def num_batches(self) -> int:
+    """Batches of prompts, the units of intervals of times."""
+    return -(-len(self.prompts) // self.options.batch_size)
+
   def _per_prompt(self, values: np.ndarray) -> np.ndarray:
     """The sum over the samples of each prompt, `[P]`, of values `[R]`."""
     return values.reshape(len(self.prompts), self.options.num_samples).sum(axis=1)
@@ -184,7 +190,7 @@ class DecodeRun:
     if baseline:
       speeds, others = self.batch_speeds(setting, seeds)
       speedup = metrics.ratio(*speeds) / metrics.ratio(*others)
-      if len(speeds[0]) > 1 and setting != baseline_of(self.settings):
+      if len(speeds[0]) >= metrics.MIN_UNITS and setting != baseline_of(self.settings):
         speedup_interval = metrics.compare(speeds, others)[1:]
       round_cost = seconds / num_rounds / (float(others[1].sum()) / sum(found.rounds for found in baseline))
     # The continuations of one prompt are one unit of the sample.
@@ -194,21 +200,20 @@ class DecodeRun:
     if parts:
       whole = seconds / num_rounds
       parts = {'round': whole} | parts | {'rest': whole - sum(parts.values())}
-    num_batches = -(-len(self.prompts) // self.options.batch_size)
-    rows_per_batch = len(self.prompts) * self.options.num_samples / num_batches
+    rows_per_batch = len(self.prompts) * self.options.num_samples / self.num_batches
     share, share_interval = None, None
     is_compared = setting.method.max_drafts is None and has_independent_children(setting.method)
     if self.options.share_of_optimum and is_compared:
       accepted = self._per_prompt(sum(found.statistics.accepts.sum((1, 2)) for found in own))
       optimum = self._per_prompt(sum(found.statistics.optimum for found in own))
       share = metrics.ratio(accepted, optimum)
-      share_interval = metrics.ratio_interval(accepted, optimum)
+      share_interval = metrics.within(metrics.ratio_interval(accepted, optimum), 0)
     return Summary(
       setting=setting,
       num_tokens=int(tokens.sum()),
       num_calls=int(calls.sum()),
       block_efficiency=metrics.ratio(tokens, calls),
-      interval=metrics.ratio_interval(tokens, calls),
+      interval=metrics.within(metrics.ratio_interval(tokens, calls), 1, setting.tree.max_depth + 1),
       acceptance_by_position=metrics.acceptance_by_position(sum(found.accepted_by_depth for found in own), calls),
       seconds=seconds,
       num_rounds=num_rounds,

@@ -62,7 +62,8 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
   baseline, part_seconds, groups = baseline_of(settings), {}, []
 
   def prepare(setting):
-    notify(f'compiling {settings.index(setting) + 1} of {len(settings)}: {setting}', done, total)
+    place, number = settings.index(setting), len(settings)
+    notify(f'compiling {place + 1} of {number}: {setting}', place, number)
     # One round compiles the program that `generate` runs.
     decoder = workload.decoder(setting, statistics=options.share_of_optimum)
     state = workload.init(decoder, keys[options.seed], batches[0], num_samples=options.num_samples)

@@ -129,6 +129,15 @@ class Models:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def _advice(options: DecodeOptions) -> str:
+  """What to do about models that do not go together, if one of them was not given; else empty."""
+  if options.draft == DecodeOptions.draft:
+    return '; the draft is the shipped one, since none is given: give --draft, or --method=autoregressive'
+  if options.target == DecodeOptions.target:
+    return '; the target is the shipped one, since none is given: give --target'
+  return ''
+
+
 def load_models(options: DecodeOptions, sharding: DecodeSharding | None = None) -> Models:
   """The models of a run.
 
@@ -154,7 +163,10 @@ def load_models(options: DecodeOptions, sharding: DecodeSharding | None = None) 
   elif path := options.draft_model:
     is_divided = sharding is not None and sharding.is_draft_divided
     draft, own, info['draft'] = _load_model(options, path, mesh if is_divided else None)
-    check_same_tokens([(options.target, tokenizer), (path, own)])
+    try:
+      check_same_tokens([(options.target, tokenizer), (path, own)])
+    except ValueError as error:
+      raise ValueError(f'{error}{_advice(options)}') from error
     draft = draft.with_vocab_size(target.vocab_size)
   if options.has_lookup:
     search: dict[str, Any] = {'lookup_max': options.lookup_max, 'lookup_min': options.lookup_min}

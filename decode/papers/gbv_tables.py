@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from decode.experiment import metrics
 from decode.experiment.results import Summary
 from decode.experiment.settings import Setting
 from decode.papers import published
@@ -21,9 +22,9 @@ from decode.papers.table import (
   Table,
   block_efficiency,
   decode_sets,
-  half_width,
   published_value,
   setting_columns,
+  with_interval,
 )
 from decode.papers.table_panels import Panel
 from spectr_jax import get_method
@@ -42,8 +43,9 @@ def _accepted(summary: Summary) -> Value | None:
   length = summary.setting.draft_length
   if not length:
     return None
-  spread = half_width(summary.interval)
-  return Value(float(np.mean(summary.acceptance_by_position)), None if spread is None else spread / length)
+  share = float(np.mean(summary.acceptance_by_position))
+  ends = None if summary.interval is None else [(end - summary.block_efficiency) / length for end in summary.interval]
+  return with_interval(share, None if ends is None else metrics.within((share + ends[0], share + ends[1]), 0, 1))
 
 
 def _measured(summary: Summary) -> dict[str, Value]:

@@ -85,7 +85,7 @@ def bare_panels(
 def panels(
   number: int, *, rows: int = 1, width: float = 3.4, height: float = 3.1, sharey: bool = False
 ) -> tuple[Any, list[Any]]:
-  """A figure with room for a legend on the right, and its panels row by row, with a grid.
+  """A figure and its panels row by row, with a grid; `legend` makes room for itself.
 
   Args:
     number: Panels in each row.
@@ -94,7 +94,7 @@ def panels(
     height: Of a panel, in inches.
     sharey: Whether all panels have the same vertical axis.
   """
-  figsize = width * number + 1.8, height * rows
+  figsize = width * number, height * rows
   figure, axes = bare_panels(number, figsize=figsize, dpi=110, rows=rows, sharey=sharey)
   for each in axes:
     each.grid(alpha=0.3)
@@ -136,6 +136,8 @@ def number_ticks(axes, values: Iterable[float], *, base: int = 2) -> None:
 def draw_line(axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, label: str, band: bool = False, **style):
   """Draws one line through the rows, ordered by `x`, with intervals from `low` to `high` where rows have them.
 
+  Intervals of `x` are from `left` to `right`.
+
   Args:
     axes: The panel.
     rows: The points; rows whose `y` is None are left out.
@@ -149,6 +151,10 @@ def draw_line(axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, label:
   xs, ys = [row[x] for row in rows], [row[y] for row in rows]
   style = {'markersize': 4, 'linewidth': 1.2} | style
   axes.plot(xs, ys, label=label, **style)
+  bars = {'fmt': 'none', 'ecolor': style.get('color'), 'elinewidth': 1, 'capsize': 2}
+  for row in rows:
+    if row.get('left') is not None:
+      axes.errorbar([row[x]], [row[y]], xerr=_sides(row[x], row['left'], row['right']), **bars)
   known = [row for row in rows if row.get('low') is not None]
   if not known:
     return
@@ -157,7 +163,12 @@ def draw_line(axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, label:
     axes.fill_between(xs, lows, highs, color=style.get('color'), alpha=0.25, linewidth=0)
     return
   errors = [[y - low for y, low in zip(ys, lows)], [high - y for y, high in zip(ys, highs)]]
-  axes.errorbar(xs, ys, errors, fmt='none', ecolor=style.get('color'), elinewidth=1, capsize=2)
+  axes.errorbar(xs, ys, errors, **bars)
+
+
+def _sides(value: float, low: float, high: float) -> list[list[float]]:
+  """The lengths of one bar's sides, as `Axes.errorbar` takes them."""
+  return [[max(value - low, 0)], [max(high - value, 0)]]
 
 
 def draw_lines(
@@ -180,7 +191,7 @@ def draw_lines(
 
 
 def legend(figure, axes, *, title: str = '') -> None:
-  """Puts one legend right of all panels, with every name once.
+  """Puts one legend below all panels, with every name once: beside them it would leave them little of a narrow page.
 
   Args:
     figure: The figure.
@@ -191,9 +202,12 @@ def legend(figure, axes, *, title: str = '') -> None:
   for each in axes if isinstance(axes, list) else [axes]:
     handles, labels = each.get_legend_handles_labels()
     entries |= {label: handle for handle, label in zip(handles, labels) if label not in entries}
-  figure.legend(
-    entries.values(), entries, loc='outside right center', fontsize=_TEXT_SIZE, title=title, title_fontsize=_TEXT_SIZE
-  )
+  width = 0.7 + 0.007 * _TEXT_SIZE * max(map(len, entries), default=0)  # inches of an entry, with its line and margins
+  columns = max(1, min(len(entries), int(figure.get_figwidth() / width)))
+  lines = -(-len(entries) // columns) + bool(title)
+  figure.set_figheight(figure.get_figheight() + 0.021 * _TEXT_SIZE * lines + 0.15)
+  text = {'fontsize': _TEXT_SIZE, 'title': title, 'title_fontsize': _TEXT_SIZE}
+  figure.legend(entries.values(), entries, loc='outside lower center', ncols=columns, **text)
 
 
 def to_png(figure, *, title: str) -> bytes:

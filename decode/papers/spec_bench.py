@@ -17,7 +17,7 @@ from decode.experiment.results import DecodeRun
 from decode.experiment.settings import Setting
 from decode.papers import published
 from decode.papers.exhibit import Request, Results, Row, Sizes, Value
-from decode.papers.table import CUT_ROUNDS, HERE, Table, block_efficiency, decode_sets, half_width, setting_columns
+from decode.papers.table import CUT_ROUNDS, HERE, Table, block_efficiency, decode_sets, setting_columns, with_interval
 from decode.papers.table_panels import Panel
 from spectr_jax import get_method
 from spectr_jax.auto.trial import Notify
@@ -92,9 +92,11 @@ def _speed_columns(run: DecodeRun, setting: Setting) -> Row:
     setting: A setting of the run.
   """
   speeds, others = ((tokens / seconds, np.ones(len(tokens))) for tokens, seconds in run.batch_speeds(setting))
-  interval = metrics.compare(speeds, others)[1:] if len(run.prompts) > 1 and setting.tree.num_nodes else None
+  interval = (
+    metrics.compare(speeds, others)[1:] if len(run.prompts) >= metrics.MIN_UNITS and setting.tree.num_nodes else None
+  )
   return {
-    'tokens/s': Value(metrics.ratio(*speeds), half_width(metrics.ratio_interval(*speeds))),
+    'tokens/s': with_interval(metrics.ratio(*speeds), metrics.within(metrics.ratio_interval(*speeds), 0)),
     'speed-up': Value(metrics.ratio(*speeds) / metrics.ratio(*others), interval=interval),
   }
 

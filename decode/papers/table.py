@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from decode.experiment import metrics
 from decode.experiment.prompts import take_first
 from decode.experiment.results import DecodeRun, Summary
 from decode.experiment.run import run_decode
@@ -201,14 +202,15 @@ def setting_columns(setting: Setting, **before) -> Row:
   return {**before, 'method': method_label(setting), 'K': setting.num_drafts, 'L': setting.draft_length}
 
 
-def half_width(interval: tuple[float, float] | None) -> float | None:
-  """Half the width of an interval, None where there is none."""
-  return None if interval is None else (interval[1] - interval[0]) / 2
+def with_interval(mean: float, interval: tuple[float, float] | None) -> Value:
+  """A mean with its interval, as ± where it is symmetric."""
+  spread = metrics.half_width(mean, interval)
+  return Value(mean, spread, interval=interval if spread is None else None)
 
 
 def block_efficiency(summary: Summary) -> Value:
-  """Tokens per target call, with half of the 95% interval over prompts."""
-  return Value(summary.block_efficiency, half_width(summary.interval))
+  """Tokens per target call, with the 95% interval over prompts."""
+  return with_interval(summary.block_efficiency, summary.interval)
 
 
 def published_value(printed: tuple[float, float | None] | None) -> Value | None:

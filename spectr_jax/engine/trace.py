@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -177,6 +177,7 @@ def trace_decode(
   max_new_tokens: int,
   others: Sequence[str | Method] = (),
   sampling: SamplingParams | None = None,
+  notify: Callable[[str, int, int], None] = lambda what, done, total: None,
   **request: Any,
 ) -> Trace:
   """Continues one prompt as `generate` does, and records every round.
@@ -193,6 +194,8 @@ def trace_decode(
     max_new_tokens: Limit of new tokens.
     others: Methods that judge the same drafts; see `make_judge`.
     sampling: Of scalars, as for `generate`.
+    notify: Called with the current activity, the steps done and the steps in total: programs in the first round, each
+      of which is compiled then, and tokens from then on.
     **request: Other options of `generate`.
 
   Returns:
@@ -211,15 +214,25 @@ def trace_decode(
   judges = tuple(make_judge(get_method(each), method, tree, **kinds) for each in (method, *others))
   sizes = {'max_new_tokens': max_new_tokens, 'cache_size': buffer_size(len(prompt_tokens) + max_new_tokens)}
   decoder = Decoder.make(target, draft, method=method, tree=tree, **sizes, **request)
+  programs = ['the prompt', *(judge.method.name for judge in judges)]
+
+  def begin(number: int) -> None:
+    if not rounds:
+      notify(f'compiling {number + 1} of {len(programs)}: {programs[number]}', number, len(programs))
+
+  rounds: list[TracedRound] = []
+  begin(0)
   state = init_decode(decoder, rng_key, prompt_tokens[None], np.array([len(prompt_tokens)]), sampling=sampling)
-  rounds = []
+  begin(1)
   while not bool(state.is_done[0]):
     before = state
     state, played = _play(decoder, state)
     decoder.check(state.result)
     played = jax.tree.map(lambda x: x[0], played)
     judgements = [Judgement(*jax.device_get((played.verdict, played.record)))]
-    judgements += [_judgement(judge, tree, played) for judge in judges[1:]]
+    for number, judge in enumerate(judges[1:], 2):
+      begin(number)
+      judgements.append(_judgement(judge, tree, played))
     old, new = int(before.result.lengths[0]), int(state.result.lengths[0])
     proposal, target_laws = jax.device_get((played.proposal, played.target_probs))
     is_given = np.zeros(len(proposal.tokens), bool) if proposal.is_given is None else proposal.is_given
@@ -235,4 +248,5 @@ def trace_decode(
         origins=np.asarray(state.result.origins[0, old:new]),
       )
     )
+    notify('decoding', new, max_new_tokens)
   return Trace(tree, judges, tuple(rounds), jax.device_get(state.result).of_size(max_new_tokens))

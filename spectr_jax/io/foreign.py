@@ -28,6 +28,7 @@ from etils import epath
 # JSON takes up to 25 times its size in memory.
 SMALL = 2**22  # bytes, of configurations
 LARGE = 2**24  # bytes, of lists of tensors
+_MOST_NAMED = 3  # files of a folder, in a message
 _REMOTE = ('gs', 's3', 'az')  # what etils.epath knows
 
 
@@ -273,6 +274,21 @@ def first_line(error: BaseException) -> str:
 def name_shown(name: str) -> str:
   """A name that a file gives, as messages show it: without quotes if it is short and printable."""
   return name if len(name) <= 80 and name.isprintable() else shown(name)
+
+
+def gguf_files(folder: epath.PathLike) -> str:
+  """Words that say which GGUF file of a folder to name, for the message that the folder itself is no model.
+
+  Returns:
+    Words that end in `; `, with the paths of at most three files; empty if the folder has none.
+  """
+  try:
+    found = sorted(path.name for path in epath.Path(folder).glob('*.gguf'))
+  except OSError:
+    return ''
+  shown_paths = [name_shown(str(epath.Path(folder) / name)) for name in found[:_MOST_NAMED]]
+  others = [f'{len(found) - _MOST_NAMED:,} more'] if len(found) > _MOST_NAMED else []
+  return f'give the name of the .gguf file in it, {" or ".join(shown_paths + others)}; ' if found else ''
 
 
 @contextlib.contextmanager

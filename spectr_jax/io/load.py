@@ -188,8 +188,8 @@ def open_model(path: epath.PathLike) -> ModelFiles:
   if (path / 'config.json').exists():
     return _HubFolder(path)
   raise ValueError(
-    f'no model at {path}: expected a directory with model.json or config.json, a .gguf file, or the name ORG/NAME of'
-    ' a model on the hub'
+    f'no model at {path}: {foreign.gguf_files(path)}expected a directory with model.json or config.json, a .gguf file,'
+    ' or the name ORG/NAME of a model on the hub'
   )
 
 

@@ -1,7 +1,13 @@
 """The progress of a run where it is not drawn: in a pipe or a file."""
 
-import pytest
+import io
+import pathlib
+import re
 
+import pytest
+from rich.console import Console
+
+from common.progress_bar import ProgressBar
 from decode.experiment import console
 
 
@@ -53,3 +59,55 @@ def test_a_run_that_fails_says_nothing_of_its_time(clock, capsys):
   with pytest.raises(ValueError, match='no model'):
     fail()
   assert capsys.readouterr().err.splitlines() == ['[0/1] compiling']
+
+
+class _Terminal(Console):
+  """A terminal whose time is that of the fixture `clock`."""
+
+  def __init__(self, clock):
+    super().__init__(file=io.StringIO(), force_terminal=True, width=120, get_time=lambda: clock[0], color_system=None)
+
+
+def _drawn(terminal, bar):
+  with terminal.capture() as shown:
+    terminal.print(bar.get_renderable())
+  return ' '.join(shown.get().split())
+
+
+def test_a_bar_names_its_times_and_always_moves(clock):
+  terminal = _Terminal(clock)
+  bar = ProgressBar(terminal)
+  assert '0:00:00 elapsed' in _drawn(terminal, bar)
+  bar.show('compiling 1 of 2: spectr', 0, 1)
+  clock[0] += 217
+  first = _drawn(terminal, bar)
+  clock[0] += 0.2
+  assert _drawn(terminal, bar) != first  # though no step is done
+  assert first.endswith('0:03:37 elapsed')
+  assert not re.search(r'-:--:--|left|0/1', first)
+  for done in range(11):
+    bar.show('decoding', done, 100, f'{done} tokens/s')
+    clock[0] += 6
+  drawn = _drawn(terminal, bar)
+  assert re.search(r'decoding .* 10/100 0:04:43 elapsed, about 0:0[89]:\d\d left 10 tokens/s$', drawn), drawn
+  bar.show('timing', 0, 7)
+  assert re.search(r'timing .*0/7 0:04:43 elapsed$', _drawn(terminal, bar))  # at a pace of its own
+  bar.show('timing', 7, 7)
+  assert re.search(r' 7/7 0:04:43 elapsed$', _drawn(terminal, bar))
+
+
+def test_a_terminal_has_a_bar(clock, monkeypatch):
+  terminal = _Terminal(clock)
+  monkeypatch.setattr(console, 'make_console', lambda *, stderr: terminal)
+  with console.show_progress() as notify:
+    notify('decoding [red]; \x1b[5 tokens/s', 3, 12)
+  shown = terminal.file.getvalue()
+  assert re.search(r'decoding \[red\] .* 3/12 0:00:00 elapsed +\ufffd\[5 tokens/s', shown), shown
+
+
+def test_no_command_draws_a_bar_of_its_own():
+  """Times without a name come with the columns of `rich`."""
+  root = pathlib.Path(__file__).parents[2]
+  files = [path for name in ('common', 'decode', 'train', 'benchmarks') for path in (root / name).rglob('*.py')]
+  users = [path.name for path in files if re.search(r'\brich import.*\bprogress|rich\.progress', path.read_text())]
+  assert users == ['progress_bar.py']

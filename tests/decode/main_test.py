@@ -100,7 +100,7 @@ def test_table_shows_each_setting_once(grid):
 
 
 def test_progress_is_plain_lines(grid):
-  assert grid.stderr.splitlines()[0] == '[0/16] compiling 1 of 4: autoregressive'
+  assert grid.stderr.splitlines()[0] == '[0/4] compiling 1 of 4: autoregressive'
   assert '[8/16] decoding, seed 6' in grid.stderr.splitlines()
   *lines, last = grid.stderr.splitlines()
   assert all(line.startswith('[') for line in lines)
@@ -227,6 +227,14 @@ def _bad_inputs(directory, pair, save_tiny_model):
     'damaged': ([f'--target={damaged}'], [largest.name, 'damaged']),
     'garbled': ([f'--draft={garbled}'], ['model.json', 'damaged']),
     'tokenizers': ([f'--draft={other}'], ['tokenizer', *fingerprints]),
+    'no draft beside a target': (
+      [f'--draft={DecodeOptions.draft}'],
+      ['tokenizer', 'the shipped one, since none is given: give --draft, or --method=autoregressive'],
+    ),
+    'no target beside a draft': (
+      [f'--target={DecodeOptions.target}'],
+      ['tokenizer', 'the shipped one, since none is given: give --target'],
+    ),
     'no output directory': ([f'--output={directory / "none" / "o.json"}'], ['output', 'no directory']),
     'output is a directory': ([f'--generations={directory}'], ['generations', 'not a regular file']),
     'same outputs': ([f'--output={directory / "o"}', f'--generations={directory / "o"}'], ['same file']),
@@ -242,7 +250,8 @@ _BAD_INPUTS = [
   'max_new_tokens', 'max_new_tokens leave no room', 'stop', 'num_samples', 'num_seeds', 'seed', 'dtype', 'weights',
   'both prompts', 'empty prompt',
   'no prompt file', 'empty file', 'empty line', 'not UTF-8', 'not JSON', 'no prompt field', 'long prompt', 'long line',
-  'no target', 'no draft', 'damaged', 'garbled', 'tokenizers', 'no output directory', 'output is a directory',
+  'no target', 'no draft', 'damaged', 'garbled', 'tokenizers', 'no draft beside a target', 'no target beside a draft',
+  'no output directory', 'output is a directory',
   'same outputs',
 ]  # fmt: skip
 

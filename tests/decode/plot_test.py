@@ -2,12 +2,17 @@
 
 import io
 import json
+import pathlib
+import re
 
 import commands
 import pytest
 from matplotlib import image
 
 from decode import plot, training_curves
+from decode.papers import figure
+
+_FIGURES = pathlib.Path(__file__).parents[2] / 'docs' / 'figures'
 
 
 def _result(method, drafts, length, tokens, calls, speed, speedup, seed=0):
@@ -74,6 +79,94 @@ def test_wrong_arguments_are_one_line(results, tmp_path):
   line = commands.refuse('decode.main', 'results.json')
   assert 'unexpected argument' in line
   assert results.read_text() == before
+
+
+def _bars(picture):
+  """The numbers of horizontal and of vertical bars of a picture."""
+  return picture.count('id="LineCollection_')
+
+
+def test_intervals_are_bars_and_models_are_named(tmp_path):
+  """Of two seeds the mean ends. A file without intervals, or with others than pairs, has no bars."""
+  given = [
+    _RESULTS[1] | {'block_efficiency_ci95': [3.0, 5.0], 'speedup_ci95': [1.5, 2.6]},
+    _RESULTS[2] | {'block_efficiency_ci95': [4.0, 8.0], 'speedup_ci95': [0.5, 1.4]},
+    _RESULTS[3] | {'block_efficiency_ci95': [4.0, 6.0], 'speedup_ci95': None},
+  ]
+  models = {'target': {'path': 'some/target', 'num_params': 7_900_000}, 'draft': {'path': '$a_b$\x1b'}}
+  path = tmp_path / 'a.json'
+  path.write_text(json.dumps({'run': {'models': models}, 'results': given}))
+  block, race = plot.read_points(str(path))
+  assert (block['tokens_per_call_ci95'], block['speedup_ci95']) == ((3.5, 6.5), (1.0, 2.0))
+  assert (race['tokens_per_call_ci95'], race['speedup_ci95']) == ((4.0, 6.0), None)
+  drawn = plot.picture_of([str(path)], 'svg').decode()
+  assert 'target some/target (7.9M), draft $a_b$\ufffd' in ' '.join(re.findall(r'<text[^>]*>(.*?)</text>', drawn))
+  assert 'bars: 95%' in drawn
+  assert _bars(drawn) == 3
+  other = tmp_path / 'b.json'
+  other.write_text(
+    json.dumps({'results': [each | {'speedup_ci95': 'ab', 'block_efficiency_ci95': [2, 1]} for each in given]})
+  )
+  plain = plot.picture_of([str(other)], 'svg').decode()
+  assert 'bars: 95%' not in plain
+  assert _bars(plain) == 0
+  both = plot.picture_of([str(path), str(other)], 'svg').decode()
+  assert 'target some/target (7.9M)' in both.replace('\n', ' ')
+
+
+def test_tables_of_values_are_read_as_results(tmp_path):
+  """What `decode.main --output=FILE.csv` writes, here without a run: the same points as of JSON."""
+  rows = [
+    {
+      'method': result['method'], 'num_drafts': result['num_drafts'], 'draft_length': result['draft_length'],
+      'tree': result['tree'], 'tokens': result['tokens'], 'target_calls': result['target_calls'],
+      'block_efficiency_ci95_low': 2.5, 'block_efficiency_ci95_high': 4.5,
+      'tokens_per_second': result['tokens_per_second'], 'speedup': result['speedup'], 'speedup_ci95_low': '',
+      'speedup_ci95_high': '', 'target': 'some/target', 'draft': '',
+    }
+    for result in _RESULTS
+  ]  # fmt: skip
+  (tmp_path / 'r.csv').write_text(figure.to_csv(rows))
+  results = [result | {'block_efficiency_ci95': [2.5, 4.5]} for result in _RESULTS]
+  (tmp_path / 'r.json').write_text(json.dumps({'results': results}))
+  names, points = plot.read_results(str(tmp_path / 'r.csv'))
+  assert names == 'target some/target'
+  assert points == plot.read_points(str(tmp_path / 'r.json'))
+  commands.succeed('decode.plot', tmp_path / 'r.csv', tmp_path / 'r.json', f'--output={tmp_path / "a.png"}')
+
+
+@pytest.mark.parametrize('name', ['ladder', 'methods', 'batch_fig3'])
+def test_the_data_of_a_figure_gives_the_figure(name, tmp_path):
+  path = _FIGURES / f'{name}.csv'
+  assert plot.picture_of([str(path)], 'svg').decode() == (_FIGURES / f'{name}.svg').read_text()
+  with pytest.raises(ValueError, match='drawn alone'):
+    plot.picture_of([str(path)] * 2, 'svg')
+  renamed = tmp_path / f'{name} of others.csv'
+  renamed.write_text(path.read_text())
+  assert plot.picture_of([str(renamed)], 'png') == plot.picture_of([str(path)], 'png')
+
+
+@pytest.mark.parametrize(
+  ('name', 'content', 'message'),
+  [
+    ('a', '', 'no table of results'),
+    ('a', 'x\n', 'no table of results'),
+    ('a', 'a,b\n1,2,3\n', 'no table of results'),
+    ('a', 'a,b\n1\n', 'no table of results'),
+    ('a', 'a,b\n1,2\n', 'neither results nor the data of a figure, .*ladder'),
+    ('ladder', 'a,b\n1,2\n', 'is not the data of the figure ladder'),
+    ('ladder', 'method,nodes,shape,is best,low,high\nspectr,16,y,1,,\n', 'not the data of the figure'),
+    ('a', 'method,tokens,target_calls,tokens_per_second\nspectr,1,0,2\n', 'result 1 lacks tokens'),
+    ('a', 'method,tokens,target_calls,tokens_per_second\n3,1,1,2\n', 'result 1 names no method'),
+    ('a', '\x00', 'no table of results'),
+    ('a', 'a' * 2**18, 'no table of results'),
+  ],
+)
+def test_other_tables_are_refused(tmp_path, name, content, message):
+  path = tmp_path / f'{name}.csv'
+  path.write_text(content)
+  with pytest.raises(ValueError, match=message):
+    plot.picture_of([str(path)], 'svg')
 
 
 _LOG = """{"step": 10, "train_loss": 3.5}

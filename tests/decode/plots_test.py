@@ -1,12 +1,16 @@
 """Looks of methods: distinct for everyone, and the same wherever a method is drawn."""
 
 import itertools
+import pathlib
 
 import numpy as np
 import pytest
 
 from decode.papers import plots
+from decode.papers.exhibits import FIGURES
 from spectr_jax import METHODS
+
+_FIGURES = pathlib.Path(__file__).parents[2] / 'docs' / 'figures'
 
 
 def _linear(color):
@@ -41,3 +45,18 @@ def test_methods_look_different_to_everyone(eyes):
 
 def test_a_method_that_is_not_lossless_keeps_its_look():
   assert plots.style_of('spectr_gbv (not lossless)') == plots.style_of('spectr_gbv')
+
+
+@pytest.mark.parametrize('name', ['ladder', 'methods', 'batch_fig2', 'spectr_fig5'])
+def test_a_legend_takes_no_width_from_its_panels(name):
+  """On a narrow page the curves stay readable: the panels have almost the whole width, and the legend is not cut."""
+  exhibit = FIGURES[name]
+  figure = exhibit.draw(exhibit.read_rows((_FIGURES / f'{name}.csv').read_text()))
+  figure.canvas.draw()
+  (legend,) = figure.legends
+  box, whole = legend.get_window_extent(), figure.bbox
+  places = [axes.get_window_extent() for axes in figure.axes]
+  assert max(place.x1 for place in places) - min(place.x0 for place in places) > 0.87 * whole.width
+  assert whole.x0 <= box.x0 < box.x1 <= whole.x1
+  assert whole.y0 <= box.y0 < box.y1 < min(place.y0 for place in places)
+  assert places[0].height > 0.5 * whole.height

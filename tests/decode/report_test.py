@@ -106,9 +106,9 @@ def test_plain_report_has_no_escape_codes_and_no_folded_rows(run):
   assert '\x1b' not in text
   rows = [line.split() for line in text.splitlines()]
   assert text.startswith('target t (0.0M, float32)\n')
-  assert ['autoregressive', 'yes', '-', '-', '1.00', '-', '8', '1.00x'] in rows
-  assert ['speculative', 'yes', '1', '2', '2.00', '0.50', '0.50', '16', '2.00x'] in rows
-  assert ['spectr', 'yes', '2', '2', '2.00', '0.50', '0.50', '4', '0.50x'] in rows
+  assert ['autoregressive', 'yes', '-', '-', '1.00', '-', '8', '1.00x', '-'] in rows
+  assert ['speculative', 'yes', '1', '2', '2.00', '0.50', '0.50', '16', '2.00x', '-'] in rows
+  assert ['spectr', 'yes', '2', '2', '2.00', '0.50', '0.50', '4', '0.50x', '-'] in rows
 
 
 @pytest.mark.parametrize(
@@ -125,33 +125,79 @@ def test_deep_trees_fit_into_the_table(run, length, shown):
   assert result['acceptance_by_position'] == [0.5] * length
 
 
-@pytest.mark.parametrize('width', [60, 80, 120])
-def test_tables_fit_the_terminal_and_keep_what_counts(run, width):
-  """K, L, tokens per call with their interval, and speed are whole; acceptance by position gives way."""
-  options = dataclasses.replace(
-    run.options, method=('autoregressive', 'race_traversal', 'spectr_gbv'), draft_length=(16,)
-  )
-  settings, prompts = expand(options), [Prompt('an owl'), Prompt('a fox')]
+def _with_batches(run, methods, seconds, lengths, **options):
+  """The run with other methods, of one prompt in each batch, with their times relative to autoregressive ones."""
+  options = dataclasses.replace(run.options, method=('autoregressive', *methods), draft_length=(16,), **options)
+  settings, number = expand(options), len(seconds)
   measurements = [
     dataclasses.replace(
       run.measurements[bool(setting.tree.num_nodes)],
-      setting=setting, tokens=np.zeros((2, 8), int), lengths=np.array([8, 6]), num_target_calls=np.array([4, 4]),
-      accepted_by_depth=np.full((2, setting.draft_length), 2), origins=np.zeros((2, 8), int), failures=np.zeros(2, int),
-      batch_seconds=np.array([0.5, 0.7]), baseline_seconds=np.array([1.0, 1.1]),
+      setting=setting, tokens=np.zeros((number, 8), int), lengths=np.array(lengths),
+      num_target_calls=np.full(number, 4), accepted_by_depth=np.full((number, setting.tree.max_depth), 2),
+      origins=np.zeros((number, 8), int), failures=np.zeros(number, int),
+      batch_seconds=np.array(seconds if setting.tree.num_nodes else np.ones(number)), baseline_seconds=np.ones(number),
     )
     for setting in settings
   ]  # fmt: skip
-  wide = dataclasses.replace(run, options=options, prompts=prompts, settings=settings, measurements=measurements)
+  prompts, costs = [Prompt('an owl')] * number, {each.tree.num_nodes + 1: 2.0 for each in settings}
+  run = dataclasses.replace(run, node_costs=costs)
+  return dataclasses.replace(run, options=options, prompts=prompts, settings=settings, measurements=measurements)
+
+
+def _table(run, width):
   console = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
-  console.print(report.fitting_table(wide, console))
-  lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+  console.print(report.fitting_table(run, console))
+  return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize('width', [60, 80, 120])
+def test_tables_fit_the_terminal_and_keep_what_counts(run, width):
+  """K, L, tokens per call with their interval, and speed are whole; acceptance by position gives way."""
+  wide = _with_batches(run, ('race_traversal', 'spectr_gbv'), [0.5, 0.7, 0.6, 0.5], [8, 6, 7, 8])
+  lines = _table(wide, width)
   assert max(map(len, lines)) <= width
   own = {line.split()[0]: line for line in lines if line.startswith(('race_traversal', 'spectr_gbv'))}
   assert own.keys() == {'race_traversal', 'spectr_gbv'}
   for line in own.values():
-    assert re.search(r' 2 +16 +1\.75 ± \d\.\d\d .*\d+ +\d\.\d\dx ± \d\.\d\d$', line), line
+    assert re.search(r' 2 +16 +1\.81 ± \d\.\d\d .*\d+ +1\.74x( +\d\.\d\d to \d\.\d\d)?$', line), line
+    assert (' to ' in line) == (width > 60)
   assert ('(!)' in own['spectr_gbv']) != (' no ' in own['spectr_gbv'])
   assert ('0.50' in own['race_traversal']) == (width > 80)
+
+
+@pytest.mark.parametrize('tree', ['prefix:2,2,1,1,1,1,1,1,1,1', 'chains'])
+@pytest.mark.parametrize('seconds', [[0.5, 0.7, 0.6, 0.5], [5e-4, 7e-4, 3e-3, 5e-2]])
+def test_a_narrow_table_folds_nothing_but_trees(run, tree, seconds):
+  wide = _with_batches(run, ('race_traversal',), seconds, [8, 6, 7, 8], tree=(tree,))
+  lines = _table(wide, 60)
+  assert max(map(len, lines)) <= 60
+  (line,) = [line for line in lines if line.startswith('race_traversal')]
+  summary = wide.summarize(wide.settings[1])
+  assert re.search(rf' {summary.tokens_per_second:,.0f} +{summary.speedup:.2f}x$', line), line
+  low, high = summary.speedup_interval
+  assert report.explain_hidden_ranges(wide)[0].endswith(f'x, 95% range {low:.2f} to {high:.2f}.')
+
+
+@pytest.mark.parametrize(('num_batches', 'is_shown'), [(1, False), (2, False), (3, True), (9, True)])
+def test_ranges_can_be_true(run, num_batches, is_shown):
+  """Speed-ups are positive, and a tree of depth 16 gives 1 to 17 tokens per call, however few and noisy batches are."""
+  seconds, lengths = np.resize([0.1, 4.0, 20.0], num_batches), np.resize([4, 80], num_batches)
+  noisy = _with_batches(run, ('speculative',), seconds, lengths)
+  summary = noisy.summarize(noisy.settings[1])
+  for value, interval, least, most in (
+    (summary.speedup, summary.speedup_interval, 0, np.inf), (summary.block_efficiency, summary.interval, 1, 17),
+  ):  # fmt: skip
+    assert (interval is not None) == is_shown
+    if is_shown:
+      assert max(least, 1e-9) <= interval[0] <= value <= interval[1] <= most
+  printed = _printed(noisy, width=200)
+  row = next(line for line in printed.splitlines() if line.startswith('speculative '))
+  assert row.rstrip().endswith('-') != is_shown
+  said = f'over batches, of which this run has {num_batches}, and it takes 3;'
+  assert (said in printed) == (f'over prompts, of which this run has {num_batches}, and it takes 3.' in printed)
+  assert (said in printed) != is_shown
+  result = json.loads(records.to_json(noisy))['results'][1]
+  assert (result['speedup_ci95'] is None) == (result['block_efficiency_ci95'] is None) != is_shown
 
 
 def test_a_missing_baseline_is_said(run):

@@ -25,9 +25,28 @@ def _options(pair, **more):
 
 
 @pytest.fixture(scope='module')
-def traced(pair):
+def recorded(pair):
+  """The data of a trace, and the progress that was shown while it was made."""
+  seen = []
   with jax.default_matmul_precision('highest'):
-    return trace.record_trace(_options(pair), ('speculative',))
+    return trace.record_trace(_options(pair), ('speculative',), lambda *args: seen.append(args)), seen
+
+
+@pytest.fixture(scope='module')
+def traced(recorded):
+  return recorded[0]
+
+
+def test_progress_shows_programs_and_then_tokens(recorded):
+  """No step of it lasts long: each program that is compiled has one, and each round moves by its tokens."""
+  traced, (loading, *seen) = recorded
+  assert loading == ('loading', 0, 1)
+  programs = [step for step in seen if step[0].startswith('compiling')]
+  names = 'the prompt', 'spectr', 'speculative'
+  assert programs == [(f'compiling {number + 1} of 3: {name}', number, 3) for number, name in enumerate(names)]
+  ends = np.cumsum([len(played['origins']) for played in traced['rounds']])
+  assert seen[len(programs) :] == [('decoding', end, 8) for end in ends]
+  assert ends[-1] == 8
 
 
 @pytest.mark.slow

@@ -1,16 +1,23 @@
 """The commands of train/, as processes: what is wrong with an input is one line, and the exit code 1."""
 
+import json
 import pathlib
 import re
+import subprocess
+import sys
 import time
 
 import commands
 import pytest
 
+from decode.experiment.options import DecodeOptions
+from decode.experiment.settings import expand
+from decode.experiment.workload import Workload
 from spectr_jax import load_model
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import config_of
 from train import config_flag
+from train import main as train_main
 from train.evaluate import evaluate, evaluate_files
 from train.input_pipeline import encode_documents
 from train.step import Learner
@@ -118,13 +125,45 @@ def test_a_tokenizer_and_a_model_are_trained_and_training_goes_on_after_a_kill(t
   assert 'held-out loss' in out
   assert 'nan' not in out
   folder = tmp_path / 'run' / 'model'
-  assert f'written to {folder}; try it: python -m decode.main --target={folder}\n' in out
+  assert f'written to {folder}; try it: ' in out
   assert load_model(tmp_path / 'run' / 'model')[0].vocab_size == 280
+  assert '\nautoregressive ' in commands.succeed(*commands.printed(out))
+  of_draft = f'--config.distill_from={folder}', f'--workdir={tmp_path}/a draft'
+  out = commands.succeed('train.main', *settings, *of_draft)
+  assert '\nrace_traversal ' in commands.succeed(*commands.printed(out))
 
   for path in (tmp_path / 'run' / 'checkpoints' / str(newest + 3) / 'default' / 'd').iterdir():
     path.write_bytes(path.read_bytes()[:-40])
   message = refused('train.main', *settings, f'--config.num_steps={newest + 5}', f'--workdir={tmp_path}/run')
   assert re.search(rf'checkpoint .*/{newest + 3} is damaged', message)
+
+
+def _decoders(arguments):
+  """What `decode.main` would compile for its flags."""
+  text = subprocess.run(
+    [sys.executable, '-c', _READ, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+  ).stdout
+  options = DecodeOptions(**{name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(text).items()})
+  work = Workload.load(options)
+  return [work.decoder(setting) for setting in expand(options)]
+
+
+_READ = """
+import dataclasses, json, sys
+from absl import flags
+from decode.experiment.option_flags import read_options
+flags.FLAGS(sys.argv)
+print(json.dumps(dataclasses.asdict(read_options())))
+"""
+
+
+@pytest.mark.parametrize('is_distilled', [False, True])
+def test_the_end_of_training_names_flags_that_take_what_was_trained(config, trained, is_distilled):
+  """Beside its teacher what was distilled is a draft; alone another draft would have another tokenizer."""
+  folder = trained / 'model'
+  config.distill_from = str(folder) if is_distilled else ''
+  decoders = _decoders(train_main.next_flags(folder, config))
+  assert [decoder.method.name for decoder in decoders][-1] == ('race_traversal' if is_distilled else 'autoregressive')
 
 
 @pytest.mark.slow

@@ -494,7 +494,9 @@ def test_two_processes_train_like_one(target_folder, tmp_path, kind):
   fields = [f'--config.{name}={value}' for name, value in config.items() if name != 'kind']
   arguments = [f'--config=configs/head.py:{kind}', f'--target={target_folder}', *fields]
   alone, together = tmp_path / 'alone', tmp_path / 'together'
-  assert 'on 1 devices' in commands.succeed('train.head', *arguments, f'--workdir={alone}')
+  out = commands.succeed('train.head', *arguments, f'--workdir={alone}')
+  assert 'on 1 devices' in out
+  assert '\nrace_traversal ' in commands.succeed(*commands.printed(out), '--prompt=owl', '--max_new_tokens=2')
   processes = commands.start_two('train.head', *arguments, f'--workdir={together}', num_devices=2)
   outputs = [commands.finish(process) for process in processes]
   assert 'on 4 devices' in outputs[0]

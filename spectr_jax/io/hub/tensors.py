@@ -173,7 +173,7 @@ class SafetensorsFolder:
     elif (folder / _INDEX).exists():
       wanted = _read_index(folder / _INDEX)
     else:
-      raise ValueError(f'no weights in {folder}: expected {file_name} or {_INDEX}')
+      raise ValueError(f'no weights in {folder}: {foreign.gguf_files(folder)}expected {file_name} or {_INDEX}')
     self._files: dict[str, _SafetensorsFile] = {}
     for file_name, names in wanted.items():
       file = _SafetensorsFile(folder / file_name)
