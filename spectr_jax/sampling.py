@@ -100,8 +100,9 @@ class SamplingParams:
 
   def with_filters_of(self, other: SamplingParams) -> SamplingParams:
     """These parameters with every filter that `other` has, so that rows of both can stand in one batch."""
+    full = np.full if isinstance(self.temperature, np.ndarray) else jnp.full
     missing = {
-      name: jnp.full(self.temperature.shape, each.keeps_all, getattr(other, name).dtype)
+      name: full(self.temperature.shape, each.keeps_all, getattr(other, name).dtype)
       for name, each in FILTERS_BY_NAME.items()
       if getattr(self, name) is None and getattr(other, name) is not None
     }
