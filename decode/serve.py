@@ -27,7 +27,7 @@ from spectr_jax.engine.decoder import Decoder
 # Fields of `DecodeOptions` that mean nothing here.
 _UNUSED = (
   'acceptance', 'calibration', 'share_of_optimum', 'breakdown', 'profile_dir', 'prompt', 'prompts', 'skip_long', 'mesh',
-  'logprobs', 'chat', 'system', 'stop', 'gumbel',
+  'logprobs', 'chat', 'system', 'stop', 'gumbel', 'num_prompts', 'num_samples', 'num_seeds', 'draft_mesh',
 )  # fmt: skip
 
 
@@ -48,9 +48,7 @@ def start_worker(options: DecodeOptions, *, longest_prompt: int, most_waiting: i
   """
   from decode.serving.worker import Worker
 
-  for name in _UNUSED:
-    if getattr(options, name):
-      raise ValueError(f'{name} is not for decode.serve, where requests say what they want')
+  options.check_unused(_UNUSED, 'decode.serve, where requests say what they want')
   setting = only_setting(options)
   models = load_models(options)
   limit = models.context_length
@@ -118,7 +116,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 if __name__ == '__main__':
   extras.need('serve', 'starlette', 'uvicorn')
-  from decode.experiment.option_flags import read_options  # defines flags
+  from decode.experiment.drafting import describe_in_help, with_default_drafting
+  from decode.experiment.option_flags import read_values  # defines flags
 
   _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 for all of this machine.')
   _PORT = flags.DEFINE_integer('port', 8000, 'Port to listen on; 0 for a free one.', lower_bound=0, upper_bound=65535)
@@ -130,6 +129,8 @@ if __name__ == '__main__':
   help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING)
   flags.FLAGS.set_default('max_new_tokens', 256)
   flags.FLAGS.set_default('batch_size', 8)
+  describe_in_help()
+  help_text.leave_out(*_UNUSED, 'calibration_prompts')
 
   def main(argv):
     import uvicorn
@@ -138,9 +139,7 @@ if __name__ == '__main__':
     from decode.serving.app import make_app
 
     del argv
-    if flags.FLAGS['method'].using_default_value:
-      flags.FLAGS.set_default('method', ['race_traversal'])
-    options, key = read_options(), read_key(_KEY.value, _KEY_FILE.value)
+    options, key = DecodeOptions(**with_default_drafting(read_values())), read_key(_KEY.value, _KEY_FILE.value)
     sock = listen(_HOST.value, _PORT.value)
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'most_waiting': _WAITING.value}

@@ -322,6 +322,21 @@ class DecodeOptions:
       if not self.takes_tree(tree):
         raise ValueError(f'lookup guesses chains, and the tree is {tree}')
 
+  def check_unused(self, names: Sequence[str], where: str) -> None:
+    """Refuses options that a command has no use for, where they are not their defaults.
+
+    Args:
+      names: The fields.
+      where: The command, and why it does not take them.
+
+    Raises:
+      ValueError: The message names the first one.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(self)}
+    for name in names:
+      if getattr(self, name) != defaults[name]:
+        raise ValueError(f'{name} is not for {where}')
+
   @property
   def has_lookup(self) -> bool:
     """True if guesses come from the text."""
