@@ -76,20 +76,27 @@ def _choose(options: DecodeOptions, notify: Notify) -> tuple[Models, Setting]:
   return Models(work.target, work.draft, work.tokenizer, work.info['models']), choose(predict_all(work, notify))
 
 
-def start_chat(options: DecodeOptions, context: int, notify: Notify | None = None) -> Chat:
-  """Loads the models of a conversation, and compiles what answers run if there may be several.
+def start_chat(
+  options: DecodeOptions,
+  context: int,
+  notify: Notify = lambda what, done, total: None,
+  *,
+  compiles_ahead: bool = False,
+) -> Chat:
+  """Loads the models of a conversation.
 
   Args:
     options: The options; they name one method, K, L and tree, or `auto`, which chooses them.
     context: Tokens that the conversation may have, those of an answer included.
-    notify: Called with the current activity, the steps done and the steps in total. None compiles nothing ahead.
+    notify: Called with the current activity, the steps done and the steps in total.
+    compiles_ahead: Whether to compile what answers run, of which there may be several.
 
   Raises:
     ValueError: Options or models are unusable; the message says why.
   """
   options.check_unused(_UNUSED, 'decode.chat, which answers one user')
   if options.is_auto:
-    models, setting = _choose(options, notify or (lambda what, done, total: None))
+    models, setting = _choose(options, notify)
   else:
     setting = only_setting(options)
     models = load_models(options)
@@ -108,7 +115,7 @@ def start_chat(options: DecodeOptions, context: int, notify: Notify | None = Non
     eos_id=models.tokenizer.eos_ids,
   )
   session = Session(decoder, sampling=options.sampling)
-  if notify is not None:
+  if compiles_ahead:
     session.compile(lambda done, total: notify('compiling', done, total))
   stop = options.make_stop(models.tokenizer)
   return Chat(session, models.tokenizer, system=options.system, stop=stop, seed=options.seed)
@@ -254,8 +261,9 @@ if __name__ == '__main__':
   def main(argv):
     del argv
     options = options_of(read_values())
-    with show_progress() if sys.stderr.isatty() else contextlib.nullcontext(lambda *_: None) as notify:
-      chat = start_chat(options, _CONTEXT.value, notify if options.prompt is None else None)
+    is_shown = options.is_auto or (options.prompt is None and sys.stderr.isatty())
+    with show_progress() if is_shown else contextlib.nullcontext(lambda *_: None) as notify:
+      chat = start_chat(options, _CONTEXT.value, notify, compiles_ahead=options.prompt is None)
     if options.is_auto:
       print(f'auto: {describe_drafting(chat)}', file=sys.stderr)
     if options.prompt is None and is_typed():

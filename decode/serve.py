@@ -26,8 +26,8 @@ from spectr_jax.engine.decoder import Decoder
 
 # Fields of `DecodeOptions` that mean nothing here.
 _UNUSED = (
-  'acceptance', 'calibration', 'share_of_optimum', 'breakdown', 'profile_dir', 'prompt', 'prompts', 'skip_long', 'mesh',
-  'logprobs', 'chat', 'system', 'stop', 'gumbel', 'num_prompts', 'num_samples', 'num_seeds', 'draft_mesh',
+  'acceptance', 'grid', 'calibration', 'share_of_optimum', 'breakdown', 'profile_dir', 'prompt', 'prompts', 'skip_long',
+  'mesh', 'logprobs', 'chat', 'system', 'stop', 'gumbel', 'num_prompts', 'num_samples', 'num_seeds', 'draft_mesh',
 )  # fmt: skip
 
 
