@@ -14,7 +14,7 @@ from spectr_jax.auto.calibration import Calibration
 from spectr_jax.auto.setting import AnySetting, baseline_among, source_of, tree_name_of
 
 # Of a short grid: the most settings, the most guesses of a tree, and the fewest batches that a setting decodes.
-_MOST_SETTINGS, _MOST_NODES, _FEWEST_BATCHES = 4, 16, 3
+_MOST_SETTINGS, _MOST_NODES, _FEWEST_BATCHES = 4, 8, 3
 # One method stands for all on a tree: the first of these that takes it.
 _STAND_INS = 'block', 'race_traversal'
 # Until the draft is known: the chance that a guess is accepted, and a step of the draft over a call of the target.
@@ -70,7 +70,7 @@ def programs_of(settings: Sequence[AnySetting]) -> list[Program[AnySetting]]:
 
 
 def candidates_of(settings: Sequence[AnySetting]) -> list[AnySetting]:
-  """Autoregressive decoding, and for every tree of at most 16 guesses one method that stands for all.
+  """Autoregressive decoding, and for every tree of at most 8 guesses one method that stands for all.
 
   Args:
     settings: All settings of a grid.
