@@ -28,6 +28,7 @@ _VALUES = {
   'bool': '',
 }
 _groups: dict[str, str] = {}
+_left_out: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,15 @@ def in_group(title: str, *holders: flags.FlagHolder) -> None:
     *holders: What `DEFINE_...` returned.
   """
   _groups.update((holder.name, title) for holder in holders)
+
+
+def leave_out(*names: str) -> None:
+  """Keeps flags out of `--help`, which other commands share and this one refuses.
+
+  Args:
+    *names: Names of flags.
+  """
+  _left_out.update(names)
 
 
 def text_of(
@@ -124,7 +134,7 @@ def _own_flags() -> list[flags.Flag]:
   own = [found for name, found in by_module.items() if name.startswith(_OWN)]
   main = by_module.get(sys.argv[0], [])
   seen = {flag.name: flag for found in (*own, main) for flag in found}
-  return list(seen.values())
+  return [flag for name, flag in seen.items() if name not in _left_out]
 
 
 def _sections_of_flags() -> list[Section]:

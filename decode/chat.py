@@ -4,8 +4,8 @@ Every line of the input is a turn of the user, rendered by the model's chat temp
 The caches are kept between turns, so the models read only what is new. `--prompt=TEXT` asks one question and ends.
 
 A turn that cannot be answered is reported in one line and forgotten, and the conversation goes on. Ctrl-C ends an
-answer, which stays as far as it came; elsewhere it ends the command. In a terminal lines that begin with `/` are
-commands, and `/help` lists them.
+answer, which stays as far as it came. In a terminal it clears a line that is being typed, and on an empty line it ends
+the conversation; lines that begin with `/` are commands, and `/help` lists them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import dataclasses
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from absl import flags
 
-from common import command_line
+from common import command_line, help_text
 from common.printable import printable
 from decode.auto.prediction import predict_all
 from decode.conversation import Chat
 from decode.experiment.console import show_progress
-from decode.experiment.options import ROOT, DecodeOptions
+from decode.experiment.drafting import with_default_drafting
+from decode.experiment.options import AUTO, ROOT, DecodeOptions
 from decode.experiment.settings import Setting, only_setting
 from decode.experiment.workload import Models, Workload, load_models
 from decode.slash_commands import describe_drafting, obey
@@ -39,9 +41,31 @@ _LONGEST_LINE = 2**20  # characters
 _QUESTIONS, _NEW_TOKENS = ROOT / 'pretrained' / 'questions.jsonl', 64
 # Fields of `DecodeOptions` that mean nothing here.
 _UNUSED = (
-  'acceptance', 'share_of_optimum', 'breakdown', 'profile_dir', 'prompts', 'skip_long', 'mesh',
-  'logprobs',
+  'acceptance', 'share_of_optimum', 'breakdown', 'profile_dir', 'prompts', 'num_prompts', 'skip_long', 'batch_size',
+  'num_samples', 'num_seeds', 'mesh', 'draft_mesh', 'logprobs',
 )  # fmt: skip
+
+
+def options_of(values: Mapping[str, Any]) -> DecodeOptions:
+  """The options of a conversation; without a draft it decodes autoregressively.
+
+  Args:
+    values: Fields of `DecodeOptions` by name, those that are given and those that have defaults here.
+
+  Raises:
+    ValueError: There is no target, a method lacks its draft, or a value is out of range.
+  """
+  values = {**values, 'chat': True}
+  if 'target' not in values:
+    raise ValueError(
+      'decode.chat needs a model that answers: --target=MODEL, a folder, a .gguf file or ORG/NAME on the hub'
+    )
+  if 'draft' not in values:
+    options = DecodeOptions(**{'method': ('autoregressive',)} | values)
+    if options.needs_draft:
+      raise ValueError(f'{options.method[0]} needs a draft of the target: --draft=DRAFT, or --method=autoregressive')
+    return options
+  return DecodeOptions(**values if AUTO in values.get('method', ()) else with_default_drafting(values))
 
 
 def _choose(options: DecodeOptions, notify: Notify) -> tuple[Models, Setting]:
@@ -52,22 +76,27 @@ def _choose(options: DecodeOptions, notify: Notify) -> tuple[Models, Setting]:
   return Models(work.target, work.draft, work.tokenizer, work.info['models']), choose(predict_all(work, notify))
 
 
-def start_chat(options: DecodeOptions, context: int, notify: Notify | None = None) -> Chat:
-  """Loads the models of a conversation, and compiles what answers run if there may be several.
+def start_chat(
+  options: DecodeOptions,
+  context: int,
+  notify: Notify = lambda what, done, total: None,
+  *,
+  compiles_ahead: bool = False,
+) -> Chat:
+  """Loads the models of a conversation.
 
   Args:
     options: The options; they name one method, K, L and tree, or `auto`, which chooses them.
     context: Tokens that the conversation may have, those of an answer included.
-    notify: Called with the current activity, the steps done and the steps in total. None compiles nothing ahead.
+    notify: Called with the current activity, the steps done and the steps in total.
+    compiles_ahead: Whether to compile what answers run, of which there may be several.
 
   Raises:
     ValueError: Options or models are unusable; the message says why.
   """
-  for name in _UNUSED:
-    if getattr(options, name):
-      raise ValueError(f'{name} is not for decode.chat, which answers one user')
+  options.check_unused(_UNUSED, 'decode.chat, which answers one user')
   if options.is_auto:
-    models, setting = _choose(options, notify or (lambda what, done, total: None))
+    models, setting = _choose(options, notify)
   else:
     setting = only_setting(options)
     models = load_models(options)
@@ -86,7 +115,7 @@ def start_chat(options: DecodeOptions, context: int, notify: Notify | None = Non
     eos_id=models.tokenizer.eos_ids,
   )
   session = Session(decoder, sampling=options.sampling)
-  if notify is not None:
+  if compiles_ahead:
     session.compile(lambda done, total: notify('compiling', done, total))
   stop = options.make_stop(models.tokenizer)
   return Chat(session, models.tokenizer, system=options.system, stop=stop, seed=options.seed)
@@ -98,11 +127,22 @@ def is_typed() -> bool:
 
 
 def _line_editor() -> Callable[[], str]:
-  """Reads a line that the user edits, with its end; an empty text at the end of the input."""
+  """Reads a line that the user edits, with its end; an empty text at the end of the input.
+
+  Ctrl-C clears what is typed, and on an empty line it interrupts.
+  """
   from prompt_toolkit import PromptSession
+  from prompt_toolkit.filters import Condition, is_searching
+  from prompt_toolkit.key_binding import KeyBindings
   from prompt_toolkit.output import create_output
 
-  editor = PromptSession('> ', output=create_output(sys.stderr))
+  keys = KeyBindings()
+
+  @keys.add('c-c', filter=Condition(lambda: bool(editor.default_buffer.text)) & ~is_searching)
+  def _(event):
+    event.current_buffer.reset()
+
+  editor = PromptSession('> ', output=create_output(sys.stderr), key_bindings=keys)
 
   def read_line():
     try:
@@ -206,30 +246,31 @@ def talk(chat: Chat, turns: Iterable[str]) -> None:
 
 
 if __name__ == '__main__':
-  from decode.experiment.option_flags import read_options  # defines flags
+  from decode.experiment.drafting import describe_in_help
+  from decode.experiment.option_flags import read_values  # defines flags
 
   _CONTEXT = flags.DEFINE_integer(
     'context', 2048, 'Tokens that the conversation may have, those of an answer included.', lower_bound=3
   )
-  # One setting: without a draft of its own a conversation decodes autoregressively.
   flags.FLAGS.set_default('max_new_tokens', 512)
+  for name in ('target', 'draft'):
+    flags.FLAGS.set_default(name, None)
+  describe_in_help(without_draft='autoregressive', takes_auto=True)
+  help_text.leave_out(*_UNUSED, 'chat')
 
   def main(argv):
     del argv
-    if flags.FLAGS['method'].using_default_value:
-      has_draft = not flags.FLAGS['draft'].using_default_value
-      flags.FLAGS.set_default('method', ['race_traversal' if has_draft else 'autoregressive'])
-    if flags.FLAGS['target'].using_default_value:
-      raise ValueError(
-        'decode.chat needs a model that answers: --target=MODEL, a folder, a .gguf file or ORG/NAME on the hub'
-      )
-    options = read_options(chat=True)
-    with show_progress() if sys.stderr.isatty() else contextlib.nullcontext(lambda *_: None) as notify:
-      chat = start_chat(options, _CONTEXT.value, notify if options.prompt is None else None)
+    options = options_of(read_values())
+    is_shown = options.is_auto or (options.prompt is None and sys.stderr.isatty())
+    with show_progress() if is_shown else contextlib.nullcontext(lambda *_: None) as notify:
+      chat = start_chat(options, _CONTEXT.value, notify, compiles_ahead=options.prompt is None)
     if options.is_auto:
       print(f'auto: {describe_drafting(chat)}', file=sys.stderr)
     if options.prompt is None and is_typed():
-      print('Type a message, or /help. Ctrl-C ends an answer, Ctrl-D the conversation.', file=sys.stderr)
+      print(
+        'Type a message, or /help. Ctrl-C ends an answer or clears the line, Ctrl-D ends the conversation.',
+        file=sys.stderr,
+      )
     if options.prompt is None:
       talk(chat, read_turns())
     else:
@@ -239,7 +280,7 @@ if __name__ == '__main__':
     main,
     [
       '--target=ORG/NAME',
-      '--target=model.gguf --draft=HEAD --method=race_traversal',
+      '--target=model.gguf --draft=HEAD',
       '--target=model.gguf --draft=HEAD --method=auto --calibration=auto.json',
       "--target=model.gguf --prompt='What is the capital of France?'",
     ],

@@ -29,8 +29,8 @@ from spectr_jax.unicode import check_unicode
 
 # Fields of `DecodeOptions` that mean nothing here.
 _UNUSED = (
-  'acceptance', 'calibration', 'share_of_optimum', 'breakdown', 'profile_dir', 'prompt', 'prompts', 'skip_long', 'mesh',
-  'logprobs', 'chat', 'system', 'stop', 'gumbel',
+  'acceptance', 'grid', 'calibration', 'share_of_optimum', 'breakdown', 'profile_dir', 'prompt', 'prompts', 'skip_long',
+  'mesh', 'logprobs', 'chat', 'system', 'stop', 'gumbel', 'num_prompts', 'num_samples', 'num_seeds', 'draft_mesh',
 )  # fmt: skip
 
 _LONGEST_PROMPT = _MOST_NEW = 1024  # tokens, unless options say otherwise
@@ -91,9 +91,7 @@ def start_worker(
   """
   from decode.serving.worker import Worker
 
-  for name in _UNUSED:
-    if getattr(options, name):
-      raise ValueError(f'{name} is not for decode.serve, where requests say what they want')
+  options.check_unused(_UNUSED, 'decode.serve, where requests say what they want')
   setting = only_setting(options)
   models = load_models(options)
   depth = setting.tree.max_depth
@@ -162,7 +160,8 @@ def read_hosts(names: list[str]) -> frozenset[str]:
 
 if __name__ == '__main__':
   extras.need('serve', 'starlette', 'uvicorn')
-  from decode.experiment.option_flags import read_options  # defines flags
+  from decode.experiment.drafting import describe_in_help, with_default_drafting
+  from decode.experiment.option_flags import read_values  # defines flags
 
   _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 for all of this machine.')
   _PORT = flags.DEFINE_integer('port', 8000, 'Port to listen on; 0 for a free one.', lower_bound=0, upper_bound=65535)
@@ -183,6 +182,8 @@ if __name__ == '__main__':
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
   flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
+  describe_in_help()
+  help_text.leave_out(*_UNUSED, 'calibration_prompts')
 
   def main(argv):
     from decode.serving.answer import Served
@@ -191,9 +192,7 @@ if __name__ == '__main__':
     from decode.serving.server import Server, address_of, listen
 
     del argv
-    if flags.FLAGS['method'].using_default_value:
-      flags.FLAGS.set_default('method', ['race_traversal'])
-    options, key = read_options(), read_key(_KEY.value, _KEY_FILE.value)
+    options, key = DecodeOptions(**with_default_drafting(read_values())), read_key(_KEY.value, _KEY_FILE.value)
     name = _NAME.value or os.path.basename(options.target.rstrip('/')) or options.target
     check_unicode(name, 'served_name')
     hosts = None if _ALLOWED.value is None else read_hosts(_ALLOWED.value)

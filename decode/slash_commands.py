@@ -89,7 +89,8 @@ def obey(chat: Chat, line: str) -> str:
   name, _, argument = line.removeprefix('/').partition(' ')
   argument = argument.strip()
   if name not in _COMMANDS:
-    raise ValueError(f'there is no command /{name[:40]}{did_you_mean(name, _COMMANDS)}; /help lists them')
+    hint = did_you_mean(name, _COMMANDS).replace('mean ', 'mean /')
+    raise ValueError(f'there is no command /{name[:40]}{hint}; /help lists them')
   takes, _, carry_out = _COMMANDS[name]
   if bool(takes) != bool(argument):
     raise ValueError(f'/{name} takes {takes or "nothing"}')

@@ -70,7 +70,7 @@ def generate_text(
     texts: Texts to continue, or one text. `tokenizer.encode_chat` and `generate_many` are for conversations.
     max_new_tokens: Limit of new tokens per text.
     method: As for `generate`; or `auto` for the method and the tree that are fastest here on the first texts, which
-      takes minutes: to keep what it finds, call `auto.predict_speeds`.
+      takes a minute or more: to keep what it finds, call `auto.predict_speeds`.
     tree: As for `generate`.
     sampling: Of scalars, for all texts, as for `generate`.
     seed: From 0 to 2**32 - 1.

@@ -66,6 +66,28 @@ def test_stored_outputs(path, notebook):
   assert path.stat().st_size < 600_000
 
 
+def _printed(notebook):
+  return '\n'.join(
+    output.text for cell in _code_cells(notebook) for output in cell.outputs if output.output_type == 'stream'
+  )
+
+
+def test_what_is_stored_gains(path, notebook):
+  """Every table of speeds shows a gain; in the notebook that is read first nothing is slower than without a draft."""
+  said = _printed(notebook)
+  tables = re.split(r'^autoregressive .* 1\.00x$', said, flags=re.MULTILINE)[1:]
+  assert len(tables) == (path.stem in ('quickstart', 'train_pair'))
+  for table in tables:
+    found = [float(value) for value in re.findall(r' (\d+\.\d\d)x\b', table)]
+    assert len(found) == 3
+    assert max(found) > 1
+    assert path.stem != 'quickstart' or min(found) > 1
+  if path.stem == 'real_models':
+    speeds = {name: float(value) for name, value in re.findall(r'^(\w+) +\d.* call +([\d.]+) tokens/s$', said, re.M)}
+    assert list(speeds) == ['autoregressive', 'speculative', 'block']
+    assert max(speeds.values()) > speeds['autoregressive']
+
+
 def test_changed_code_is_not_current(path, notebook):
   execute.keep(notebook, pathlib.Path(os.devnull))
   assert execute.is_current(notebook)

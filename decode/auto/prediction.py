@@ -7,13 +7,12 @@ import dataclasses
 from etils import epath
 
 from common.output_files import OutputFiles
-from decode.auto.calibration_file import check_calibration, conditions_of, read_calibration
+from decode.auto.calibration_file import check_conditions, complete_settings, conditions_of, read_calibration
 from decode.auto.grid import grid
 from decode.experiment.inputs import inputs_of
 from decode.experiment.workload import Workload
 from spectr_jax import Drafter
 from spectr_jax.auto.prediction import Prediction, measure, predict
-from spectr_jax.auto.setting import tuned, with_thresholds
 from spectr_jax.auto.trial import Notify, Trial
 from spectr_jax.sharding import is_primary
 
@@ -41,6 +40,8 @@ def trial_of(workload: Workload) -> Trial:
 def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
   """Predictions for the options' grid, the fastest first, from new measurements or the file of an earlier run.
 
+  The file is written after each program, and goes on where a run was interrupted.
+
   Args:
     workload: Models and prompts.
     notify: Called with the current activity, the steps done and the steps in total.
@@ -51,16 +52,22 @@ def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
   options = workload.options
   settings = grid(options, workload.draft.max_depth if isinstance(workload.draft, Drafter) else None)
   conditions = conditions_of(workload)
+  known = None
   if options.calibration and epath.Path(options.calibration).exists():
-    calibration = read_calibration(options.calibration)
-    check_calibration(calibration, conditions, settings, options.calibration)
-    # Those that were measured: the finalists' second run may have made another tree the fastest that grows.
-    further = [setting for setting in with_thresholds(settings) if str(setting) in calibration.observations]
-    check_calibration(calibration, conditions, further or tuned(settings), options.calibration)
-    return predict(calibration, settings + further)
+    known = read_calibration(options.calibration)
+    check_conditions(known, conditions, options.calibration)
+    if known.is_complete:
+      return predict(known, complete_settings(known, settings, options.calibration, is_short=options.has_short_grid))
   # The file is opened before anything is measured, to find out whether it is writable. One process writes.
   inputs = inputs_of(dataclasses.replace(options, calibration=None))
   with OutputFiles(calibration=options.calibration if is_primary() else None).apart_from(inputs) as files:
-    calibration, settings = measure(trial_of(workload), settings, conditions, notify)
-    files.write(calibration=calibration.to_json())
+    calibration, settings = measure(
+      trial_of(workload),
+      settings,
+      conditions,
+      notify,
+      is_short=options.has_short_grid,
+      known=known,
+      keep=lambda measured: files.write(calibration=measured.to_json()),
+    )
   return predict(calibration, settings)

@@ -38,7 +38,7 @@ _FLAGS = tuple(map(_define, dataclasses.fields(DecodeOptions)))
 
 
 def _value(flag):
-  value = flag.value
+  value = flags.FLAGS[flag.name].value  # None where a command took the default away
   if not isinstance(value, list):
     return value
   if flag.name == 'stop':  # blanks count
@@ -50,8 +50,9 @@ def _value(flag):
 
 
 def read_values() -> dict[str, Any]:
-  """The fields that the flags give, by name."""
-  return {flag.name: _value(flag) for flag in _FLAGS}
+  """The fields that the flags give, by name, without those that have no default in this command and are not given."""
+  values = {flag.name: _value(flag) for flag in _FLAGS}
+  return {name: value for name, value in values.items() if value is not None}
 
 
 def read_options(**fixed) -> DecodeOptions:

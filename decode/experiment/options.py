@@ -64,6 +64,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     (name, 'at least 1', lambda x: x >= 1)
     for name in ('num_prompts', 'calibration_prompts', 'batch_size', 'max_new_tokens', 'num_samples', 'num_seeds')
   ),
+  ('grid', "short or full, or '' for short on CPUs", lambda x: x in ('', 'short', 'full')),
   ('dtype', "float32 or bfloat16, or '' for the model's own", lambda x: x in ('', 'float32', 'bfloat16')),
   ('weights', f"{INT8}, or '' for those of the files", lambda x: x in ('', INT8)),
   ('draft_mesh', ' or '.join(DRAFT_MESHES), lambda x: x in DRAFT_MESHES),
@@ -185,8 +186,16 @@ class DecodeOptions:
     'JSON that --output wrote in a run with optimal:BUDGET; its rates are used instead of measuring them again.',
     None,
   )
+  grid: str = option(
+    _METHOD,
+    'What --method=auto compares: short, a few trees, or full, every method on every tree. Default: short on CPUs'
+    ' unless K, L or a tree is given.',
+    '',
+  )
   calibration: str | None = option(
-    _METHOD, 'JSON file in which --method=auto keeps what it measures, and finds it again.', None
+    _METHOD,
+    'JSON file in which --method=auto keeps what it measures after each program, finds it again and goes on.',
+    None,
   )
   calibration_prompts: int = option(_METHOD, 'Prompts that auto decodes to measure; at least two batches.', 8)
   children: str = option(
@@ -293,9 +302,12 @@ class DecodeOptions:
 
   def _check_auto(self):
     if not self.is_auto:
-      if self.calibration is not None:
-        raise ValueError('calibration is for --method=auto')
+      for name in ('calibration', 'grid'):
+        if getattr(self, name):
+          raise ValueError(f'{name} is for --method=auto')
       return
+    if self.grid == 'short' and not self._has_default_grid:
+      raise ValueError('the short grid chooses K, L and trees: leave out num_drafts, draft_length and tree')
     if others := set(self.method) - {AUTO, 'autoregressive'}:
       raise ValueError(
         'auto compares all methods that are lossless; only autoregressive can stand beside it, not'
@@ -325,6 +337,21 @@ class DecodeOptions:
       if not self.takes_tree(tree):
         raise ValueError(f'lookup guesses chains, and the tree is {tree}')
 
+  def check_unused(self, names: Sequence[str], where: str) -> None:
+    """Refuses options that a command has no use for, where they are not their defaults.
+
+    Args:
+      names: The fields.
+      where: The command, and why it does not take them.
+
+    Raises:
+      ValueError: The message names the first one.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(self)}
+    for name in names:
+      if getattr(self, name) != defaults[name]:
+        raise ValueError(f'{name} is not for {where}')
+
   @property
   def has_lookup(self) -> bool:
     """True if guesses come from the text."""
@@ -349,6 +376,15 @@ class DecodeOptions:
   def is_auto(self) -> bool:
     """True if `auto` chooses the method."""
     return AUTO in self.method
+
+  @property
+  def _has_default_grid(self) -> bool:
+    return self.tree == ('chains',) and all(getattr(self, name) == values for name, values in AUTO_GRID.items())
+
+  @property
+  def has_short_grid(self) -> bool:
+    """True if `auto` compares few settings: on CPUs, where each takes seconds to compile, unless the grid is given."""
+    return self.grid == 'short' or (not self.grid and self._has_default_grid and jax.default_backend() == 'cpu')
 
   @property
   def methods(self) -> list[Method]:

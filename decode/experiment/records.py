@@ -216,8 +216,8 @@ OPTIONS = {
   'chat': Part.FIELD, 'system': Part.FIELD,
   'prompt': Part.LINE, 'prompts': Part.LINE,
   'num_prompts': Part.FREE, 'skip_long': Part.FREE, 'num_samples': Part.FREE, 'num_seeds': Part.FREE, 'seed': Part.FREE,
-  'acceptance': Part.FREE, 'calibration': Part.FREE, 'calibration_prompts': Part.FREE, 'batch_size': Part.FREE,
-  'mesh': Part.FREE, 'draft_mesh': Part.FREE,
+  'acceptance': Part.FREE, 'grid': Part.FREE, 'calibration': Part.FREE, 'calibration_prompts': Part.FREE,
+  'batch_size': Part.FREE, 'mesh': Part.FREE, 'draft_mesh': Part.FREE,
   'share_of_optimum': Part.REFUSED, 'breakdown': Part.REFUSED, 'profile_dir': Part.REFUSED,
 }  # fmt: skip
 

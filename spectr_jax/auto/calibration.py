@@ -1,4 +1,8 @@
-"""What predictions follow from: times of draft and target alone for every tree, and of whole rounds of some prompts."""
+"""What predictions follow from: times of draft and target alone for every tree, and of whole rounds of some prompts.
+
+Every program is timed beside autoregressive decoding, or a call of the target on one token, and its seconds are scaled
+by how long that took at first: machines that are shared drift, and an interrupted measurement goes on later.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,24 @@ import itertools
 import json
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from spectr_jax.auto import timing
-from spectr_jax.auto.setting import Setting, baseline_among, source_of, tree_name_of
+from spectr_jax.auto.setting import Setting, baseline_among, tree_name_of
 from spectr_jax.auto.trial import Notify, Trial
 from spectr_jax.engine.loop import decode_rounds
-from spectr_jax.engine.program_memory import in_groups
+from spectr_jax.engine.program_memory import in_groups, make_room
 from spectr_jax.methods import METHODS
 from spectr_jax.sharding import fetch
 from spectr_jax.tree import TokenTree
 
 FORMAT = 2  # of the file that `to_json` writes
 _NUM_RUNS = 9
+_ROUNDS_BESIDE = 8  # of autoregressive decoding, in each batch of another setting
 FEWEST_BATCHES = 6  # that a setting decodes; shared machines are slow for seconds at a time
 
 
@@ -105,43 +111,78 @@ class Calibration:
     draft_seconds: Seconds of drafting, by the tree's name.
     target_seconds: Seconds of a target call, by the tree's number of nodes without the root.
     observations: Observations by setting.
+    is_complete: Whether everything was measured that predictions follow from; False if it goes on, or was interrupted.
   """
 
   conditions: dict[str, Any]
   draft_seconds: dict[str, float]
   target_seconds: dict[int, float]
   observations: dict[str, Observation]
+  is_complete: bool = True
 
   def to_json(self) -> str:
     return json.dumps({'format': FORMAT} | dataclasses.asdict(self), indent=2) + '\n'
 
 
-def _measure_costs(trial: Trial, settings: list[Setting]) -> tuple[dict[str, float], dict[int, float]]:
-  """Median seconds of drafting by tree name, and of the target's call by number of nodes."""
-  trees = {tree_name_of(setting): setting for setting in settings}
-  by_size: dict[int, TokenTree] = {setting.tree.num_nodes: setting.tree for setting in settings}
-  calls: dict[Any, Any] = timing.forward_calls(
-    trial.target,
-    {size: (tree, trial.batch_size) for size, tree in by_size.items()},
-    cache_size=trial.cache_size,
-    sharding=trial.sharding,
-  )
-  keys, rows = trial.keys_fn(0), trial.batches[0]
-  for name, setting in trees.items():
-    if setting.tree.num_nodes:
-      # Drafting depends on the tree alone, so one method per tree is compiled.
-      method = METHODS['race' if trial.is_mixed else 'speculative' if setting.tree.is_chain else 'spectr']
-      decoder = trial.decoder(dataclasses.replace(setting, method=method))
-      calls[name] = functools.partial(timing.draft, decoder, trial.init(decoder, keys, rows))
-  medians = {}
-  for names in in_groups(list(calls), lambda name: jax.block_until_ready(calls[name]()), is_joint=trial.is_joint):
-    found = timing.time_in_turns({name: calls[name] for name in names}, _NUM_RUNS)
-    medians |= {name: float(np.median(seconds)) for name, seconds in found.items()}
-  return {name: medians.get(name, 0.0) for name in trees}, {size: medians[size] for size in by_size}
+def _seconds_beside(trial: Trial, call: Callable[[], Any], paced_by: float | None) -> float:
+  """Median seconds of a call.
+
+  Args:
+    trial: Models and prompts.
+    call: The call.
+    paced_by: Seconds of the target's call on one token that the call's are scaled to; None for no scale.
+  """
+  make_room(is_joint=trial.is_joint)
+  calls = {'call': call}
+  if paced_by is not None:
+    calls['alone'] = _target_call(trial, TokenTree())
+  medians = {name: float(np.median(found)) for name, found in timing.time_in_turns(calls, _NUM_RUNS).items()}
+  return medians['call'] if paced_by is None else medians['call'] * paced_by / medians['alone']
+
+
+def _target_call(trial: Trial, tree: TokenTree) -> Callable[[], Any]:
+  shapes = {'target': (tree, trial.batch_size)}
+  return timing.forward_calls(trial.target, shapes, cache_size=trial.cache_size, sharding=trial.sharding)['target']
+
+
+def time_target(calibration: Calibration, trial: Trial, setting: Setting) -> Calibration:
+  """The calibration with the time of the target's call on a setting's tree; that on one token is the first.
+
+  Args:
+    calibration: The measurements so far.
+    trial: Models and prompts.
+    setting: The setting.
+  """
+  seconds = _seconds_beside(trial, _target_call(trial, setting.tree), calibration.target_seconds.get(0))
+  times = calibration.target_seconds | {setting.tree.num_nodes: seconds}
+  return dataclasses.replace(calibration, target_seconds=times)
+
+
+def time_draft(calibration: Calibration, trial: Trial, setting: Setting) -> Calibration:
+  """The calibration with the time of drafting a setting's tree.
+
+  Args:
+    calibration: The measurements so far, with the target's call on one token.
+    trial: Models and prompts.
+    setting: The setting, which drafts.
+  """
+  # Drafting depends on the tree alone, so one method per tree is compiled.
+  method = METHODS['race' if trial.is_mixed else 'speculative' if setting.tree.is_chain else 'spectr']
+  decoder = trial.decoder(dataclasses.replace(setting, method=method))
+  state = trial.init(decoder, trial.keys_fn(0), trial.batches[0])
+  seconds = _seconds_beside(trial, functools.partial(timing.draft, decoder, state), calibration.target_seconds[0])
+  return dataclasses.replace(calibration, draft_seconds=calibration.draft_seconds | {tree_name_of(setting): seconds})
 
 
 def _observe(
-  trial: Trial, settings: list[Setting], notify: Notify, *, turn: int = 0, pace: float | None = None
+  trial: Trial,
+  settings: list[Setting],
+  notify: Notify,
+  *,
+  turn: int = 0,
+  pace: float | None = None,
+  beside: int | None = None,
+  most_batches: int | None = None,
 ) -> dict[str, Observation]:
   """Decodes the prompts with every setting. Settings take turns as far as their programs fit in one process.
 
@@ -156,34 +197,42 @@ def _observe(
     notify: Called with progress.
     turn: A number that differs between calls whose keys are to differ.
     pace: The seconds of an autoregressive round that all are scaled to; None for those of the first group.
+    beside: Rounds of autoregressive decoding in each batch where its time alone counts: it is not observed then. None
+      decodes it to its end.
+    most_batches: The most batches that a setting decodes; None for as many as say enough.
   """
   batches, baseline, paces = trial.batches, baseline_among(settings), [] if pace is None else [pace]
   num_passes = -(-FEWEST_BATCHES // len(batches))
   keys = [trial.keys_fn(turn * FEWEST_BATCHES + number) for number in range(num_passes)]
-  done, total, observations, decoders = 0, len(settings) * len(batches) * num_passes, {}, {}
+  runs = list(itertools.product(keys, batches))[:most_batches]
+  num_passes = -(-len(runs) // len(batches))
+  observed = [setting for setting in settings if beside is None or setting != baseline]
+  done, total, observations, decoders = 0, len(observed) * len(runs), {}, {}
 
   def prepare(setting):
-    notify(f'auto: compiling {setting}', done, total)
+    if setting in observed:
+      notify(f'compiling {setting}', done, total)
     decoder = decoders[setting] = trial.decoder(setting)
     jax.block_until_ready(decode_rounds(decoder, trial.init(decoder, keys[0], batches[0]), 1))
 
   for group in in_groups(settings, prepare, baseline=baseline, is_joint=trial.is_joint):
     found = {setting: [] for setting in group}
-    for of_prompts, rows, setting in itertools.product(keys, batches, group):
-      notify('auto: decoding calibration prompts', done, total)
+    for (of_prompts, rows), setting in itertools.product(runs, group):
+      notify('decoding calibration prompts', done, total)
       start = time.perf_counter()
       state = jax.block_until_ready(trial.init(decoders[setting], of_prompts, rows))
       begun = time.perf_counter()
-      result = jax.block_until_ready(decode_rounds(decoders[setting], state)).result
+      limit = beside if setting == baseline else None
+      result = jax.block_until_ready(decode_rounds(decoders[setting], state, limit)).result
       seconds = time.perf_counter() - begun
       decoders[setting].check(result)
       result = fetch(result)
       num_rounds = int(result.num_target_calls.max())
       found[setting].append((begun - start, seconds / num_rounds, result))
-      done += str(setting) not in observations
+      done += setting in observed and str(setting) not in observations
     paces.append(np.median([seconds for _, seconds, _ in found[baseline]]))
     for setting in group:
-      if str(setting) not in observations:
+      if setting in observed and str(setting) not in observations:
         observations[str(setting)] = _observation(
           found[setting], len(trial.tokens), num_passes=num_passes, pace=paces[-1] / paces[0]
         )
@@ -196,7 +245,7 @@ def _observation(runs: list[tuple], num_prompts: int, *, num_passes: int, pace: 
   Rows that fill up the last batch of a pass do not count.
   """
   prefill_seconds, round_seconds, results = zip(*runs)
-  num_batches = len(runs) // num_passes
+  num_batches = -(-len(runs) // num_passes)  # of a pass; the last pass may have been cut
   every = jax.tree.map(
     lambda *parts: np.concatenate(
       [np.concatenate(parts[i : i + num_batches])[:num_prompts] for i in range(0, len(parts), num_batches)]
@@ -213,19 +262,29 @@ def _observation(runs: list[tuple], num_prompts: int, *, num_passes: int, pace: 
   )
 
 
-def calibrate(trial: Trial, settings: list[Setting], conditions: dict[str, Any], notify: Notify) -> Calibration:
-  """Measures what predictions need.
+def decode_with(
+  calibration: Calibration,
+  trial: Trial,
+  setting: Setting,
+  baseline: Setting,
+  notify: Notify,
+  *,
+  most_batches: int | None = None,
+) -> Calibration:
+  """The calibration with an observation of a setting, beside autoregressive decoding.
 
   Args:
+    calibration: The measurements so far; those of `baseline` come first.
     trial: Models and prompts.
-    settings: All settings of the grid.
-    conditions: What the measurement depends on, as JSON values, besides the batch size.
+    setting: The setting.
+    baseline: Autoregressive decoding, whose time the seconds are scaled by.
     notify: Called with the current activity, the steps done and the steps in total.
+    most_batches: The most batches to decode; None for as many as say enough.
   """
-  notify('auto: timing draft and target', 0, 1)
-  costs = _measure_costs(trial, settings)
-  observed = list(dict.fromkeys(source_of(setting, settings) for setting in settings))
-  return Calibration(conditions | {'batch_size': trial.batch_size}, *costs, _observe(trial, observed, notify))
+  first = calibration.observations.get(str(baseline))
+  scale: dict[str, Any] = {} if first is None else {'pace': first.round_seconds, 'beside': _ROUNDS_BESIDE}
+  found = _observe(trial, list(dict.fromkeys([baseline, setting])), notify, **scale, most_batches=most_batches)
+  return dataclasses.replace(calibration, observations=calibration.observations | found)
 
 
 def _observe_more(calibration, trial, settings, baseline, notify, turn) -> dict[str, Observation]:
@@ -246,14 +305,11 @@ def observe_thresholds(
     baseline: Autoregressive decoding, whose time the seconds are scaled by.
     notify: Called with the current activity, the steps done and the steps in total.
   """
-  notify('auto: timing growth from other thresholds', 0, 1)
-  draft_seconds, _ = _measure_costs(trial, settings)
+  notify('timing growth from other thresholds', 0, 1)
+  for setting in settings:
+    calibration = time_draft(calibration, trial, setting)
   observations = _observe_more(calibration, trial, settings, baseline, notify, 0)
-  return dataclasses.replace(
-    calibration,
-    draft_seconds=draft_seconds | calibration.draft_seconds,
-    observations=observations | calibration.observations,
-  )
+  return dataclasses.replace(calibration, observations=observations | calibration.observations)
 
 
 def observe_finalists(

@@ -33,7 +33,10 @@ def predict_speeds(
   sharding: DecodeSharding | None = None,
   notify: Notify | None = None,
 ) -> list[Prediction]:
-  """Times methods and trees on some prompts, and predicts how fast each decodes here; it takes minutes.
+  """Times methods and trees on some prompts, and predicts how fast each decodes here.
+
+  It takes minutes for all of `default_settings`. On a CPU it compares few by default: a single draft, and two more
+  trees that the times of target and draft allow a gain.
 
   `predictions[0].setting` is the fastest: pass its `method` and `tree`, and its `drafter(draft)`, to `generate`. The
   command `decode.main --method=auto` does the same and keeps the measurements in a file.
@@ -46,13 +49,14 @@ def predict_speeds(
     batch_size: B, rows of a batch, as in the runs to come.
     sampling: Of scalars, as for `generate`.
     eos_id: Id or ids that end a row, or None.
-    settings: Settings to compare, autoregressive decoding among them; None for `default_settings`.
+    settings: Settings to compare, autoregressive decoding among them; None for `default_settings`, or a few of them on
+      a CPU.
     seed: From 0 to 2**32 - 1.
     sharding: As for `generate`.
     notify: Called with the current activity, the steps done and the steps in total.
 
   Returns:
-    The predictions for all settings, the fastest first.
+    The predictions for all settings compared, the fastest first.
 
   Raises:
     ValueError: As for `generate`; or no setting decodes autoregressively.
@@ -60,6 +64,7 @@ def predict_speeds(
   tokens, lengths = map(np.asarray, checks.as_prompts(prompts, prompt_lengths))
   sampling = SamplingParams() if sampling is None else sampling
   is_greedy = bool(np.all(np.asarray(sampling.temperature) == 0))
+  is_short = settings is None and jax.default_backend() == 'cpu'
   settings = default_settings(draft, is_greedy=is_greedy) if settings is None else list(settings)
   key = jax.random.key(seed, impl='threefry2x32')
   eos_ids = () if eos_id is None else (eos_id,) if isinstance(eos_id, int | np.integer) else tuple(eos_id)
@@ -79,5 +84,6 @@ def predict_speeds(
     eos_ids=eos_ids,
     sharding=sharding,
   )
-  calibration, settings = measure(trial, settings, {}, notify or (lambda what, done, total: None))
+  notify = notify or (lambda what, done, total: None)
+  calibration, settings = measure(trial, settings, {}, notify, is_short=is_short)
   return predict(calibration, settings)

@@ -24,17 +24,27 @@ The settings that are predicted to be the fastest are decoded once more, side by
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from spectr_jax.auto.calibration import Calibration, calibrate, observe_finalists, observe_thresholds
+from spectr_jax.auto import plan
+from spectr_jax.auto.calibration import (
+  Calibration,
+  decode_with,
+  observe_finalists,
+  observe_thresholds,
+  time_draft,
+  time_target,
+)
 from spectr_jax.auto.setting import Setting, baseline_among, reference_of, source_of, tree_name_of, tuned
 from spectr_jax.auto.trial import Notify, Trial
 
 _NUM_FINALISTS = 6  # settings that are observed again
+_SECONDS_OF_A_SHORT_RUN = 2.0  # of autoregressive decoding, for each setting of a short grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +77,20 @@ def predict(calibration: Calibration, settings: list[Setting]) -> list[Predictio
     settings: All settings of the grid.
   """
 
+  drafting = [setting for setting in settings if setting.tree.num_nodes]
+  timed = [setting for setting in drafting if tree_name_of(setting) in calibration.draft_seconds]
+
+  def draft_seconds(setting):
+    # In a short grid one tree is timed: steps of the others count as long.
+    name, other = tree_name_of(setting), timed[-1]
+    seconds = calibration.draft_seconds.get(name)
+    if seconds is None:
+      seconds = calibration.draft_seconds[tree_name_of(other)] * setting.tree.max_depth / other.tree.max_depth
+    return seconds
+
   def parts(setting):
-    return calibration.draft_seconds[tree_name_of(setting)], calibration.target_seconds[setting.tree.num_nodes]
+    draft = draft_seconds(setting) if setting.tree.num_nodes else 0.0
+    return draft, calibration.target_seconds[setting.tree.num_nodes]
 
   def rest(setting):
     return calibration.observations[str(setting)].round_seconds - sum(parts(setting))
@@ -119,26 +141,66 @@ def _finalists(predictions: list[Prediction]) -> list[Setting]:
   return _ranked(predictions)[:number] if number > 1 else []
 
 
+def _measured(program, calibration: Calibration, trial: Trial, baseline: Setting, notify, *, is_short) -> Calibration:
+  """The calibration with one more program."""
+  if program.kind != plan.ROUNDS:
+    notify(str(program))
+    return (time_target if program.kind == plan.TARGET else time_draft)(calibration, trial, program.setting)
+  most = plan.batches_within(_SECONDS_OF_A_SHORT_RUN, calibration, trial.max_new_tokens) if is_short else None
+  return decode_with(calibration, trial, program.setting, baseline, notify, most_batches=most)
+
+
 def measure(
-  trial: Trial, settings: list[Setting], conditions: dict[str, Any], notify: Notify
+  trial: Trial,
+  settings: list[Setting],
+  conditions: dict[str, Any],
+  notify: Notify,
+  *,
+  is_short: bool = False,
+  known: Calibration | None = None,
+  keep: Callable[[Calibration], None] = lambda calibration: None,
 ) -> tuple[Calibration, list[Setting]]:
-  """The measurements that predictions for a grid follow from, and its settings with those that were tried besides.
+  """The measurements that predictions for a grid follow from, and the settings that they are for.
 
   Args:
     trial: Models and prompts.
     settings: All settings of the grid, autoregressive decoding among them.
-    conditions: As for `calibrate`.
-    notify: Called with the current activity, the steps done and the steps in total.
+    conditions: What the measurement depends on, as JSON values, besides the batch size.
+    notify: Called with the current activity, the programs measured and their number.
+    is_short: Whether to measure the few settings of `plan.shortlist` in place of all.
+    known: The measurements of a run that was interrupted, under the same conditions; None for none.
+    keep: Called with all measurements so far after each program.
   """
   baseline = baseline_among(settings)
-  calibration = calibrate(trial, settings, conditions, notify)
-  further = tuned(_ranked(predict(calibration, settings)))
-  if further:
-    calibration = observe_thresholds(calibration, trial, further, baseline, notify)
-  finalists = _finalists(predict(calibration, settings + further))
+  calibration = known
+  if calibration is None:
+    calibration = Calibration(conditions | {'batch_size': trial.batch_size}, {}, {}, {}, is_complete=False)
+  while True:
+    compared, programs, most = plan.plan(calibration, settings, is_short=is_short)
+    missing = [each for each in programs if not each.is_in(calibration)]
+    if not missing:
+      break
+    done = len(programs) - len(missing)
+
+    def of_one(what, *_, prefix=f'auto: program {done + 1} of {most}, ', steps=(done, most)):
+      notify(prefix + what, *steps)
+
+    calibration = _measured(missing[0], calibration, trial, baseline, of_one, is_short=is_short)
+    keep(calibration)
+
+  def of_all(what, done, total):
+    notify(f'auto: {what}', done, total)
+
+  further = tuned(_ranked(predict(calibration, compared)))
+  if any(str(setting) not in calibration.observations for setting in further):
+    calibration = observe_thresholds(calibration, trial, further, baseline, of_all)
+    keep(calibration)
+  finalists = _finalists(predict(calibration, compared + further))
   if finalists:
-    calibration = observe_finalists(calibration, trial, finalists, baseline, notify)
-  return calibration, settings + further
+    calibration = observe_finalists(calibration, trial, finalists, baseline, of_all)
+  calibration = dataclasses.replace(calibration, is_complete=True)
+  keep(calibration)
+  return calibration, compared + further
 
 
 def choose(predictions: list[Prediction]) -> Setting:

@@ -3,19 +3,20 @@
 import dataclasses
 import itertools
 import json
+import re
 import types
 
 import numpy as np
 import pytest
 
 from decode.auto import grid
-from decode.auto.calibration_file import check_calibration, read_calibration
+from decode.auto.calibration_file import check_conditions, complete_settings, read_calibration
 from decode.auto.prediction import trial_of
 from decode.experiment.options import AUTO_GRID, AUTO_TREES, DecodeOptions
 from decode.experiment.run import run_decode
 from decode.experiment.workload import Workload
-from spectr_jax import METHODS, Generation
-from spectr_jax.auto import calibration, prediction
+from spectr_jax import METHODS, Generation, theory
+from spectr_jax.auto import calibration, plan, prediction
 from spectr_jax.auto import setting as auto_setting
 from spectr_jax.engine.loop import run_rounds
 
@@ -344,11 +345,140 @@ def test_what_is_no_calibration(tmp_path, text):
 def test_a_calibration_for_something_else_is_refused():
   settings = grid.grid(_options())
   measured = _calibration(settings)
-  check_calibration(measured, {'device': 'test'}, settings, 'f')
+  check_conditions(measured, {'device': 'test'}, 'f')
+  assert complete_settings(measured, settings, 'f', is_short=False) == settings
   with pytest.raises(ValueError, match='f was measured with device test, not other; name a new file'):
-    check_calibration(measured, {'device': 'other'}, settings, 'f')
+    check_conditions(measured, {'device': 'other'}, 'f')
   with pytest.raises(ValueError, match='f was measured for another grid, without speculative K=1'):
-    check_calibration(measured, {}, grid.grid(_options(draft_length=(2, 16))), 'f')
+    complete_settings(measured, grid.grid(_options(draft_length=(2, 16))), 'f', is_short=False)
+
+
+def _measured(calibration, settings, *, node, rate=0.8):
+  """The calibration with all that is missing, as a short grid measures it, and the programs in their order."""
+  full, done = _calibration(settings, node=node, rate=rate), []
+  while missing := [each for each in plan.plan(calibration, settings, is_short=True)[1] if not each.is_in(calibration)]:
+    first = missing[0]
+    done.append(str(first))
+    name, size = auto_setting.tree_name_of(first.setting), first.setting.tree.num_nodes
+    of = {
+      plan.TARGET: ('target_seconds', size, full.target_seconds.get(size)),
+      plan.DRAFT: ('draft_seconds', name, full.draft_seconds.get(name)),
+      plan.ROUNDS: ('observations', str(first.setting), full.observations.get(str(first.setting))),
+    }
+    field, key, value = of[first.kind]
+    calibration = dataclasses.replace(calibration, **{field: getattr(calibration, field) | {key: value}})
+  return calibration, done
+
+
+_NOTHING = calibration.Calibration({'device': 'test', 'batch_size': 1}, {}, {}, {}, is_complete=False)
+
+
+@pytest.mark.parametrize(
+  ('node', 'rate', 'first', 'others'),
+  [
+    # Scoring costs nothing: longer drafts where many guesses are kept, more and shorter ones where few are.
+    (0.0, 0.9, 'block K=1 L=4', ['block K=1 L=8', 'race_traversal K=2 L=4']),
+    (0.0, 0.3, 'block K=1 L=4', ['block K=1 L=2', 'race_traversal K=4 L=2']),
+    # A third of a call: short ones.
+    (1e-3, 0.8, 'block K=1 L=2', ['block K=1 L=4', 'race_traversal K=2 L=2']),
+    # A whole call: nothing else is tried.
+    (3e-3, 0.8, 'block K=1 L=2', []),
+  ],
+)
+def test_a_short_grid_is_what_the_slope_of_the_target_allows(node, rate, first, others):
+  settings = grid.grid(_options())
+  found, done = _measured(_NOTHING, settings, node=node, rate=rate)
+  compared = [str(each) for each in plan.plan(found, settings, is_short=True)[0]]
+  assert compared == ['autoregressive', first, *others]
+  sizes = [f'timing the target on {size + 1} tokens' for size in (0, 2, 4, 8)]
+  assert done[:4] == sizes
+  assert done[4].startswith('timing the draft on chains 1x')
+  assert done[5:] == [f'decoding with {name}' for name in compared]
+  assert len(done) <= plan.plan(_NOTHING, settings, is_short=True)[2] == 9
+  predictions = prediction.predict(found, plan.plan(found, settings, is_short=True)[0])
+  assert all(each.is_observed and each.tokens_per_second > 0 for each in predictions)
+
+
+def test_a_short_grid_promises_no_more_than_the_closed_form():
+  """One draft: (1 - a^(L+1)) / (1 - a) tokens, over 1 + L c calls where scoring costs nothing."""
+  setting = auto_setting.Setting.of_chains(METHODS['block'], 1, 5)
+  tokens = theory.expected_chain_tokens(0.6, 5)
+  wanted = theory.speed_up(tokens, 5, draft_cost=0.2)
+  assert plan.speed_up_at(setting, 0.6, (1.0, 1.0), 0.2) == pytest.approx(float(wanted))
+  several = auto_setting.Setting.of_chains(METHODS['race_traversal'], 4, 5)
+  assert plan.speed_up_at(setting, 0.6, (1, 1), 0) < plan.speed_up_at(several, 0.6, (1, 1), 0) < 6
+
+
+@pytest.mark.parametrize('changes', [{'draft': 'lookup'}, {'draft': 'lookup+here'}, {'temperature': 0.0}])
+def test_every_kind_of_draft_has_a_short_grid(changes):
+  settings = grid.grid(_options(**changes))
+  candidates = plan.candidates_of(settings)
+  names = {'draft': {'lookup': {'speculative', 'race_traversal'}, 'lookup+here': {'race_traversal'}}}
+  wanted = names.get(next(iter(changes)), {}).get(changes.get('draft'))
+  found = {each.method.name for each in candidates[1:]}
+  assert found == wanted if wanted else {'block'} < found
+  assert len({auto_setting.tree_name_of(each) for each in candidates}) == len(candidates)
+  assert max(each.tree.num_nodes for each in candidates) == 8
+
+
+def test_the_grid_is_short_on_cpus_unless_it_is_given(monkeypatch):
+  assert _options().has_short_grid
+  assert not _options(grid='full').has_short_grid
+  assert not _options(num_drafts=(1, 2)).has_short_grid
+  assert not _options(tree=('prefix:2,1',)).has_short_grid
+  assert dataclasses.replace(_options(), num_prompts=3).has_short_grid
+  monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
+  assert not _options().has_short_grid
+  assert _options(grid='short').has_short_grid
+
+
+def test_a_complete_file_of_the_whole_grid_serves_a_short_one():
+  settings = grid.grid(_options())
+  whole = _calibration(settings)
+  assert complete_settings(whole, settings, 'f', is_short=True) == settings
+  few, _ = _measured(_NOTHING, settings, node=0.1e-3)
+  assert len(complete_settings(few, settings, 'f', is_short=True)) == 4
+  with pytest.raises(ValueError, match='f was measured for another grid, without '):
+    complete_settings(few, settings, 'f', is_short=False)
+  del few.observations['autoregressive']
+  with pytest.raises(ValueError, match='f was measured for another grid, without autoregressive'):
+    complete_settings(few, settings, 'f', is_short=True)
+
+
+class _Interrupted(BaseException):
+  """In the place of Ctrl-C."""
+
+
+@pytest.mark.slow
+def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_file, monkeypatch):
+  path = tmp_path / 'calibration.json'
+  options = _options(**pair, prompts=str(prompt_file), grid='short', max_new_tokens=8, calibration=str(path))
+  said, once = [], []
+
+  def notify(what, done, total):
+    said.append(what)
+    if 'program 7' in what and not once:
+      once.append(what)
+      raise _Interrupted
+
+  with pytest.raises(_Interrupted):
+    run_decode(options, notify)
+  kept = read_calibration(path)
+  assert not kept.is_complete
+  assert (len(kept.target_seconds), len(kept.draft_seconds), list(kept.observations)) == (4, 1, ['autoregressive'])
+  assert [each.name for each in tmp_path.iterdir()] == ['calibration.json']  # nothing unfinished
+  said.clear()
+  run = run_decode(options, notify)
+  numbers = [int(found[1]) for each in said if (found := re.match(r'auto: program (\d+) of 9, ', each))]
+  assert numbers == sorted(numbers)
+  assert numbers[0] == 7
+  found = read_calibration(path)
+  assert found.is_complete
+  assert found.target_seconds == kept.target_seconds
+  assert found.observations['autoregressive'] == kept.observations['autoregressive']
+  assert {str(each.setting) for each in run.predictions} == set(found.observations)
+  monkeypatch.setattr('decode.auto.prediction.measure', None)  # not called again
+  assert run_decode(options).predictions == run.predictions
 
 
 @pytest.mark.parametrize(
@@ -358,6 +488,9 @@ def test_a_calibration_for_something_else_is_refused():
     ({'children': 'without_replacement'}, 'its own children'),
     ({'tree': ('optimal:8',)}, 'chooses no optimal ones'),
     ({'method': ('spectr',), 'calibration': 'x'}, 'calibration is for --method=auto'),
+    ({'method': ('spectr',), 'grid': 'short'}, 'grid is for --method=auto'),
+    ({'grid': 'long'}, "grid must be short or full, or '' for short on CPUs, got 'long'"),
+    ({'grid': 'short', 'num_drafts': (2,)}, 'leave out num_drafts, draft_length and tree'),
     ({'calibration_prompts': 0}, 'calibration_prompts must be at least 1'),
   ],
 )
@@ -401,7 +534,7 @@ def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
   )  # fmt: skip
   said = []
   run = run_decode(options, lambda what, done, total: said.append(what))
-  assert 'auto: decoding calibration prompts' in said
+  assert any(re.fullmatch(r'auto: program \d of 9, decoding calibration prompts', each) for each in said)
   names = {
     'autoregressive', 'spectr K=2 L=1', 'spectr K=2 L=3', 'race K=2 L=1', 'race K=2 L=3',
   }  # fmt: skip
@@ -457,7 +590,8 @@ def test_drafts_of_every_kind_are_measured_with_growing_trees(
   further = set(found) - names - {'autoregressive'}
   assert len(further) == (0 if is_mixed else len(auto_setting._THRESHOLDS))
   assert len({name.partition(' from ')[0] for name in further}) == (not is_mixed)
-  assert len(set(compiled)) == 1  # other thresholds compile nothing
+  assert len(set(compiled[len(names) :])) == 1  # other thresholds compile nothing
+  assert is_mixed or len(compiled) > len(names) + 1
   assert run_decode(options).predictions == run.predictions
   content = json.loads(path.read_text())
   prompts = {name: len(each['row_calls']) for name, each in content['observations'].items()}

@@ -278,7 +278,7 @@ def test_commands_within_a_conversation(decoder, tokenizer):
   assert slash_commands.obey(talk, '/draft') == 'no draft: one token per call of the target'
   assert slash_commands.obey(talk, '/help').count('\n') == 5
   for line, message in {
-    '/rest': 'there is no command /rest, did you mean reset[?]; /help lists them',
+    '/rest': 'there is no command /rest, did you mean /reset[?]; /help lists them',
     '/': 'there is no command /; /help',
     '/system': '/system takes TEXT',
     '/stats now': '/stats takes nothing',
@@ -290,33 +290,93 @@ def test_commands_within_a_conversation(decoder, tokenizer):
       slash_commands.obey(talk, line)
 
 
-def test_a_conversation_in_a_terminal(tmp_path):
-  """Ready before it asks, lines that are edited, commands, and the end by Ctrl-D."""
-  spec = hub_specs.SPECS['llama'] | {'vocab_size': 301, 'max_position_embeddings': _CONTEXT, 'eos_token_id': 41}
-  folder = tiny_hub.write(tmp_path / 'hub', config=spec, chat_template=tiny_hub.CHAT)
-  safetensors.numpy.save_file(tiny_hub.tensors_of(spec), folder / 'model.safetensors')
-  master, terminal = pty.openpty()
-  process = commands.start('decode.chat', f'--target={folder}', '--max_new_tokens=8', stdin=terminal, stderr=terminal)
-  os.close(terminal)
-  seen = b''
+# Makes stdin, a terminal, the one whose Ctrl-C reaches the command.
+_AS_A_SHELL = (
+  sys.executable, '-c',
+  'import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0);'
+  ' os.execv(sys.argv[1], sys.argv[1:])',
+)  # fmt: skip
 
-  def wait_for(text):
-    nonlocal seen
-    while text not in seen:
-      assert select.select([master], [], [], 120)[0], seen
-      seen += os.read(master, 4096)
-    seen = seen.partition(text)[2]
 
-  wait_for(b'Type a message')
-  for typed, answer in (('the owx\x7fl\r', 'per target call]'), ('/stats\r', '1 answers'), ('/rest\r', 'did you mean')):
-    wait_for(b'>')
-    os.write(master, typed.encode())
-    wait_for(answer.encode())
-  wait_for(b'>')
-  os.write(master, b'\x04')
-  out = commands.finish(process, timeout=60)
-  os.close(master)
+class _Terminal:
+  """`decode.chat` with a tiny model in a terminal of its own; its answers come by `process.stdout`."""
+
+  def __init__(self, folder, *, context, max_new_tokens):
+    spec = hub_specs.SPECS['llama'] | {'vocab_size': 301, 'max_position_embeddings': context, 'eos_token_id': 41}
+    folder = tiny_hub.write(folder, config=spec, chat_template=tiny_hub.CHAT)
+    safetensors.numpy.save_file(tiny_hub.tensors_of(spec), folder / 'model.safetensors')
+    self._master, terminal = pty.openpty()
+    self._seen = b''
+    self.process = commands.start(
+      'decode.chat', f'--target={folder}', f'--max_new_tokens={max_new_tokens}', wrapper=_AS_A_SHELL, stdin=terminal,
+      stderr=terminal,
+    )  # fmt: skip
+    os.close(terminal)
+
+  def type(self, text):
+    os.write(self._master, text.encode())
+
+  def wait_for(self, text):
+    """What the terminal shows before a text, which it must show within two minutes."""
+    while text.encode() not in self._seen:
+      assert select.select([self._master], [], [], 120)[0], self._seen
+      self._seen += os.read(self._master, 4096)
+    before, _, self._seen = self._seen.partition(text.encode())
+    return before.decode(errors='replace')
+
+  def close(self):
+    self.process.kill()
+    self.process.communicate()
+    os.close(self._master)
+
+
+@pytest.fixture
+def terminal(tmp_path):
+  opened = []
+
+  def start(**options):
+    opened.append(_Terminal(tmp_path / 'hub', **options))
+    return opened[0]
+
+  yield start
+  for each in opened:
+    each.close()
+
+
+def test_a_conversation_in_a_terminal(terminal):
+  """Ready before it asks, lines that are edited and cleared, commands, and the end by Ctrl-D."""
+  talk = terminal(context=_CONTEXT, max_new_tokens=8)
+  talk.wait_for('Type a message')
+  for typed, answer in (
+    ('the owx\x7fl\r', 'per target call]'),
+    ('/reset now\x03/stats\r', '1 answers'),
+    ('/rest\r', 'did you mean /reset?'),
+  ):
+    talk.wait_for('>')
+    talk.type(typed)
+    talk.wait_for(answer)
+  talk.wait_for('>')
+  talk.type('\x04')
+  out = commands.finish(talk.process, timeout=60)
   assert out.count('\n') == 1
+
+
+def test_interrupts_in_a_terminal(terminal):
+  """Ctrl-C ends an answer; it clears what is typed, and once more it ends the conversation."""
+  talk = terminal(context=4096, max_new_tokens=2000)
+  talk.wait_for('Type a message')
+  talk.wait_for('>')
+  talk.type('the owl\r')
+  assert talk.process.stdout.read(1)
+  talk.type('\x03')
+  talk.wait_for(', interrupted]')
+  talk.wait_for('>')
+  talk.type('/reset now\x03/stats\r')
+  talk.wait_for('1 answers')
+  talk.wait_for('>')
+  talk.type('half a line\x03\x03')
+  talk.wait_for('error: interrupted')
+  assert talk.process.wait(60) == 130
 
 
 def test_options_that_mean_nothing_are_refused(pair):

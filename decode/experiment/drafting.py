@@ -1,0 +1,109 @@
+"""How the commands that answer users draft where their flags do not say it: by the device and the kind of draft."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from absl import flags
+
+from decode.experiment.options import split_draft
+from decode.experiment.workload import find_head
+from spectr_jax import METHODS
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+  """A method on K chains of L tokens."""
+
+  method: str
+  num_drafts: int
+  draft_length: int
+
+
+# On a CPU every guess makes the target's call dearer: single short drafts gain where trees of many guesses lose.
+ON_CPU = {
+  'a model': Drafting('block', 1, 4),
+  'a head': Drafting('block', 1, 2),
+  'lookup': Drafting('speculative', 1, 3),
+  'lookup+DRAFT': Drafting('race_traversal', 1, 2),
+}
+ELSEWHERE = Drafting('race_traversal', 2, 8)
+
+
+def kind_of(target: str, draft: str) -> str:
+  """The kind of a draft, one of `ON_CPU`.
+
+  Args:
+    target, draft: As in `DecodeOptions`.
+
+  Raises:
+    ValueError: A file of a head is damaged.
+  """
+  has_lookup, path = split_draft(draft)
+  if has_lookup:
+    return 'lookup+DRAFT' if path else 'lookup'
+  return 'a head' if find_head(target, path) else 'a model'
+
+
+def default_drafting(target: str, draft: str, platform: str | None = None) -> Drafting:
+  """How a draft is used by default.
+
+  Args:
+    target, draft: As in `DecodeOptions`.
+    platform: Where the models run, as JAX names it; None for JAX's default.
+
+  Raises:
+    ValueError: A file of a head is damaged.
+  """
+  on_cpu = (platform or jax.default_backend()) == 'cpu'
+  return ON_CPU[kind_of(target, draft)] if on_cpu else ELSEWHERE
+
+
+def with_default_drafting(values: Mapping[str, Any], platform: str | None = None) -> dict[str, Any]:
+  """Fields of `DecodeOptions` with the defaults of those of `Drafting` that are missing.
+
+  A method that takes several drafts stands in for the table's where K or the tree is given.
+
+  Args:
+    values: The fields by name, `target`, `draft` and `tree` among them.
+    platform: As for `default_drafting`.
+
+  Raises:
+    ValueError: A file of a head is damaged.
+  """
+  default = default_drafting(values['target'], values['draft'], platform)
+  if 'num_drafts' in values or values['tree'] != ('chains',):
+    default = dataclasses.replace(default, method=ELSEWHERE.method)
+  found = {'method': (default.method,), 'num_drafts': (default.num_drafts,), 'draft_length': (default.draft_length,)}
+  return found | values
+
+
+def _in_words(name: str) -> str:
+  """The defaults of a field, by device and kind of draft."""
+  kinds: dict[Any, list[str]] = {}
+  for kind, drafting in ON_CPU.items():
+    kinds.setdefault(getattr(drafting, name), []).append(kind)
+  on_cpu = ', '.join(f'{value} with {" or ".join(members)}' for value, members in kinds.items())
+  return f'on CPUs {on_cpu if len(kinds) > 1 else next(iter(kinds))}, elsewhere {getattr(ELSEWHERE, name)}'
+
+
+def describe_in_help(*, without_draft: str = '', takes_auto: bool = False) -> None:
+  """Lets the flags of `Drafting` have no default of their own, and `--help` say which they get.
+
+  Args:
+    without_draft: The method where no draft is given; empty if there always is one.
+    takes_auto: Whether the command takes `auto` for a method.
+  """
+  first = f'{without_draft} without --draft, else ' if without_draft else ''
+  auto = ', or auto, the one predicted to be the fastest' if takes_auto else ''
+  texts = {
+    'method': f'The method, of {", ".join(METHODS)}{auto} [{first}',
+    'num_drafts': 'K, drafts per round [',
+    'draft_length': 'L, tokens per draft [',
+  }
+  for name, text in texts.items():
+    flags.FLAGS.set_default(name, None)
+    flags.FLAGS[name].help = f'{text}{_in_words(name)}]'
