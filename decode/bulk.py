@@ -1,4 +1,4 @@
-"""Continues many prompts by one method: `python -m decode.bulk --prompts=FILE --generations=FILE`.
+"""Continues many prompts by one method: `python -m decode.bulk --method=NAME --prompts=FILE --generations=FILE`.
 
 Finished rows are refilled with the next prompts, and every continuation is appended to the file as soon as it is
 complete. `--resume` continues a run that ended early for any reason. No prompt is lost and none is decoded twice. Every

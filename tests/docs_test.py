@@ -32,6 +32,7 @@ _OF_SOURCES = list(dict.fromkeys(documented.source_commands()))
 _STAND_INS = {
   '--config=...': '--config=configs/stdlib_pair.py:target',
   '--config=configs/NAME.py': '--config=configs/stdlib_pair.py:target',
+  '--method=NAME': '--method=race_traversal',
 }
 _FLAGS_OF_OTHERS = {'worker', 'help', 'compilation_cache_dir'}  # of gcloud, and of `common.command_line.run`
 _FLAGS_OF_PROGRAMS = {'merge', 'helpfull', 'name'}  # of llama-gguf-split, of absl, and any one's
@@ -486,8 +487,9 @@ def _not_run(command):
 
 def _reduced(command, directory):
   """The arguments with tiny models and small sizes, and all files in one directory."""
-  values = dict(word.removeprefix('--').partition('=')[::2] for word in command.arguments if word.startswith('--'))
-  files = [directory / f'given{pathlib.Path(word).suffix}' for word in command.arguments if not word.startswith('--')]
+  words = [_STAND_INS.get(word, word) for word in command.arguments]
+  values = dict(word.removeprefix('--').partition('=')[::2] for word in words if word.startswith('--'))
+  files = [directory / f'given{pathlib.Path(word).suffix}' for word in words if not word.startswith('--')]
   own = _MODELS_AND_PROMPTS.get(command.module, ())
   if own:
     draft = values.get('draft', '')
@@ -508,9 +510,11 @@ def _reduced(command, directory):
     values['tree'] = 'optimal:4'
   for name in ('output', 'generations'):
     if name in values:
-      values[name] = directory / pathlib.Path(values[name]).name
+      # What goes on in a file of `decode.bulk` is of the same method.
+      own = f'{values["method"]}_' if command.module == 'decode.bulk' and 'method' in values else ''
+      values[name] = directory / (own + pathlib.Path(values[name]).name)
   if command.module == 'benchmarks.tabulate':
-    values['files'] = values['files'].replace('runs/', f'{directory}/')
+    values['files'] = re.sub('^FILE,', 'docs/block_efficiency.json', values['files'].replace('runs/', f'{directory}/'))
   if command.module == 'train.tokenizer':
     values |= {'config.source': 'files', 'config.files': directory / 'prompts.txt', 'config.vocab_size': 280}
     values['output'] = directory / f'{re.sub("[^a-z0-9]", "_", str(command))[-100:]}.json'
