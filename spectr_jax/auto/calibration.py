@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -133,7 +133,7 @@ def _seconds_beside(trial: Trial, call: Callable[[], Any], paced_by: float | Non
     paced_by: Seconds of the target's call on one token that the call's are scaled to; None for no scale.
   """
   make_room(is_joint=trial.is_joint)
-  calls = {'call': call}
+  calls: dict[Hashable, Callable[[], Any]] = {'call': call}
   if paced_by is not None:
     calls['alone'] = _target_call(trial, TokenTree())
   medians = {name: float(np.median(found)) for name, found in timing.time_in_turns(calls, _NUM_RUNS).items()}
@@ -141,8 +141,8 @@ def _seconds_beside(trial: Trial, call: Callable[[], Any], paced_by: float | Non
 
 
 def _target_call(trial: Trial, tree: TokenTree) -> Callable[[], Any]:
-  shapes = {'target': (tree, trial.batch_size)}
-  return timing.forward_calls(trial.target, shapes, cache_size=trial.cache_size, sharding=trial.sharding)['target']
+  sizes = {'cache_size': trial.cache_size, 'sharding': trial.sharding}
+  return timing.forward_calls(trial.target, {'target': (tree, trial.batch_size)}, **sizes)['target']
 
 
 def time_target(calibration: Calibration, trial: Trial, setting: Setting) -> Calibration:

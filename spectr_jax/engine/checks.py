@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+# Integers where they are: on a device, or on the host.
+Integers: TypeAlias = jax.Array | np.ndarray
 # Integers [B, P], or B lists of ids.
 Prompts: TypeAlias = ArrayLike | Sequence[ArrayLike | Sequence[int]]
 
@@ -65,7 +67,7 @@ def _as_array(name: str, values: Any) -> np.ndarray:
     raise ValueError(f'{name} must be one array of integers, got lists of different lengths or depths') from None
 
 
-def as_prompts(prompts: Prompts, prompt_lengths: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
+def as_prompts(prompts: Prompts, prompt_lengths: ArrayLike | None) -> tuple[Integers, Integers]:
   """Prompts `[B, P]` and their lengths `[B]`, of arrays or of lists of ids.
 
   Args:
@@ -91,7 +93,7 @@ def as_prompts(prompts: Prompts, prompt_lengths: ArrayLike | None) -> tuple[jax.
   return prompts, prompt_lengths
 
 
-def as_integers(name: str, values: Any) -> jax.Array | np.ndarray:
+def as_integers(name: str, values: Any) -> Integers:
   """Ids or lengths as an array, of 32 bits as JAX has them: numbers beyond them are refused, and would wrap otherwise.
 
   Args:
@@ -135,7 +137,7 @@ def as_ids(name: str, ids: ArrayLike | Sequence[int], vocab_size: int, longest: 
   return array.astype(np.int32)
 
 
-def check_shapes(prompts: jax.Array, prompt_lengths: jax.Array) -> None:
+def check_shapes(prompts: Integers, prompt_lengths: Integers) -> None:
   """Checks shapes and types of prompts.
 
   Args:

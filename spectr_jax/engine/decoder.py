@@ -134,7 +134,7 @@ class Decoder:
     limits = [each.context_length for each in (self.target, self.drafter) if each is not None]
     return min((limit for limit in limits if limit is not None), default=None)
 
-  def check_prompts(self, prompts: jax.Array, prompt_lengths: jax.Array) -> None:
+  def check_prompts(self, prompts: checks.Integers, prompt_lengths: checks.Integers) -> None:
     """Checks that prompts fit: their shapes and, outside of a trace, their lengths and ids.
 
     Args:

@@ -335,7 +335,7 @@ def generate_many(
       for row in done:
         if search is not None:
           search.forget(row)
-        yield _continuation(pool.owners.pop(row).name, result, row, decoder.eos_ids, stop)
+        yield _continuation(pool.owners.pop(row).name, result, row, decoder.eos_ids.tolist(), stop)
     free = len(pool.free)
     # Refilling one row costs as much as refilling `rows_at_a_time` of them.
     if free >= pool.rows_at_a_time or not pool.owners:

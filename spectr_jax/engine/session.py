@@ -164,7 +164,7 @@ class Session:
     Args:
       notify: Called with the programs done and their number.
     """
-    limits = self.longest_prompt, (self.decoder.context_length or _MANY) - self.decoder.max_new_tokens, _MANY
+    limits = self.longest_prompt, (self.decoder.context_length or _MANY) - int(self.decoder.max_new_tokens), _MANY
     long = max(1, min(limits))
 
     def read(size: int) -> DecodeState:

@@ -144,7 +144,7 @@ def checked_rows(
   prompt_lengths: ArrayLike,
   sampling: SamplingParams | None,
   like: SamplingParams | None = None,
-) -> tuple[jax.Array, SamplingParams, jax.Array, jax.Array]:
+) -> tuple[jax.Array, SamplingParams, checks.Integers, checks.Integers]:
   """Prompts and their keys and sampling parameters, checked and on their devices.
 
   Args:
