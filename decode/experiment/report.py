@@ -315,15 +315,34 @@ def _headline(run: DecodeRun) -> str:
   )
 
 
-def print_report(run: DecodeRun, console: Console | None = None) -> None:
-  """Prints the table, explanations for slow settings, and a sample.
+def explain_gain(run: DecodeRun) -> list[str]:
+  """A line with what the fastest lossless setting that drafts gains, if speeds were compared."""
+  found = [(each.speedup, setting, each) for setting in run.settings for each in [run.summarize(setting)]]
+  drafting = [pair for pair in found if pair[0] is not None and pair[1].tree.num_nodes and pair[1].method.is_lossless]
+  if not drafting:
+    return []
+  speedup, setting, summary = max(drafting, key=lambda pair: pair[0])
+  alone = next(each for _, other, each in found if each.speedup == 1 and not other.tree.num_nodes)
+  interval = '' if summary.speedup_interval is None else f' ({_range(summary.speedup_interval)})'
+  return [
+    f'{setting} decodes {speedup:.2f} times as fast as the target alone{interval}: {summary.tokens_per_second:,.0f}'
+    f' tokens/s for {alone.tokens_per_second:,.0f}, {summary.block_efficiency:.2f} tokens per call of the target, with'
+    " exactly the target's distribution."
+  ]
+
+
+def print_report(run: DecodeRun, console: Console | None = None, *, more: str = '') -> None:
+  """Prints what is gained, the table, explanations for slow settings, and a sample.
 
   Args:
     run: The run.
     console: The console to print to; None for stdout.
+    more: The last line, or nothing.
   """
   console = console or make_console()
   print_options = {'soft_wrap': True}
+  for line in explain_gain(run):
+    console.print(line + '\n', **print_options)
   console.print(printable(_headline(run)) + '\n', **print_options)
   if not console.is_terminal:
     console.width = 1000  # lines of a file need not fit into a window
@@ -341,3 +360,5 @@ def print_report(run: DecodeRun, console: Console | None = None) -> None:
   for line in lines + describe_groups(run.info['timed_together']):
     console.print(line + '\n', **print_options)
   console.print(make_sample(run, is_colored=console.color_system is not None), **print_options)
+  if more:
+    console.print('\n' + more, **print_options)
