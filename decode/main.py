@@ -67,6 +67,8 @@ def decode():
 
 
 if __name__ == '__main__':
+  flags.FLAGS.set_default('method', ['autoregressive', 'block', 'race_traversal'])
+  flags.FLAGS.set_default('num_prompts', 16)
   command_line.run(
     main,
     [

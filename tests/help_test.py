@@ -169,7 +169,7 @@ def test_help_of_decoding_takes_two_screens():
   assert len(shown.splitlines()) <= 110
   places = [shown.index(f'\n{title}\n') for title in ('Models', 'Method and tree', 'Prompts', 'Sampling', 'Machine')]
   assert places == sorted(places)
-  assert '[autoregressive,speculative,block,spectr,race_traversal]' in shown
+  assert '[autoregressive,block,race_traversal]' in shown
 
 
 def test_names_that_are_nearly_right():

@@ -19,8 +19,8 @@ def _line(method, prompt, seed, num_tokens, calls, **changes):
 @pytest.fixture
 def generations(tmp_path):
   path = tmp_path / 'text.jsonl'
-  lines = [_line('spectr', prompt, seed, 6 + prompt, 3) for prompt in (0, 1) for seed in (0, 1)]
-  lines += [_line('race', prompt, seed, 12 + 2 * prompt, 3) for prompt in (0, 1) for seed in (0, 1)]
+  lines = [_line('spectr', prompt, seed, 6 + prompt, 3) for prompt in (0, 1, 2) for seed in (0, 1)]
+  lines += [_line('race', prompt, seed, 12 + 2 * prompt, 3) for prompt in (0, 1, 2) for seed in (0, 1)]
   lines += [_line('race', prompt, 0, 9, 3, tree='optimal:8 = prefix:2,1') for prompt in (0, 1)]
   path.write_text('\n'.join(lines) + '\n')
   return path
@@ -29,14 +29,14 @@ def generations(tmp_path):
 def test_seeds_of_a_prompt_are_added(generations):
   found = tabulate.read([str(generations)])
   counts = found[tabulate.Setting(1.0, 'race', True, '2 x 4')]
-  assert [x.tolist() for x in counts.arrays()] == [[24, 28], [6, 6]]
+  assert [x.tolist() for x in counts.arrays()] == [[24, 28, 32], [6, 6, 6]]
   assert counts.seeds == [0, 1]
 
 
 def test_tables_compare_with_the_baseline(generations):
   text = '\n'.join(tabulate.tables(tabulate.read([str(generations)]), 'spectr'))
   assert '| method | 2 x 4 |' in text
-  assert '| `race` | 2 x 4 | 4.33 ± ' in text
+  assert '| `race` | 2 x 4 | 4.67 ± ' in text
   assert ' | 2.000 (2.000 to 2.000) |' in text  # prompts differ, the ratio does not
   assert 'optimal:8' not in text  # nothing to compare with
 
@@ -46,7 +46,7 @@ def test_each_method_on_its_best_shape(tmp_path):
   shapes = {'2 x 4': 12, '4 x 4': 18, '8 x 8': 30}
   lines = []
   for method, more in (('spectr', 0), ('race', 7)):
-    for prompt in (0, 1):
+    for prompt in (0, 1, 2):
       for shape, num_tokens in shapes.items():
         num_drafts, length = map(int, shape.split(' x '))
         sizes = {'num_drafts': num_drafts, 'draft_length': length}
@@ -55,9 +55,9 @@ def test_each_method_on_its_best_shape(tmp_path):
   path.write_text('\n'.join(lines))
   found = tabulate.read([str(path)])
   *_, first, second = tabulate.best_shapes(found, 16)
-  assert first.startswith('| `race` | 4 x 4 | 8.50 ± ')  # more than on prefix:2,2,1, and the other less
-  assert second.startswith('| `spectr` | prefix:2,2,1 | 8.17 ± ')
-  assert ' | 1.041 (1.0' in second
+  assert first.startswith('| `race` | 4 x 4 | 8.67 ± ')  # more than on prefix:2,2,1, and the other less
+  assert second.startswith('| `spectr` | prefix:2,2,1 | 8.33 ± ')
+  assert ' | 1.040 (1.0' in second
   *_, first, second = tabulate.best_shapes(found, 64)
   assert ['8 x 8' in line for line in (first, second)] == [True, True]
   assert first.endswith(' |  |')

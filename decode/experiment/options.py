@@ -157,7 +157,7 @@ class DecodeOptions:
   method: tuple[str, ...] = option(
     _METHOD,
     f'Methods, separated by commas, of {", ".join(METHODS)}, or auto, the one predicted to be the fastest.',
-    ('autoregressive', 'block', 'race_traversal'),
+    ('autoregressive', 'speculative', 'block', 'spectr', 'race_traversal'),
   )
   num_drafts: tuple[int, ...] | None = option(
     _METHOD, 'K, drafts per round; several, separated by commas, run the grid. Default 2, for auto 1,2,4,8.', None
@@ -239,7 +239,7 @@ class DecodeOptions:
     f' SET:FILE reads a published set: {", ".join(PROMPT_SETS)}. Default: the shipped prompts.',
     None,
   )
-  num_prompts: int = option(_PROMPTS, 'Prompts to take from the beginning of the file, at most.', 16)
+  num_prompts: int = option(_PROMPTS, 'Prompts to take from the beginning of the file, at most.', 32)
   chat: bool = option(
     _PROMPTS,
     "Let the model answer: render prompts as turns of the user, and conversations, by the model's chat template.",

@@ -324,8 +324,9 @@ def explain_gain(run: DecodeRun) -> list[str]:
   speedup, setting, summary = max(drafting, key=lambda pair: pair[0])
   alone = next(each for _, other, each in found if each.speedup == 1 and not other.tree.num_nodes)
   interval = '' if summary.speedup_interval is None else f' ({_range(summary.speedup_interval)})'
+  subject = str(setting) if speedup >= 1 else f'Nothing gains here: the fastest, {setting},'
   return [
-    f'{setting} decodes {speedup:.2f} times as fast as the target alone{interval}: {summary.tokens_per_second:,.0f}'
+    f'{subject} decodes {speedup:.2f} times as fast as the target alone{interval}: {summary.tokens_per_second:,.0f}'
     f' tokens/s for {alone.tokens_per_second:,.0f}, {summary.block_efficiency:.2f} tokens per call of the target, with'
     " exactly the target's distribution."
   ]

@@ -22,7 +22,7 @@ from decode.experiment.settings import Setting
 from spectr_jax import Drafter, Generation, Model, StopStrings, lookup_corpus
 from spectr_jax.auto.trial import batches_of
 from spectr_jax.draft import as_drafter, lookup_beside, lookup_drafter
-from spectr_jax.engine.decoder import Decoder, buffer_size
+from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import DecodeState
@@ -344,7 +344,7 @@ class Workload:
   @property
   def cache_size(self) -> int:
     """Committed tokens that a row's caches hold."""
-    return buffer_size(self.tokens.shape[1] + self.options.max_new_tokens)
+    return choose_cache_size(self.target, self.draft, self.tokens.shape[1] + self.options.max_new_tokens)
 
   def keys(self, seed: int) -> jax.Array:
     """One key per prompt."""

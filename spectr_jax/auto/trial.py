@@ -10,7 +10,7 @@ import numpy as np
 
 from spectr_jax.auto.setting import Setting
 from spectr_jax.draft import Drafter, as_drafter
-from spectr_jax.engine.decoder import Decoder, buffer_size
+from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import DecodeState, init_decode
 from spectr_jax.model import Model
@@ -68,7 +68,7 @@ class Trial:
   @property
   def cache_size(self) -> int:
     """Committed tokens that a row's caches hold."""
-    return buffer_size(self.tokens.shape[1] + self.max_new_tokens)
+    return choose_cache_size(self.target, self.draft, self.tokens.shape[1] + self.max_new_tokens)
 
   @property
   def is_joint(self) -> bool:

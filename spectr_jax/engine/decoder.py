@@ -30,6 +30,20 @@ def buffer_size(num_tokens: int) -> int:
   return -(-num_tokens // step) * step
 
 
+def choose_cache_size(target: Model, draft: Model | Drafter | None, num_tokens: int) -> int:
+  """The size of caches for texts of so many tokens: that of a buffer, within the context of all models.
+
+  A model that states no context may have no cache and compute on all that fits, so its size is exact.
+
+  Args:
+    target, draft: As for `Decoder.make`.
+    num_tokens: The tokens that they must hold.
+  """
+  limits = [each.context_length for each in (target, draft) if isinstance(each, Model)]
+  known = [limit for limit in limits if limit is not None]
+  return num_tokens if len(known) < len(limits) else max(num_tokens, min(buffer_size(num_tokens), *known))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoder:
@@ -44,7 +58,7 @@ class Decoder:
     method: The method.
     tree: The tree of every round, or the bounds of the rows' trees if the drafter grows them.
     max_new_tokens: int32 scalar, limit of new tokens per row.
-    eos_ids: int32 `[E]`, ids that end a row, filled to a multiple of 4 by -1, which is no token.
+    eos_ids: int32 scalars, ids that end a row, filled to a multiple of 4 by -1, which is no token.
     num_slots: New tokens that a row of a result has room for, at least `max_new_tokens`.
     cache_size: Committed tokens that a row can hold, those of the prompt included.
     has_statistics: Whether `Statistics` are counted.
@@ -57,7 +71,7 @@ class Decoder:
   target: Model
   drafter: Drafter | None
   max_new_tokens: np.int32
-  eos_ids: np.ndarray
+  eos_ids: tuple[np.int32, ...]
   method: Method = static_field()
   tree: TokenTree = static_field()
   num_slots: int = static_field()
@@ -118,7 +132,7 @@ class Decoder:
       target=target,
       drafter=drafter,
       max_new_tokens=np.int32(max_new_tokens),
-      eos_ids=np.pad(np.array(eos_ids, np.int32), (0, 4 - len(eos_ids) % 4), constant_values=-1),
+      eos_ids=tuple(map(np.int32, [*eos_ids, *[-1] * (4 - len(eos_ids) % 4)])),
       method=method,
       tree=tree,
       num_slots=buffer_size(max_new_tokens),

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
-from spectr_jax.engine.decoder import Decoder, buffer_size
+from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation
@@ -45,7 +45,7 @@ def generate(
 
   The loop is one program, compiled once per shape, method and tree, and for each set of filters that rows use: top-k,
   top-p, min-p. The values of sampling parameters, keys, prompt lengths, EOS ids and the limit of new tokens may change
-  without compiling again, as long as prompt and new tokens need buffers of the same size (`buffer_size`).
+  without compiling again, as long as prompt and new tokens need caches and buffers of the same size.
 
   Args:
     rng_key: One typed key, from which row i takes `fold_in(rng_key, i)`, or a key array `[B]`. With a key array a row's
@@ -90,7 +90,7 @@ def generate(
     method=method,
     tree=tree,
     max_new_tokens=max_new_tokens,
-    cache_size=buffer_size(prompts.shape[1] + max_new_tokens),
+    cache_size=choose_cache_size(target, draft, prompts.shape[1] + max_new_tokens),
     eos_id=eos_id,
     statistics=statistics,
     sharding=sharding,

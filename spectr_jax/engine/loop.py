@@ -215,7 +215,7 @@ def _record(
   own = jnp.where(_is_path_end(tree, proposal, path, accepted), ORIGIN_BONUS, ORIGIN_CORRECTION)
   origins = jnp.where(places < accepted, ORIGIN_DRAFT, own)
 
-  is_eos = jnp.any(tokens[..., None] == decoder.eos_ids, axis=-1)
+  is_eos = functools.reduce(jnp.logical_or, [tokens == eos_id for eos_id in decoder.eos_ids])
   has_eos = jnp.any(is_eos, axis=1)
   count = jnp.where(has_eos, jnp.argmax(is_eos, axis=1), verdict.num_accepted) + 1
   count = jnp.minimum(count, decoder.max_new_tokens - result.lengths).astype(jnp.int32)

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
-from spectr_jax.engine.decoder import Decoder, buffer_size
+from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation, NotFiniteError
@@ -313,7 +313,7 @@ def generate_many(
     method=method,
     tree=tree,
     max_new_tokens=max_new_tokens,
-    cache_size=buffer_size(longest_prompt + max_new_tokens),
+    cache_size=choose_cache_size(target, draft, longest_prompt + max_new_tokens),
     **options,
   )
   pool = Pool(decoder, first, batch_size=batch_size, longest_prompt=longest_prompt, sampling=sampling)
@@ -335,7 +335,7 @@ def generate_many(
       for row in done:
         if search is not None:
           search.forget(row)
-        yield _continuation(pool.owners.pop(row).name, result, row, decoder.eos_ids.tolist(), stop)
+        yield _continuation(pool.owners.pop(row).name, result, row, [int(i) for i in decoder.eos_ids], stop)
     free = len(pool.free)
     # Refilling one row costs as much as refilling `rows_at_a_time` of them.
     if free >= pool.rows_at_a_time or not pool.owners:

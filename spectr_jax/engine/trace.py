@@ -12,7 +12,7 @@ import numpy as np
 
 from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
-from spectr_jax.engine.decoder import Decoder, buffer_size
+from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.loop import Round, run_round
 from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation
@@ -212,7 +212,8 @@ def trace_decode(
   prompt_tokens = checks.as_ids('the prompt', prompt, target.vocab_size)
   kinds = {'gives': draft.gives, 'mixes': draft.mixes} if isinstance(draft, Drafter) else {}
   judges = tuple(make_judge(get_method(each), method, tree, **kinds) for each in (method, *others))
-  sizes = {'max_new_tokens': max_new_tokens, 'cache_size': buffer_size(len(prompt_tokens) + max_new_tokens)}
+  cache_size = choose_cache_size(target, draft, len(prompt_tokens) + max_new_tokens)
+  sizes = {'max_new_tokens': max_new_tokens, 'cache_size': cache_size}
   decoder = Decoder.make(target, draft, method=method, tree=tree, **sizes, **request)
   programs = ['the prompt', *(judge.method.name for judge in judges)]
 

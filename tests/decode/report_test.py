@@ -17,7 +17,7 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.settings import expand
-from spectr_jax import Tokenizer
+from spectr_jax import METHODS, Tokenizer
 
 
 @pytest.fixture(scope='module')
@@ -105,7 +105,9 @@ def test_plain_report_has_no_escape_codes_and_no_folded_rows(run):
   text = _printed(run)
   assert '\x1b' not in text
   rows = [line.split() for line in text.splitlines()]
-  assert text.startswith('target t (0.0M, float32)\n')
+  gain, blank, headline = text.splitlines()[:3]
+  assert gain.startswith('speculative K=1 L=2 decodes 2.00 times as fast as the target alone: 16 tokens/s for 8, 2.00 ')
+  assert (blank, headline) == ('', 'target t (0.0M, float32)')
   assert ['autoregressive', 'yes', '-', '-', '1.00', '-', '8', '1.00x', '-'] in rows
   assert ['speculative', 'yes', '1', '2', '2.00', '0.50', '0.50', '16', '2.00x', '-'] in rows
   assert ['spectr', 'yes', '2', '2', '2.00', '0.50', '0.50', '4', '0.50x', '-'] in rows
@@ -191,13 +193,26 @@ def test_ranges_can_be_true(run, num_batches, is_shown):
     if is_shown:
       assert max(least, 1e-9) <= interval[0] <= value <= interval[1] <= most
   printed = _printed(noisy, width=200)
-  row = next(line for line in printed.splitlines() if line.startswith('speculative '))
+  row = next(line for line in printed.splitlines() if line.startswith('speculative  '))
   assert row.rstrip().endswith('-') != is_shown
   said = f'over batches, of which this run has {num_batches}, and it takes 3;'
   assert (said in printed) == (f'over prompts, of which this run has {num_batches}, and it takes 3.' in printed)
   assert (said in printed) != is_shown
   result = json.loads(records.to_json(noisy))['results'][1]
   assert (result['speedup_ci95'] is None) == (result['block_efficiency_ci95'] is None) != is_shown
+
+
+def test_the_first_line_says_what_is_gained(run):
+  """By the fastest setting that is lossless; that nothing gains is said, and nothing without a comparison."""
+  slow = dataclasses.replace(run, settings=[run.settings[0], run.settings[2]])
+  assert _printed(slow).startswith('Nothing gains here: the fastest, spectr K=2 L=2, decodes 0.50 times as fast')
+  alone = dataclasses.replace(run, settings=run.settings[1:], measurements=run.measurements[1:])
+  assert _printed(alone).startswith('target t')
+  biased = dataclasses.replace(run.settings[1], method=METHODS['decoding_uno'])
+  settings, measurements = [run.settings[0], biased], [dataclasses.replace(run.measurements[1], setting=biased)]
+  fast = dataclasses.replace(run, settings=settings, measurements=[run.measurements[0], *measurements])
+  assert fast.summarize(biased).speedup == 2
+  assert report.explain_gain(fast) == []
 
 
 def test_a_missing_baseline_is_said(run):

@@ -15,6 +15,7 @@ from spectr_jax.draft import DraftContext, model_drafter
 from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import session as engine_session
 from spectr_jax.engine import state as engine_state
+from spectr_jax.engine.decoder import buffer_size, choose_cache_size
 from tests.draft.tiny_heads import tiny_head, tiny_medusa, tiny_one_pass
 from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, begin, generate, make_keys
 from tests.slow import slow, slow_but
@@ -49,13 +50,29 @@ def test_one_compilation_per_shape_and_method(tables, traces, method):
   assert run(jax.random.key(2), PROMPTS[::-1].copy(), np.array([6, 5, 4, 1])) == first
   scaled = dataclasses.replace(tables[0], params=tables[0].params * 0.5)
   assert run(jax.random.key(0), models=(scaled, tables[1])) == first
-  # Limits of new tokens and ids that end rows are data, as long as buffers stay as large.
-  for options in ({'max_new_tokens': NEW + 1}, {'max_new_tokens': 1}, {'eos_id': 3}, {'eos_id': (2, 0, 1)}):
-    assert run(jax.random.key(0), **options) == first
+  for eos_id in (3, (2, 0, 1)):  # ids that end rows are data
+    assert run(jax.random.key(0), eos_id=eos_id) == first
   if method in ('autoregressive', 'speculative'):  # other buffers are other shapes: the counters do count
     is_drafting = method == 'speculative'
     again = run(jax.random.key(0), max_new_tokens=[200, 300][is_drafting])  # of its own: prefills are shared
     assert [a > b for a, b in zip(again, first)] == [True, is_drafting, True, True]
+
+
+def test_limits_are_data(tables, traces):
+  """As long as caches and buffers are as large; models that state no context may compute on all that fits."""
+  known = tuple(dataclasses.replace(table, context_length=200) for table in tables)
+
+  def run(models, max_new_tokens):
+    generate(models, 'speculative', make_keys(), max_new_tokens=max_new_tokens)
+    return len(traces['target']), engine_state._prefill_target._cache_size(), engine_loop.run_rounds._cache_size()
+
+  first = run(known, 5)
+  assert [run(known, limit) for limit in (1, 17, 58)] == [first] * 3
+  assert all(a > b for a, b in zip(run(known, 59), first))  # 65 tokens with the prompt
+  assert choose_cache_size(*known, 65) == 128
+  assert choose_cache_size(*known, 195) == 200
+  assert choose_cache_size(*tables, 65) == choose_cache_size(known[0], tables[1], 65) == 65
+  assert [buffer_size(n) for n in (1, 64, 65, 512, 1000, 1025)] == [64, 64, 128, 512, 1024, 1152]
 
 
 def test_programs_hold_the_forms_of_their_platform_alone(monkeypatch, target, draft):

@@ -110,7 +110,7 @@ def test_what_a_template_takes_is_bounded(source, message):
     '{% for i in range(99999) %}{% for i in range(99999) %}{% for i in range(99999) %}'
     '{% endfor %}{% endfor %}{% endfor %}',
     '{{ lipsum(n=10**7) }}',
-    "{{ ('a ' * 10**6) | wordwrap(1) }}",
+    "{{ ('a ' * 4 * 10**6) | wordwrap(1) }}",
   ],
 )
 def test_what_takes_for_ever_is_ended(source, monkeypatch):
