@@ -69,7 +69,7 @@ def test_auto_chooses_how_a_conversation_is_decoded(options, tmp_path, monkeypat
   talk = chat.start_chat(options, 96, lambda what, *_: said.append(what.split(':')[0]))
   assert 'auto' in said
   chosen = talk.session.decoder
-  assert chosen.eos_ids == (41, 200, 319)
+  assert chosen.eos_ids == (41, 200, 319, -1)
   assert list(talk.ask('the owl'))
   said.clear()
   again = chat.start_chat(options, 96, lambda what, *_: said.append(what.split(':')[0])).session.decoder

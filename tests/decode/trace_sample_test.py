@@ -86,7 +86,8 @@ def test_measured_numbers_of_the_guide_are_those_of_the_docs():
   guide = html.unescape(re.sub(r'<[^>]+>', ' ', _GUIDE.read_text(encoding='utf-8')))
   guide = re.sub(r'\s+', ' ', guide)
   log = (documented.ROOT / 'benchmarks/log/performance.md').read_text(encoding='utf-8')
-  run = re.findall(r'^(\w+) +yes +\S+ +\S+ +(\d\.\d\d) ± (\d\.\d\d) .*? (\d\.\d\d)x +(- *|.* to .*)$', log, re.MULTILINE)
+  row = r'^(\w+) +yes +\S+ +\S+ +(\d\.\d\d) ± (\d\.\d\d) .*? (\d\.\d\d)x +(- *|.* to .*)$'
+  run = re.findall(row, log, re.MULTILINE)
   assert len(run) == 5
   for method, tokens, interval, speed_up, its_interval in run[1:]:
     assert re.search(rf'{method} \d x 8 {tokens} ± {interval} {speed_up} \({its_interval}\)', guide), method

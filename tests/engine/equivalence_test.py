@@ -115,6 +115,7 @@ def _assert_chunks_are_one_run(models, method, chunk, **options):
     shown, num_chunks = now, num_chunks + 1
   whole = generate(models, method, make_keys(6), **options)
   assert_same(state.result.of_size(whole.tokens.shape[1]), whole)
+  assert (np.asarray(state.result.tokens[:, whole.tokens.shape[1] :]) == -1).all()  # what the limit cuts off is nowhere
   assert num_chunks == -(-int(whole.num_target_calls.max()) // chunk)
   after = spectr_jax.decode_rounds(decoder, state, 2).result.of_size(whole.tokens.shape[1])
   assert_same(after, whole)  # nothing is left to do
