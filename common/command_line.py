@@ -78,6 +78,8 @@ def _parse_flags(argv: list[str]) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
   except flags.Error as error:
+    if missing := re.match(r'flag --(\w+)=None: Flag --\1 must have a value', str(error)):
+      _fail(f'--{missing[1]} is missing; --help lists the options')
     _fail(f'{str(error).removesuffix(" ?")}; --help lists the options')
   except Exception as error:  # files of configurations are programs
     _end(error)
@@ -104,6 +106,13 @@ def _end(error: BaseException) -> NoReturn:
   if message is None:
     raise error
   _fail(message)
+
+
+def _end_interrupted() -> NoReturn:
+  """Ends an interrupted command at once: threads that still compile would outlive what Python takes down at its end."""
+  _end_stdout()
+  print_error('interrupted')
+  os._exit(130)
 
 
 def _collect_rarely() -> None:
@@ -152,7 +161,7 @@ def run(
       main(argv)
       sys.stdout.flush()
     except KeyboardInterrupt:
-      _fail('interrupted', 130)
+      _end_interrupted()
     except SystemExit:
       raise
     except BaseException as error:  # a panic of the tokenizers is no Exception

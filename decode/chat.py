@@ -100,6 +100,8 @@ def start_chat(
   else:
     setting = only_setting(options)
     models = load_models(options)
+  if getattr(models.tokenizer, 'chat_template', None) is None:
+    models.tokenizer.encode_chat([])  # says so before anything is compiled
   limit = min(context, models.context_length or context)
   if limit - options.max_new_tokens < 2:
     raise ValueError(
@@ -268,7 +270,8 @@ if __name__ == '__main__':
       print(f'auto: {describe_drafting(chat)}', file=sys.stderr)
     if options.prompt is None and is_typed():
       print(
-        'Type a message, or /help. Ctrl-C ends an answer or clears the line, Ctrl-D ends the conversation.',
+        'Type a message, or /help. Ctrl-C ends an answer or clears the line. On an empty line it ends the'
+        ' conversation, as Ctrl-D does.',
         file=sys.stderr,
       )
     if options.prompt is None:

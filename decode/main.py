@@ -25,8 +25,8 @@ help_text.in_group('Measurements and output', _OUTPUT, _GENERATIONS)
 # What ends a run without a named method, whose types and tree are those of `_options`.
 _MORE = (
   'This run shows what gains here. Others are a flag away: --method=autoregressive,speculative,spectr,race_traversal'
-  ' --num_drafts=2 --draft_length=8 for other methods and trees, --num_prompts=32 for narrower ranges,'
-  ' --method=auto,autoregressive for the fastest of all.'
+  ' --num_drafts=2 --draft_length=8 --dtype=bfloat16 for other methods and trees, --num_prompts=32 for narrower ranges,'
+  ' --method=auto,autoregressive --dtype=bfloat16 for the fastest of all.'
 )
 
 
@@ -69,6 +69,12 @@ def decode():
 if __name__ == '__main__':
   flags.FLAGS.set_default('method', ['autoregressive', 'block', 'race_traversal'])
   flags.FLAGS.set_default('num_prompts', 16)
+  for name, text in (
+    ('num_drafts', 'K, drafts per round; several run the grid [2; without --method 1 on CPUs]'),
+    ('draft_length', 'L, tokens per draft; several run the grid [8; without --method 4 on CPUs]'),
+    ('dtype', "float32 or bfloat16 [each model's own; of the pretrained pair without --method bfloat16]"),
+  ):
+    flags.FLAGS[name].help = text
   command_line.run(
     main,
     [

@@ -17,6 +17,7 @@ from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.workload import model_title
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT
 from spectr_jax.auto.prediction import Prediction
+from spectr_jax.auto.setting import baseline_of
 from spectr_jax.engine.program_memory import describe_groups
 from spectr_jax.io.text_stream import TextStream
 from spectr_jax.io.tokenizer import TokenizerBase
@@ -273,14 +274,15 @@ def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
     is_colored: Whether to mark origins by color, else by brackets and braces.
   """
   found = sample_measurement(run)
+  has_guesses = bool(found.setting.tree.num_nodes)
 
   def mark(text, origin):
-    before, after = ('', '') if is_colored else _MARKS[origin]
-    return Text(before + text + after, style=_STYLES[origin] if is_colored else '')
+    before, after = ('', '') if is_colored or not has_guesses else _MARKS[origin]
+    return Text(before + text + after, style=_STYLES[origin] if is_colored and has_guesses else '')
 
   length = found.lengths[0]
-  shown = Text(f'A continuation by {found.setting}: ')
-  for place, (origin, meaning) in enumerate(_MEANINGS.items()):
+  shown = Text(f'A continuation by {found.setting}' + ': ' * has_guesses)
+  for place, (origin, meaning) in enumerate(_MEANINGS.items() if has_guesses else ()):
     shown.append(', ' if place else '').append_text(mark(meaning, origin))
   shown.append('\n' + printable(run.prompts[0].text), style='dim' if is_colored else '')
   shown.append('' if is_colored else ' ...\n')
@@ -316,19 +318,17 @@ def _headline(run: DecodeRun) -> str:
 
 
 def explain_gain(run: DecodeRun) -> list[str]:
-  """A line with what the fastest lossless setting that drafts gains, if speeds were compared."""
-  found = [(each.speedup, setting, each) for setting in run.settings for each in [run.summarize(setting)]]
-  drafting = [pair for pair in found if pair[0] is not None and pair[1].tree.num_nodes and pair[1].method.is_lossless]
-  if not drafting:
+  """A line with what the fastest lossless setting that drafts gains, if speeds were compared on enough batches."""
+  found = {setting: run.summarize(setting) for setting in run.settings}
+  compared = [each for each in found.values() if each.speedup_interval is not None and each.setting.method.is_lossless]
+  if not compared:
     return []
-  speedup, setting, summary = max(drafting, key=lambda pair: pair[0])
-  alone = next(each for _, other, each in found if each.speedup == 1 and not other.tree.num_nodes)
-  interval = '' if summary.speedup_interval is None else f' ({_range(summary.speedup_interval)})'
-  subject = str(setting) if speedup >= 1 else f'Nothing gains here: the fastest, {setting},'
+  best, alone = max(compared, key=lambda each: each.speedup), found[baseline_of(run.settings)]
+  subject = str(best.setting) if best.speedup >= 1 else f'Nothing gains here: the fastest, {best.setting},'
   return [
-    f'{subject} decodes {speedup:.2f} times as fast as the target alone{interval}: {summary.tokens_per_second:,.0f}'
-    f' tokens/s for {alone.tokens_per_second:,.0f}, {summary.block_efficiency:.2f} tokens per call of the target, with'
-    " exactly the target's distribution."
+    f'{subject} decodes {best.speedup:.2f} times as fast as the target alone ({_range(best.speedup_interval)}):'
+    f' {best.tokens_per_second:,.0f} tokens/s for {alone.tokens_per_second:,.0f}, {best.block_efficiency:.2f} tokens'
+    " per call of the target, with exactly the target's distribution."
   ]
 
 
@@ -341,7 +341,7 @@ def print_report(run: DecodeRun, console: Console | None = None, *, more: str = 
     more: The last line, or nothing.
   """
   console = console or make_console()
-  print_options = {'soft_wrap': True}
+  print_options = {'soft_wrap': not console.is_terminal}  # lines of files are whole, those of windows end between words
   for line in explain_gain(run):
     console.print(line + '\n', **print_options)
   console.print(printable(_headline(run)) + '\n', **print_options)

@@ -68,6 +68,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
     decoder = workload.decoder(setting, statistics=options.share_of_optimum)
     state = workload.init(decoder, keys[options.seed], batches[0], num_samples=options.num_samples)
     state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, 1))
+    jax.block_until_ready(state.result.of_size(options.max_new_tokens))  # as `generate` cuts it
     if options.breakdown and setting.tree.num_nodes:
       notify(f'{setting}: timing its parts', done, total)
       part_seconds[setting] = latency.time_parts(decoder, state)

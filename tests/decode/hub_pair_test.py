@@ -42,12 +42,17 @@ def options(tmp_path, monkeypatch):
   )  # fmt: skip
 
 
+def test_an_answer_leaves_room_for_a_prompt(options):
+  with pytest.raises(ValueError, match='max_new_tokens 96 leaves no room for a prompt: the conversation may have 96'):
+    chat.start_chat(dataclasses.replace(options, max_new_tokens=96), 2048)
+
+
 @pytest.mark.slow
 def test_a_conversation_is_decoded(options):
   traced = trace.record_trace(options, ('speculative',))
   work = Workload.load(options)
   assert work.tokenizer.decode(work.tokens[0, : work.lengths[0]]) == f'user\n{_QUESTION}\nassistant\n'
-  assert work.decoder(trace.only_setting(options)).eos_ids == (41, 200, 319)
+  assert work.decoder(trace.only_setting(options)).eos_ids == (41, 200, 319, -1)
   names = traced['names']
   assert names[str(traced['rounds'][0]['root'])] == '\n'  # the end of the template
   laws = [row for played in traced['rounds'] for law in played['laws'].values() for row in law]
