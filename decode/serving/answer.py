@@ -328,17 +328,17 @@ class Answer:
     return {
       'tokens': [token.name for token in found],
       'token_logprobs': values,
-      'top_logprobs': [top and self._named(top, *pair) for top, pair in zip(tops, zip(ids, found))],
+      'top_logprobs': [top and self._named(top, *own) for top, own in zip(tops, zip(ids, found, values))],
       'text_offset': [token.offset for token in found],
     }
 
-  def _named(self, top: dict[int, float], index: int, token: TextToken) -> dict[str, float]:
-    """The likeliest tokens of a place by names of their own; that of the token that stands there is its own."""
+  def _named(self, top: dict[int, float], index: int, token: TextToken, its: float) -> dict[str, float]:
+    """The likeliest tokens of a place, and the one that stands there, by names of their own."""
     names = {index: token.name}
     for other in top:
       name = self._alone(other).name
       names.setdefault(other, f'token_id:{other}' if name in names.values() else name)
-    return {names[other]: value for other, value in top.items()}
+    return {names[other]: value for other, value in (top | {index: top.get(index, its)}).items()}
 
   def _alone(self, token: int) -> TextToken:
     return self.served.tokenizer.decode_tokens([token])[0]

@@ -203,7 +203,8 @@ def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
     return len(node.shape) == 2
 
   def is_packed(keys, node):
-    least = products.LARGE if getattr(node, 'dtype', None) == jnp.float32 else _LEAST_PACKED
+    is_wide = getattr(node, 'dtype', None) == jnp.float32
+    least = products.LARGE if is_wide else min(products.LARGE, _LEAST_PACKED)
     return is_product(keys, node) and node.size >= least and _is_packed(node)
 
   def is_slow(keys, node):

@@ -9,7 +9,7 @@ import tiny_hub
 from spectr_jax.io.hub import chat_template
 from spectr_jax.io.hub.chat_template import ChatTemplate
 
-_SECONDS = 1.0
+_SECONDS = 0.3
 _TOKENS = {'bos_token': '<s>', 'eos_token': '</s>'}
 _MESSAGES = [{'role': 'system', 'content': 'be <brief>'}, {'role': 'user', 'content': 'an owl\nand a fox 🙂'}]
 _REAL = (

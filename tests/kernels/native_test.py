@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import native, processor, products
-from spectr_jax.models import decoding_form, transformer
+from spectr_jax.models import transformer
 from spectr_jax.models.decoding_form import PackedKernel, kernels_for_decoding, params_for_decoding
 from spectr_jax.models.int8 import Int8Kernel, quantize, quantized
 from spectr_jax.models.layers import unembed
@@ -24,7 +24,6 @@ needs_native = pytest.mark.skipif(native.form() is None, reason=f'no products in
 def all_kernels_are_large(monkeypatch):
   """On a processor without units for bfloat16 products."""
   monkeypatch.setattr(products, 'LARGE', 1)
-  monkeypatch.setattr(decoding_form, '_LEAST_PACKED', 1)
   monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: False)
 
 
