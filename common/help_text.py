@@ -29,6 +29,7 @@ _VALUES = {
 }
 _groups: dict[str, str] = {}
 _left_out: set[str] = set()
+_singles: dict[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,15 @@ def in_group(title: str, *holders: flags.FlagHolder) -> None:
     *holders: What `DEFINE_...` returned.
   """
   _groups.update((holder.name, title) for holder in holders)
+
+
+def take_one(**values: str) -> None:
+  """Shows flags of lists as if they took one value, for commands that take one.
+
+  Args:
+    **values: What stands for the value, by the flag's name.
+  """
+  _singles.update(values)
 
 
 def leave_out(*names: str) -> None:
@@ -145,7 +155,7 @@ def _sections_of_flags() -> list[Section]:
 
 def _entry_of(flag: flags.Flag) -> Entry:
   values = getattr(flag.parser, 'enum_values', None)
-  value = '|'.join(values) if values else _VALUES.get(flag.flag_type(), 'TEXT')
+  value = '|'.join(values) if values else _singles.get(flag.name) or _VALUES.get(flag.flag_type(), 'TEXT')
   name = f'--{flag.name}={value}' if value else f'--[no]{flag.name}' if flag.default else f'--{flag.name}'
   what = _first_part(re.sub(r'^<[^>]*>: ', '', ' '.join((flag.help or '').split())))
   return Entry(name, what, '' if 'efault' in what else _default_of(flag))

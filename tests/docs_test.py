@@ -515,6 +515,8 @@ def _reduced(command, directory):
       values[name] = directory / (own + pathlib.Path(values[name]).name)
   if command.module == 'benchmarks.tabulate':
     values['files'] = re.sub('^FILE,', 'docs/block_efficiency.json', values['files'].replace('runs/', f'{directory}/'))
+  if command.module == 'benchmarks.cut_prompts':
+    values['text'] = directory / 'text.txt'
   if command.module == 'train.tokenizer':
     values |= {'config.source': 'files', 'config.files': directory / 'prompts.txt', 'config.vocab_size': 280}
     values['output'] = directory / f'{re.sub("[^a-z0-9]", "_", str(command))[-100:]}.json'

@@ -172,6 +172,12 @@ def test_help_of_decoding_takes_two_screens():
   assert '[autoregressive,block,race_traversal]' in shown
 
 
+def test_help_of_one_setting_offers_one():
+  shown = commands.succeed('decode.chat', '--help', COLUMNS='80')
+  assert all(f'--{name}' in shown for name in ('method=NAME', 'num_drafts=N', 'draft_length=N'))
+  assert '--num_drafts=A,B' in commands.succeed('decode.main', '--help', COLUMNS='80')
+
+
 def test_names_that_are_nearly_right():
   with pytest.raises(ValueError, match=r"unknown method 'race_traversel', did you mean race_traversal\?; allowed: "):
     get_method('race_traversel')

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from absl import flags
 
+from common import help_text
 from decode.experiment.options import split_draft
 from decode.experiment.workload import find_head
 from spectr_jax import METHODS
@@ -104,6 +105,7 @@ def describe_in_help(*, without_draft: str = '', takes_auto: bool = False) -> No
     'num_drafts': 'K, drafts per round [',
     'draft_length': 'L, tokens per draft [',
   }
+  help_text.take_one(method='NAME', num_drafts='N', draft_length='N')
   for name, text in texts.items():
     flags.FLAGS.set_default(name, None)
     flags.FLAGS[name].help = f'{text}{_in_words(name)}]'

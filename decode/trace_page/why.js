@@ -146,8 +146,15 @@ function decisionFacts(method, decision) {
   return facts.length ? make('p', {class: 'facts'}, facts.join(', ')) : null;
 }
 
+/** The chance of a node whose branch goes on, from its credit P and what the target has left for it, S. */
+function leftLine(method, {kept, shares: [chance]}) {
+  if (Math.abs(chance - kept) < 1e-9 || chance === 1 || !method.rule.includes('h = S')) return `h = ${number(chance)}`;
+  const left = chance * (1 - kept) / (1 - chance);
+  return `h = S / (S + 1 − P) = ${number(left)} / (${number(left)} + ${number(1 - kept)}) = ${number(chance)}, where S is what the target has left here after all below was rejected`;
+}
+
 /** The lines from the credit above a node to its own chance, with the numbers put in. */
-function creditLines(round, decision) {
+function creditLines(round, method, decision) {
   const {node, above, mass, before, kept} = decision;
   const [isOfRace, parent] = [decision.picked_share !== undefined, quoted(tokenOf(round, TREE.parents[node]))];
   const taken = isOfRace
@@ -157,7 +164,7 @@ function creditLines(round, decision) {
     `Credit above, of ${parent}: P = ${number(above)}`,
     taken,
     `P = m / (1 − Σ m of the siblings before) = ${number(mass)} / (1 − ${number(before)}) = ${number(kept)}`,
-    `h = ${number(decision.shares[0])}`,
+    leftLine(method, decision),
   ];
 }
 
@@ -188,7 +195,7 @@ function decisionCard(round, method, decision, place, count) {
     make('p', {class: 'sentence'}, decisionSentence(round, method, decision)));
   if (decision.shares) card.append(unitLine(round, decision));
   if (isOfContext(decision)) {
-    card.append(make('ul', {class: 'facts steps', 'aria-label': 'From the credit above to h'}, ...creditLines(round, decision).map((line) => make('li', {}, line))));
+    card.append(make('ul', {class: 'facts steps', 'aria-label': 'From the credit above to h'}, ...creditLines(round, method, decision).map((line) => make('li', {}, line))));
   } else {
     const facts = decisionFacts(method, decision);
     if (facts) card.append(facts);

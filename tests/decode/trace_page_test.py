@@ -224,7 +224,15 @@ def test_branches_of_race_traversal_are_shown_with_credit_and_share(page, data):
       np.testing.assert_allclose(shown, wanted, atol=6e-4, rtol=0.06)
       np.testing.assert_allclose(wanted[4], wanted[1] * min(1, wanted[2] * wanted[3]), rtol=1e-4, atol=1e-9)
       np.testing.assert_allclose(wanted[7], wanted[5] / (1 - wanted[6]) if wanted[5] else 0, rtol=1e-3, atol=1e-6)
-      facts = {'h': lines[3].removeprefix('h = ')}
+      # Of a leaf h = P, else of what the target has left: S/(S + 1 − P).
+      inner = re.fullmatch(r'h = S / \(S \+ 1 − P\) = (\S+) / \((\S+) \+ (\S+)\) = (\S+), where S is .*', lines[3])
+      assert (inner is not None) == (abs(decision['shares'][0] - decision['kept']) >= 1e-9)
+      facts = {'h': lines[3].removeprefix('h = ') if inner is None else inner[4]}
+      if inner is not None:
+        left, again, rest = map(_value, inner.groups()[:3])
+        assert left == again
+        assert rest == pytest.approx(1 - decision['kept'], abs=1e-3)  # digits are cut off
+        assert left / (left + rest) == pytest.approx(decision['shares'][0], abs=6e-4, rel=0.06)
       assert _value(facts['h']) == pytest.approx(decision['shares'][0], abs=6e-4)
       note = page.inner_text('.panel.second .why p.note')
       assert ('The credit of this branch ends at' in note) == (decision['above'] == 0)
