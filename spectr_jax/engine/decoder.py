@@ -39,7 +39,8 @@ def choose_cache_size(target: Model, draft: Model | Drafter | None, num_tokens: 
     target, draft: As for `Decoder.make`.
     num_tokens: The tokens that they must hold.
   """
-  limits = [each.context_length for each in (target, draft) if isinstance(each, Model)]
+  own = draft.params if isinstance(draft, Drafter) else draft  # a model, if that is what drafts
+  limits = [each.context_length for each in (target, own) if isinstance(each, Model)]
   known = [limit for limit in limits if limit is not None]
   return num_tokens if len(known) < len(limits) else max(num_tokens, min(buffer_size(num_tokens), *known))
 

@@ -71,7 +71,9 @@ def test_limits_are_data(tables, traces):
   assert all(a > b for a, b in zip(run(known, 59), first))  # 65 tokens with the prompt
   assert choose_cache_size(*known, 65) == 128
   assert choose_cache_size(*known, 195) == 200
-  assert choose_cache_size(*tables, 65) == choose_cache_size(known[0], tables[1], 65) == 65
+  for draft in (tables[1], model_drafter(tables[1])):
+    assert choose_cache_size(*tables, 65) == choose_cache_size(known[0], draft, 65) == 65
+  assert choose_cache_size(known[0], lookup_drafter(17), 65) == choose_cache_size(known[0], None, 65) == 128
   assert [buffer_size(n) for n in (1, 64, 65, 512, 1000, 1025)] == [64, 64, 128, 512, 1024, 1152]
 
 

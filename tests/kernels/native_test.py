@@ -117,6 +117,14 @@ def test_small_kernels_of_16_bits_are_packed(monkeypatch, dtype, is_packed):
 
 
 @needs_native
+def test_kernels_stay_on_their_device():
+  kernel = jax.device_put(jnp.ones((96, 96)), jax.devices()[-1])
+  assert native.pack(kernel).committed
+  assert native.pack(kernel).devices() == kernel.devices()
+  assert not native.pack(jnp.ones((96, 96))).committed
+
+
+@needs_native
 @pytest.mark.parametrize('channel_axis', [0, 1])
 @pytest.mark.usefixtures('all_kernels_are_large')
 def test_kernels_in_int8_are_packed_with_their_scales(channel_axis):

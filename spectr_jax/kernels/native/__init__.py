@@ -138,6 +138,7 @@ def pack(kernel: ArrayLike) -> jax.Array:
     `[ceil(out / 16), in, 16]` in float32, `[ceil(out / 16), in / 2, 16, 2]` in bfloat16, and
     `[ceil(out / 16), in / 4, 16, 4]` in int8, padded with zeros.
   """
+  place = kernel.sharding if isinstance(kernel, jax.Array) and kernel.committed else None
   kernel = np.asarray(kernel)
   num_in, num_out = kernel.shape
   dtype, together = kernel.dtype, _TOGETHER[kernel.dtype]
@@ -145,7 +146,7 @@ def pack(kernel: ArrayLike) -> jax.Array:
   padded = np.pad(bits, ((0, 0), (0, -num_out % PANEL)))
   panels = padded.reshape(num_in // together, together, -1, PANEL).transpose(2, 0, 3, 1)
   panels = np.ascontiguousarray(panels if together > 1 else panels[..., 0])
-  return jax.device_put(panels.view(dtype))
+  return jax.device_put(panels.view(dtype), place)
 
 
 def product(rows: jax.Array, panels: jax.Array, num_out: int) -> jax.Array:
