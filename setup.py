@@ -9,11 +9,12 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 _SOURCES = pathlib.Path('spectr_jax/kernels/native')
-_HEADERS = [str(_SOURCES / name) for name in ('panels.h', 'product.h', 'steps.h')]
+_HEADERS = [str(_SOURCES / name) for name in ('blocks.h', 'blocks_avx512.h', 'panels.h', 'product.h', 'steps.h')]
 # Flags of each form; nothing else in its file is compiled for its processors.
 _FLAGS = {
-  'form_avx2.cc': ['-mavx2', '-mfma'],
-  'form_avx512.cc': ['-mavx512f', '-mavx512bw', '-mavx512vl', '-mfma'],
+  'form_avx2.cc': ['-mavx2', '-mfma', '-mf16c'],
+  'form_avx512.cc': ['-mavx512f', '-mavx512bw', '-mavx512vl', '-mfma', '-mf16c'],
+  'form_avx512_vnni.cc': ['-mavx512f', '-mavx512bw', '-mavx512vl', '-mavx512vnni', '-mfma', '-mf16c'],
   'form_avx512_bf16.cc': ['-mavx512f', '-mavx512bw', '-mavx512vl', '-mavx512bf16', '-mfma'],
   'products.cc': [],
 }

@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 PANEL = 16  # outputs of a panel, as in product.h
 # Inputs that stand beside each other in a panel, by the kernel's type.
 _TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 4}
-_TARGET = 'spectr_product'
+_TARGET, _BLOCK_TARGET = 'spectr_product', 'spectr_block_product'
 _logger = logging.getLogger(__name__)
 
 
@@ -51,6 +51,7 @@ def _load() -> ctypes.CDLL:
   jax.local_devices(backend='cpu')  # a backend that begins later would fail as a whole where it refuses the library
   try:
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(library.spectr_product), platform='cpu')
+    jax.ffi.register_ffi_target(_BLOCK_TARGET, jax.ffi.pycapsule(library.spectr_block_product), platform='cpu')
   except Exception as error:  # of any kind: XLA refuses in its own ways
     raise _UnavailableError(f'XLA refuses it: {error}') from None
   return library
@@ -166,3 +167,17 @@ def product(rows: jax.Array, panels: jax.Array, num_out: int) -> jax.Array:
   _load()
   out = jax.ShapeDtypeStruct((rows.shape[0], num_out), jnp.float32)
   return jax.ffi.ffi_call(_TARGET, out, vmap_method='sequential')(rows, panels)
+
+
+def block_product(
+  rows: jax.Array, weights: jax.Array, scales: jax.Array, least: jax.Array | None, num_out: int
+) -> jax.Array:
+  """`block_products.block_product` on a CPU.
+
+  Raises:
+    RuntimeError: There is no library, or none for this processor.
+  """
+  _load()
+  out = jax.ShapeDtypeStruct((rows.shape[0], num_out), jnp.float32)
+  least = jnp.zeros(0, scales.dtype) if least is None else least
+  return jax.ffi.ffi_call(_BLOCK_TARGET, out, vmap_method='sequential')(rows, weights, scales, least)

@@ -2,6 +2,7 @@
 
 #include <immintrin.h>
 
+#include "blocks.h"
 #include "steps.h"
 
 namespace spectr {
@@ -33,5 +34,9 @@ void Avx2Float32(const Product& product, int64_t first, int64_t last) { Compute<
 void Avx2Bfloat16(const Product& product, int64_t first, int64_t last) { Compute<Split<Avx2>>(product, first, last); }
 
 void Avx2Int8(const Product& product, int64_t first, int64_t last) { Compute<Fours<Avx2>>(product, first, last); }
+
+void Avx2Blocks(const BlockProduct& product, int64_t first, int64_t last) { BlocksOf<BlocksAvx2>(product, first, last); }
+
+void RoundForBlocks(const float* rows, const BlockProduct& product) { RoundInputs(rows, product); }
 
 }  // namespace spectr

@@ -2,6 +2,7 @@
 
 #include <immintrin.h>
 
+#include "blocks_avx512.h"
 #include "steps.h"
 
 namespace spectr {
@@ -37,5 +38,9 @@ void Avx512Bfloat16OfWideRows(const Product& product, int64_t first, int64_t las
 }
 
 void Avx512Int8(const Product& product, int64_t first, int64_t last) { Compute<Fours<Avx512>>(product, first, last); }
+
+void Avx512Blocks(const BlockProduct& product, int64_t first, int64_t last) {
+  BlocksOf<BlocksAvx512>(product, first, last);
+}
 
 }  // namespace spectr

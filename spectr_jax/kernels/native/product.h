@@ -23,13 +23,32 @@ struct Product {
   int64_t num_out;
 };
 
+using Half = uint16_t;  // the bits of a float16
+
+// The product of rows and a kernel in blocks; see blocks.h.
+struct BlockProduct {
+  int8_t* values;  // [num_rows, num_blocks, block_size], rounded inputs
+  float* scales;   // [num_rows, num_blocks], of a block's inputs
+  float* sums;     // [num_rows, num_blocks], of a block's inputs after rounding
+  const uint8_t* weights;     // [panels][num_blocks] of 16 * block_size weights
+  const void* weight_scales;  // [panels][num_blocks][16], float16 or float32
+  const void* weight_least;   // likewise, in 4 bits
+  float* out;                 // [num_rows, num_out]
+  int64_t num_rows, num_blocks, num_out, block_size, num_bits;
+  bool has_wide_scales;
+};
+
 // Computes the outputs of the panels from `first` to `last`, the latter excluded.
 using Panels = void(const Product&, int64_t first, int64_t last);
+using BlockPanels = void(const BlockProduct&, int64_t first, int64_t last);
 
 // The loop of each kind of processor, in a file of its own, which is compiled for these processors and must be called on
 // them alone. Nothing of the standard library is used there: the linker keeps one copy of an inline function, perhaps
 // that one. Rows are float32 where the name does not say otherwise.
 Panels Avx512Bfloat16, Avx512Bfloat16OfWideRows, Avx512Float32, Avx512Int8, Avx2Bfloat16, Avx2Float32, Avx2Int8;
+BlockPanels Avx512VnniBlocks, Avx512Blocks, Avx2Blocks;
+// Rounds rows [num_rows, num_blocks * block_size] to the inputs of a product.
+void RoundForBlocks(const float* rows, const BlockProduct& product);
 
 }  // namespace spectr
 

@@ -1,4 +1,4 @@
-// The product of rows and a packed kernel as a call of XLA, on XLA's own threads.
+// Products of rows and a packed kernel as calls of XLA, on XLA's own threads.
 //
 // A thread of our own would fight XLA's pool for the cores. Panels are handed out in chunks by a counter, to the calling
 // thread and to tasks on the pool; whoever comes late finds none left, and the caller waits for nobody who has not begun.
@@ -26,19 +26,23 @@ struct Form {
   Panels* of_bfloat16;  // a kernel in bfloat16, rows in float32
   Panels* of_int8;      // a kernel in int8, rows in float32
   Panels* of_pairs;     // a kernel in bfloat16, rows in bfloat16; null where they are widened
+  BlockPanels* of_blocks;
 };
 
 constexpr Form kForms[] = {  // the best first; a processor that has one has those after it
-    {"avx512_bf16", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, Avx512Bfloat16},
-    {"avx512", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr},
-    {"avx2", Avx2Float32, Avx2Bfloat16, Avx2Int8, nullptr},
+    {"avx512_bf16", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, Avx512Bfloat16, Avx512VnniBlocks},
+    {"avx512_vnni", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512VnniBlocks},
+    {"avx512", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512Blocks},
+    {"avx2", Avx2Float32, Avx2Bfloat16, Avx2Int8, nullptr, Avx2Blocks},
 };
 
 const Form* FormOfThisProcessor() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
-    return __builtin_cpu_supports("avx512bf16") ? &kForms[0] : &kForms[1];
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kForms[2] : nullptr;
+    return __builtin_cpu_supports("avx512vnni") ? __builtin_cpu_supports("avx512bf16") ? &kForms[0] : &kForms[1]
+                                                : &kForms[2];
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? &kForms[3]
+                                                                                                      : nullptr;
 }
 
 const Form*& CurrentForm() {
@@ -47,10 +51,12 @@ const Form*& CurrentForm() {
 }
 
 // What the threads of one product share. A task that begins after the end finds no chunk and touches nothing else.
+template <class AnyProduct>
 struct Work {
-  Product product;
-  Panels* compute;
+  AnyProduct product;
+  void (*compute)(const AnyProduct&, int64_t first, int64_t last);
   int64_t num_panels, num_chunks;
+  std::vector<char> owned;  // memory that the product points into
   std::atomic<int64_t> next{0}, done{0};
 
   void Run() {
@@ -60,6 +66,26 @@ struct Work {
     }
   }
 };
+
+// Runs a product of `num_panels` panels with `num_bytes` of weights on the threads that these are worth.
+template <class AnyProduct>
+void RunOnThreads(ffi::ThreadPool& pool, std::shared_ptr<Work<AnyProduct>> work, int64_t num_panels, int64_t num_bytes) {
+  const int64_t num_threads = std::clamp<int64_t>(num_bytes / kLeast, 1, std::max<int64_t>(1, pool.num_threads()));
+  work->num_panels = num_panels;
+  work->num_chunks = num_threads == 1 ? 1 : std::min(num_panels, kChunksPerThread * num_threads);
+  for (int64_t i = 1; i < num_threads; ++i) pool.Schedule([work] { work->Run(); });
+  work->Run();
+  while (work->done.load(std::memory_order_acquire) < work->num_chunks) __builtin_ia32_pause();
+}
+
+// float32 of `count` bfloat16.
+void Widen(const void* from, int64_t count, float* to) {
+  const auto* halves = static_cast<const uint16_t*>(from);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(halves[i]) << 16;
+    std::memcpy(&to[i], &bits, sizeof bits);
+  }
+}
 
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuffer kernel, ffi::Result<ffi::AnyBuffer> out) {
   const Form* form = CurrentForm();
@@ -83,25 +109,70 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuffer ke
     compute = form->of_pairs;
   } else if (has_bfloat16_rows) {
     widened.resize(row_sizes[0] * row_sizes[1]);
-    const auto* from = static_cast<const uint16_t*>(inputs);
-    for (size_t i = 0; i < widened.size(); ++i) {
-      const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
-      std::memcpy(&widened[i], &bits, sizeof bits);
-    }
+    Widen(inputs, widened.size(), widened.data());
     inputs = widened.data();
   }
 
-  auto work = std::make_shared<Work>();
+  auto work = std::make_shared<Work<Product>>();
   work->product = {inputs, static_cast<const char*>(kernel.untyped_data()), static_cast<float*>(out->untyped_data()),
                    row_sizes[0], sizes[1], out_sizes[1]};
   work->compute = compute;
-  work->num_panels = sizes[0];
-  const int64_t num_bytes = sizes[0] * sizes[1] * kPanel * 4;
-  const int64_t num_threads = std::clamp<int64_t>(num_bytes / kLeast, 1, std::max<int64_t>(1, pool.num_threads()));
-  work->num_chunks = num_threads == 1 ? 1 : std::min(work->num_panels, kChunksPerThread * num_threads);
-  for (int64_t i = 1; i < num_threads; ++i) pool.Schedule([work] { work->Run(); });
-  work->Run();
-  while (work->done.load(std::memory_order_acquire) < work->num_chunks) __builtin_ia32_pause();
+  RunOnThreads(pool, work, sizes[0], sizes[0] * sizes[1] * kPanel * 4);
+  return ffi::Error::Success();
+}
+
+// As `Multiply`, by a kernel in blocks: weights [panels][blocks][lines][16][4] with their scales [panels][blocks][16], and
+// in 4 bits what is added to each, of the same shape.
+ffi::Error MultiplyBlocks(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuffer weights, ffi::AnyBuffer scales,
+                          ffi::AnyBuffer least, ffi::Result<ffi::AnyBuffer> out) {
+  const Form* form = CurrentForm();
+  if (form == nullptr) return ffi::Error::Internal("this processor has neither AVX2 nor AVX-512");
+  const auto row_sizes = rows.dimensions(), sizes = weights.dimensions(), scale_sizes = scales.dimensions(),
+             out_sizes = out->dimensions();
+  const bool is_wide = scales.element_type() == ffi::F32, has_bfloat16_rows = rows.element_type() == ffi::BF16;
+  const auto misfit = ffi::Error::InvalidArgument("rows, kernel and result do not fit each other");
+  if (row_sizes.size() != 2 || sizes.size() != 5 || scale_sizes.size() != 3 || out_sizes.size() != 2 ||
+      weights.element_type() != ffi::U8 || out->element_type() != ffi::F32 ||
+      !(is_wide || scales.element_type() == ffi::F16) || !(has_bfloat16_rows || rows.element_type() == ffi::F32) ||
+      sizes[3] != kPanel || sizes[4] != 4 || scale_sizes[0] != sizes[0] || scale_sizes[1] != sizes[1] ||
+      scale_sizes[2] != kPanel || row_sizes[0] != out_sizes[0] || (out_sizes[1] + kPanel - 1) / kPanel != sizes[0] ||
+      sizes[1] == 0 || row_sizes[1] % sizes[1] != 0)
+    return misfit;
+  const int64_t num_rows = row_sizes[0], num_blocks = sizes[1], block_size = row_sizes[1] / num_blocks;
+  const bool is_4 = sizes[2] * 8 == block_size, is_8 = sizes[2] * 4 == block_size;
+  const bool has_least = least.element_count() == scales.element_count() && least.element_type() == scales.element_type();
+  if (!(is_4 && block_size == 32 && has_least) && !(is_8 && block_size == 32 && !is_wide) &&
+      !(is_8 && block_size == 16 && is_wide))
+    return misfit;
+
+  auto work = std::make_shared<Work<BlockProduct>>();
+  const int64_t num_inputs = num_rows * row_sizes[1], num_of_blocks = num_rows * num_blocks;
+  work->owned.resize(num_inputs + 2 * num_of_blocks * sizeof(float));
+  auto* values = reinterpret_cast<int8_t*>(work->owned.data());
+  auto* input_scales = reinterpret_cast<float*>(values + num_inputs);  // inputs are a multiple of 16
+  work->product = {values,
+                   input_scales,
+                   input_scales + num_of_blocks,
+                   static_cast<const uint8_t*>(weights.untyped_data()),
+                   scales.untyped_data(),
+                   least.untyped_data(),
+                   static_cast<float*>(out->untyped_data()),
+                   num_rows,
+                   num_blocks,
+                   out_sizes[1],
+                   block_size,
+                   is_4 ? 4 : 8,
+                   is_wide};
+  const auto* inputs = static_cast<const float*>(rows.untyped_data());
+  std::vector<float> widened;
+  if (has_bfloat16_rows) {
+    widened.resize(num_inputs);
+    Widen(inputs, num_inputs, widened.data());
+    inputs = widened.data();
+  }
+  RoundForBlocks(inputs, work->product);
+  work->compute = form->of_blocks;
+  RunOnThreads(pool, work, sizes[0], weights.size_bytes());
   return ffi::Error::Success();
 }
 
@@ -111,6 +182,15 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuffer ke
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_product, spectr::Multiply,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_block_product, spectr::MultiplyBlocks,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>());
