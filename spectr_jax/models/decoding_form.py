@@ -24,6 +24,7 @@ from jax.core import Tracer
 
 from spectr_jax.kernels import native, processor, products
 from spectr_jax.kernels.dispatch import operation
+from spectr_jax.models.block_kernel import BlockKernel, fit_side_by_side, is_in_blocks, side_by_side
 from spectr_jax.models.int8 import Int8Kernel, is_int8
 
 # The name of the products that become one, by theirs.
@@ -76,10 +77,18 @@ class PackedKernel:
 
 def _side_by_side(kernels: Sequence[Any], axis: int):
   """Kernels `[in, out]`, or biases `[out]`, as one; `axis` is that of the outputs."""
+  if is_in_blocks(kernels[0]):
+    return side_by_side(kernels)
   if not is_int8(kernels[0]):
     return jnp.concatenate(kernels, axis=axis)
   values, scales = zip(*((kernel.values, kernel.scale) for kernel in kernels), strict=True)
   return Int8Kernel(jnp.concatenate(values, axis=axis), jnp.concatenate(scales), kernels[0].channel_axis)
+
+
+def _can_join(parts: Sequence[Mapping[str, Any]]) -> bool:
+  """Whether kernels are of one kind."""
+  kernels = [part.get('kernel') for part in parts]
+  return fit_side_by_side(kernels) or not any(map(is_in_blocks, kernels))
 
 
 def _joined(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +96,7 @@ def _joined(params: Mapping[str, Any]) -> dict[str, Any]:
   params = {name: _joined(node) if isinstance(node, Mapping) else node for name, node in params.items()}
   for names, joined in JOINED.items():
     parts = [params[name] for name in names if isinstance(params.get(name), Mapping)]
-    if len(parts) == len(names) and all(part.keys() == parts[0].keys() for part in parts):
+    if len(parts) == len(names) and all(part.keys() == parts[0].keys() for part in parts) and _can_join(parts):
       axes = {'kernel': 1, 'bias': 0}
       params[joined] = {leaf: _side_by_side([part[leaf] for part in parts], axes[leaf]) for leaf in parts[0]}
       for name in names:
@@ -150,7 +159,7 @@ def _with_output_head(params):
     head = Int8Kernel(embedding.values.T, embedding.scale, 1 - embedding.channel_axis)
     is_own = 'unembedding' in params or not _is_packed(head)
     return kernels_for_decoding(params if is_own else {'unembedding': head, **params})
-  if embedding.dtype != jnp.bfloat16:
+  if is_in_blocks(embedding) or embedding.dtype != jnp.bfloat16:
     return kernels_for_decoding(params)
   head, bits = _head_and_bits(embedding)
   return {**kernels_for_decoding({'unembedding': head, **params}), 'embedding': bits}
@@ -195,10 +204,10 @@ def _packed(kernel: jax.Array | Int8Kernel) -> PackedKernel:
 @kernels_for_decoding.form('cpu')
 def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   def is_whole(node):
-    return is_int8(node) or isinstance(node, (TransposedKernel, PackedKernel))
+    return is_int8(node) or isinstance(node, (BlockKernel, TransposedKernel, PackedKernel))
 
   def is_product(keys, node):
-    if isinstance(node, (TransposedKernel, PackedKernel)) or keys[-1].key not in ('kernel', 'unembedding'):
+    if isinstance(node, (BlockKernel, TransposedKernel, PackedKernel)) or keys[-1].key not in ('kernel', 'unembedding'):
       return False
     return len(node.shape) == 2
 

@@ -13,20 +13,23 @@ from jax.typing import DTypeLike
 
 from spectr_jax.kernels.attention import Rotation
 from spectr_jax.kernels.products import accumulation_dtype
+from spectr_jax.models.block_kernel import BlockKernel, is_in_blocks
 from spectr_jax.models.int8 import Int8Kernel, is_int8
 from spectr_jax.models.products import matmul
 
 
-def take_rows(embedding: jax.Array | Int8Kernel, rows: jax.Array) -> jax.Array:
+def take_rows(embedding: jax.Array | Int8Kernel | BlockKernel, rows: jax.Array) -> jax.Array:
   """Rows of an embedding.
 
   Args:
-    embedding: `[V, embed_dim]`, of any float dtype, in int8, or uint16, the bits of bfloat16.
+    embedding: `[V, embed_dim]`, of any float dtype, in int8, or uint16, the bits of bfloat16; or in blocks.
     rows: Integers `[...]`.
 
   Returns:
     `[..., embed_dim]` in the embedding's dtype, or in that of its scale.
   """
+  if isinstance(embedding, BlockKernel):
+    return embedding.columns(jnp.clip(rows, 0, embedding.num_out - 1))
   if isinstance(embedding, Int8Kernel):
     return jnp.take(embedding.values, rows, axis=0) * jnp.take(embedding.scale, rows)[..., None]
   taken = jnp.take(embedding, rows, axis=0)
@@ -114,6 +117,11 @@ def unembed(params: Mapping[str, Any], features: jax.Array) -> jax.Array:
   return matmul(features, params['embedding'], axis=1)
 
 
+def is_quantized(leaf: Any) -> bool:
+  """Tells whether a parameter is a kernel in int8 or in blocks."""
+  return is_int8(leaf) or is_in_blocks(leaf)
+
+
 @functools.partial(jax.jit, static_argnames='types')
 def _cast(arrays: list[jax.Array], types: tuple[jnp.dtype, ...]) -> list[jax.Array]:
   return [array.astype(dtype) for array, dtype in zip(arrays, types, strict=True)]
@@ -123,11 +131,11 @@ def converted(params: Any, dtype_of: Callable[[Any], DTypeLike]) -> Any:
   """Parameters as arrays of other dtypes, those that change by one program.
 
   Args:
-    params: Any pytree of arrays; kernels in int8 stay as they are.
+    params: Any pytree of arrays; kernels in int8 or in blocks stay as they are.
     dtype_of: Gives the dtype of an array.
   """
-  arrays, structure = jax.tree.flatten(params, is_leaf=is_int8)
-  types = {i: jnp.dtype(dtype_of(x)) for i, x in enumerate(arrays) if not is_int8(x)}
+  arrays, structure = jax.tree.flatten(params, is_leaf=is_quantized)
+  types = {i: jnp.dtype(dtype_of(x)) for i, x in enumerate(arrays) if not is_quantized(x)}
   changed = [i for i, dtype in types.items() if arrays[i].dtype != dtype]
   if changed:
     cast = _cast([arrays[i] for i in changed], tuple(types[i] for i in changed))

@@ -8,10 +8,11 @@ import jax
 
 from spectr_jax.kernels import native
 from spectr_jax.kernels.products import MANY_TOKENS, int8_product, multiply
+from spectr_jax.models.block_kernel import BlockKernel
 from spectr_jax.models.decoding_form import PackedKernel, TransposedKernel
 from spectr_jax.models.int8 import Int8Kernel
 
-Kernel: TypeAlias = jax.Array | Int8Kernel | TransposedKernel | PackedKernel
+Kernel: TypeAlias = jax.Array | Int8Kernel | BlockKernel | TransposedKernel | PackedKernel
 
 
 def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
@@ -19,13 +20,15 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
 
   Args:
     x: `[..., in]`.
-    kernel: `[in, out]` for axis 0, `[out, in]` for axis 1; of any float dtype, or in int8; or a
+    kernel: `[in, out]` for axis 0, `[out, in]` for axis 1; of any float dtype, or in int8; or a `BlockKernel`,
       `TransposedKernel` or `PackedKernel`.
     axis: The kernel's input axis, where the kernel does not say.
 
   Returns:
     `[..., out]` in the accumulation's dtype.
   """
+  if isinstance(kernel, BlockKernel):
+    return kernel.product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], kernel.num_out)
   if isinstance(kernel, PackedKernel):
     out = native.product(x.reshape(-1, x.shape[-1]), kernel.panels, kernel.num_out)
     return _scaled(out.reshape(*x.shape[:-1], kernel.num_out), kernel.scale)
