@@ -117,4 +117,4 @@ class ModelKind(DraftKind):
 
   def save(self, path: epath.PathLike, drafter: Drafter, tokenizer: TokenizerBase, info: Mapping[str, Any]) -> None:
     assert isinstance(tokenizer, HubTokenizer)  # that of a public model
-    save_hub_model(path, drafter.params, tokenizer, self.spec, info=info, overwrite=True)
+    save_hub_model(path, drafter.model, tokenizer, self.spec, info=info, overwrite=True)

@@ -100,7 +100,7 @@ def _load_head(options: DecodeOptions, head: HeadFiles, target: Model) -> tuple[
   info = {
     'path': portable(options.draft_model),
     'num_params': head.num_params,
-    'dtype': jax.tree.leaves(drafter.params)[0].dtype.name,
+    'dtype': jax.tree.leaves(drafter)[0].dtype.name,
     'head': head.format,
   }
   return drafter.for_decoding(), info
@@ -317,7 +317,7 @@ class Workload:
     if sharding is not None:  # shards models once, not with every batch
       is_model = isinstance(draft, Model)
       target, drafter = sharding.put_models(target, as_drafter(draft))
-      draft = drafter.params if drafter is not None and is_model else drafter
+      draft = drafter.model if drafter is not None and is_model else drafter
     info = describe(options, models.info) | {'num_long_prompts': len(every) - len(fitting)}
     return cls(options, target, draft, tokenizer, info, prompts, tokens, lengths, sharding)
 

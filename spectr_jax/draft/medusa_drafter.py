@@ -8,7 +8,6 @@ target's own head has spoken about the root, so head 0 speaks about the token af
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import DraftContext, Drafter, DraftRequest
-from spectr_jax.draft.drawing import draw_by_depth
+from spectr_jax.draft.drawing import DrawingDrafter, draw_by_depth
+from spectr_jax.model import static_field
 from spectr_jax.models import layers
 from spectr_jax.models.causal_lm_config import check_sizes
 from spectr_jax.models.products import matmul
@@ -105,28 +105,41 @@ def _head_logits(params: Mapping[str, Any], hidden: jax.Array, num_heads: int) -
   return jnp.stack(each, axis=1)
 
 
-def _no_state(*_):
-  return ()
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MedusaDrafter(DrawingDrafter):
+  """A drafter that draws from Medusa heads, see `medusa_drafter`; it has no state.
+
+  Attributes:
+    params: The parameters, see `param_shapes`.
+    config: The heads.
+  """
+
+  params: Mapping[str, Any]
+  config: MedusaConfig = static_field()
+  feature_layers = (-1,)
+
+  @property
+  def vocab_size(self) -> int:
+    return self.config.vocab_size
+
+  @property
+  def max_depth(self) -> int:
+    return self.config.num_heads
+
+  def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
+    del state
+    if context.features is None:
+      raise ValueError("Medusa heads read the target's hidden states: the context must hold features")
+    last = jnp.maximum(context.lengths - 2, 0)
+    hidden = jax.vmap(lambda row, place: row[place, 0])(context.features, last)
+    # A text of one token has no hidden state yet. What stands there may be anything, so it must not be NaN.
+    hidden = jnp.where((context.lengths > 1)[:, None], hidden, 0).astype(self.config.dtype)
+    logits = _head_logits(self.params, hidden, request.tree.max_depth)
+    return draw_by_depth(request, logits, growth=self.growth)
 
 
-def _propose(params, state, context: DraftContext, request: DraftRequest, *, config: MedusaConfig) -> Proposal:
-  del state
-  if context.features is None:
-    raise ValueError("Medusa heads read the target's hidden states: the context must hold features")
-  last = jnp.maximum(context.lengths - 2, 0)
-  hidden = jax.vmap(lambda row, place: row[place, 0])(context.features, last)
-  # A text of one token has no hidden state yet. What stands there may be anything, so it must not be NaN.
-  hidden = jnp.where((context.lengths > 1)[:, None], hidden, 0).astype(config.dtype)
-  return draw_by_depth(request, _head_logits(params, hidden, request.tree.max_depth))
-
-
-@functools.lru_cache
-def _propose_fn(config: MedusaConfig):
-  """One object per configuration, so that equal heads share programs."""
-  return functools.partial(_propose, config=config)
-
-
-def medusa_drafter(params: Mapping[str, Any], config: MedusaConfig) -> Drafter:
+def medusa_drafter(params: Mapping[str, Any], config: MedusaConfig) -> MedusaDrafter:
   """A drafter that draws from Medusa heads. They run once per round, since their guesses depend on the depth alone.
 
   Args:
@@ -137,19 +150,11 @@ def medusa_drafter(params: Mapping[str, Any], config: MedusaConfig) -> Drafter:
     ValueError: A parameter is missing, surplus, or of another shape.
   """
   layers.check_params(params, param_shapes(config))
-  functions = _no_state, _propose_fn(config), _no_state
-  return Drafter(params, *functions, config.vocab_size, max_depth=config.num_heads, feature_layers=(-1,))
+  return MedusaDrafter(params, config)
 
 
 def config_of(drafter: Drafter) -> MedusaConfig:
-  """The configuration that a drafter was made with.
-
-  Args:
-    drafter: The drafter.
-
-  Raises:
-    ValueError: It was not made by `medusa_drafter`.
-  """
-  if not isinstance(drafter.propose_fn, functools.partial) or drafter.propose_fn.func is not _propose:
+  """The configuration of a drafter that `medusa_drafter` made; ValueError for others."""
+  if not isinstance(drafter, MedusaDrafter):
     raise ValueError('not a drafter made by medusa_drafter')
-  return drafter.propose_fn.keywords['config']
+  return drafter.config

@@ -59,6 +59,22 @@ def check_count(name: str, value: int) -> None:
     raise ValueError(f'{name} must be a positive int, got {value!r}')
 
 
+def as_limits(max_new_tokens: ArrayLike, batch_size: int) -> np.ndarray:
+  """Limits of new tokens, int32 `[B]`.
+
+  Args:
+    max_new_tokens: A positive int for all rows, or positive integers `[B]`.
+    batch_size: B, rows.
+
+  Raises:
+    ValueError: It is neither.
+  """
+  limits = np.asarray(max_new_tokens)
+  if limits.shape not in ((), (batch_size,)) or limits.dtype.kind not in 'iu' or limits.min() < 1:
+    raise ValueError(f'max_new_tokens must be a positive int, or [{batch_size}] of them, got {max_new_tokens!r}')
+  return np.broadcast_to(limits.astype(np.int32), (batch_size,))
+
+
 def _as_array(name: str, values: Any) -> np.ndarray:
   """An array of NumPy; `ValueError` for lists of different lengths and for what is no array at all."""
   try:

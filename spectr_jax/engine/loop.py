@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.draft import Commitment, Drafter, DraftRequest
+from spectr_jax.draft import Commitment, DraftRequest
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import (
   FAILED_DRAFT,
@@ -106,10 +106,10 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
     batch_size, vocab_size = state.keys.shape[0], decoder.target.vocab_size
     return Proposal(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros((batch_size, 0, vocab_size)))
   drafter, rule = decoder.drafter, decoder.method.proposal_rule
-  guess, sharding = Drafter.propose, decoder.sharding
+  guess, sharding = type(drafter).propose, decoder.sharding
   is_alone = sharding is None or sharding.drafts_alone(drafter, len(keys))
   request = DraftRequest(
-    keys, state.sampling, decoder.tree, rule, drafter.growth, is_on_one_tpu=is_alone and platform_of(sharding) == 'tpu'
+    keys, state.sampling, decoder.tree, rule, is_on_one_tpu=is_alone and platform_of(sharding) == 'tpu'
   )
   if sharding is not None and is_alone:
     guess = sharding.on_each_device(guess)
@@ -218,13 +218,13 @@ def _record(
   is_eos = functools.reduce(jnp.logical_or, [tokens == eos_id for eos_id in decoder.eos_ids])
   has_eos = jnp.any(is_eos, axis=1)
   count = jnp.where(has_eos, jnp.argmax(is_eos, axis=1), verdict.num_accepted) + 1
-  count = jnp.minimum(count, decoder.max_new_tokens - result.lengths).astype(jnp.int32)
+  count = jnp.minimum(count, state.limits - result.lengths).astype(jnp.int32)
   count = jnp.where(state.is_done | (failures != 0), 0, count)
   is_kept = places < count[:, None]
   slots = jnp.where(is_kept, result.lengths[:, None] + places, decoder.num_slots)
   lengths = result.lengths + count
   # An EOS beyond the limit makes no difference, because the limit has ended its row.
-  is_done = state.is_done | has_eos | (lengths >= decoder.max_new_tokens)
+  is_done = state.is_done | has_eos | (lengths >= state.limits)
   result = dataclasses.replace(
     result,
     tokens=write_rows(result.tokens, slots, tokens),

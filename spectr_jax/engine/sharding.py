@@ -84,10 +84,7 @@ class DecodeSharding:
 
   def of_drafter(self, drafter: Drafter | None) -> Drafter | None:
     """A drafter's shardings in place of its arrays."""
-    places = jax.tree.map(lambda _: replicated(self.mesh), drafter)
-    if drafter is None or drafter.param_shardings_fn is None:
-      return places
-    return dataclasses.replace(places, params=drafter.param_shardings_fn(self, drafter.params))
+    return None if drafter is None else drafter.shardings(self)
 
   def of_decoder(self, decoder: Any) -> Any:
     """A decoder's shardings in place of its arrays."""
@@ -184,15 +181,8 @@ class DecodeSharding:
     return jax.tree.map(place, cache, model.cache_specs_fn(cache))
 
   def of_draft_state(self, state: Any, drafter: Drafter | None) -> Any:
-    """The shardings of a drafter's state, by `Drafter.state_shardings_fn` if there is one.
-
-    Args:
-      state: The state, or shapes.
-      drafter: Its drafter, or None.
-    """
-    if drafter is None or drafter.state_shardings_fn is None:
-      return self.of_rows(state)
-    return drafter.state_shardings_fn(self, drafter.params, state)
+    """The shardings of a drafter's state; `state` may be shapes."""
+    return self.of_rows(state) if drafter is None else drafter.state_shardings(self, state)
 
   def put_models(self, target: Model, drafter: Drafter | None) -> tuple[Model, Drafter | None]:
     """Puts target and drafter on their devices. Arrays that are there already are not moved, and shapes stay shapes.

@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.couplings.optimum import given_optimum, optimal_acceptance
 from spectr_jax.proposal import Proposal
-from spectr_jax.theory import given_optimum, optimal_acceptance
 from spectr_jax.tree import TokenTree, Tree
 from spectr_jax.verifiers import Verdict
 from spectr_jax.verifiers.contexts import preferences, spellings

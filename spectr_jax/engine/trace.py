@@ -14,7 +14,6 @@ from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.loop import Round, run_round
-from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation
 from spectr_jax.engine.state import DecodeState, init_decode
 from spectr_jax.methods import Method, get_method, with_children
@@ -165,7 +164,6 @@ def _judgement(judge: Judge, whole: TokenTree, played: Round) -> Judgement:
   return Judgement(*jax.device_get(_explain(judge.method, judge.tree, played.keys, *part)))
 
 
-@takes_loose_sampling
 def trace_decode(
   rng_key: jax.Array,
   target: Model,

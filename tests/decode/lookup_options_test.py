@@ -74,7 +74,7 @@ def test_a_corpus_is_searched_and_described(pair, prompt_file, corpus_files):
   assert model_title(found) == f'{",".join(corpus_files)} ({found["num_tokens"]} tokens)'
   assert isinstance(work.draft, Drafter)
   ids = [token for document in documents for token in (*document, -1)]
-  np.testing.assert_array_equal(work.draft.params.tokens, ids)
+  np.testing.assert_array_equal(work.draft.corpus.tokens, ids)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coarse import coarse
-from growing_drafter import growing_drafter
+from growing_drafter import GrowingDrafter
 
 import spectr_jax
 from spectr_jax import METHODS, Decoder, TokenTree, lookup_drafter, model_drafter
@@ -51,8 +51,8 @@ def _draw(table, prefix, length, tree, growth, *, temperature=1.0, seed=0):
 
   texts = jnp.zeros((1, len(tree.parent_nodes)), jnp.int32).at[0, 0].set(jnp.asarray(prefix, jnp.int32))
   keys = jax.random.split(jax.random.key(seed), (1, tree.max_depth + 1))
-  request = DraftRequest(keys, SamplingParams.make(1, temperature=temperature), tree, Independent(), growth)
-  return draw_tree(request, jnp.log(laws_after(texts[:, 0], length)), texts, score)[0]
+  request = DraftRequest(keys, SamplingParams.make(1, temperature=temperature), tree, Independent())
+  return draw_tree(request, jnp.log(laws_after(texts[:, 0], length)), texts, score, growth=growth)[0]
 
 
 @pytest.mark.parametrize('threshold', slow_but([0.1], [0.0, 0.1]))
@@ -290,7 +290,7 @@ def test_what_cannot_grow_is_refused():
   with pytest.raises(ValueError, match='only a drafter that draws'):
     growing(lookup_drafter(5), Likeliest())
   with pytest.raises(ValueError, match='only a drafter that draws'):
-    growing(growing_drafter(jnp.zeros((5, 5))), Likeliest())
+    growing(GrowingDrafter(jnp.zeros((5, 5))), Likeliest())
   target, draft = tiny_transformers()
   drafter = growing(model_drafter(draft), Likeliest())
   for method, tree, message in (

@@ -144,9 +144,9 @@ def test_lookup_beside_a_head_has_it_in_the_form_for_decoding(monkeypatch):
   monkeypatch.setattr(products, 'LARGE', 1)
   drafter = _drafter(_WIDE)
   beside = lookup_beside(drafter).for_decoding()
-  assert beside.params.drafter.params.keys() == drafter.for_decoding().params.keys()
+  assert beside.drafter.params.keys() == drafter.for_decoding().params.keys()
   forms = decoding_form.TransposedKernel | decoding_form.PackedKernel
-  assert isinstance(beside.params.drafter.params['unembedding'], forms)
+  assert isinstance(beside.drafter.params['unembedding'], forms)
 
 
 @pytest.mark.parametrize('method', slow_but(['race_traversal'], ['speculative', 'race_traversal', 'ersd']))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coarse import coarse
-from feature_drafter import feature_drafter
+from feature_drafter import FeatureDrafter
 from tiny_heads import tiny_head, tiny_medusa
 
 import spectr_jax
@@ -96,7 +96,7 @@ def test_guesses_of_a_tree():
     (lambda: lookup_beside(_looking()), 'draws all guesses of one tree'),
     (lambda: lookup_beside(growing(tiny_head(), Likeliest())), 'draws all guesses of one tree'),
     (lambda: growing(lookup_beside(tiny_head()), Likeliest()), 'draws all guesses of one tree'),
-    (lambda: _generate_beside(feature_drafter(5), TokenTree.chains(1, 3)), 'stands beside drafters that draw by draw'),
+    (lambda: _generate_beside(FeatureDrafter(5), TokenTree.chains(1, 3)), 'all guesses of one tree'),
   ],
 )
 def test_what_does_not_fit(make, message):

@@ -23,7 +23,7 @@ from spectr_jax.draft import (
   lookup_beside,
   new_features,
 )
-from spectr_jax.draft.one_pass_drafter import config_of, one_pass_drafter
+from spectr_jax.draft.one_pass_drafter import OnePassDrafter, config_of, one_pass_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
@@ -459,16 +459,18 @@ def test_lookup_beside_it_in_the_loop():
 def test_a_law_of_other_draws_is_caught():
   """Guesses of a Markov chain with the distributions of independent ones."""
   drafter = tiny_one_pass(scale=4.0)
-  drawn = drafter.propose_fn
 
-  def claimed(params, state, context, request):
-    unbiased = params | {'markov': jax.tree.map(jnp.zeros_like, params['markov'])}
-    claims = drawn(unbiased, state, context, request).probs
-    return dataclasses.replace(drawn(params, state, context, request), probs=claims)
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass(frozen=True)
+  class Claimed(OnePassDrafter):
+    def propose(self, *rest):
+      unbiased = self.params | {'markov': jax.tree.map(jnp.zeros_like, self.params['markov'])}
+      claims = dataclasses.replace(drafter, params=unbiased).propose(*rest).probs
+      return dataclasses.replace(super().propose(*rest), probs=claims)
 
   transformer, _ = tiny_transformers()
   counts = engine_counts(
-    jax.random.key(5), transformer, dataclasses.replace(drafter, propose_fn=claimed), _PROMPTS, method='specinfer',
+    jax.random.key(5), transformer, Claimed(**vars(drafter)), _PROMPTS, method='specinfer',
     tree=TokenTree.chains(2, 3), num_tokens=3, num_samples=5000, batch_size=2500, **_SAMPLING,
   )  # fmt: skip
   laws = [ordinary_law(transformer, prompt, 3, **_SAMPLING) for prompt in _PROMPTS]

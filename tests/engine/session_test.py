@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import Confident, Decoder, SamplingParams, TokenTree, growing, lookup_beside, lookup_drafter
+from spectr_jax import Confident, Decoder, Drafter, SamplingParams, TokenTree, growing, lookup_beside, lookup_drafter
 from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import session as engine_session
 from spectr_jax.engine.session import Session, reprompt
-from tests.draft.feature_drafter import feature_drafter
+from tests.draft.feature_drafter import FeatureDrafter
 from tests.draft.tiny_heads import tiny_head, tiny_one_pass
 from tests.engine.runs import TREES, VERSIONS, begin, make_keys
 from tests.slow import slow, slow_but
@@ -61,7 +61,7 @@ def test_a_turn_is_the_same_as_anew(target, draft, name):
 
 @pytest.mark.slow
 def test_features_are_kept(target):
-  drafter = feature_drafter(target.vocab_size)
+  drafter = FeatureDrafter(target.vocab_size)
   decoder, state = begin(
     (target, drafter), 'speculative', make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40
   )
@@ -70,7 +70,7 @@ def test_features_are_kept(target):
 
 def test_a_drafter_that_cannot_begins_anew(target):
   drafter = lookup_drafter(target.vocab_size)
-  assert drafter.reprompt_fn is None
+  assert type(drafter).reprompt is Drafter.reprompt
   decoder, state = begin(
     (target, drafter), 'speculative', make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40
   )
@@ -189,7 +189,7 @@ def test_prompts_that_do_not_fit_are_refused(target):
   with pytest.raises(ValueError, match='a prompt for each of the 4 rows'):
     reprompt(decoder, state, [0, 0], jax.random.key(0), _PROMPTS[:2], _LENGTHS[:2])
   with pytest.raises(ValueError, match='cache_size must be at least'):
-    reprompt(decoder, state, [0] * 4, make_keys(), np.zeros((4, 39), int), _LENGTHS)
+    reprompt(decoder, state, [0] * 4, make_keys(), np.zeros((4, 39), int), [1, 2, 39, 3])
   session = Session(dataclasses.replace(decoder, max_new_tokens=8))
   with pytest.raises(ValueError, match='has 0 tokens, allowed are 1 to 32'):
     next(session.stream(jax.random.key(0), []))

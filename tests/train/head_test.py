@@ -19,8 +19,8 @@ import spectr_jax
 from configs import head as head_experiment
 from spectr_jax import TokenTree
 from spectr_jax.draft import DraftContext, DraftRequest, model_drafter
+from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.io.load import open_model
-from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
@@ -178,12 +178,12 @@ def test_medusa_training_sees_what_drafting_sees(target, shard, files):
   batch = _batch_of(shard)
   guesses = kind.guesses(params, {'unembedding': unembedding}, batch)
   drafter = kind.drafter(params, {'unembedding': unembedding}, None, model.vocab_size)
-  rows, propose = np.arange(len(shard.tokens)), jax.jit(drafter.propose_fn)
+  rows, propose = np.arange(len(shard.tokens)), jax.jit(type(drafter).propose)
   keys = jax.random.split(jax.random.key(1), (len(rows), 4))
   request = DraftRequest(keys, SamplingParams.make(len(rows)), TokenTree.chains(1, 3), Independent())
   for lengths in (shard.lengths - 4, shard.lengths - 5):
     context = DraftContext(jnp.asarray(lengths), model, features=jnp.asarray(shard.features[:, :, -1:]))
-    proposal = propose(drafter.params, (), context, request)
+    proposal = propose(drafter, (), context, request)
     for step, each in enumerate(guesses):
       ((output, kernel),) = each.products
       assert (each.depths[lengths - 2 + step] == step).all()
@@ -225,7 +225,7 @@ def test_one_pass_training_sees_what_drafting_sees(target, shard, files, kind, m
       context = DraftContext(
         jnp.array([anchor + 1]), model, tokens=text, features=jnp.asarray(shard.features[row : row + 1, :, :-1])
       )
-      cache = drafter.init_fn(drafter.params, context, text.shape[1])
+      cache = drafter.init(context, text.shape[1])
       slots = jnp.array([[text[0, anchor], *[one.mask_id] * (one.num_slots - 1)]])
       outputs = one_pass.run_block(drafter.params, one, frozen['embedding'][slots], cache)
       block = one_pass.begin(drafter.params, one, outputs, text[:, anchor : anchor + 1], 3)
@@ -337,7 +337,7 @@ def _load(kind, workdir, target):
 
 
 def _params_of(drafter):
-  return drafter.params.params if isinstance(drafter.params, Model) else drafter.params
+  return drafter.model.params if isinstance(drafter, ModelDrafter) else drafter.params
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
@@ -15,9 +14,9 @@ from etils import epath
 from safetensors.numpy import save
 
 from spectr_jax.draft import Drafter
-from spectr_jax.draft.head_drafter import config_of as head_config_of
-from spectr_jax.draft.medusa_drafter import config_of as medusa_config_of
-from spectr_jax.draft.one_pass_drafter import config_of as one_pass_config_of
+from spectr_jax.draft.head_drafter import HeadDrafter
+from spectr_jax.draft.medusa_drafter import MedusaDrafter
+from spectr_jax.draft.one_pass_drafter import OnePassDrafter
 from spectr_jax.io.heads.eagle_formats import eagle3_modules
 from spectr_jax.io.heads.formats import READERS, checked_spec
 from spectr_jax.io.heads.layout import Layout, TargetSizes, is_transposed, names_and_shapes
@@ -198,17 +197,17 @@ def _check_same(name: str, *pairs: tuple[Any, Any]) -> None:
 _Content: TypeAlias = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
-def _eagle3_content(drafter: Drafter, dtype: np.dtype) -> _Content:
-  config = head_config_of(drafter)
+def _eagle3_content(drafter: HeadDrafter, dtype: np.dtype) -> _Content:
+  config = drafter.config
   return eagle3_spec(config, drafter.vocab_size), _arrays_of(drafter, _eagle3_layout(config), dtype)
 
 
-def _one_pass_content(drafter: Drafter, dtype: np.dtype) -> _Content:
-  config = one_pass_config_of(drafter)
+def _one_pass_content(drafter: OnePassDrafter, dtype: np.dtype) -> _Content:
+  config = drafter.config
   return one_pass_spec(config, drafter.vocab_size), _arrays_of(drafter, _one_pass_layout(config), dtype)
 
 
-def _arrays_of(drafter: Drafter, layout: Layout, dtype: np.dtype) -> dict[str, np.ndarray]:
+def _arrays_of(drafter: HeadDrafter | OnePassDrafter, layout: Layout, dtype: np.dtype) -> dict[str, np.ndarray]:
   """The tensors of a head, by the names of its format."""
   arrays = {}
   params = {
@@ -225,8 +224,8 @@ def _arrays_of(drafter: Drafter, layout: Layout, dtype: np.dtype) -> dict[str, n
   return arrays
 
 
-def _medusa_content(drafter: Drafter, dtype: np.dtype) -> _Content:
-  config = medusa_config_of(drafter)
+def _medusa_content(drafter: MedusaDrafter, dtype: np.dtype) -> _Content:
+  config = drafter.config
   spec = {
     'architectures': ['MedusaModel'],
     'model_type': 'medusa',
@@ -247,16 +246,15 @@ def _medusa_content(drafter: Drafter, dtype: np.dtype) -> _Content:
 
 # For each kind of head: its configuration, which others have not, its content, and the name of the file of tensors.
 _KINDS = (
-  (head_config_of, _eagle3_content, 'model.safetensors'),
-  (one_pass_config_of, _one_pass_content, 'model.safetensors'),
-  (medusa_config_of, _medusa_content, 'medusa_lm_head.safetensors'),
+  (HeadDrafter, _eagle3_content, 'model.safetensors'),
+  (OnePassDrafter, _one_pass_content, 'model.safetensors'),
+  (MedusaDrafter, _medusa_content, 'medusa_lm_head.safetensors'),
 )
 
 
-def _kind_of(drafter: Drafter) -> tuple[Callable[[Drafter, np.dtype], _Content], str]:
-  for config_of, content_of, name in _KINDS:
-    with contextlib.suppress(ValueError):
-      config_of(drafter)
+def _kind_of(drafter: Drafter) -> tuple[Callable[[Any, np.dtype], _Content], str]:
+  for kind, content_of, name in _KINDS:
+    if isinstance(drafter, kind):
       return content_of, name
   raise ValueError('not a drafter made by head_drafter, one_pass_drafter or medusa_drafter')
 
