@@ -230,9 +230,6 @@ class Model:
     embed_fn: `(params, tokens[...]) -> [..., D]`, the input of block 0, or None. Drafters may share it.
     unembed_fn: `(params, features[..., D]) -> logits[..., V]`, the output head, or None. Drafters may share it.
     for_decoding_fn: `params -> params` in the form that the default device decodes fastest, or None.
-    tpu_apply_fn: `apply_fn` for the calls of a round on a TPU that has the whole model and whole rows, or None. It may
-      use kernels, which the compiler cannot shard. The first call takes a cache without pending tokens. The cache that
-      it returns is for the next call or for `commit_fn`.
   """
 
   params: Any
@@ -248,7 +245,6 @@ class Model:
   embed_fn: Callable[..., jax.Array] | None = static_field(None)
   unembed_fn: Callable[..., jax.Array] | None = static_field(None)
   for_decoding_fn: Callable[[Any], Any] | None = static_field(None)
-  tpu_apply_fn: Callable[..., ModelOutput] | None = static_field(None)
 
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: ArrayLike, cache: Any) -> ModelOutput:
     """Scores tokens after the committed prefix.
@@ -263,10 +259,6 @@ class Model:
       The logits after each token, and the cache with the tokens pending.
     """
     return self.apply_fn(self.params, tokens, positions, mask, cache)
-
-  def on_one_tpu(self) -> Model:
-    """The model whose calls are those of `tpu_apply_fn`; the model itself if it has none."""
-    return self if self.tpu_apply_fn is None else dataclasses.replace(self, apply_fn=self.tpu_apply_fn)
 
   def with_features(self, layers: tuple[int, ...]) -> Model:
     """The model whose calls also return the hidden states of `layers`; the model itself for no layers.
@@ -432,7 +424,6 @@ def _resized_unembed_fn(unembed_fn, sizes):
 
 _RESIZED = {
   'apply_fn': _resized_apply_fn,
-  'tpu_apply_fn': _resized_apply_fn,
   'features_fn': _resized_features_fn,
   'embed_fn': _resized_embed_fn,
   'unembed_fn': _resized_unembed_fn,

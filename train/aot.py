@@ -30,7 +30,7 @@ from spectr_jax.aot.hlo_report import Memory, ProgramReport
 from spectr_jax.aot.kernels import take_schedules
 from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.io.model_files import read_config
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.models.transformer import init_params, transformer_model
 from spectr_jax.sharding import shardings
 from train import config_flag, plan
@@ -102,7 +102,7 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
     sharding=batch_sharding(mesh),
   )
   start = time.perf_counter()
-  with made_for(mesh.devices.flat[0].platform):
+  with tracing_for(mesh):
     lowered = step.lower(state, rows, _teacher(config, mesh))
   try:
     compiled = lowered.compile()

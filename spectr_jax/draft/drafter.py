@@ -97,7 +97,6 @@ class DraftRequest:
     growth: The rule by which rows grow their trees, `Drafter.growth`.
     given: int32 `[B, N]`, tokens fixed before anything is drawn; -1 for nodes that are drawn. None if all are drawn,
       and where trees grow. A drafter that draws by `draw_tree` takes them.
-    is_on_one_tpu: Whether one TPU serves the whole request, so that kernels can be used; static.
   """
 
   keys: jax.Array
@@ -106,7 +105,6 @@ class DraftRequest:
   rule: ProposalRule = static_field()
   growth: Growth | None = None
   given: jax.Array | None = None
-  is_on_one_tpu: bool = static_field(False)
 
 
 @jax.tree_util.register_dataclass
@@ -152,7 +150,6 @@ class Drafter:
     reads_tokens: Whether it reads the committed text.
     reads_target: Whether it reads parameters of `DraftContext.target`. If it does not, the devices of a mesh may draft
       alone (`DecodeSharding.drafts_alone`).
-    has_kernels: Whether it computes requests on one TPU (`DraftRequest.is_on_one_tpu`) with kernels of its own.
     feature_layers: The target's layers whose hidden states it reads, numbered as in `Model.features_fn`.
     gives: Whether candidates may be given in place of drawn (`Proposal.is_given`).
     mixes: Whether given candidates stand beside drawn ones at a position; a drafter that mixes also gives.
@@ -179,7 +176,6 @@ class Drafter:
   max_depth: int | None = static_field(None)
   reads_tokens: bool = static_field(False)
   reads_target: bool = static_field(False)
-  has_kernels: bool = static_field(False)
   feature_layers: tuple[int, ...] = static_field(())
   gives: bool = static_field(False)
   mixes: bool = static_field(False)

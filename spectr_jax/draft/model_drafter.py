@@ -75,7 +75,6 @@ def _with_previous(state: _State, seen: jax.Array) -> jax.Array:
 
 def _propose(model: Model, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
   tree = request.tree
-  model = model.on_one_tpu() if request.is_on_one_tpu else model
   root_position = context.lengths[:, None] - 1
 
   def score(cache, nodes: ScoredNodes):
@@ -145,7 +144,6 @@ def model_drafter(model: Model) -> Drafter:
     param_shardings_fn=_param_shardings,
     state_shardings_fn=_state_shardings,
     for_decoding_fn=Model.for_decoding,
-    has_kernels=model.tpu_apply_fn is not None,
   )
 
 

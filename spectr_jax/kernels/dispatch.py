@@ -9,9 +9,9 @@ Whoever needs it calls it, and nobody else asks for a platform. For example:
 
     largest.register('cpu', native.largest, takes=lambda probs: native.is_built() and probs.dtype == jnp.float32)
 
-The form is chosen when a program is traced: for the default platform, or for the one that `made_for` names. Forms are
-right everywhere, so a program that runs on another platform than it was traced for is slower and not wrong. Choosing
-when it is lowered, as `jax.lax.platform_dependent` does, would trace every form of each function.
+The form is chosen when a program is traced: for the default platform, or for that of `tracing_for`. Forms are right
+everywhere, so a program that runs on another platform than it was traced for is slower and not wrong. Choosing when it
+is lowered, as `jax.lax.platform_dependent` does, would trace every form of each function.
 
 A form may be a kernel in Pallas, for TPUs or GPUs. A kernel is one launch, where XLA would make a launch of every few
 operations: on a v5e that takes 1,800 cycles, more than the operations on a few thousand numbers. It can run on its own
@@ -29,17 +29,20 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from spectr_jax.sharding import automatic_axes
 
-PLATFORMS = 'cpu', 'gpu', 'tpu'
+ACCELERATORS = 'gpu', 'tpu'
+PLATFORMS = 'cpu', *ACCELERATORS
 OPERATIONS: dict[str, Operation] = {}  # all that have been imported, by name
 
 _P = ParamSpec('_P')
 _R = TypeVar('_R')
 _F = TypeVar('_F', bound=Callable[..., Any])
-_platform = jax.make_user_context(None)  # the caches of `jax.jit` tell its values apart
+# The caches of `jax.jit` tell the values of these apart.
+_platform = jax.make_user_context(None)
+_is_on_one_device = jax.make_user_context(False)
 
 
 def default_platform() -> str:
@@ -53,13 +56,28 @@ def default_platform() -> str:
   return (jax.local_devices(backend=device)[0] if isinstance(device, str) else device).platform
 
 
-def made_for(platform: str) -> AbstractContextManager[None]:
+def tracing_for(devices: str | Mesh | None) -> AbstractContextManager[None]:
   """A context in which programs are traced that will run on one platform alone.
 
   Args:
-    platform: `cpu`, `gpu` or `tpu`.
+    devices: `cpu`, `gpu` or `tpu`; or a mesh, for the platform of its devices; or None, for the default one.
   """
-  return _platform(platform)
+  if isinstance(devices, Mesh):
+    devices = devices.devices.flat[0].platform
+  return _platform(devices or default_platform())
+
+
+def round_on_one_device(is_on_one: bool = True) -> AbstractContextManager[None]:
+  """A context in which a drafter's calls of a round are traced that one device computes whole, if it does.
+
+  There a network may have a form for all its layers at once, with a cache of its own kind until tokens are committed.
+  """
+  return _is_on_one_device(is_on_one)
+
+
+def is_round_on_one_device() -> bool:
+  """Tells whether `round_on_one_device` holds where a form is chosen."""
+  return _is_on_one_device.value
 
 
 class Operation(Generic[_P, _R]):
@@ -87,11 +105,13 @@ class Operation(Generic[_P, _R]):
         return form
     return self.plain
 
-  def register(self, platform: str, form: Callable[..., _R], *, takes: Callable[..., bool] | None = None) -> None:
+  def register(
+    self, platforms: str | tuple[str, ...], form: Callable[..., _R], *, takes: Callable[..., bool] | None = None
+  ) -> None:
     """Adds a form. Of those for a platform that take the arguments, the one that was added last is chosen.
 
     Args:
-      platform: `cpu`, `gpu` or `tpu`.
+      platforms: `cpu`, `gpu` or `tpu`, or several.
       form: Takes the arguments of the plain form and returns the same shapes and dtypes. It is right on every platform.
       takes: Whether it takes some arguments; of their shapes, dtypes and static values, and of what is there where the
         program is traced. None if it takes all.
@@ -99,15 +119,16 @@ class Operation(Generic[_P, _R]):
     Raises:
       ValueError: There is no such platform.
     """
-    if platform not in PLATFORMS:
-      raise ValueError(f'the platform must be one of {", ".join(PLATFORMS)}, got {platform!r}')
-    self._forms.append((platform, form, takes))
+    for platform in (platforms,) if isinstance(platforms, str) else platforms:
+      if platform not in PLATFORMS:
+        raise ValueError(f'the platform must be one of {", ".join(PLATFORMS)}, got {platform!r}')
+      self._forms.append((platform, form, takes))
 
-  def form(self, platform: str, *, takes: Callable[..., bool] | None = None) -> Callable[[_F], _F]:
+  def form(self, platforms: str | tuple[str, ...], *, takes: Callable[..., bool] | None = None) -> Callable[[_F], _F]:
     """`register` as a decorator."""
 
     def decorate(form: _F) -> _F:
-      self.register(platform, form, takes=takes)
+      self.register(platforms, form, takes=takes)
       return form
 
     return decorate

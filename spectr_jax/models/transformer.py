@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.kernels.attention import attend, attend_causally, rotary_angles
+from spectr_jax.kernels.dispatch import operation
+from spectr_jax.kernels.tpu import fused_layers
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import functions, layers
 from spectr_jax.models.decoding_form import params_for_decoding
@@ -143,29 +145,14 @@ class Transformer(nn.Module):
 _Outputs: TypeAlias = tuple[jax.Array, jax.Array | None, KVCache]  # of `Transformer`, called with a cache
 
 
-def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
+@operation
+def transformer_call(params, tokens, positions, mask, cache, *, config, feature_layers):
+  """`Model.apply` of a transformer."""
   network = Transformer(config, feature_layers=feature_layers)
   # Flax types the result as a pair for calls with mutable variables, of which there are none here.
   outputs = cast(_Outputs, network.apply({'params': params}, tokens, positions, mask, cache))
   logits, features, cache = outputs
   return ModelOutput(logits, cache, features)
-
-
-def _apply_on_tpu(params, tokens, positions, mask, cache, *, config):
-  """`_apply` by a kernel, if it takes such calls."""
-  from spectr_jax.models import fused_layers  # takes seconds to import
-
-  if isinstance(cache, KVCache):
-    if any(is_int8(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_int8)) or not fused_layers.fits(
-      config, tokens.shape[0], mask.shape[-1], cache.keys[0].shape[-1]
-    ):
-      return _apply(params, tokens, positions, mask, cache, config=config, feature_layers=())
-    cache = fused_layers.FusedCache.of(cache, mask.shape[-1])
-  mask = mask[None] if mask.ndim == 2 else mask
-  fused = fused_layers.fuse(params, config)
-  x = _embed(params, tokens, config=config)
-  x, cache = fused_layers.apply_layers(fused, x, positions, mask, cache, config=config)
-  return ModelOutput(layers.unembed(params, x), cache)
 
 
 def _init_cache(batch_size, cache_size, *, config):
@@ -186,6 +173,9 @@ def _embed(params, tokens, *, config):
 def _unembed(params, features, *, config):
   del config
   return layers.unembed(params, features)
+
+
+fused_layers.register(transformer_call, _embed, _unembed)
 
 
 def _for_decoding(params, *, config):
@@ -254,12 +244,11 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
     sharding_rules=TRANSFORMER_RULES,
     **model_functions(
       config,
-      apply=_apply,
+      apply=transformer_call,
       init_cache=_init_cache,
       embed=_embed,
       unembed=_unembed,
       for_decoding=_for_decoding,
-      tpu_apply=_apply_on_tpu,
     ),
   )
 
@@ -280,4 +269,4 @@ def config_of(model: Model) -> TransformerConfig:
   Raises:
     ValueError: The model was not made by `transformer_model`.
   """
-  return functions.config_of(model, _apply, 'transformer_model')
+  return functions.config_of(model, transformer_call, 'transformer_model')

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import class_sums
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 
 
 @pytest.mark.parametrize('form', [class_sums.sums_by_class.plain, class_sums._scatter])
@@ -31,7 +31,7 @@ def test_tiny_values_are_not_lost_beside_a_large_one():
 @pytest.mark.parametrize(('num_tokens', 'is_scattered'), [(128, False), (129, True)])
 def test_a_cpu_compares_few_tokens(num_tokens, is_scattered):
   classes = np.arange(num_tokens, dtype=np.int32) % 3
-  with made_for('cpu'):
+  with tracing_for('cpu'):
     form = class_sums.sums_by_class.form_for((np.ones(num_tokens, np.float32),), classes, 3)
   assert (form is class_sums._scatter) == is_scattered
   np.testing.assert_array_equal(form((np.ones(num_tokens, np.float32),), classes, 3)[:, 0], np.bincount(classes))
@@ -40,7 +40,7 @@ def test_a_cpu_compares_few_tokens(num_tokens, is_scattered):
 def test_a_tpu_compares_where_others_look_up():
   table = np.random.default_rng(0).random(7).astype(np.float32)
   classes = np.arange(7)[::-1].repeat(3)
-  with made_for('tpu'):
+  with tracing_for('tpu'):
     np.testing.assert_array_equal(class_sums.entries_of(jnp.asarray(table), jnp.asarray(classes)), table[classes])
     for c in classes:
       assert class_sums.entries_of(jnp.asarray(table), jnp.asarray(c)) == table[c]

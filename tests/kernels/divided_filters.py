@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spectr_jax.kernels import filters
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 from tests.kernels.interpreted import launch_into
 
 
@@ -26,7 +26,7 @@ def main():
     }
 
     def run(platform, probs, values):
-      with made_for(platform):
+      with tracing_for(platform):
         return filters.filtered(probs, values)
 
     expected = np.asarray(jax.jit(run, static_argnums=0)('cpu', probs, values))

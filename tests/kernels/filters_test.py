@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import filter_kernels, filters, thresholds
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 from tests.kernels.interpreted import launch_into
 
 
@@ -32,7 +32,7 @@ def _values(num_rows, **values):
 @functools.cache
 def _filtered_by(platform):
   def run(probs, values):
-    with made_for(platform):
+    with tracing_for(platform):
       return filters.filtered(probs, values)
 
   return jax.jit(run)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.couplings.race import Race
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.kernels.race_fit import fit_races_kernel
 from tests.slow import slow
 
@@ -53,7 +53,7 @@ def test_the_kernel_fits_as_well_and_its_distribution_is_that_of_its_weights(rac
 def test_races_of_rows_and_nodes_are_fitted_as_one_by_one():
   race, masses = Race(), _masses(6, 40)
   number = np.float32([2, 3, 4, 5, 6, 7])
-  with made_for('tpu'):  # all of them by one call, which is lowered plainly here
+  with tracing_for('tpu'):  # all of them by one call, which is lowered plainly here
     of_rows = jax.jit(jax.vmap(jax.vmap(race.fit)))(masses.reshape(2, 3, 40, 2), number.reshape(2, 3))
   for found, expected in zip(of_rows, zip(*(race.fit(*one) for one in zip(masses, number)))):
     np.testing.assert_allclose(found.reshape(6, 40), np.stack(expected), rtol=1e-5, atol=1e-6)

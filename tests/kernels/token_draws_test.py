@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.kernels.draws import draw_several, draws_kernel, first_above, first_above_kernel
 
 
@@ -41,7 +41,7 @@ def test_a_sum_that_is_reached_exactly_is_not_exceeded():
 def test_draws_of_rows_and_nodes_are_those_of_one_after_another():
   rng = np.random.default_rng(0)
   weights, level = np.float32(rng.random((2, 3, 200))), np.float32(rng.random((2, 3)) * 90)
-  with made_for('tpu'):  # all of them by one call, which is lowered plainly here
+  with tracing_for('tpu'):  # all of them by one call, which is lowered plainly here
     index, _ = jax.jit(jax.vmap(jax.vmap(first_above)))(weights, level)
   expected = [[first_above.plain(w, u)[0] for w, u in zip(*row)] for row in zip(weights, level)]
   np.testing.assert_array_equal(index, expected)

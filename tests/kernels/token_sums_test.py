@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import class_sums, gamma, token_sums
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def kernels(monkeypatch):
     return kernel(*arrays, interpret=True)
 
   monkeypatch.setattr(token_sums, 'launch', launch)
-  with made_for('tpu'):
+  with tracing_for('tpu'):
     yield seen
 
 

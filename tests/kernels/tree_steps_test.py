@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import tree_steps
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 
 
 def _trees(num_rows, num_depths, width):
@@ -33,7 +33,7 @@ def _trees(num_rows, num_depths, width):
 
 def _unrolled(function):
   def apply(*arguments):
-    with made_for('gpu'):
+    with tracing_for('gpu'):
       rows = jax.jit(jax.vmap(function))
       # XLA removes a loop of one iteration.
       assert arguments[0].shape[1] == 1 or 'stablehlo.while' not in rows.lower(*arguments).as_text()
