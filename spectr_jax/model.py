@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -102,21 +102,21 @@ class KVCache:
     return dataclasses.replace(self, pending_keys=room(self.keys, 3), pending_values=room(self.values, 2))
 
   def append(
-    self, layer: int, new_keys: jax.Array, new_values: jax.Array, *, num_pending_slots: int
+    self, layer: int, key: jax.Array, value: jax.Array, *, num_pending_slots: int
   ) -> tuple[jax.Array, jax.Array]:
     """The pending keys and values of one layer, with a call's tokens after those of earlier calls.
 
     Args:
       layer: The layer's index.
-      new_keys: `[B, H, head_dim, N]`, of the call's N tokens; converted to the cache's dtype, as the values are.
-      new_values: `[B, H, N, head_dim]`.
+      key: `[B, N, H, head_dim]`, of the call's N tokens; converted to the cache's dtype, as the values are.
+      value: `[B, N, H, head_dim]`.
       num_pending_slots: M, the number of pending slots that the whole round needs.
 
     Returns:
       The layer's pending `[B, H, head_dim, M]` keys and `[B, H, M, head_dim]` values.
     """
-    num_new = new_keys.shape[-1]
-    new_keys, new_values = new_keys.astype(self.keys[layer].dtype), new_values.astype(self.values[layer].dtype)
+    num_new, dtype = key.shape[1], self.keys[layer].dtype
+    new_keys, new_values = (x.astype(dtype) for x in slots_of(key, value))
     if not self.pending_keys:
       if num_new == num_pending_slots:
         return new_keys, new_values
@@ -130,6 +130,11 @@ class KVCache:
       jax.lax.dynamic_update_slice_in_dim(self.pending_keys[layer], new_keys, at, axis=3),
       jax.lax.dynamic_update_slice_in_dim(self.pending_values[layer], new_values, at, axis=2),
     )
+
+  def with_pending(self, pending: Sequence[tuple[jax.Array, jax.Array]], num_new: int) -> KVCache:
+    """The cache with the pending keys and values of all layers, as `append` returns them, `num_new` tokens more."""
+    keys, values = zip(*pending, strict=True)
+    return dataclasses.replace(self, pending_keys=keys, pending_values=values, num_pending=self.num_pending + num_new)
 
   def commit(self, path: jax.Array, num_committed: jax.Array) -> KVCache:
     """Keeps pending entries `path[b, :num_committed[b]]`, in that order, as the next committed ones; drops the rest.
@@ -164,6 +169,11 @@ class KVCache:
       lengths: int32 `[B]`.
     """
     return dataclasses.replace(self, lengths=lengths)
+
+
+def slots_of(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Keys `[B, H, head_dim, N]` and values `[B, H, N, head_dim]`, as in caches, of both as `[B, N, H, head_dim]`."""
+  return jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
 
 
 def commit_cache(cache: Any, path: jax.Array, num_committed: jax.Array) -> Any:

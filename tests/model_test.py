@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import attention, processor, products
+from spectr_jax.kernels.matrices import matmul
 from spectr_jax.model import KVCache, Model
 from spectr_jax.models import table, transformer
-from spectr_jax.models.products import matmul
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.tree import TokenTree
 from tests.slow import slow_but

@@ -12,9 +12,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from spectr_jax.kernels.attention import Rotation
+from spectr_jax.kernels.int8 import Int8Kernel, is_int8
+from spectr_jax.kernels.matrices import matmul
 from spectr_jax.kernels.products import accumulation_dtype, inverse_root
-from spectr_jax.models.int8 import Int8Kernel, is_int8
-from spectr_jax.models.products import matmul
 
 
 def take_rows(embedding: jax.Array | Int8Kernel, rows: jax.Array) -> jax.Array:

@@ -6,7 +6,6 @@ stores them as the backend reads them fastest.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
@@ -16,13 +15,12 @@ import jax.numpy as jnp
 
 from spectr_jax.kernels.attention import attend, attend_causally, rotary_angles
 from spectr_jax.kernels.dispatch import operation
+from spectr_jax.kernels.int8 import is_int8
+from spectr_jax.kernels.matrices import matmul, params_for_decoding
 from spectr_jax.kernels.tpu import fused_layers
-from spectr_jax.model import KVCache, Model, ModelOutput
+from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
 from spectr_jax.models import functions, layers
-from spectr_jax.models.decoding_form import params_for_decoding
 from spectr_jax.models.functions import model_functions
-from spectr_jax.models.int8 import is_int8
-from spectr_jax.models.products import matmul
 from spectr_jax.models.transformer_config import TransformerConfig
 from spectr_jax.sharding import TRANSFORMER_RULES
 
@@ -37,7 +35,7 @@ class Linear(nn.Module):
   @nn.compact
   def __call__(self, x):
     init = nn.initializers.variance_scaling(self.init_scale, 'fan_in', 'normal', in_axis=-1, out_axis=-2)
-    if self.has_variable('params', 'kernel'):  # in a form of `decoding_form` perhaps, whose shape `param` would refuse
+    if self.has_variable('params', 'kernel'):  # in a form for decoding perhaps, whose shape `param` would refuse
       kernel = self.get_variable('params', 'kernel')
     else:
       # Drawn as `[out, in]`, so that a key gives the same numbers as when kernels were stored in that order.
@@ -75,11 +73,11 @@ class Block(nn.Module):
     # Gradients of a split are concatenated, those of slices would be padded and added.
     query, key, value = jnp.split(qkv, 3, axis=-1)
     query, key = layers.rotate(query, rotation), layers.rotate(key, rotation)
-    keys, values = jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
     if cache is None:
+      keys, values = slots_of(key, value)
       mixed = self.attend_fn(query, keys, values, mask)
     else:
-      keys, values = cache.append(self.layer, keys, values, num_pending_slots=mask.shape[-1])
+      keys, values = cache.append(self.layer, key, value, num_pending_slots=mask.shape[-1])
       committed = layers.committed_slots(cache.keys[self.layer].shape[-1], cache.lengths)
       prefix = cache.keys[self.layer], cache.values[self.layer], committed
       mixed = attend(query, keys, values, mask, prefix)
@@ -136,9 +134,7 @@ class Transformer(nn.Module):
     if self.feature_layers:
       features = jnp.stack([streams[layer] for layer in self.feature_layers], axis=2)
     if cache is not None:
-      keys, values = zip(*pending, strict=True)
-      num_pending = cache.num_pending + tokens.shape[1]
-      cache = dataclasses.replace(cache, pending_keys=keys, pending_values=values, num_pending=num_pending)
+      cache = cache.with_pending(pending, tokens.shape[1])
     return logits, features, cache
 
 

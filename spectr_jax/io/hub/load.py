@@ -19,11 +19,11 @@ from spectr_jax.io.hub.sources import Source, output_ranges, source_of, telling_
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.kernels.cache_writes import fastest_cache_dtype
 from spectr_jax.kernels.dispatch import tracing_for
+from spectr_jax.kernels.int8 import Int8Kernel, is_int8, quantize
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
-from spectr_jax.models.int8 import Int8Kernel, is_int8, quantize
 from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL, only_over, shardings
 
 _MOST_AT_ONCE = 2**22  # numbers quantized together

@@ -10,8 +10,8 @@ import pytest
 import spectr_jax
 from spectr_jax.kernels import dispatch
 from spectr_jax.kernels.dispatch import round_on_one_device, tracing_for
+from spectr_jax.kernels.int8 import quantized
 from spectr_jax.kernels.tpu import fused_layers
-from spectr_jax.models.int8 import quantized
 from spectr_jax.models.transformer import TransformerConfig, config_of, init_params, transformer_model
 from spectr_jax.tree import TokenTree
 
