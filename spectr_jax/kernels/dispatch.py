@@ -21,6 +21,7 @@ platform alone, so elsewhere, and where the compiler divides work over devices, 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -133,18 +134,20 @@ class Operation(Generic[_P, _R]):
 
     return decorate
 
-  def kernel(self, platform: str, *, takes: Callable[..., bool] | None = None) -> Callable[[_F], _F]:
-    """A decorator that registers a kernel, for the arguments that are arrays, and options by name; see `as_kernel`."""
+  def register_kernel(self, platform: str, name: str, *, takes: Callable[..., bool] | None = None) -> None:
+    """Registers a kernel, for the arguments that are arrays, and options by name; see `as_kernel`.
 
-    def decorate(kernel: _F) -> _F:
-      def form(*arrays, **options):
-        plain, own = (functools.partial(each, **options) for each in (self.plain, kernel))
-        return as_kernel(plain, own, *arrays, platform=platform)
+    Args:
+      platform: `tpu` or `gpu`.
+      name: Where it is, see `lazy`.
+      takes: As for `register`.
+    """
 
-      self.register(platform, form, takes=takes)
-      return kernel
+    def form(*arrays, **options):
+      plain, own = (functools.partial(each, **options) for each in (self.plain, lazy(name)))
+      return as_kernel(plain, own, *arrays, platform=platform)
 
-    return decorate
+    self.register(platform, form, takes=takes)
 
   def platforms(self) -> list[str]:
     """The platforms that have forms."""
@@ -167,7 +170,20 @@ def operation(plain: Callable[_P, _R]) -> Operation[_P, _R]:
   return found
 
 
-# Pallas takes seconds to import, so it is not imported before a program for a platform with a kernel is lowered.
+def lazy(name: str) -> Callable[..., Any]:
+  """A function of a module that its first call imports, since Pallas takes seconds to import.
+
+  Args:
+    name: `MODULE:FUNCTION` of `spectr_jax.kernels`.
+  """
+  module, function = name.split(':')
+
+  def call(*args, **kwargs):
+    return getattr(importlib.import_module(f'spectr_jax.kernels.{module}'), function)(*args, **kwargs)
+
+  return call
+
+
 _kernel_p = Primitive('kernel')
 _kernel_p.multiple_results = True
 

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from spectr_jax.kernels import native, processor
+from spectr_jax.kernels import native, processor, products
 from spectr_jax.kernels.dispatch import operation
 from spectr_jax.kernels.int8 import Int8Kernel, is_int8
-from spectr_jax.kernels.products import LARGE, MANY_TOKENS, int8_product, multiply
+from spectr_jax.kernels.products import MANY_TOKENS, int8_product, multiply
 
 # The name of the products that become one, by theirs.
 JOINED = {('q', 'k', 'v'): 'qkv', ('gate', 'up'): 'gate_up'}
@@ -236,11 +236,11 @@ def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
 
   def is_packed(keys, node):
     is_wide = getattr(node, 'dtype', None) == jnp.float32
-    least = LARGE if is_wide else min(LARGE, _LEAST_PACKED)
+    least = products.LARGE if is_wide else min(products.LARGE, _LEAST_PACKED)
     return is_product(keys, node) and node.size >= least and _is_packed(node)
 
   def is_slow(keys, node):
-    return is_product(keys, node) and node.size >= LARGE and not is_packed(keys, node)
+    return is_product(keys, node) and node.size >= products.LARGE and not is_packed(keys, node)
 
   def convert(keys, node):
     if is_packed(keys, node):

@@ -19,30 +19,10 @@ from spectr_jax.kernels.matrices import JOINED, matmul, params_for_decoding
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
 from spectr_jax.models import functions, layers
-from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, init_params, param_shapes
+from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, param_shapes
+from spectr_jax.models.causal_lm_config import init_params as init_params
 from spectr_jax.models.functions import model_functions
 from spectr_jax.sharding import CAUSAL_LM_RULES
-
-__all__ = [
-  'CausalLMConfig',
-  'Rope',
-  'attention',
-  'block',
-  'causal_lm',
-  'config_of',
-  'hidden_states',
-  'init_params',
-  'linear',
-  'linears',
-  'mix',
-  'mlp',
-  'norm',
-  'param_shapes',
-  'project',
-  'rotation_of',
-  'visible_slots',
-  'visible_tokens',
-]
 
 
 def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:

@@ -249,16 +249,6 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
   )
 
 
-def for_decoding(model: Model) -> Model:
-  """`Model.for_decoding` of a transformer.
-
-  Raises:
-    ValueError: The model was not made by `transformer_model`.
-  """
-  config_of(model)
-  return model.for_decoding()
-
-
 def config_of(model: Model) -> TransformerConfig:
   """The configuration that a model was made with.
 

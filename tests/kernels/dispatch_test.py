@@ -1,14 +1,15 @@
-"""Operations: which of their forms are traced, and which run."""
+"""Operations: which of their forms are traced, and which run, also on platforms that are not there."""
 
 import importlib
 import pkgutil
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import spectr_jax.kernels
-from spectr_jax.kernels.dispatch import OPERATIONS, Operation, default_platform, operation, tracing_for
+from spectr_jax.kernels.dispatch import OPERATIONS, Operation, default_platform, launch, operation, tracing_for
 
 
 @pytest.fixture
@@ -132,3 +133,39 @@ def test_a_default_device_has_another_platform_than_the_default_backend(monkeypa
   assert default_platform() == 'tpu'
   with jax.default_device(device):
     assert default_platform() == 'cpu'
+
+
+@pytest.mark.parametrize(
+  ('platform', 'lowered_for', 'has_kernel'),
+  [
+    ('tpu', 'tpu', True),
+    ('tpu', 'cuda', False),
+    ('tpu', 'rocm', False),
+    ('tpu', 'cpu', False),
+    ('gpu', 'cuda', True),
+    ('gpu', 'rocm', True),
+    ('gpu', 'tpu', False),
+    ('gpu', 'cpu', False),
+  ],
+)
+def test_a_kernel_is_lowered_for_its_platform_alone(platform, lowered_for, has_kernel):
+  called = []
+
+  def kernel(x):
+    called.append(x.shape)
+    return x + 1
+
+  @jax.jit
+  def apply(x):
+    return launch(lambda x: x + 1, kernel, x, platform=platform)
+
+  apply.trace(jnp.zeros((3, 2))).lower(lowering_platforms=(lowered_for,))
+  assert called == ([(3, 2)] if has_kernel else [])
+
+
+def test_entries_of_rows_are_entries_of_one_call():
+  """Also where no platform has the kernel, and the plain form takes its place."""
+  found = jax.vmap(lambda x, y: launch(lambda x, y: x * y, None, x, y, platform='gpu'), (0, None))(
+    jnp.arange(12.0).reshape(2, 3, 2), jnp.full((3, 2), 2.0)
+  )
+  np.testing.assert_array_equal(found, 2 * np.arange(12).reshape(2, 3, 2))

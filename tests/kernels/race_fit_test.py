@@ -7,7 +7,7 @@ import pytest
 
 from spectr_jax.couplings.race import Race
 from spectr_jax.kernels.dispatch import tracing_for
-from spectr_jax.kernels.race_fit import fit_races_kernel
+from spectr_jax.kernels.tpu.recursions import fit_races
 from tests.slow import slow
 
 
@@ -40,7 +40,7 @@ def test_the_kernel_fits_as_well_and_its_distribution_is_that_of_its_weights(rac
   masses[0] = [[1, 1]] + [[0, 0]] * (race.num_classes - 1)
   number = np.float32(np.random.default_rng(1).integers(2, 9, num_races))
   options = race.fit_options(jnp.float32)
-  found = jax.jit(lambda *x: fit_races_kernel(*x, interpret=True, **options))(masses, number)
+  found = jax.jit(lambda *x: fit_races(*x, **options))(masses, number)
   for row, (log_weights, is_high, law) in enumerate(zip(*map(np.asarray, found))):
     expected = _distribution(masses[row, :, 0], log_weights, is_high, number[row])
     np.testing.assert_allclose(law, expected, rtol=4e-6, atol=1e-7)

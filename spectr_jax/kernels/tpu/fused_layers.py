@@ -243,7 +243,6 @@ def apply_layers(
   cache: FusedCache,
   *,
   config: Any,
-  interpret: bool = False,
 ) -> tuple[jax.Array, FusedCache]:
   """All layers and the final norm.
 
@@ -254,13 +253,14 @@ def apply_layers(
     mask: bool `[1 or B, N, M]`, the pending tokens that each token attends to.
     cache: The cache; the call's tokens are appended to the pending ones.
     config: The sizes.
-    interpret: Whether to run the kernel's operations one by one on any backend, for tests.
 
   Returns:
     `[B, N, D]`, the normalized output of the last layer; the cache with the tokens pending.
   """
   from jax.experimental import pallas as pl  # takes seconds to import
   from jax.experimental.pallas import tpu as pltpu
+
+  from spectr_jax.kernels.tpu.calls import call_kernel
 
   batch_size, num_new, width = x.shape
   num_tokens = _padded_tokens(num_new)
@@ -293,18 +293,18 @@ def apply_layers(
   by_layer = [of_layer(array) for array in arguments[6:-1]]
   tokens = jax.ShapeDtypeStruct((batch_size * num_tokens, width), x.dtype)
   pending = jax.ShapeDtypeStruct(cache.pending_keys.shape, cache.pending_keys.dtype)
-  out, pending_keys, pending_values = pl.pallas_call(
+  out, pending_keys, pending_values = call_kernel(
     functools.partial(_kernel, config=config, num_rows=batch_size, num_new=num_new),
+    *arguments,
     grid=(config.num_layers,),
     in_specs=[in_scalar_memory, in_scalar_memory, *streams, *by_layer, whole(arguments[-1])],
     out_specs=[whole(tokens), of_layer(pending), of_layer(pending)],
     out_shape=[tokens, pending, pending],
     scratch_shapes=[pltpu.VMEM(tokens.shape, jnp.float32)] * 2,
     input_output_aliases={8: 1, 9: 2},
-    compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY),
-    interpret=interpret,
+    needs_memory=True,
     name='transformer_layers',
-  )(*arguments)
+  )
   cache = dataclasses.replace(
     cache, pending_keys=pending_keys, pending_values=pending_values, num_pending=cache.num_pending + num_new
   )

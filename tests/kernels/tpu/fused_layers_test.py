@@ -17,16 +17,16 @@ from spectr_jax.tree import TokenTree
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
-  """The kernel runs on a CPU, and says how often it was traced."""
-  calls, apply_layers = [], fused_layers.apply_layers
+def calls(monkeypatch):
+  """The shapes for which the kernel was traced."""
+  shapes, apply_layers = [], fused_layers.apply_layers
 
   def counted(*args, **kwargs):
-    calls.append(args[1].shape)
-    return apply_layers(*args, **kwargs, interpret=True)
+    shapes.append(args[1].shape)
+    return apply_layers(*args, **kwargs)
 
   monkeypatch.setattr(fused_layers, 'apply_layers', counted)
-  return calls
+  return shapes
 
 
 def _model(dtype='float32', seed=0, **sizes):
@@ -59,12 +59,12 @@ def _both_rounds(model, cache, lengths):
 @pytest.mark.slow
 # In float32 sums are added up in another order; in bfloat16 each of them may round to a neighbor, eight bits apart.
 @pytest.mark.parametrize(('dtype', 'atol'), [('float32', 1e-5), ('bfloat16', 0.06)])
-def test_a_round_equals_that_of_the_plain_form(interpreted, dtype, atol):
+def test_a_round_equals_that_of_the_plain_form(calls, dtype, atol):
   model = _model(dtype)
   prompts, lengths = jax.random.randint(jax.random.key(1), (3, 10), 0, 64), jnp.array([10, 4, 0])
   cache, _ = model.prefill(prompts, lengths, model.init_cache_fn(3, 32))
   plain, fused = _both_rounds(model, cache, lengths)
-  assert interpreted == [(3, 2, 24), (3, 4, 24)]
+  assert calls == [(3, 2, 24), (3, 4, 24)]
   for one, other in zip(plain[:2], fused[:2]):
     assert jnp.abs(one).max() > 1
     np.testing.assert_allclose(one, other, atol=atol)
@@ -74,7 +74,7 @@ def test_a_round_equals_that_of_the_plain_form(interpreted, dtype, atol):
 
 
 @pytest.mark.slow
-def test_a_full_cache_drops_the_same_tokens(interpreted):
+def test_a_full_cache_drops_the_same_tokens(calls):
   model = _model()
   prompts, lengths = jax.random.randint(jax.random.key(1), (3, 10), 0, 64), jnp.array([10, 9, 5])
   cache, _ = model.prefill(prompts, lengths, model.init_cache_fn(3, 11))
@@ -94,19 +94,19 @@ def _generate(draft, tree):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('tree', [TokenTree.chains(3, 3), TokenTree.prefix((2, 1, 2))])
-def test_a_draft_on_one_tpu_guesses_the_same_tokens(interpreted, monkeypatch, tree):
+def test_a_draft_on_one_tpu_guesses_the_same_tokens(calls, monkeypatch, tree):
   expected = _generate(_model(), tree)
-  assert not interpreted
+  assert not calls
   monkeypatch.setattr(dispatch, 'default_platform', lambda: 'tpu')
   # Another static field, so that the loop is traced anew.
   found = _generate(dataclasses.replace(_model(), context_length=63), tree)
-  assert interpreted
+  assert calls
   np.testing.assert_array_equal(found.tokens, expected.tokens)
   np.testing.assert_array_equal(found.num_target_calls, expected.num_target_calls)
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_computed_by_the_plain_form(interpreted):
+def test_what_does_not_fit_is_computed_by_the_plain_form(calls):
   config = config_of(_model())
   assert fused_layers.fits(config, 3, 6, 32)
   assert not fused_layers.fits(config, 17, 6, 32)
@@ -116,4 +116,4 @@ def test_what_does_not_fit_is_computed_by_the_plain_form(interpreted):
   lengths = jnp.zeros(3, jnp.int32)
   plain, same = _both_rounds(model, model.init_cache_fn(3, 32), lengths)
   np.testing.assert_array_equal(plain[1], same[1])
-  assert not interpreted
+  assert not calls
