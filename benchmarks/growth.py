@@ -30,7 +30,7 @@ from spectr_jax.aot.hlo_report import Memory
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.methods import METHODS, get_method
-from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
+from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
 
 NUM_ROUNDS = 8  # per timed run
@@ -74,7 +74,7 @@ def _models(point: Point):
     TransformerConfig(embed_dim=96, num_layers=2, num_heads=4, mlp_dim=384, **sizes),
   )
   return [
-    for_decoding(transformer_model(init_params(jax.random.key(i), config), config)) for i, config in enumerate(configs)
+    transformer_model(init_params(jax.random.key(i), config), config).for_decoding() for i, config in enumerate(configs)
   ]
 
 

@@ -32,7 +32,7 @@ from common.output_files import OutputFiles
 from decode.experiment import latency
 from decode.experiment.workload import describe_machine
 from spectr_jax import TokenTree
-from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
+from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 
 SHAPES = {
   'A': TransformerConfig(32000, 768, num_layers=10, num_heads=12, mlp_dim=3072, max_length=512),
@@ -50,7 +50,7 @@ def make_model(shape: str, dtype: str):
     dtype: Type of weights and activations.
   """
   config = dataclasses.replace(SHAPES[shape], dtype=dtype)
-  return for_decoding(transformer_model(init_params(jax.random.key(0), config), config))
+  return transformer_model(init_params(jax.random.key(0), config), config).for_decoding()
 
 
 def _make_peer(dtype: str):

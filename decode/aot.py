@@ -31,9 +31,8 @@ from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment.options import DRAFT_MESHES
 from spectr_jax.aot.compile import compile_decode
-from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost, Program
-from spectr_jax.aot.hlo_report import Memory, ProgramReport
-from spectr_jax.aot.kernels import take_schedules
+from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost
+from spectr_jax.aot.hlo_report import Memory, ProgramReport, replay
 from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.draft import Drafter, head_drafter, one_pass_drafter
 from spectr_jax.engine.decoder import Decoder
@@ -202,32 +201,28 @@ def analyse(
     )  # fmt: skip
     return compile_decode(decoder, batch_size=batch_size, prompt_length=prompt_length, filters=filters)
 
-  chip = chip_of(sharding.mesh.devices.flat[0])
+  device = sharding.mesh.devices.flat[0]
 
-  def costs(compiled, trips):
-    dearest = (FILTERS,) if filters else ()
-    text = compiled.as_text()
-    program = Program(
-      text, chip, collective_seconds=collective_seconds, trips=trips, dearest=dearest, kernels=take_schedules(text)
-    )  # fmt: skip
-    return program.cost(PARTS, loop=ROUNDS), program.uncounted
+  def replay_rounds(compiled, tree):
+    options = {'trips': _trips(tree), 'dearest': (FILTERS,) if filters else ()}
+    return replay(compiled, device, PARTS, loop=ROUNDS, collective_seconds=collective_seconds, **options)
 
   start = time.perf_counter()
   compiled = compile_with(method, tree)
   seconds = time.perf_counter() - start
   tree = get_method(method).tree_for(tree)
-  parts, uncounted = costs(compiled, _trips(tree))
+  replayed = replay_rounds(compiled, tree)
   # Without nodes it is the step of autoregressive decoding.
-  step = costs(compile_with('autoregressive', None), _trips(TokenTree()))[0] if tree.num_nodes else parts
+  step = replay_rounds(compile_with('autoregressive', None), TokenTree()) if tree.num_nodes else replayed
   return Report(
     devices=sharding.mesh.size,
     batch_size=batch_size,
     memory=Memory.of(compiled),
-    chip=chip,
+    chip=chip_of(device),
     target_flops=matmul_flops(model, batch_size * (tree.num_nodes + 1)) / sharding.mesh.size,
-    parts=parts,
-    uncounted=tuple(sorted(uncounted)),
-    autoregressive=sum(step.values(), Cost()),
+    parts=replayed.parts,
+    uncounted=replayed.uncounted,
+    autoregressive=sum(step.parts.values(), Cost()),
     compile_seconds=seconds,
   )
 
@@ -257,17 +252,13 @@ def describe(report: Report, block_efficiencies: tuple[float, ...]) -> str:
     block_efficiencies: Tokens per target call for which the speed-up is given.
   """
   speedups = ', '.join(f'{report.speedup(value):.2f}x at {value:g}' for value in block_efficiencies)
-  lines = report.memory.lines(report.chip)
-  lines += [
+  return report.table(
     f'{"target call":<12} {report.target_flops:12.4g} FLOPs per device and round, attention to the cache left out',
     f'{"round":<12} {1e3 * report.cost.seconds:12.3f} ms, an autoregressive step'
     f' {1e3 * report.autoregressive.seconds:.3f} ms with {sum(report.autoregressive.collectives.values())} transfers:'
     " by a replay of the compiler's schedule",
-    *report.part_lines(),
-    f'{"speed-up":<12} {speedups} tokens per target call',
-    f'{"compile":<12} {report.compile_seconds:12.1f} s',
-  ]
-  return '\n'.join(lines)
+    after=[f'{"speed-up":<12} {speedups} tokens per target call'],
+  )
 
 
 def read_config(path: str, dtype: str) -> Config:

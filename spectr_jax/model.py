@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -102,21 +102,21 @@ class KVCache:
     return dataclasses.replace(self, pending_keys=room(self.keys, 3), pending_values=room(self.values, 2))
 
   def append(
-    self, layer: int, new_keys: jax.Array, new_values: jax.Array, *, num_pending_slots: int
+    self, layer: int, key: jax.Array, value: jax.Array, *, num_pending_slots: int
   ) -> tuple[jax.Array, jax.Array]:
     """The pending keys and values of one layer, with a call's tokens after those of earlier calls.
 
     Args:
       layer: The layer's index.
-      new_keys: `[B, H, head_dim, N]`, of the call's N tokens; converted to the cache's dtype, as the values are.
-      new_values: `[B, H, N, head_dim]`.
+      key: `[B, N, H, head_dim]`, of the call's N tokens; converted to the cache's dtype, as the values are.
+      value: `[B, N, H, head_dim]`.
       num_pending_slots: M, the number of pending slots that the whole round needs.
 
     Returns:
       The layer's pending `[B, H, head_dim, M]` keys and `[B, H, M, head_dim]` values.
     """
-    num_new = new_keys.shape[-1]
-    new_keys, new_values = new_keys.astype(self.keys[layer].dtype), new_values.astype(self.values[layer].dtype)
+    num_new, dtype = key.shape[1], self.keys[layer].dtype
+    new_keys, new_values = (x.astype(dtype) for x in slots_of(key, value))
     if not self.pending_keys:
       if num_new == num_pending_slots:
         return new_keys, new_values
@@ -130,6 +130,11 @@ class KVCache:
       jax.lax.dynamic_update_slice_in_dim(self.pending_keys[layer], new_keys, at, axis=3),
       jax.lax.dynamic_update_slice_in_dim(self.pending_values[layer], new_values, at, axis=2),
     )
+
+  def with_pending(self, pending: Sequence[tuple[jax.Array, jax.Array]], num_new: int) -> KVCache:
+    """The cache with the pending keys and values of all layers, as `append` returns them, `num_new` tokens more."""
+    keys, values = zip(*pending, strict=True)
+    return dataclasses.replace(self, pending_keys=keys, pending_values=values, num_pending=self.num_pending + num_new)
 
   def commit(self, path: jax.Array, num_committed: jax.Array) -> KVCache:
     """Keeps pending entries `path[b, :num_committed[b]]`, in that order, as the next committed ones; drops the rest.
@@ -164,6 +169,11 @@ class KVCache:
       lengths: int32 `[B]`.
     """
     return dataclasses.replace(self, lengths=lengths)
+
+
+def slots_of(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Keys `[B, H, head_dim, N]` and values `[B, H, N, head_dim]`, as in caches, of both as `[B, N, H, head_dim]`."""
+  return jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
 
 
 def commit_cache(cache: Any, path: jax.Array, num_committed: jax.Array) -> Any:
@@ -230,9 +240,6 @@ class Model:
     embed_fn: `(params, tokens[...]) -> [..., D]`, the input of block 0, or None. Drafters may share it.
     unembed_fn: `(params, features[..., D]) -> logits[..., V]`, the output head, or None. Drafters may share it.
     for_decoding_fn: `params -> params` in the form that the default device decodes fastest, or None.
-    tpu_apply_fn: `apply_fn` for the calls of a round on a TPU that has the whole model and whole rows, or None. It may
-      use kernels, which the compiler cannot shard. The first call takes a cache without pending tokens. The cache that
-      it returns is for the next call or for `commit_fn`.
   """
 
   params: Any
@@ -248,7 +255,6 @@ class Model:
   embed_fn: Callable[..., jax.Array] | None = static_field(None)
   unembed_fn: Callable[..., jax.Array] | None = static_field(None)
   for_decoding_fn: Callable[[Any], Any] | None = static_field(None)
-  tpu_apply_fn: Callable[..., ModelOutput] | None = static_field(None)
 
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: ArrayLike, cache: Any) -> ModelOutput:
     """Scores tokens after the committed prefix.
@@ -263,10 +269,6 @@ class Model:
       The logits after each token, and the cache with the tokens pending.
     """
     return self.apply_fn(self.params, tokens, positions, mask, cache)
-
-  def on_one_tpu(self) -> Model:
-    """The model whose calls are those of `tpu_apply_fn`; the model itself if it has none."""
-    return self if self.tpu_apply_fn is None else dataclasses.replace(self, apply_fn=self.tpu_apply_fn)
 
   def with_features(self, layers: tuple[int, ...]) -> Model:
     """The model whose calls also return the hidden states of `layers`; the model itself for no layers.
@@ -432,7 +434,6 @@ def _resized_unembed_fn(unembed_fn, sizes):
 
 _RESIZED = {
   'apply_fn': _resized_apply_fn,
-  'tpu_apply_fn': _resized_apply_fn,
   'features_fn': _resized_features_fn,
   'embed_fn': _resized_embed_fn,
   'unembed_fn': _resized_unembed_fn,

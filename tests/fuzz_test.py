@@ -35,16 +35,13 @@ def _weights(tokens, positions):
 
 def _apply(params, tokens, positions, mask, cache):
   """Logits `params[context]`, the context being the sum of the weights of its tokens."""
-  new = _weights(tokens, positions).astype(jnp.float32)[:, None, None]
-  keys, values = cache.append(0, new, jnp.swapaxes(new, -1, -2), num_pending_slots=mask.shape[-1])
+  new = _weights(tokens, positions).astype(jnp.float32)[:, :, None, None]
+  keys, values = cache.append(0, new, new, num_pending_slots=mask.shape[-1])
   is_committed = jnp.arange(cache.keys[0].shape[-1]) < cache.lengths[:, None]
   committed = jnp.sum(jnp.where(is_committed, cache.keys[0][:, 0, 0], 0), axis=1)
   pending = jnp.sum(jnp.where(mask, keys[:, 0], 0), axis=-1)
   logits = params[(committed[:, None] + pending).astype(jnp.int32) % _MODULUS]
-  num_pending = cache.num_pending + tokens.shape[1]
-  return ModelOutput(
-    logits, dataclasses.replace(cache, pending_keys=(keys,), pending_values=(values,), num_pending=num_pending)
-  )
+  return ModelOutput(logits, cache.with_pending([(keys, values)], tokens.shape[1]))
 
 
 def _init_cache(batch_size, cache_size):

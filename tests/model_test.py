@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import attention, processor, products
+from spectr_jax.kernels.matrices import matmul
 from spectr_jax.model import KVCache, Model
 from spectr_jax.models import table, transformer
-from spectr_jax.models.products import matmul
 from spectr_jax.models.transformer import TransformerConfig
 from spectr_jax.tree import TokenTree
 from tests.slow import slow_but
@@ -246,7 +246,7 @@ def test_a_model_for_decoding_has_the_same_logits(target, num_tokens, dtype, tol
   monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: True)
   config = dataclasses.replace(transformer.config_of(target), dtype=dtype)
   plain = transformer.transformer_model(target.params, config)
-  fast = transformer.for_decoding(plain)
+  fast = plain.for_decoding()
   tokens = jax.random.randint(jax.random.key(0), (1, num_tokens), 0, 17)
   positions, mask = jnp.arange(num_tokens)[None], jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
 
@@ -262,12 +262,12 @@ def test_a_model_for_decoding_has_the_same_logits(target, num_tokens, dtype, tol
 
 
 def test_a_model_for_decoding_is_so_already(target, monkeypatch):
-  assert transformer.for_decoding(target) is target  # its kernels are small
+  assert target.for_decoding() is target  # its kernels are small
   monkeypatch.setattr(products, 'LARGE', 1)
-  fast = transformer.for_decoding(target)
-  assert transformer.for_decoding(fast) is fast
+  fast = target.for_decoding()
+  assert fast.for_decoding() is fast
   with pytest.raises(ValueError, match='not a model made by transformer_model'):
-    transformer.for_decoding(table.table_model(jnp.zeros((3, 3))))
+    transformer.config_of(table.table_model(jnp.zeros((3, 3))))
 
 
 def test_model_is_a_pytree_of_its_params(target):

@@ -25,12 +25,12 @@ from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from common.output_files import OutputFiles
-from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Program
-from spectr_jax.aot.hlo_report import Memory, ProgramReport
+from spectr_jax.aot.cost import COLLECTIVE_SECONDS
+from spectr_jax.aot.hlo_report import Memory, ProgramReport, replay
 from spectr_jax.aot.kernels import take_schedules
 from spectr_jax.aot.tpu_slices import chip_of, describe_topology
 from spectr_jax.io.model_files import read_config
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.models.transformer import init_params, transformer_model
 from spectr_jax.sharding import shardings
 from train import config_flag, plan
@@ -102,7 +102,7 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
     sharding=batch_sharding(mesh),
   )
   start = time.perf_counter()
-  with made_for(mesh.devices.flat[0].platform):
+  with tracing_for(mesh):
     lowered = step.lower(state, rows, _teacher(config, mesh))
   try:
     compiled = lowered.compile()
@@ -120,10 +120,8 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
     collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
   """
   compiled, seconds = compile_step(config, mesh)
-  chip, text = chip_of(mesh.devices.flat[0]), compiled.as_text()
-  kernels = take_schedules(text)
-  program = Program(text, chip, collective_seconds=collective_seconds, kernels=kernels)
-  parts = program.cost()
+  device = mesh.devices.flat[0]
+  replayed = replay(compiled, device, collective_seconds=collective_seconds)
   unrolled = compile_step(config, mesh, unroll=True)[0]
   take_schedules(unrolled.as_text())  # removes them, for the next program of this process
   model_config = check_config(config)
@@ -137,12 +135,12 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
   return Report(
     devices=mesh.size,
     memory=Memory.of(compiled),
-    chip=chip,
+    chip=chip_of(device),
     # The compiler counts no operations of kernels, which are those of attention.
-    flops=unrolled.cost_analysis()['flops'] + (of_attention / mesh.size if kernels else 0),
+    flops=unrolled.cost_analysis()['flops'] + (of_attention / mesh.size if replayed.has_kernels else 0),
     closed_form_flops=flops / mesh.size,
-    parts=parts,
-    uncounted=tuple(sorted(program.uncounted)),
+    parts=replayed.parts,
+    uncounted=replayed.uncounted,
     tokens=config.batch_size * config.seq_len,
     compile_seconds=seconds,
   )
@@ -150,16 +148,13 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
 
 def describe(report: Report) -> str:
   """The report as lines of text."""
-  lines, seconds = report.memory.lines(report.chip), report.cost.seconds
-  lines += [
+  seconds = report.cost.seconds
+  return report.table(
     f'{"FLOPs":<12} {report.flops:12.4g} per device and step, {report.flops / report.closed_form_flops:.3f} of the'
     ' closed form',
     f'{"estimate":<12} {1e3 * seconds:12.1f} ms per step, {report.tokens / seconds:,.0f} tokens/s,'
     f" {report.utilisation:.0%} of the peak: by a replay of the compiler's schedule",
-    *report.part_lines(),
-    f'{"compile":<12} {report.compile_seconds:12.1f} s',
-  ]
-  return '\n'.join(lines)
+  )
 
 
 if __name__ == '__main__':

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.kernels.matrices import matmul
 from spectr_jax.kernels.products import accumulation_dtype
-from spectr_jax.models.products import matmul
 from train.blocks import sum_over_blocks
 
 _MAX_LOGITS = 2**25  # numbers that an array of logits may have

@@ -30,7 +30,7 @@ from spectr_jax.draft.lookup import LOOKUP_MAX, LOOKUP_MIN, Lookup
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.stop import check_stop_texts
 from spectr_jax.io.tokenizer import TokenizerBase
-from spectr_jax.models.int8 import INT8
+from spectr_jax.kernels.int8 import INT8
 from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
 from spectr_jax.sharding import DATA, make_mesh
 from spectr_jax.suggestion import did_you_mean

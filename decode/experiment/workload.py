@@ -29,7 +29,7 @@ from spectr_jax.engine.state import DecodeState
 from spectr_jax.io.heads.load import HeadFiles, open_head
 from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
 from spectr_jax.kernels import native
-from spectr_jax.models.int8 import is_int8
+from spectr_jax.kernels.int8 import is_int8
 from train.text_sources import Files
 
 # Of the corpus that lookup searches.

@@ -46,25 +46,18 @@ class Cost:
   collective_bytes: int = 0
 
   def __add__(self, other: Cost) -> Cost:
+    return self.plus(other)
+
+  def plus(self, other: Cost, count: int = 1) -> Cost:
+    """The cost of this and `count` times another."""
     kinds = [kind for kind in COLLECTIVES if kind in self.collectives or kind in other.collectives]
     return Cost(
-      self.seconds + other.seconds,
-      self.cycles + other.cycles,
-      self.launches + other.launches,
-      self.memory_bytes + other.memory_bytes,
-      {kind: self.collectives.get(kind, 0) + other.collectives.get(kind, 0) for kind in kinds},
-      self.collective_bytes + other.collective_bytes,
-    )
-
-  def times(self, count: int) -> Cost:
-    """The cost of `count` times the same."""
-    return Cost(
-      count * self.seconds,
-      count * self.cycles,
-      count * self.launches,
-      count * self.memory_bytes,
-      {kind: count * n for kind, n in self.collectives.items()},
-      count * self.collective_bytes,
+      self.seconds + count * other.seconds,
+      self.cycles + count * other.cycles,
+      self.launches + count * other.launches,
+      self.memory_bytes + count * other.memory_bytes,
+      {kind: self.collectives.get(kind, 0) + count * other.collectives.get(kind, 0) for kind in kinds},
+      self.collective_bytes + count * other.collective_bytes,
     )
 
 
@@ -293,7 +286,7 @@ class Program:
     """The cost by part of what an operation calls."""
     if operation.kind == 'while' and (body := operation.attribute('body')):
       trips = self._iterations(operation)
-      return {name: cost.times(trips) for name, cost in self._replay(body, parts, part).items()}
+      return {name: Cost().plus(cost, trips) for name, cost in self._replay(body, parts, part).items()}
     if branches := re.search(r'branch_computations=\{([^}]*)\}', operation.line):
       found = [self._replay(name.strip().lstrip('%'), parts, part) for name in branches[1].split(',')]
       is_dear = any(re.search(rf'\b{scope}\b', operation.path) for scope in self._dearest)

@@ -1,14 +1,17 @@
-"""The compiler's report about a program's memory, beside what it costs."""
+"""The compiler's report about a program: its memory, beside what it costs."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 
-from spectr_jax.aot.cost import Cost
-from spectr_jax.aot.tpu_slices import Chip
+from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost, Program
+from spectr_jax.aot.kernels import take_schedules
+from spectr_jax.aot.tpu_slices import Chip, chip_of
+from spectr_jax.sharding import Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,37 @@ class Memory:
       raise ValueError(f'does not fit: {self.total / 2**30:.1f} GiB of {chip.memory / 2**30:.0f}')
 
 
+def replay(
+  compiled: jax.stages.Compiled,
+  device: Device,
+  parts: Sequence[str] = (),
+  *,
+  loop: str | None = None,
+  collective_seconds: float = COLLECTIVE_SECONDS,
+  **options: Any,
+) -> Replay:
+  """The cost by part of the program that was compiled last; takes the schedules of its kernels.
+
+  Args:
+    compiled: The program.
+    device: One of its devices.
+    parts, loop: As for `Program.cost`.
+    collective_seconds, **options: As for `Program`.
+  """
+  text = compiled.as_text()
+  kernels = take_schedules(text)
+  program = Program(text, chip_of(device), collective_seconds=collective_seconds, kernels=kernels, **options)
+  return Replay(program.cost(parts, loop=loop), tuple(sorted(program.uncounted)), bool(kernels))
+
+
+class Replay(NamedTuple):
+  """The outcome of `replay`: `parts` and `uncounted` as of `ProgramReport`, and whether the program has kernels."""
+
+  parts: dict[str, Cost]
+  uncounted: tuple[str, ...]
+  has_kernels: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
   """The compiler's report about a program; bytes and operations are per device.
@@ -91,8 +125,8 @@ class ProgramReport:
     """What the program costs, the sum over its parts."""
     return sum(self.parts.values(), Cost())
 
-  def part_lines(self) -> list[str]:
-    """Lines of a table of the parts, with their sum in the last one."""
+  def table(self, *before: str, after: Sequence[str] = ()) -> str:
+    """The report as lines of text: memory, `before`, the parts with their sum, `after`, and the time to compile."""
     header = f'{"":<12} {"ms":>10} {"launches":>10} {"streamed":>13} {"transfers between devices"}'
     named = {name or 'rest': cost for name, cost in self.parts.items() if cost.seconds}
     lines = [
@@ -100,7 +134,9 @@ class ProgramReport:
       + (', '.join(f'{n:,} {kind}' for kind, n in cost.collectives.items()) or 'none')
       for name, cost in (*named.items(), ('in all', self.cost))
     ]
-    return [header, *lines, *(f'{"counted once":<12} loop of unknown length {path}' for path in self.uncounted)]
+    once = (f'{"counted once":<12} loop of unknown length {path}' for path in self.uncounted)
+    last = f'{"compile":<12} {self.compile_seconds:12.1f} s'
+    return '\n'.join([*self.memory.lines(self.chip), *before, header, *lines, *once, *after, last])
 
   def as_dict(self) -> dict[str, Any]:
     """The report for a file."""

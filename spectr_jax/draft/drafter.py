@@ -47,7 +47,6 @@ class DraftRequest:
     rule: The rule that draws children, static.
     given: int32 `[B, N]`, tokens fixed before anything is drawn; -1 for nodes that are drawn. None if all are drawn,
       and where trees grow. A `DrawingDrafter` takes them.
-    is_on_one_tpu: Whether one TPU serves the whole request, so that kernels can be used; static.
   """
 
   keys: jax.Array
@@ -55,7 +54,6 @@ class DraftRequest:
   tree: TokenTree = static_field()
   rule: ProposalRule = static_field()
   given: jax.Array | None = None
-  is_on_one_tpu: bool = static_field(False)
 
 
 @jax.tree_util.register_dataclass
@@ -139,7 +137,6 @@ class Drafter(abc.ABC):
     reads_tokens: Whether it reads the committed text.
     reads_target: Whether it reads parameters of `DraftContext.target`. If it does not, the devices of a mesh may draft
       alone (`DecodeSharding.drafts_alone`).
-    has_kernels: Whether it computes requests on one TPU (`DraftRequest.is_on_one_tpu`) with kernels of its own.
     feature_layers: The target's layers whose hidden states it reads, numbered as in `Model.features_fn`.
     gives: Whether candidates may be given in place of drawn (`Proposal.is_given`).
     mixes: Whether given candidates stand beside drawn ones at a position; a drafter that mixes also gives.
@@ -153,7 +150,6 @@ class Drafter(abc.ABC):
   max_depth: int | None = None
   reads_tokens: bool = False
   reads_target: bool = False
-  has_kernels: bool = False
   feature_layers: tuple[int, ...] = ()
   gives: bool = False
   mixes: bool = False

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
 from spectr_jax.draft.drawing import DrawingDrafter, ScoredNodes, draw_by_depth, draw_tree
 from spectr_jax.draft.new_features import NewFeatures, embed, read_features
+from spectr_jax.kernels.matrices import kernels_for_decoding
 from spectr_jax.kernels.vocabulary import over_vocabulary
 from spectr_jax.model import KVCache, static_field
 from spectr_jax.models import head, layers
-from spectr_jax.models.decoding_form import kernels_for_decoding
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.proposal import Proposal
 

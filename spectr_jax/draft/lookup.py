@@ -227,10 +227,6 @@ class LookupBeside(Drafter):
     return self.drafter.reads_target
 
   @property
-  def has_kernels(self) -> bool:
-    return self.drafter.has_kernels
-
-  @property
   def feature_layers(self) -> tuple[int, ...]:
     return self.drafter.feature_layers
 

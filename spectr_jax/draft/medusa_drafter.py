@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import DraftContext, Drafter, DraftRequest
 from spectr_jax.draft.drawing import DrawingDrafter, draw_by_depth
+from spectr_jax.kernels.matrices import matmul
 from spectr_jax.model import static_field
 from spectr_jax.models import layers
 from spectr_jax.models.causal_lm_config import check_sizes
-from spectr_jax.models.products import matmul
 from spectr_jax.proposal import Proposal
 
 

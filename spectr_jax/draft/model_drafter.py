@@ -73,10 +73,6 @@ class ModelDrafter(DrawingDrafter):
   def context_length(self) -> int | None:
     return self.model.context_length
 
-  @property
-  def has_kernels(self) -> bool:
-    return self.model.tpu_apply_fn is not None
-
   def init(self, context: DraftContext, cache_size: int) -> _State:
     prompts, lengths = context.tokens, context.lengths
     if prompts is None:
@@ -98,21 +94,19 @@ class ModelDrafter(DrawingDrafter):
     return _after_prompts(cache, prompts, lengths)
 
   def propose(self, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
-    tree = request.tree
-    model = self.model.on_one_tpu() if request.is_on_one_tpu else self.model
     root_position = context.lengths[:, None] - 1
 
     def score(cache, nodes: ScoredNodes):
       positions = jnp.broadcast_to(root_position + nodes.depth, nodes.tokens.shape)
-      output = model.apply(nodes.tokens, positions, _with_previous(state, nodes.seen), cache)
+      output = self.model.apply(nodes.tokens, positions, _with_previous(state, nodes.seen), cache)
       return output.cache, output.logits
 
     positions = jnp.maximum(root_position + jnp.array([-1, 0]), 0)
-    places = jnp.arange(len(tree.parent_nodes) + 1)
+    places = jnp.arange(len(request.tree.parent_nodes) + 1)
     # If there is no previous token, its slot attends to itself alone and no other slot attends to it.
     mask = (places == 0) & jnp.ones((len(root_position), 1, 1), bool)
     mask = jnp.concatenate([mask, (places == 1) | (places == 0) & state.has_previous[:, None, None]], axis=1)
-    output = model.apply(state.tail, positions, mask, state.cache)
+    output = self.model.apply(state.tail, positions, mask, state.cache)
     proposal, cache = draw_tree(request, output.logits[:, 1], output.cache, score, growth=self.growth)
     return dataclasses.replace(proposal, state=dataclasses.replace(state, cache=cache, tokens=proposal.tokens))
 

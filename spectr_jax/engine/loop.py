@@ -21,10 +21,11 @@ from spectr_jax.engine.result import (
   ORIGIN_DRAFT,
   Generation,
 )
-from spectr_jax.engine.sharding import on_platform_of, platform_of
+from spectr_jax.engine.sharding import tracing_with
 from spectr_jax.engine.state import DecodeState, constrain
 from spectr_jax.engine.statistics import round_statistics
 from spectr_jax.kernels.cache_writes import write_rows
+from spectr_jax.kernels.dispatch import round_on_one_device
 from spectr_jax.kernels.layouts import in_rows
 from spectr_jax.model import ModelOutput
 from spectr_jax.proposal import Proposal
@@ -83,7 +84,7 @@ def _over_rows(
   sharding = decoder.sharding
   if sharding is not None and sharding.rounds_apart(decoder.drafter, state.keys.shape[0]):
     function = sharding.over_rows(function, state, outputs)
-  with on_platform_of(sharding):
+  with tracing_with(sharding):
     return function(decoder, state)
 
 
@@ -108,12 +109,11 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
   drafter, rule = decoder.drafter, decoder.method.proposal_rule
   guess, sharding = type(drafter).propose, decoder.sharding
   is_alone = sharding is None or sharding.drafts_alone(drafter, len(keys))
-  request = DraftRequest(
-    keys, state.sampling, decoder.tree, rule, is_on_one_tpu=is_alone and platform_of(sharding) == 'tpu'
-  )
+  request = DraftRequest(keys, state.sampling, decoder.tree, rule)
   if sharding is not None and is_alone:
     guess = sharding.on_each_device(guess)
-  proposal = guess(drafter, state.draft_state, state.draft_context(decoder), request)
+  with round_on_one_device(is_alone):
+    proposal = guess(drafter, state.draft_state, state.draft_context(decoder), request)
   # The method was checked against the drafter's declarations, so proposals must agree with them.
   for field, declared, is_declared in (('is_given', 'gives', drafter.gives), ('parents', 'grows', drafter.grows)):
     if (getattr(proposal, field) is not None) != is_declared:

@@ -16,7 +16,7 @@ from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.refill import padded_lengths
-from spectr_jax.engine.sharding import on_platform_of
+from spectr_jax.engine.sharding import tracing_with
 from spectr_jax.engine.state import DecodeState, Rows, checked_rows, first_state, init_decode
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.sharding import fetch
@@ -77,7 +77,7 @@ def reprompt(
 def _reprompt(decoder: Decoder, caches: Any, rows: Rows, num_kept: jax.Array, num_new: int) -> DecodeState:
   cache, features, draft_state = caches
   prompts, lengths = rows.prompts, rows.lengths
-  with on_platform_of(decoder.sharding):
+  with tracing_with(decoder.sharding):
     cache, new_features = decoder.target.prefill_rest(prompts, lengths - 1, cache, num_kept, num_new)
     if features is not None:
       places = num_kept[:, None] + jnp.arange(num_new)

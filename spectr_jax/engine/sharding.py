@@ -11,29 +11,26 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax.draft import Drafter
-from spectr_jax.kernels.dispatch import default_platform, made_for
+from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.model import Model
 from spectr_jax.sharding import DATA, MODEL, only_over, put, replicated, shardings
 
 # By the compiler's count, with transfers between TPUs taken to last 3 microseconds each: alone eight rows of a draft of
-# 6M with kernels take 1.3 ms of a round, divided 2.8; four rows of a draft of 212M without kernels take 5.5 and 6.9 ms.
-# A step of eight rows without a draft takes .52 ms apart and .64 together.
+# 6M take 1.3 ms of a round, divided 2.8; four rows of a draft of 212M take 5.5 and 6.9 ms. A step of eight rows without
+# a draft takes .52 ms apart and .64 together.
 _MOST_ROWS_APART = 8
-_MOST_ROWS_ALONE = {True: 8, False: 4}  # by whether the drafter has kernels
+_MOST_ROWS_ALONE = 4
+_MOST_ROWS_ALONE_OF_SMALL = 8
+_SMALL = 2**26  # parameters of a small draft
 
 
-def platform_of(sharding: DecodeSharding | None) -> str:
-  """The platform of the devices that decode: `tpu`, `cpu` or `gpu`.
+def tracing_with(sharding: DecodeSharding | None) -> AbstractContextManager[None]:
+  """A context in which programs are traced for the devices that decode alone, see `tracing_for`.
 
   Args:
     sharding: The sharding, or None for the default device.
   """
-  return default_platform() if sharding is None else sharding.mesh.devices.flat[0].platform
-
-
-def on_platform_of(sharding: DecodeSharding | None) -> AbstractContextManager[None]:
-  """A context in which programs are traced for the devices that decode alone, see `made_for`."""
-  return made_for(platform_of(sharding))
+  return tracing_for(None if sharding is None else sharding.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +142,8 @@ class DecodeSharding:
     """
     places = jax.tree.leaves(self.of_drafter(drafter))
     is_whole = not drafter.reads_target and all(place.is_fully_replicated for place in places)
-    return is_whole and num_rows <= _MOST_ROWS_ALONE[drafter.has_kernels]
+    is_small = sum(x.size for x in jax.tree.leaves(drafter)) <= _SMALL
+    return is_whole and num_rows <= (_MOST_ROWS_ALONE_OF_SMALL if is_small else _MOST_ROWS_ALONE)
 
   def on_each_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of whole arrays, by each device along `model` for itself; within a function of `over_rows`.

@@ -16,7 +16,7 @@ from spectr_jax.draft import DraftContext, Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import Generation
-from spectr_jax.engine.sharding import DecodeSharding, on_platform_of
+from spectr_jax.engine.sharding import DecodeSharding, tracing_with
 from spectr_jax.engine.statistics import Statistics
 from spectr_jax.model import Model
 from spectr_jax.sampling import SamplingParams
@@ -199,7 +199,7 @@ def prefilled(decoder: Decoder, rows: Rows) -> DecodeState:
 @functools.partial(jax.jit, static_argnames=('cache_size', 'sharding'))
 def _prefill_target(target: Model, prompts, prompt_lengths, *, cache_size: int, sharding: DecodeSharding | None):
   """The target's cache, and the prompt's features `[B, P, F, D]` or None."""
-  with on_platform_of(sharding):
+  with tracing_with(sharding):
     cache = target.init_cache_fn(prompts.shape[0], cache_size)
     cache, features = target.prefill(prompts, prompt_lengths - 1, cache)
   if sharding is not None:
@@ -209,7 +209,7 @@ def _prefill_target(target: Model, prompts, prompt_lengths, *, cache_size: int, 
 
 @functools.partial(jax.jit, static_argnames=('cache_size', 'sharding'))
 def _prefill_draft(drafter: Drafter, context: DraftContext, *, cache_size: int, sharding: DecodeSharding | None):
-  with on_platform_of(sharding):
+  with tracing_with(sharding):
     state = drafter.init(context, cache_size)
   return state if sharding is None else _constrain(state, sharding.of_draft_state(state, drafter))
 

@@ -19,8 +19,8 @@ from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config, 
 from spectr_jax.io.hub.redundant import settle_head
 from spectr_jax.io.hub.tensors import SafetensorsFolder
 from spectr_jax.io.tokenizer import Tokenizer, TokenizerBase
+from spectr_jax.kernels.int8 import check_weights
 from spectr_jax.model import Model
-from spectr_jax.models.int8 import check_weights
 from spectr_jax.sharding import MODEL, only_over, put, shardings
 
 # What is downloaded: files at the top of a repository only, since others are the same weights for other programs.

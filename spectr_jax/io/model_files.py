@@ -36,9 +36,9 @@ from spectr_jax.io.foreign import (
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.stored_params import StoredParams
 from spectr_jax.io.tokenizer import Tokenizer
+from spectr_jax.kernels.int8 import check_savable, check_weights, quantized
 from spectr_jax.model import Model
 from spectr_jax.models import transformer
-from spectr_jax.models.int8 import check_savable, check_weights, quantized
 
 _FORMAT = 3
 _CHUNK = 2**20  # bytes read together

@@ -22,13 +22,7 @@ _NUM_WARPS, _NUM_STAGES = 4, 3
 
 
 def takes(head_dim: int, query_dtype: DTypeLike, cache_dtype: DTypeLike) -> bool:
-  """Whether the kernel takes heads of a size and types: those that the matrix units multiply exactly.
-
-  Args:
-    head_dim: Width of a head.
-    query_dtype: Type of queries and pending tokens.
-    cache_dtype: Type of the cache.
-  """
+  """Whether the kernel takes heads of a width and types, those that the matrix units multiply exactly."""
   is_power = head_dim & (head_dim - 1) == 0
   return is_power and head_dim >= _FEWEST and query_dtype == cache_dtype and query_dtype in (jnp.bfloat16, jnp.float16)
 

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spectr_jax.kernels.dispatch import launch, operation
-from spectr_jax.kernels.filter_kernels import find_in_rows, is_covered, keep_in_rows
+from spectr_jax.kernels.dispatch import launch, lazy, operation
 from spectr_jax.kernels.thresholds import largest_threshold
 from spectr_jax.sharding import dividing_axes, shards_in_program
 
 FILTERS = 'filters'  # their scope in compiled programs
+# Per row of a kernel: eight rows of them are in the vector memory of a TPU, twice, and what is kept of them.
+MOST_TOKENS = 3 * 2**17
+keep_in_rows, find_in_rows = lazy('tpu.filter_rows:keep_in_rows'), lazy('tpu.filter_rows:find_in_rows')
 
 
 class Laws(Protocol):
@@ -187,7 +189,9 @@ def _keep_plainly(find, probs, values):
 def _takes_rows(probs, values, names):
   """Whether a TPU's kernel takes the rows: whole ones, or all divided over the devices of one axis."""
   axes = dividing_axes()
-  return is_covered(probs) and (not axes or (len(axes) == 1 and shards_in_program(probs.shape[-1]) > 1))
+  if probs.dtype != jnp.float32 or not probs.size or probs.shape[-1] > MOST_TOKENS:
+    return False
+  return not axes or (len(axes) == 1 and shards_in_program(probs.shape[-1]) > 1)
 
 
 @apply_filters.form('tpu', takes=_takes_rows)

@@ -25,6 +25,11 @@ def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
   return jnp.promote_types(dtype, jnp.float32)
 
 
+def inverse_root(variance: jax.Array) -> jax.Array:
+  """`rsqrt` for norms: NaN where the variance has overflowed, since 0 would make numbers out of range look sound."""
+  return jnp.where(variance < jnp.inf, jax.lax.rsqrt(variance), jnp.nan)
+
+
 def multiply(x: jax.Array, kernel: jax.Array, axis: int = 0) -> jax.Array:
   """The product of activations and a kernel, multiplied in the activations' dtype, accumulated in float32 or wider.
 

@@ -6,7 +6,6 @@ parameters have it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,34 +15,14 @@ import numpy as np
 
 from spectr_jax.kernels.attention import Rotation, attend, rotary_angles
 from spectr_jax.kernels.layouts import heads_in_order
+from spectr_jax.kernels.matrices import JOINED, matmul, params_for_decoding
 from spectr_jax.kernels.products import accumulation_dtype
-from spectr_jax.model import KVCache, Model, ModelOutput
+from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
 from spectr_jax.models import functions, layers
-from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, init_params, param_shapes
-from spectr_jax.models.decoding_form import JOINED, params_for_decoding
+from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, param_shapes
+from spectr_jax.models.causal_lm_config import init_params as init_params
 from spectr_jax.models.functions import model_functions
-from spectr_jax.models.products import matmul
 from spectr_jax.sharding import CAUSAL_LM_RULES
-
-__all__ = [
-  'CausalLMConfig',
-  'Rope',
-  'attention',
-  'block',
-  'causal_lm',
-  'config_of',
-  'hidden_states',
-  'init_params',
-  'linear',
-  'linears',
-  'mlp',
-  'norm',
-  'param_shapes',
-  'project',
-  'rotation_of',
-  'visible_slots',
-  'visible_tokens',
-]
 
 
 def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
@@ -58,10 +37,10 @@ def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
 
 
 def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-  """The products of one input with several kernels, `[..., out]` each, which `decoding_form` may have made one.
+  """The products of one input with several kernels, `[..., out]` each, which `params_for_decoding` may have made one.
 
   Args:
-    params: Parameters by name, as for `linear`, or of all under the name that `decoding_form.JOINED` gives them.
+    params: Parameters by name, as for `linear`, or of all under the name that `JOINED` gives them.
     names: The products.
     x: `[..., in]`.
     widths: Their numbers of outputs.
@@ -157,29 +136,37 @@ def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | N
   return query, key, value
 
 
+def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: KVCache | None):
+  """The mixed values `[B, N, H, head_dim]`, and the layer's pending keys and values.
+
+  Args:
+    config: The configuration.
+    layer: The layer.
+    query, key, value: As of `project`.
+    visible: The pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees; None
+      for the slots if there is no cache or nothing is committed.
+    cache: The cache, or None.
+  """
+  pending_mask, slots = visible
+  if cache is None:
+    (keys, values), prefix = slots_of(key, value), None
+  else:
+    keys, values = cache.append(layer, key, value, num_pending_slots=pending_mask.shape[-1])
+    prefix = None if slots is None else (cache.keys[layer], cache.values[layer], slots)
+  options = {'scale': config.query_scale, 'soft_cap': config.attention_soft_cap}
+  return attend(query, keys, values, pending_mask, prefix, **options), keys, values
+
+
 def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None):
   """The output of attention `[B, N, embed_dim]`, and the layer's pending keys and values.
 
   Args:
     params: The parameters of the layer's attention.
-    config: The configuration.
-    layer: The layer.
+    config, layer, visible, cache: As for `mix`.
     x: `[B, N, in]`, the input of attention.
     rotation: As `rotation_of` gives it.
-    visible: The pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees; None
-      for the slots if there is no cache or nothing is committed.
-    cache: The cache, or None.
   """
-  query, key, value = project(params, config, x, rotation)
-  pending_mask, slots = visible
-  keys, values = jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
-  prefix = None
-  if cache is not None:
-    keys, values = cache.append(layer, keys, values, num_pending_slots=pending_mask.shape[-1])
-    prefix = None if slots is None else (cache.keys[layer], cache.values[layer], slots)
-  mixed = attend(
-    query, keys, values, pending_mask, prefix, scale=config.query_scale, soft_cap=config.attention_soft_cap
-  )
+  mixed, keys, values = mix(config, layer, *project(params, config, x, rotation), visible, cache)
   return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
 
 
@@ -278,9 +265,7 @@ def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
   mask = mask[None] if mask.ndim == 2 else mask
   streams, pending = _streams(params, tokens, positions, mask, cache, config=config)
   features = jnp.stack([streams[layer] for layer in feature_layers], axis=2) if feature_layers else None
-  keys, values = zip(*pending, strict=True)
-  num_pending = cache.num_pending + tokens.shape[1]
-  cache = dataclasses.replace(cache, pending_keys=keys, pending_values=values, num_pending=num_pending)
+  cache = cache.with_pending(pending, tokens.shape[1])
   return ModelOutput(_unembed(params, streams[-1], config=config), cache, features)
 
 
@@ -290,14 +275,7 @@ def _for_decoding(params, *, config):
 
 
 def _init_cache(batch_size, cache_size, *, config):
-  return KVCache.empty(
-    num_layers=config.num_layers,
-    batch_size=batch_size,
-    num_heads=config.num_cached_heads,
-    head_dim=config.head_dim,
-    cache_size=cache_size,
-    dtype=config.cache_dtype or config.dtype,
-  )
+  return config.empty_cache(batch_size, cache_size)
 
 
 def causal_lm(params: Mapping[str, Any], config: CausalLMConfig) -> Model:

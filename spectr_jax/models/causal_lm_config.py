@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from spectr_jax.kernels.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantized
 from spectr_jax.kernels.products import accumulation_dtype
-from spectr_jax.models.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantized
+from spectr_jax.model import KVCache
 from spectr_jax.sharding import MODEL
 
 ACTIVATIONS = {
@@ -204,6 +205,17 @@ class CausalLMConfig:
         f' {MODEL}:{num_shards}'
       )
     return dataclasses.replace(self, kv_copies=num_shards // num_kv_heads)
+
+  def empty_cache(self, batch_size: int, cache_size: int) -> KVCache:
+    """An empty cache of the decoder's keys and values, see `KVCache.empty`."""
+    return KVCache.empty(
+      num_layers=self.num_layers,
+      batch_size=batch_size,
+      num_heads=self.num_cached_heads,
+      head_dim=self.head_dim,
+      cache_size=cache_size,
+      dtype=self.cache_dtype or self.dtype,
+    )
 
   def window(self, layer: int) -> int | None:
     """The window of a layer, or None for all tokens."""

@@ -12,9 +12,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from spectr_jax.kernels.attention import Rotation
-from spectr_jax.kernels.products import accumulation_dtype
-from spectr_jax.models.int8 import Int8Kernel, is_int8
-from spectr_jax.models.products import matmul
+from spectr_jax.kernels.int8 import Int8Kernel, is_int8
+from spectr_jax.kernels.matrices import matmul
+from spectr_jax.kernels.products import accumulation_dtype, inverse_root
 
 
 def take_rows(embedding: jax.Array | Int8Kernel, rows: jax.Array) -> jax.Array:
@@ -31,11 +31,6 @@ def take_rows(embedding: jax.Array | Int8Kernel, rows: jax.Array) -> jax.Array:
     return jnp.take(embedding.values, rows, axis=0) * jnp.take(embedding.scale, rows)[..., None]
   taken = jnp.take(embedding, rows, axis=0)
   return jax.lax.bitcast_convert_type(taken, jnp.bfloat16) if taken.dtype == jnp.uint16 else taken
-
-
-def inverse_root(variance: jax.Array) -> jax.Array:
-  """`rsqrt` for norms: NaN where the variance has overflowed, since 0 would make numbers out of range look sound."""
-  return jnp.where(variance < jnp.inf, jax.lax.rsqrt(variance), jnp.nan)
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 from spectr_jax.couplings.coupling import Coupling, Outcome, ThresholdCoupling, checked_result, ratio
 from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.couplings.given import Given
-from spectr_jax.kernels.dispatch import operation
+from spectr_jax.kernels.dispatch import ACCELERATORS, operation
 from spectr_jax.kernels.on_demand import map_needed
 from spectr_jax.proposal import Independent, Proposal, ProposalRule
 from spectr_jax.sampling import draw
@@ -277,7 +277,6 @@ def _has_table(walk, tree, proposal, target_probs, uniforms):
   return isinstance(walk.coupling, ThresholdCoupling) and proposal.is_given is None
 
 
-@_end_of_walk.form('gpu', takes=_has_table)
-@_end_of_walk.form('tpu', takes=_has_table)
+@_end_of_walk.form(ACCELERATORS, takes=_has_table)
 def _end_by_table(walk, tree, proposal, target_probs, uniforms):
   return walk._by_table(walk.coupling, tree, proposal, target_probs, uniforms)

@@ -28,7 +28,7 @@ from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
 from spectr_jax.kernels import products
-from spectr_jax.models import causal_lm, head, one_pass
+from spectr_jax.models import causal_lm, head, layers, one_pass
 from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig, Selector
 from spectr_jax.testing import (
   ContextTables,
@@ -488,7 +488,7 @@ def test_laws_of_one_pass_are_exact(method):
   text = [2, 0, 1]
   features = jnp.asarray(_features_of(transformer, drafter, text), jnp.float32)[None]
   outputs = _outputs_of_block(params, features, jnp.array(text[-1:]), config=config)[0]
-  logits = one_pass.unembed(params, outputs)
+  logits = layers.unembed(params, outputs)
   draft_probs, target_probs = [], []
   for size in range(4):
     for path in itertools.product(range(3), repeat=size):

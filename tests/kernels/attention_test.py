@@ -10,7 +10,7 @@ import pytest
 
 from spectr_jax.kernels import attention, attention_kernel
 from spectr_jax.kernels.attention_kernel import attend_by_kernel
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 
 
 def _inputs(*, batch_size, num_queries, num_heads, num_kv_heads, head_dim, num_new, num_slots, has_window=False):
@@ -133,7 +133,7 @@ def test_attention_over_a_cache_is_a_kernel_on_gpus(platform, dtype, has_prefix,
   def attend(*arrays):
     return attention.attend(*arrays, mask[:1], prefix if has_prefix else None, soft_cap=2.0)
 
-  with made_for(platform):
+  with tracing_for(platform):
     program = jax.make_jaxpr(attend)(*arrays)
     found = jax.jit(attend)(*arrays)  # where there is no GPU, the plain form
   assert ('platform=gpu' in str(program)) == has_kernel
@@ -158,6 +158,6 @@ def test_the_compiler_divides_no_kernel(monkeypatch):
   sizes = dict(num_queries=3, num_heads=2, num_kv_heads=2, head_dim=16, num_new=3, num_slots=8)
   query, new_keys, new_values, mask, prefix = _inputs(batch_size=2, **sizes)
   monkeypatch.setattr(attention, 'dividing_axes', lambda: ['model'])
-  with made_for('gpu'):
+  with tracing_for('gpu'):
     program = jax.make_jaxpr(lambda query: attention.attend(query, new_keys, new_values, mask, prefix))(query)
   assert 'platform=gpu' not in str(program)

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import native, processor, products
+from spectr_jax.kernels.int8 import Int8Kernel, quantize, quantized
+from spectr_jax.kernels.matrices import PackedKernel, kernels_for_decoding, matmul, params_for_decoding
 from spectr_jax.models import transformer
-from spectr_jax.models.decoding_form import PackedKernel, kernels_for_decoding, params_for_decoding
-from spectr_jax.models.int8 import Int8Kernel, quantize, quantized
 from spectr_jax.models.layers import unembed
-from spectr_jax.models.products import matmul
 from spectr_jax.sharding import make_mesh, shardings
 
 needs_native = pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')

@@ -11,11 +11,11 @@ from hub_specs import SPECS
 
 from spectr_jax.io.hub.families import FAMILIES, read_spec
 from spectr_jax.kernels import native, processor, products
+from spectr_jax.kernels.matrices import PackedKernel
 from spectr_jax.model import Model
 from spectr_jax.models import table
 from spectr_jax.models.causal_lm import causal_lm, config_of, hidden_states, mlp
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope, init_params, param_shapes
-from spectr_jax.models.decoding_form import PackedKernel
 from spectr_jax.tree import TokenTree
 from tests.slow import slow, slow_but
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import attention
-from spectr_jax.models.products import matmul
+from spectr_jax.kernels.matrices import matmul
 
 B, N, H, D, S = 3, 7, 2, 4, 21
 

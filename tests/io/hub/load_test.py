@@ -22,9 +22,9 @@ from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config
 from spectr_jax.io.hub.rope import read_rope
 from spectr_jax.io.load import hub_folder, load_model
+from spectr_jax.kernels.int8 import quantized
 from spectr_jax.models.causal_lm import config_of
 from spectr_jax.models.causal_lm_config import param_shapes
-from spectr_jax.models.int8 import quantized
 from spectr_jax.sharding import make_mesh
 
 _HERE = pathlib.Path(__file__).parent

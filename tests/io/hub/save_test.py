@@ -15,8 +15,8 @@ from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
 from spectr_jax.io.hub.load import load_hub_model
 from spectr_jax.io.hub.save import save_hub_model
 from spectr_jax.io.load import load_model
+from spectr_jax.kernels.int8 import quantized
 from spectr_jax.models.causal_lm import causal_lm, config_of
-from spectr_jax.models.int8 import quantized
 
 
 @pytest.fixture(scope='module')

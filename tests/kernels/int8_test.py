@@ -11,11 +11,11 @@ from hub_specs import SPECS
 from spectr_jax import TokenTree, generate
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.kernels import products
+from spectr_jax.kernels.int8 import Int8Kernel, is_int8, quantize, quantized
+from spectr_jax.kernels.matrices import matmul
 from spectr_jax.models import layers, transformer
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import init_params, param_shapes
-from spectr_jax.models.int8 import Int8Kernel, is_int8, quantize, quantized
-from spectr_jax.models.products import matmul
 from spectr_jax.sharding import CAUSAL_LM_RULES, TRANSFORMER_RULES, make_mesh, shardings
 from tests.slow import slow
 

@@ -12,14 +12,12 @@ from hub_specs import SPECS
 from jax.sharding import PartitionSpec
 
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.kernels import dispatch, processor, products
-from spectr_jax.kernels.dispatch import made_for
-from spectr_jax.models import decoding_form
+from spectr_jax.kernels import dispatch, matrices, processor, products
+from spectr_jax.kernels.dispatch import tracing_for
+from spectr_jax.kernels.int8 import is_int8, quantized
+from spectr_jax.kernels.matrices import JOINED, TransposedKernel, kernels_for_decoding, matmul, params_for_decoding
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import init_params
-from spectr_jax.models.decoding_form import JOINED, TransposedKernel, kernels_for_decoding, params_for_decoding
-from spectr_jax.models.int8 import is_int8, quantized
-from spectr_jax.models.products import matmul
 from spectr_jax.sharding import CAUSAL_LM_RULES, make_mesh, shardings
 
 
@@ -72,7 +70,7 @@ def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtyp
 def test_integers_become_bfloat16_only_where_there_are_units_for_it(has_units, dtype, monkeypatch):
   monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: has_units)
   kernel = quantized({'kernel': jnp.ones((48, 40))})['kernel']
-  with made_for('cpu'):
+  with tracing_for('cpu'):
     program = str(jax.make_jaxpr(lambda rows: matmul(rows, kernel))(jnp.ones((3, 48), jnp.bfloat16)))
   assert re.findall(r'(\w+)\[48,20\] = convert_element_type', program) == [dtype]
 
@@ -81,7 +79,7 @@ def test_integers_become_bfloat16_only_where_there_are_units_for_it(has_units, d
 def test_a_bfloat16_kernel_is_the_first_factor_only_where_there_are_units_for_it(has_units, is_first, monkeypatch):
   monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: has_units)
   operands = jnp.ones((3, 48), jnp.bfloat16), TransposedKernel(jnp.ones((40, 48), jnp.bfloat16))
-  with made_for('cpu'):
+  with tracing_for('cpu'):
     program = str(jax.make_jaxpr(lambda *operands: matmul(*operands))(*operands))
   assert re.findall(r'(f32\[\d+,\d+\]) = dot_general', program) == ['f32[40,3]' if is_first else 'f32[3,40]']
 
@@ -110,9 +108,9 @@ def test_for_a_gpu_products_of_one_input_are_joined(weights, monkeypatch):
   def logits(model):
     return model.apply(tokens, positions, jnp.tril(jnp.ones((3, 3), bool)), model.init_cache_fn(2, 8)).logits
 
-  with made_for('gpu'):
+  with tracing_for('gpu'):
     np.testing.assert_allclose(jax.jit(logits)(fast), jax.jit(logits)(model), rtol=1e-4, atol=1e-4)
-  monkeypatch.setattr(decoding_form, '_has_room_twice', lambda arrays: False)
+  monkeypatch.setattr(matrices, '_has_room_twice', lambda arrays: False)
   assert model.for_decoding() is model
 
 
@@ -127,7 +125,7 @@ def test_room_is_that_of_one_device(num_devices, stats, has_room):
 
   devices = [Device() for _ in range(num_devices)]
   arrays = [types.SimpleNamespace(devices=lambda device=device: {device}, nbytes=8) for device in (devices * 3)[:3]]
-  assert decoding_form._has_room_twice(arrays) == has_room
+  assert matrices._has_room_twice(arrays) == has_room
 
 
 @pytest.mark.parametrize(('weights', 'dtype'), [(None, 'float32'), ('int8', 'float32'), (None, 'bfloat16')])
@@ -177,7 +175,7 @@ def test_bfloat16_kernels_are_in_both_orders_on_processors_without_units_for_the
   assert fast['a']['kernel'].out_in.shape == (4, 3)
   assert fast['unembedding'].in_out is None
   assert kernels_for_decoding(fast) is fast
-  monkeypatch.setattr(decoding_form, 'MOST_DOUBLED', 3 * 4 * 2 - 1)
+  monkeypatch.setattr(matrices, 'MOST_DOUBLED', 3 * 4 * 2 - 1)
   large = kernels_for_decoding(params)
   assert large['a']['kernel'] is params['a']['kernel']
   assert isinstance(large['unembedding'], TransposedKernel)

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.model import KVCache
-from spectr_jax.models import layers
-from spectr_jax.models.transformer_config import TransformerConfig
+from spectr_jax.kernels.dispatch import Operation, is_round_on_one_device
+from spectr_jax.kernels.products import inverse_root
+from spectr_jax.model import KVCache, ModelOutput
 
 _SUBLANES = 8
 _SLOTS = 16  # pending slots come in multiples: the rows of a bfloat16 tile
@@ -49,7 +49,7 @@ class FusedLayers:
   final_gain: jax.Array
 
 
-def fuse(params: Mapping[str, Any], config: TransformerConfig) -> FusedLayers:
+def fuse(params: Mapping[str, Any], config: Any) -> FusedLayers:
   """The layers of a transformer's parameters in the kernel's form.
 
   Args:
@@ -135,7 +135,7 @@ def _padded_tokens(num_tokens: int) -> int:
   return -(-num_tokens // _SUBLANES) * _SUBLANES
 
 
-def fits(config: TransformerConfig, batch_size: int, num_slots: int, cache_size: int) -> bool:
+def fits(config: Any, batch_size: int, num_slots: int, cache_size: int) -> bool:
   """Whether the kernel takes the calls of a round: two layers with their caches fit into the vector memory.
 
   Args:
@@ -179,7 +179,7 @@ def _kernel(
 
   def norm(x, gain):
     mean = jnp.sum(jnp.square(x), axis=-1, keepdims=True) / x.shape[-1]
-    return x * layers.inverse_root(mean + 1e-6) * gain
+    return x * inverse_root(mean + 1e-6) * gain
 
   x = stream[...]
   normed = norm(x, gains[0, :1])
@@ -242,8 +242,7 @@ def apply_layers(
   mask: jax.Array,
   cache: FusedCache,
   *,
-  config: TransformerConfig,
-  interpret: bool = False,
+  config: Any,
 ) -> tuple[jax.Array, FusedCache]:
   """All layers and the final norm.
 
@@ -254,13 +253,14 @@ def apply_layers(
     mask: bool `[1 or B, N, M]`, the pending tokens that each token attends to.
     cache: The cache; the call's tokens are appended to the pending ones.
     config: The sizes.
-    interpret: Whether to run the kernel's operations one by one on any backend, for tests.
 
   Returns:
     `[B, N, D]`, the normalized output of the last layer; the cache with the tokens pending.
   """
   from jax.experimental import pallas as pl  # takes seconds to import
   from jax.experimental.pallas import tpu as pltpu
+
+  from spectr_jax.kernels.tpu.calls import call_kernel
 
   batch_size, num_new, width = x.shape
   num_tokens = _padded_tokens(num_new)
@@ -293,19 +293,46 @@ def apply_layers(
   by_layer = [of_layer(array) for array in arguments[6:-1]]
   tokens = jax.ShapeDtypeStruct((batch_size * num_tokens, width), x.dtype)
   pending = jax.ShapeDtypeStruct(cache.pending_keys.shape, cache.pending_keys.dtype)
-  out, pending_keys, pending_values = pl.pallas_call(
+  out, pending_keys, pending_values = call_kernel(
     functools.partial(_kernel, config=config, num_rows=batch_size, num_new=num_new),
+    *arguments,
     grid=(config.num_layers,),
     in_specs=[in_scalar_memory, in_scalar_memory, *streams, *by_layer, whole(arguments[-1])],
     out_specs=[whole(tokens), of_layer(pending), of_layer(pending)],
     out_shape=[tokens, pending, pending],
     scratch_shapes=[pltpu.VMEM(tokens.shape, jnp.float32)] * 2,
     input_output_aliases={8: 1, 9: 2},
-    compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY),
-    interpret=interpret,
+    needs_memory=True,
     name='transformer_layers',
-  )(*arguments)
+  )
   cache = dataclasses.replace(
     cache, pending_keys=pending_keys, pending_values=pending_values, num_pending=cache.num_pending + num_new
   )
   return out.reshape(batch_size, num_tokens, width)[:, :num_new], cache
+
+
+def register(call: Operation, embed: Callable[..., jax.Array], unembed: Callable[..., jax.Array]) -> None:
+  """Registers the kernel as the form for TPUs of the calls of a transformer that one device computes whole.
+
+  Args:
+    call: `(params, tokens, positions, mask, cache, *, config, feature_layers) -> ModelOutput`, the plain form.
+    embed: `(params, tokens, *, config) -> [..., D]`, the input of the first layer.
+    unembed: `(params, features, *, config) -> [..., V]`, the output head.
+  """
+
+  def takes(params, tokens, positions, mask, cache, *, config, feature_layers):
+    if isinstance(cache, FusedCache):
+      return True
+    if feature_layers or not is_round_on_one_device() or any(x.dtype == jnp.int8 for x in jax.tree.leaves(params)):
+      return False
+    return fits(config, tokens.shape[0], mask.shape[-1], cache.keys[0].shape[-1])
+
+  @call.form('tpu', takes=takes)
+  def apply_fused(params, tokens, positions, mask, cache, *, config, feature_layers):
+    del feature_layers
+    if isinstance(cache, KVCache):
+      cache = FusedCache.of(cache, mask.shape[-1])
+    mask = mask[None] if mask.ndim == 2 else mask
+    x = embed(params, tokens, config=config)
+    x, cache = apply_layers(fuse(params, config), x, positions, mask, cache, config=config)
+    return ModelOutput(unembed(params, x, config=config), cache)

@@ -1,4 +1,4 @@
-"""Parameters in the form that CPUs and GPUs decode fastest.
+"""Matrices of parameters in every form, their products, and the forms that CPUs and GPUs decode fastest.
 
 Where `kernels.native` has products, large kernels for a CPU are packed for them, once. Elsewhere they are for XLA. Its
 CPU backend reads a kernel `[out, in]` as it stands, where it rearranges one of the other order at every product, and a
@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ from jax.core import Tracer
 
 from spectr_jax.kernels import native, processor, products
 from spectr_jax.kernels.dispatch import operation
-from spectr_jax.models.int8 import Int8Kernel, is_int8
+from spectr_jax.kernels.int8 import Int8Kernel, is_int8
+from spectr_jax.kernels.products import MANY_TOKENS, int8_product, multiply
 
 # The name of the products that become one, by theirs.
 JOINED = {('q', 'k', 'v'): 'qkv', ('gate', 'up'): 'gate_up'}
@@ -72,6 +73,37 @@ class PackedKernel:
   def shape(self) -> tuple[int, ...]:
     """`(in, out)`."""
     return (math.prod(self.panels.shape[1:]) // native.PANEL, self.num_out)
+
+
+Kernel: TypeAlias = jax.Array | Int8Kernel | TransposedKernel | PackedKernel
+
+
+def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
+  """The product of activations and a kernel, multiplied in the activations' dtype, accumulated in float32 or wider.
+
+  Args:
+    x: `[..., in]`.
+    kernel: `[in, out]` for axis 0, `[out, in]` for axis 1, of any float dtype; or in another form.
+    axis: The kernel's input axis, where the kernel does not say.
+
+  Returns:
+    `[..., out]` in the accumulation's dtype.
+  """
+  if isinstance(kernel, PackedKernel):
+    out = native.product(x.reshape(-1, x.shape[-1]), kernel.panels, kernel.num_out)
+    return _scaled(out.reshape(*x.shape[:-1], kernel.num_out), kernel.scale)
+  if isinstance(kernel, TransposedKernel):
+    has_many_tokens = x.ndim == 3 and x.shape[1] >= MANY_TOKENS
+    if kernel.in_out is not None and (x.size == x.shape[-1] or has_many_tokens):
+      return matmul(x, kernel.in_out)
+    return matmul(x, kernel.out_in, axis=1)
+  if isinstance(kernel, Int8Kernel):
+    return _scaled(int8_product(x, kernel.values, axis), kernel.scale)
+  return multiply(x, kernel, axis)
+
+
+def _scaled(sums, scale):
+  return sums if scale is None else sums * scale  # a channel's scale is a factor of its sums
 
 
 def _side_by_side(kernels: Sequence[Any], axis: int):

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from spectr_jax.kernels.thresholds import search
+from spectr_jax.kernels.tpu.calls import LANES, ROWS, call_kernel
 
-MOST_TOKENS = 3 * 2**17  # per row: eight rows of them are in the vector memory, twice, and what is kept of them
-_ROWS, _LANES = 8, 128
 _CHUNK = 4096  # tokens of each row that are visited at a time
-_MEMORY = 64 * 2**20
 _HIGHEST = 0x3F800001  # the bits of the float after 1: no probability is larger
 _SECTIONS = 4
 
@@ -50,34 +48,32 @@ class _KernelLaws:
       combine: Combines two arrays that are not negative, in any order; zeros change nothing.
       count: The number of arrays.
     """
-    from jax.experimental import pallas as pl
-
     num_parts, _, size = self.ref.shape
     num_chunks = size // _CHUNK
 
     def add(totals, part, places):
       for place in places:
         values = values_fn(self.ref[part, :, place])
-        missing = _LANES - values[0].shape[1]
+        missing = LANES - values[0].shape[1]
         values = [jnp.pad(x, ((0, 0), (0, missing))) for x in values] if missing else values
         totals = tuple(map(combine, totals, values))
       return totals
 
     def add_chunk(part, i, totals):
-      return add(totals, part, [pl.ds(i * _CHUNK + j, _LANES) for j in range(0, _CHUNK, _LANES)])
+      return add(totals, part, [pl.ds(i * _CHUNK + j, LANES) for j in range(0, _CHUNK, LANES)])
 
-    totals = tuple(jnp.zeros((_ROWS, _LANES), jnp.float32) for _ in range(count))
+    totals = tuple(jnp.zeros((ROWS, LANES), jnp.float32) for _ in range(count))
     for part in range(num_parts):
       if num_chunks:
         totals = jax.lax.fori_loop(0, num_chunks, functools.partial(add_chunk, part), totals)
-      rest = range(num_chunks * _CHUNK, size, _LANES)
-      totals = add(totals, part, [slice(start, min(start + _LANES, size)) for start in rest])
+      rest = range(num_chunks * _CHUNK, size, LANES)
+      totals = add(totals, part, [slice(start, min(start + LANES, size)) for start in rest])
     return totals
 
   def _sums(self, thresholds, is_weighted):
     """The sums of the probabilities, or the numbers of tokens, from each of the thresholds on."""
     # Once for all lanes, and not in every turn of the loop.
-    thresholds = [jnp.broadcast_to(threshold, (_ROWS, _LANES)) for threshold in thresholds]
+    thresholds = [jnp.broadcast_to(threshold, (ROWS, LANES)) for threshold in thresholds]
 
     def values_fn(probs):
       weights = probs if is_weighted else 1.0
@@ -86,7 +82,7 @@ class _KernelLaws:
     return [jnp.sum(x, axis=1, keepdims=True) for x in self._by_lane(values_fn, jnp.add, len(thresholds))]
 
   def zeros(self):
-    return jnp.zeros((_ROWS, 1), jnp.float32)
+    return jnp.zeros((ROWS, 1), jnp.float32)
 
   def largest(self):
     (top,) = self._by_lane(lambda probs: [probs], jnp.maximum, 1)
@@ -109,7 +105,7 @@ class _KernelLaws:
     return jax.lax.bitcast_convert_type(found, jnp.float32)
 
 
-def keep_in_rows(find, probs: jax.Array, values: jax.Array, *, interpret: bool = False) -> jax.Array:
+def keep_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
   """Filtered rows.
 
   Args:
@@ -117,15 +113,13 @@ def keep_in_rows(find, probs: jax.Array, values: jax.Array, *, interpret: bool =
       which on tokens are kept, and their mass.
     probs: float32 `[M, V]`, from 0 to 1 but for rounding by one unit in the last place.
     values: float32 `[M, F]`.
-    interpret: Whether to run without a TPU, for tests.
 
   Returns:
     `[M, V]`.
   """
-  from jax.experimental import pallas as pl
 
   def kernel(probs_ref, values_ref, kept_ref):
-    threshold, mass = (jnp.broadcast_to(x, (_ROWS, _LANES)) for x in find(_KernelLaws(probs_ref), values_ref[...]))
+    threshold, mass = (jnp.broadcast_to(x, (ROWS, LANES)) for x in find(_KernelLaws(probs_ref), values_ref[...]))
 
     def keep(start, width):
       place = 0, slice(None), pl.ds(start, width)
@@ -138,20 +132,20 @@ def keep_in_rows(find, probs: jax.Array, values: jax.Array, *, interpret: bool =
 
       @pl.loop(0, num_chunks)
       def _(i):
-        for j in range(0, _CHUNK, _LANES):
-          keep(i * _CHUNK + j, _LANES)
+        for j in range(0, _CHUNK, LANES):
+          keep(i * _CHUNK + j, LANES)
 
-    for start in range(num_chunks * _CHUNK, size, _LANES):
-      keep(start, min(_LANES, size - start))
+    for start in range(num_chunks * _CHUNK, size, LANES):
+      keep(start, min(LANES, size - start))
 
-  return _call(kernel, probs[None], values, probs.shape[1], interpret, 'keep_in_rows')
+  return _call(kernel, probs[None], values, probs.shape[1], 'keep_in_rows')
 
 
-def find_in_rows(find, probs: jax.Array, values: jax.Array, *, interpret: bool = False) -> jax.Array:
+def find_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
   """What `find` finds for rows in D equal parts.
 
   Args:
-    find, values, interpret: As of `keep_in_rows`.
+    find, values: As of `keep_in_rows`.
     probs: float32 `[M, D, V / D]`. It is read part by part, so it should be in this order in memory.
 
   Returns:
@@ -161,39 +155,32 @@ def find_in_rows(find, probs: jax.Array, values: jax.Array, *, interpret: bool =
   def kernel(probs_ref, values_ref, found_ref):
     found_ref[0, :, :1], found_ref[0, :, 1:] = find(_KernelLaws(probs_ref), values_ref[...])
 
-  return _call(kernel, jnp.swapaxes(probs, 0, 1), values, 2, interpret, 'find_in_rows')
+  return _call(kernel, jnp.swapaxes(probs, 0, 1), values, 2, 'find_in_rows')
 
 
-def _call(kernel, probs, values, width, interpret, name):
+def _call(kernel, probs, values, width, name):
   """A call of a kernel for eight rows at a time, of probabilities `[D, M, V / D]` and values `[M, F]`.
 
   Returns:
     float32 `[M, width]`; the kernel writes eight rows as `[1, 8, width]`.
   """
-  from jax.experimental import pallas as pl
-  from jax.experimental.pallas import tpu as pltpu
-
   num_parts, num_rows, size = probs.shape
-  missing = max(0, _ROWS - num_rows)  # fewer rows would be in a layout of their own, which takes five times as long
+  missing = max(0, ROWS - num_rows)  # fewer rows would be in a layout of their own, which takes five times as long
   probs = jnp.pad(probs, ((0, 0), (0, missing), (0, 0)))
   values = jnp.pad(values, ((0, missing), (0, 0)))
 
   def rows(num_parts, width):
-    return pl.BlockSpec((num_parts, _ROWS, width), lambda i: (0, i, 0))
+    return pl.BlockSpec((num_parts, ROWS, width), lambda i: (0, i, 0))
 
-  found = pl.pallas_call(
+  found = call_kernel(
     kernel,
-    grid=(pl.cdiv(num_rows, _ROWS),),
-    in_specs=[rows(num_parts, size), pl.BlockSpec((_ROWS, values.shape[1]), lambda i: (i, 0))],
+    probs,
+    values,
+    grid=(pl.cdiv(num_rows, ROWS),),
+    in_specs=[rows(num_parts, size), pl.BlockSpec((ROWS, values.shape[1]), lambda i: (i, 0))],
     out_specs=rows(1, width),
     out_shape=jax.ShapeDtypeStruct((1, num_rows + missing, width), probs.dtype),
-    interpret=interpret,
-    compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY),
+    needs_memory=True,
     name=name,
-  )(probs, values)
+  )
   return found[0, :num_rows]
-
-
-def is_covered(probs: jax.Array) -> bool:
-  """Whether the kernels take these distributions `[..., V]`."""
-  return probs.dtype == jnp.float32 and math.prod(probs.shape) > 0 and probs.shape[-1] <= MOST_TOKENS
