@@ -38,19 +38,6 @@ class _State:
   output: jax.Array
 
 
-def target_logits(params: Mapping[str, Any], config: HeadConfig, output: jax.Array, vocab_size: int) -> jax.Array:
-  """Logits over the target's vocabulary, `[..., V]`; -inf for tokens that the head cannot guess.
-
-  Args:
-    params: The head's parameters.
-    config: The head.
-    output: `[..., embed_dim]`, from `head.advance`.
-    vocab_size: V.
-  """
-  ids = params['target_ids'] if config.is_reduced else None
-  return over_vocabulary(head.unembed(params, output), ids, vocab_size)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadDrafter(DrawingDrafter):
@@ -118,6 +105,11 @@ class HeadDrafter(DrawingDrafter):
     # What the head makes of its own guesses is dropped: kept ones are read again with the target's hidden states.
     return dataclasses.replace(draw(state, context, request), state=state)
 
+  def _logits(self, output: jax.Array) -> jax.Array:
+    """Logits over the target's vocabulary, `[..., V]`; -inf for tokens that the head cannot guess."""
+    ids = self.params['target_ids'] if self.config.is_reduced else None
+    return over_vocabulary(head.unembed(self.params, output), ids, self.vocab_size)
+
   def _draw_by_depth(self, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
     params, config = self.params, self.config
     # The root's pair is committed. The pending ones are those of the other nodes with children.
@@ -130,11 +122,11 @@ class HeadDrafter(DrawingDrafter):
       hidden = jnp.take_along_axis(outputs, nodes.above[..., None], axis=1)
       hidden, output, cache = head.apply(params, config, embedded, hidden, positions, nodes.seen[:, :, 1:], cache)
       outputs = jax.lax.dynamic_update_slice_in_dim(outputs, hidden, nodes.first, axis=1)
-      return (cache, outputs), target_logits(params, config, output, self.vocab_size)
+      return (cache, outputs), self._logits(output)
 
     outputs = jnp.zeros((len(context.lengths), num_parents, config.block.embed_dim), state.hidden.dtype)
     carry = state.cache.with_pending_slots(num_parents - 1), outputs.at[:, 0].set(state.hidden)
-    root_logits = target_logits(params, config, state.output, self.vocab_size)
+    root_logits = self._logits(state.output)
     return draw_tree(request, root_logits, carry, score, growth=self.growth)[0]
 
   def _draw_at_once(self, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
@@ -152,7 +144,7 @@ class HeadDrafter(DrawingDrafter):
       causal = jnp.tril(jnp.ones((num_slots, num_slots), bool))
       _, more, _ = head.apply(params, config, embedded, hidden, positions, causal, state.cache)
       outputs = jnp.concatenate([outputs, more], axis=1)
-    return draw_by_depth(request, target_logits(params, config, outputs, self.vocab_size), growth=self.growth)
+    return draw_by_depth(request, self._logits(outputs), growth=self.growth)
 
   def commit(self, state: _State, context: DraftContext, commitment: Commitment) -> _State:
     return self._extend(state, context, commitment.path.shape[1])

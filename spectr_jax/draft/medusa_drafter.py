@@ -51,11 +51,7 @@ class MedusaConfig:
 
 
 def param_shapes(config: MedusaConfig) -> dict[str, Any]:
-  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`.
-
-  Args:
-    config: The heads.
-  """
+  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`."""
   num_heads, width = config.num_heads, config.embed_dim
   each = (num_heads,) if config.has_unembedding else ()
 
@@ -69,36 +65,19 @@ def param_shapes(config: MedusaConfig) -> dict[str, Any]:
 
 
 def head_output(params: Mapping[str, Any], hidden: jax.Array, head: int) -> jax.Array:
-  """What a head makes of the target's hidden states, the input of its output head, `[..., D]`.
-
-  Args:
-    params: The parameters.
-    hidden: `[..., D]`.
-    head: The head, from 0.
-  """
+  """The input of the output head of a head, from 0, by the target's hidden states `[..., D]`; of equal shape."""
   residual = params['residual']
   product = matmul(hidden, residual['kernel'][head]) + residual['bias'][head]
   return hidden + jax.nn.silu(product).astype(hidden.dtype)
 
 
 def output_kernel(unembedding: jax.Array, head: int) -> jax.Array:
-  """The output head of a head, `[D, V]`.
-
-  Args:
-    unembedding: `[H, D, V]`, or `[D, V]` for all heads.
-    head: The head, from 0.
-  """
+  """The output head `[D, V]` of a head, from 0; `unembedding` is `[H, D, V]`, or `[D, V]` for all heads."""
   return unembedding[head] if unembedding.ndim == 3 else unembedding
 
 
 def _head_logits(params: Mapping[str, Any], hidden: jax.Array, num_heads: int) -> jax.Array:
-  """Logits of the first heads, `[B, num_heads, V]`, in float32 or wider.
-
-  Args:
-    params: The parameters.
-    hidden: `[B, D]`, the target's hidden states.
-    num_heads: The number of heads, at most H.
-  """
+  """Logits of the first heads, `[B, num_heads, V]`, in float32 or wider, by hidden states `[B, D]`."""
   each = [
     matmul(head_output(params, hidden, head), output_kernel(params['unembedding'], head)) for head in range(num_heads)
   ]

@@ -41,12 +41,7 @@ _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
 
 
 def noise_keys(decoder: Decoder, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-  """The round's keys `[B, L + 1]` for drafting and for verification, one per depth of the tree.
-
-  Args:
-    decoder: The decoder.
-    state: Before the round.
-  """
+  """The next round's keys `[B, L + 1]` for drafting and for verification, one per depth of the tree."""
   depths = jnp.arange(decoder.tree.max_depth + 1)
   fold_each = jax.vmap(jax.random.fold_in, (None, 0))
 
@@ -73,16 +68,9 @@ def _over_rows(
   state: DecodeState,
   outputs: Callable[[Any, Any], Any],
 ) -> Any:
-  """`function(decoder, state)`, on each device's rows apart where the decoder's sharding says so.
-
-  Args:
-    function: A part of the loop.
-    decoder: The decoder.
-    state: Before the round.
-    outputs: What the function returns, as for `DecodeSharding.over_rows`.
-  """
+  """`function(decoder, state)`, on each device's rows apart where the sharding says so, see `over_rows`."""
   sharding = decoder.sharding
-  if sharding is not None and sharding.rounds_apart(decoder.drafter, state.keys.shape[0]):
+  if sharding is not None and sharding.runs_rows_apart(decoder.drafter, state.keys.shape[0]):
     function = sharding.over_rows(function, state, outputs)
   with tracing_with(sharding):
     return function(decoder, state)
@@ -93,12 +81,7 @@ def _over_rows(
 
 @jax.named_scope(DRAFT)
 def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
-  """The drafter's guesses; an empty proposal without a drafter.
-
-  Args:
-    decoder: The decoder.
-    state: Before the round.
-    keys: Keys `[B, L + 1]` for drafting.
+  """The drafter's guesses by the keys for drafting; an empty proposal without a drafter.
 
   Raises:
     ValueError: The drafter's proposals are not what it declares.
@@ -123,16 +106,7 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
 
 @jax.named_scope(TARGET)
 def score(decoder: Decoder, state: DecodeState, proposal: Proposal) -> ModelOutput:
-  """The target's call on the last token and the guesses.
-
-  Args:
-    decoder: The decoder.
-    state: Before the round.
-    proposal: The guesses, N per row.
-
-  Returns:
-    The logits `[B, N + 1, V]` after the root and every guess, and the cache with these tokens pending.
-  """
+  """The target's call on the last token and the N guesses: logits `[B, N + 1, V]`, and a cache with these pending."""
   tree = decoder.tree
   mask = jax.vmap(lambda parents: tree.of_row(parents).ancestors)(proposal.parents) if tree.is_grown else tree.ancestors
   return decoder.target.apply(
@@ -152,12 +126,9 @@ def judge(
   *,
   is_explained: bool = False,
 ) -> tuple[jax.Array, Verdict, Record | None]:
-  """The method's decision which guesses to keep.
+  """The method's decision which guesses to keep, by the keys for verification.
 
   Args:
-    decoder: The decoder.
-    state: Before the round.
-    keys: Keys `[B, L + 1]` for verification.
     rows: The proposal, without its state.
     logits: `[B, N + 1, V]`, the target's.
     is_explained: Whether the verifier also records how it decides.
@@ -250,13 +221,7 @@ def commit(
 ) -> DecodeState:
   """The state after the round: tokens that were kept are recorded and moved to their places in the caches.
 
-  Args:
-    decoder: The decoder.
-    state: Before the round.
-    proposal: The round's guesses.
-    output: The result of the target's call.
-    target_probs: `[B, N + 1, V]`, the target's distributions; `[B, 1, V]` after a call on the roots alone.
-    verdict: The method's decision.
+  The target's distributions are `[B, N + 1, V]`, or `[B, 1, V]` after a call on the roots alone.
   """
   tokens = emitted(proposal, verdict)
   failures = _failures(state, proposal, target_probs)
@@ -326,12 +291,8 @@ def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = Fals
   """One round with one target call: draft, score, verify, commit. Rows that are done stay as they are.
 
   Args:
-    decoder: The decoder.
-    state: Between two rounds.
+    decoder, state: As for `decode_rounds`.
     is_explained: Whether the verifier also records how it decides.
-
-  Returns:
-    The state after the round, and the round.
   """
 
   def one(decoder, state):
@@ -372,13 +333,7 @@ def _has_guess(decoder: Decoder, state: DecodeState) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnames='state')
 def run_rounds(decoder: Decoder, state: DecodeState, num_rounds: jax.Array) -> DecodeState:
-  """`decode_rounds` as one program.
-
-  Args:
-    decoder: The decoder.
-    state: Between two rounds; donated.
-    num_rounds: int32 scalar, the most rounds.
-  """
+  """`decode_rounds` as one program, for int32 scalars `num_rounds`."""
 
   def is_running(loop):
     state, done_rounds = loop

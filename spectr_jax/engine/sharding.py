@@ -25,11 +25,7 @@ _SMALL = 2**26  # parameters of a small draft
 
 
 def tracing_with(sharding: DecodeSharding | None) -> AbstractContextManager[None]:
-  """A context in which programs are traced for the devices that decode alone, see `tracing_for`.
-
-  Args:
-    sharding: The sharding, or None for the default device.
-  """
+  """A context in which programs are traced for the devices that decode alone, see `tracing_for`."""
   return tracing_for(None if sharding is None else sharding.mesh)
 
 
@@ -118,27 +114,19 @@ class DecodeSharding:
       check_vma=False,
     )
 
-  def rounds_apart(self, drafter: Drafter | None, num_rows: int) -> bool:
-    """Whether rounds run on each device's rows apart.
+  def runs_rows_apart(self, drafter: Drafter | None, num_rows: int) -> bool:
+    """Tells whether rounds run on each device's rows apart, of `num_rows` on all devices.
 
     A step without a draft does so with few rows only: with more the compiler chooses better layouts for rows of all
     devices together.
-
-    Args:
-      drafter: The drafter, or None.
-      num_rows: Rows of all devices.
     """
     return drafter is not None or num_rows <= _MOST_ROWS_APART * self.mesh.shape[DATA]
 
   def drafts_alone(self, drafter: Drafter, num_rows: int) -> bool:
-    """Whether each device along `model` drafts by itself, and sends nothing.
+    """Tells whether each device along `model` drafts by itself, and sends nothing, with `num_rows` per device.
 
     It does with few rows if the drafter's parameters are there and it needs none of the target. With more rows the
     distributions over the vocabulary, which would be computed on every device, cost more than what is sent.
-
-    Args:
-      drafter: The drafter.
-      num_rows: Rows per device.
     """
     places = jax.tree.leaves(self.of_drafter(drafter))
     is_whole = not drafter.reads_target and all(place.is_fully_replicated for place in places)
@@ -183,12 +171,7 @@ class DecodeSharding:
     return self.of_rows(state) if drafter is None else drafter.state_shardings(self, state)
 
   def put_models(self, target: Model, drafter: Drafter | None) -> tuple[Model, Drafter | None]:
-    """Puts target and drafter on their devices. Arrays that are there already are not moved, and shapes stay shapes.
-
-    Args:
-      target: The target model.
-      drafter: The drafter, or None.
-    """
+    """Puts target and drafter on their devices. Arrays that are there already are not moved, and shapes stay shapes."""
     models = target, drafter
     places = self.of_model(target), self.of_drafter(drafter)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(models)):

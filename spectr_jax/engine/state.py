@@ -218,14 +218,11 @@ def _prefill_draft(drafter: Drafter, context: DraftContext, *, cache_size: int, 
 def first_state(
   decoder: Decoder, rows: Rows, target_cache: Any, features: jax.Array | None, draft_state: Any
 ) -> DecodeState:
-  """The state before the first round.
+  """The state before the first round, of caches with all tokens of the prompts but the last.
 
   Args:
-    decoder: The decoder.
-    rows: The rows.
-    target_cache: The target's cache, with all tokens of the prompts but the last.
+    decoder, rows, target_cache, draft_state: What it consists of.
     features: `[B, P, F, D]`, the prompts' features, or None.
-    draft_state: The drafter's state after the prompts, or None.
   """
   batch_size, tree = len(rows.lengths), decoder.tree
   verifier_state = jax.tree.map(
@@ -298,15 +295,7 @@ def finish(decoder: Decoder, state: DecodeState, rows: Sequence[int] | np.ndarra
 
 
 def state_shardings(decoder: Decoder, state: DecodeState) -> DecodeState:
-  """The shardings in place of a state's arrays.
-
-  Args:
-    decoder: The decoder, with a sharding.
-    state: The state, or shapes.
-
-  Raises:
-    ValueError: The decoder has no sharding.
-  """
+  """The shardings in place of the arrays, or shapes, of a state; ValueError if the decoder has no sharding."""
   sharding = decoder.sharding
   if sharding is None:
     raise ValueError('state_shardings needs a decoder with a sharding')
