@@ -80,7 +80,7 @@ def _xla_flags():
 
 # Their slow tests enumerate and sample: they run for far longer than an optimization takes.
 _RUN_FOR_LONG = (
-  'draft/drafters_test.py', 'draft/lookup_corpus_test.py', 'draft/lookup_test.py', 'lossless_test.py',
+  'draft/drafters_test.py', 'draft/lookup_test.py', 'lossless_test.py',
   'theory/stateless_test.py', 'verifiers/draws_test.py', 'verifiers/given_candidates_test.py',
   'verifiers/grown_trees_test.py', 'verifiers/programs_test.py',
 )  # fmt: skip

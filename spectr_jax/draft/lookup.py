@@ -176,14 +176,15 @@ class LookupDrafter(Drafter):
     corpus: Texts to look in besides the row's own, or None.
     lookup: The rule.
     vocab_size: V, the target's.
+    may_pass: Whether the target runs on the last tokens alone where no row has a guess.
   """
 
   corpus: LookupCorpus | None
   lookup: Lookup = static_field()
   vocab_size: int = static_field()
+  may_pass: bool = static_field(True)
   reads_tokens = True
   gives = True
-  may_pass = True
 
   def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
     tokens = self.lookup.guesses(context, request.tree, self.corpus)

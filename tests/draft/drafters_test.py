@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coarse import coarse
+from exact import assert_engine_is_exact
 from feature_drafter import FeatureDrafter, distributions
 from growing_drafter import GrowingDrafter, grow
 
@@ -21,8 +22,6 @@ from spectr_jax.draft.lookup import Lookup
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import (
   ContextTables,
-  chi_square,
-  engine_counts,
   enumeration,
   enumeration_error,
   ordinary_law,
@@ -34,20 +33,12 @@ from tests.slow import slow_but
 pytestmark = pytest.mark.usefixtures('highest')
 
 _PROMPTS = [1, 2, 1, 2, 1], [3], [0, 4, 4]
-_SAMPLING = {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
 _SLOTS = TokenTree.slots((2, 3, 2))
 _GROWN = ['spectr', 'specinfer', 'batch', 'race', 'race_block', 'traversal', 'race_traversal']
 
 
-def _assert_engine_is_exact(drafter, method, tree, num_samples=5_000):
-  target, _ = tiny_transformers()
-  counts = engine_counts(
-    jax.random.key(5), target, drafter, _PROMPTS, method=coarse(METHODS[method]), tree=tree, num_tokens=4,
-    num_samples=num_samples, batch_size=2500, **_SAMPLING,
-  )  # fmt: skip
-  for prompt, found in zip(_PROMPTS, counts):
-    result = chi_square(found, ordinary_law(target, prompt, 4, **_SAMPLING))
-    assert result.p_value > 1e-3, (prompt, result)
+def _assert_engine_is_exact(drafter, method, tree, **options):
+  assert_engine_is_exact(drafter, method, tree, prompts=_PROMPTS, num_tokens=4, **options)
 
 
 def _logits(seed, vocab_size=5):

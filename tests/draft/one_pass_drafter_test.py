@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coarse import coarse
+from exact import assert_engine_is_exact, p_values
 from tiny_heads import tiny_head, tiny_one_pass
 
 import spectr_jax
@@ -32,8 +33,6 @@ from spectr_jax.models import causal_lm, head, layers, one_pass
 from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig, Selector
 from spectr_jax.testing import (
   ContextTables,
-  chi_square,
-  engine_counts,
   enumeration_error,
   ordinary_law,
   tiny_transformers,
@@ -383,10 +382,7 @@ def test_a_chain_ends_with_the_first_guess_that_its_estimates_reject(target):
   assert len(set(sizes)) > 2
 
 
-_SAMPLING = {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
-_PROMPTS = [1, 2, 1], [3]
 _TINY = {
-  'dspark': {},
   'dflash': {'guesses_at_root': False, 'markov': None, 'confidence': None, 'num_slots': 4},
   'dflash2': {
     'guesses_at_root': False, 'markov': None, 'confidence': None, 'num_slots': 4, 'selector': Selector(4, 5, 3),
@@ -396,62 +392,36 @@ _TINY = {
 }  # fmt: skip
 
 
-def _assert_engine_is_exact(drafter, method, tree):
-  """The joint law of three tokens, over rounds that keep none, some or all guesses."""
-  transformer, _ = tiny_transformers()
-  counts = engine_counts(
-    jax.random.key(5), transformer, drafter, _PROMPTS, method=coarse(METHODS[method]), tree=tree, num_tokens=3,
-    num_samples=5000, batch_size=2500, **_SAMPLING,
-  )  # fmt: skip
-  for prompt, found in zip(_PROMPTS, counts):
-    result = chi_square(found, ordinary_law(transformer, prompt, 3, **_SAMPLING))
-    assert result.p_value > 1e-3, (prompt, result)
-
-
 _METHODS = 'spectr', 'specinfer', 'batch', 'race', 'race_block', 'traversal', 'race_traversal', 'ersd', 'gsd'
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures('highest')
-@pytest.mark.parametrize(
-  ('name', 'method'),
-  [('dspark', method) for method in _METHODS]
-  + [(name, method) for name in ('dflash', 'dflash2', 'dspark rnn') for method in ('spectr', 'race_traversal')],
-)
-def test_chains_in_the_loop(name, method):
-  _assert_engine_is_exact(tiny_one_pass(**_TINY[name]), method, TokenTree.chains(2, 3))
+_LOOPS = [
+  *((tiny_one_pass, {}, method, TokenTree.chains(2, 3)) for method in _METHODS),
+  *(
+    (tiny_one_pass, _TINY[name], method, TokenTree.chains(2, 3))
+    for name in ('dflash', 'dflash2', 'dspark rnn')
+    for method in ('spectr', 'race_traversal')
+  ),
+  *(
+    (tiny_one_pass, _TINY[name], method, TokenTree.prefix((2, 2, 1)))
+    for name in ('dflash2', 'dspark rnn')
+    for method in ('race_traversal', 'traversal')
+  ),
+  *(
+    (lambda growth=growth: growing(tiny_one_pass(), growth), {}, 'specinfer', TokenTree.slots((2, 3)))
+    for growth in (Likeliest(), Confident(0.3, threshold=0.1), Estimated(0.2))
+  ),
+  # The guesses of P-EAGLE are sampled as the product that they are.
+  (tiny_head, {'num_layers': 2, 'mask_id': 1}, 'race_traversal', TokenTree.chains(2, 3)),
+  (lambda: lookup_beside(tiny_one_pass()), {}, 'race_traversal', TokenTree.chains(2, 3)),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures('highest')
-@pytest.mark.parametrize('method', ['race_traversal', 'traversal'])
-@pytest.mark.parametrize('name', ['dflash2', 'dspark rnn'])
-def test_prefix_trees_in_the_loop(name, method):
-  _assert_engine_is_exact(tiny_one_pass(**_TINY[name]), method, TokenTree.prefix((2, 2, 1)))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures('highest')
-@pytest.mark.parametrize(
-  'growth',
-  [Likeliest(), Confident(0.3, threshold=0.1), Estimated(0.2)],
-  ids=['likeliest', 'confident', 'estimated'],
-)
-def test_grown_trees_in_the_loop(growth):
-  _assert_engine_is_exact(growing(tiny_one_pass(), growth), 'specinfer', TokenTree.slots((2, 3)))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures('highest')
-def test_p_eagle_in_the_loop():
-  """Its guesses are sampled as the product that they are."""
-  _assert_engine_is_exact(tiny_head(num_layers=2, mask_id=1), 'race_traversal', TokenTree.chains(2, 3))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures('highest')
-def test_lookup_beside_it_in_the_loop():
-  _assert_engine_is_exact(lookup_beside(tiny_one_pass()), 'race_traversal', TokenTree.chains(2, 3))
+@pytest.mark.parametrize(('make', 'options', 'method', 'tree'), _LOOPS)
+def test_the_loop_is_exact(make, options, method, tree):
+  assert_engine_is_exact(make(**options), method, tree)
 
 
 @pytest.mark.slow
@@ -468,13 +438,7 @@ def test_a_law_of_other_draws_is_caught():
       claims = dataclasses.replace(drafter, params=unbiased).propose(*rest).probs
       return dataclasses.replace(super().propose(*rest), probs=claims)
 
-  transformer, _ = tiny_transformers()
-  counts = engine_counts(
-    jax.random.key(5), transformer, Claimed(**vars(drafter)), _PROMPTS, method='specinfer',
-    tree=TokenTree.chains(2, 3), num_tokens=3, num_samples=5000, batch_size=2500, **_SAMPLING,
-  )  # fmt: skip
-  laws = [ordinary_law(transformer, prompt, 3, **_SAMPLING) for prompt in _PROMPTS]
-  assert min(chi_square(found, law).p_value for found, law in zip(counts, laws)) < 1e-6
+  assert min(p_values(Claimed(**vars(drafter)), 'specinfer', TokenTree.chains(2, 3))) < 1e-6
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from spectr_jax import (
   growing,
   model_drafter,
 )
+from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine.session import reprompt
 from spectr_jax.engine.trace import trace_decode
 from spectr_jax.models.table import table_model
@@ -345,7 +346,11 @@ def test_the_method_that_keeps_the_most_is_the_default(tables):
 
 def test_a_small_tree_is_the_default(tables):
   target, draft = tables[0], model_drafter(tables[1])
-  short, grown = dataclasses.replace(draft, max_depth=3), growing(draft, Confident())
+
+  class Short(ModelDrafter):
+    max_depth = 3
+
+  short, grown = Short(draft.model), growing(draft, Confident())
   for method, own, tree in (
     ('speculative', draft, TokenTree.chains(1, 4)),
     ('spectr', draft, TokenTree.chains(2, 4)),
