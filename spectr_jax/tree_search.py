@@ -101,7 +101,7 @@ def optimal_chain_sizes(kept: Any, num_nodes: int, max_depth: int | None, *, tol
     raise ValueError(f'kept must hold a number in its first row for at most {num_nodes} chains, got only NaN')
   if not 0 <= tolerance < 1:
     raise ValueError(f'tolerance must be from 0 to below 1, got {tolerance}')
-  found = []
+  shapes = []
   for num_drafts, column in enumerate(table.T, start=1):
     best, tokens = (0.0, 0, num_drafts), 0.0
     for length, chance in enumerate(column[: min(num_nodes // num_drafts, max_depth)], start=1):
@@ -109,12 +109,12 @@ def optimal_chain_sizes(kept: Any, num_nodes: int, max_depth: int | None, *, tol
         break
       tokens += chance
       best = min(best, (-tokens, num_drafts * length, num_drafts))
-    found.append(best)
-  most, used, num_drafts = min(found)
+    shapes.append(best)
+  most, used, num_drafts = min(shapes)
   if not used:
     raise ValueError(_NOTHING)
   if tolerance:
-    enough = [each for each in found if each[1] and 1 - each[0] >= (1 - tolerance) * (1 - most)]
+    enough = [each for each in shapes if each[1] and 1 - each[0] >= (1 - tolerance) * (1 - most)]
     _, used, num_drafts = min(enough, key=lambda each: (each[1] // each[2], each))
   return num_drafts, used // num_drafts
 

@@ -87,14 +87,14 @@ def continuations(
     is_found = ranks[place] >= 0
     period = jnp.maximum(length - 1 - place, 1)
     source = place + 1 + jnp.arange(num_tokens) % period
-    found = jnp.where(is_found, text[jnp.minimum(source, len(text) - 1)], -1)
+    chain = jnp.where(is_found, text[jnp.minimum(source, len(text) - 1)], -1)
     if others is not None:
       occurs = jnp.any(is_open, axis=1)
       row = jnp.argmax(occurs)
       is_longer = occurs[row] & (longest - row > jnp.where(is_found, matches[place], 0))
-      found = jnp.where(is_longer, most_frequent(others[row], is_open[row]), found)
-      is_open &= others[..., 0] != found[0]
-    return (jnp.where(followers == found[0], -1, ranks), is_open), found
+      chain = jnp.where(is_longer, most_frequent(others[row], is_open[row]), chain)
+      is_open &= others[..., 0] != chain[0]
+    return (jnp.where(followers == chain[0], -1, ranks), is_open), chain
 
   is_open = jnp.zeros((), bool) if others is None else others[..., 0] >= 0
   return jax.lax.scan(find, (ranks, is_open), length=num_chains)[1].astype(jnp.int32)
@@ -161,8 +161,8 @@ class Lookup:
     num_found = num_chains if self.num_chains is None else min(self.num_chains, num_chains)
 
     def of_row(text, length):
-      found = continuations(text, length, num_found, tree.max_depth, self.longest, self.shortest, corpus)
-      return jnp.pad(found, ((0, num_chains - num_found), (0, 0)), constant_values=-1)[chain, place]
+      chains = continuations(text, length, num_found, tree.max_depth, self.longest, self.shortest, corpus)
+      return jnp.pad(chains, ((0, num_chains - num_found), (0, 0)), constant_values=-1)[chain, place]
 
     return jax.vmap(of_row)(context.tokens, context.lengths)
 

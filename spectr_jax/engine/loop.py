@@ -319,7 +319,7 @@ def _pass_round(decoder: Decoder, state: DecodeState) -> DecodeState:
   )
   target_probs = logits_to_probs(output.logits, state.sampling)
   verifier, tree = decoder.method.verifier, decoder.tree
-  verdict = jax.vmap(lambda keys, law, own: verifier.without_candidates(keys, tree, law, own))(
+  verdict = jax.vmap(lambda keys, probs, own: verifier.without_candidates(keys, tree, probs, own))(
     verify_keys, target_probs[:, 0], state.verifier_state
   )
   return commit(decoder, state, proposal, output, target_probs, verdict)

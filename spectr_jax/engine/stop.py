@@ -87,13 +87,13 @@ class StopStrings:
 
     The longest of several names that begin at a place is meant, as for tokenizers.
     """
-    found = []
+    spelled = []
     for text in self.texts:
       names = [name for name in self._names.values() if name in text]
       if names:
         pattern = '|'.join(map(re.escape, sorted(names, key=len, reverse=True)))
-        found.append(re.sub(pattern, lambda match: f'{_BEGIN}{match[0]}{_END}', text))
-    return tuple(found)
+        spelled.append(re.sub(pattern, lambda match: f'{_BEGIN}{match[0]}{_END}', text))
+    return tuple(spelled)
 
   @functools.cached_property
   def special(self) -> Mapping[int, str]:
@@ -156,8 +156,8 @@ class StopStrings:
     Args:
       tokens: Integers `[T]`, its tokens without padding; only the last one can complete a stop text.
     """
-    found = self.find(tokens, len(tokens) - 1)
-    return self.tokenizer.decode([int(token) for token in tokens]) if found is None else found.text
+    stop = self.find(tokens, len(tokens) - 1)
+    return self.tokenizer.decode([int(token) for token in tokens]) if stop is None else stop.text
 
 
 def without_special(spelled: str) -> str:
