@@ -86,7 +86,7 @@ def replay(
     parts, loop: As for `Program.cost`.
     collective_seconds, **options: As for `Program`.
   """
-  text = compiled.as_text()
+  text = compiled.as_text() or ''
   kernels = take_schedules(text)
   program = Program(text, chip_of(device), collective_seconds=collective_seconds, kernels=kernels, **options)
   return Replay(program.cost(parts, loop=loop), tuple(sorted(program.uncounted)), bool(kernels))

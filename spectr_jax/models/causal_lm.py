@@ -166,7 +166,8 @@ def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, 
     x: `[B, N, in]`, the input of attention.
     rotation: As `rotation_of` gives it.
   """
-  mixed, keys, values = mix(config, layer, *project(params, config, x, rotation), visible, cache)
+  query, key, value = project(params, config, x, rotation)
+  mixed, keys, values = mix(config, layer, query, key, value, visible, cache)
   return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
 
 

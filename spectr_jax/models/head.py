@@ -292,8 +292,8 @@ def apply(
   visible = causal_lm.visible_tokens(window, mask), causal_lm.visible_slots(window, positions, cache)
 
   def attend(query, key, value):
-    mixed, *pending = causal_lm.mix(block, 0, query, key, value, visible, cache)
-    return mixed, pending
+    mixed, keys, values = causal_lm.mix(block, 0, query, key, value, visible, cache)
+    return mixed, (keys, values)
 
   x, *pending = _first_block(params, config, embedded, hidden, positions, attend)
   for layer in range(1, block.num_layers):

@@ -207,3 +207,41 @@ def test_other_backends_keep_their_parameters(monkeypatch):
   monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
   assert model.for_decoding() is model
   assert not any(map(is_int8, jax.tree.leaves(model.params, is_leaf=is_int8)))
+
+
+@pytest.mark.parametrize('axis', [0, 1])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_gradients_of_a_product_are_products(axis, dtype):
+  """Against JAX's own, which are of the accumulation's type; the kernel's gradient is as wide as the kernel."""
+  rng = np.random.default_rng(1)
+  x = jnp.asarray(rng.normal(size=(5, 6)), dtype)
+  kernel = jnp.asarray(rng.normal(size=(6, 3) if axis == 0 else (3, 6)), jnp.float32)
+  weights = jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)
+
+  def loss(product):
+    return lambda x, kernel: jnp.sum(weights * product(x, kernel))
+
+  def plain(x, kernel):
+    kernel = kernel.astype(x.dtype)
+    return jnp.matmul(x, kernel if axis == 0 else kernel.T, preferred_element_type=jnp.float32)
+
+  found = jax.grad(loss(lambda x, kernel: matmul(x, kernel, axis=axis)), (0, 1))(x, kernel)
+  expected = jax.grad(loss(plain), (0, 1))(x, kernel)
+  tolerance = 1e-6 if dtype == 'float32' else 3e-2
+  for ours, theirs in zip(found, expected, strict=True):
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    np.testing.assert_allclose(ours.astype('float32'), theirs.astype('float32'), rtol=tolerance, atol=tolerance)
+
+
+def test_a_loop_of_products_with_a_bfloat16_row_keeps_no_float32_copy_of_the_kernel():
+  kernel = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+
+  @jax.jit
+  def multiply(row, kernel, num_steps):
+    return jax.lax.fori_loop(0, num_steps, lambda _, row: matmul(row, kernel).astype(row.dtype), row)
+
+  # With the pass that moves code out of loops, which the tests do without.
+  compiled = multiply.lower(jax.ShapeDtypeStruct((1, 512), jnp.bfloat16), kernel, 8).compile(
+    {'xla_disable_hlo_passes': ''}
+  )
+  assert compiled.memory_analysis().temp_size_in_bytes < 2 * kernel.size
