@@ -189,11 +189,7 @@ class Program:
     return {part: costs[part] for part in (*parts, '') if part in costs}
 
   def total(self, *, loop: str | None = None) -> Cost:
-    """What the program costs.
-
-    Args:
-      loop: As for `cost`.
-    """
+    """What the program costs, or an iteration of the loop of a scope, see `cost`."""
     return sum(self.cost(loop=loop).values(), Cost())
 
   def _replay(self, computation: str, parts: tuple[str, ...], part: str) -> dict[str, Cost]:

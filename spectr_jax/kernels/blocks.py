@@ -23,9 +23,7 @@ def fits_kernels(laws: jax.Array) -> bool:
 def in_blocks(values: jax.Array, fill: float) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
   """`values` `[V]` in order in blocks `[R, BLOCK]`, and a function from the index of a block to its first token.
 
-  Args:
-    values: `[V]`.
-    fill: Value of the padding at the end of each shard.
+  `fill` is the value of the padding at the end of each shard.
   """
   num_shards = shards_in_program(values.shape[0])
   width = values.shape[0] // num_shards

@@ -20,9 +20,6 @@ def in_rows(laws: jax.Array) -> jax.Array:
 
   The compiler may put the distributions of all nodes side by side, token by token. That suits one sum over all of them,
   and costs copies wherever a few are read.
-
-  Args:
-    laws: The distributions.
   """
   return laws
 

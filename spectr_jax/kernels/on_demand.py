@@ -96,24 +96,14 @@ def _choose(is_chosen, new, old):
 
 
 def rows_at(laws: jax.Array, places: np.ndarray) -> jax.Array:
-  """`laws[places]`, without a copy if the places are the first ones in order.
-
-  Args:
-    laws: `[R, V]`, distributions.
-    places: int `[M]`, static.
-  """
+  """`laws[places]` of distributions `[R, V]`, without a copy if the static places `[M]` are the first ones in order."""
   is_start = np.array_equal(places, np.arange(len(places)))
   return laws[: len(places)] if is_start else laws[places]
 
 
 @operation
 def pick(laws: jax.Array, rows: jax.Array) -> jax.Array:
-  """`laws[rows]`.
-
-  Args:
-    laws: `[R, V]`, distributions.
-    rows: int32 `[M]`, rows that exist.
-  """
+  """`laws[rows]` of distributions `[R, V]` and rows int32 `[M]` that exist."""
   return laws[rows]
 
 

@@ -131,14 +131,9 @@ def _goal(sums: Sums, mass, target, number, has_given=None):
 
 
 def fit(sums: Sums, law_fn, mass, target, number, has_given=None, *, num_rounds, step, log_range) -> tuple[Any, ...]:
-  """The body of `fit_race`.
+  """The body of `fit_race`; `law_fn` gives the distribution.
 
-  Args:
-    sums: Functions over classes.
-    law_fn: From weights, masses of the draft, the classes above the cut and the mass below, the distribution.
-    mass, target: The masses.
-    number: n.
-    has_given, num_rounds, step, log_range: As of `fit_race`.
+  Its arguments are weights, masses of the draft, the classes above the cut and the mass below.
   """
   goal, is_high, low_mass = _goal(sums, mass, target, number, has_given)
   is_possible = mass > 0 if has_given is None else (mass > 0).at[0].set(has_given)

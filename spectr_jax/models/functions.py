@@ -37,12 +37,7 @@ def model_functions(config: Any, *, apply: Callable, **others: Callable | None) 
 
 
 def config_of(model: Model, apply: Callable, maker: str) -> Any:
-  """The configuration that a model was made with.
-
-  Args:
-    model: The model.
-    apply: The network's function.
-    maker: Name of the function that makes such models, for the message.
+  """The configuration that a model was made with by the function `maker`, of the network's `apply`.
 
   Raises:
     ValueError: The model is of another network.

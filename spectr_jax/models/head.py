@@ -149,11 +149,9 @@ def param_shapes(config: HeadConfig) -> dict[str, Any]:
 
 
 def random_params(key: jax.Array, shapes: Mapping[str, Any]) -> dict[str, Any]:
-  """Random parameters, of a scale that keeps activations near unit variance; `target_ids` are the first Vd ids.
+  """Random parameters of a nested dict of shapes, of a scale that keeps activations near unit variance.
 
-  Args:
-    key: A typed key.
-    shapes: A nested dict, such as `param_shapes` returns.
+  The key is a typed one; `target_ids` are the first Vd ids.
   """
   leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
 
@@ -170,12 +168,7 @@ def random_params(key: jax.Array, shapes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def init_params(key: jax.Array, config: HeadConfig) -> dict[str, Any]:
-  """Random parameters, see `random_params`.
-
-  Args:
-    key: A typed key.
-    config: The head.
-  """
+  """Random parameters of a head for a typed key, see `random_params`."""
   return random_params(key, param_shapes(config))
 
 

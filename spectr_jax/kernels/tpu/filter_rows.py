@@ -142,14 +142,9 @@ def keep_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def find_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
-  """What `find` finds for rows in D equal parts.
+  """What `find` finds for rows in D equal parts, `[M, 2]`, the two columns.
 
-  Args:
-    find, values: As of `keep_in_rows`.
-    probs: float32 `[M, D, V / D]`. It is read part by part, so it should be in this order in memory.
-
-  Returns:
-    `[M, 2]`, the two columns.
+  `probs` is float32 `[M, D, V / D]`. It is read part by part, so it should be in this order in memory.
   """
 
   def kernel(probs_ref, values_ref, found_ref):
