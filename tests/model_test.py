@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.kernels import processor, products
+from spectr_jax.kernels import products
 from spectr_jax.kernels.matrices import matmul
 from spectr_jax.model import KVCache, Model
 from spectr_jax.models import table, transformer
@@ -213,7 +213,7 @@ def test_bfloat16_follows_float32(target):
 @pytest.mark.usefixtures('products_of_xla')
 def test_a_model_for_decoding_has_the_same_logits(target, num_tokens, dtype, tolerance, monkeypatch):
   monkeypatch.setattr(products, 'LARGE', 1)
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: True)
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: True)
   config = dataclasses.replace(transformer.config_of(target), dtype=dtype)
   plain = transformer.transformer_model(target.params, config)
   fast = plain.for_decoding()

@@ -10,7 +10,7 @@ import pytest
 from hub_specs import SPECS
 
 from spectr_jax.io.hub.families import FAMILIES, read_spec
-from spectr_jax.kernels import native, processor, products
+from spectr_jax.kernels import native, products
 from spectr_jax.kernels.matrices import PackedKernel
 from spectr_jax.model import Model
 from spectr_jax.models import table
@@ -181,7 +181,7 @@ def test_parameters_are_of_one_dtype():
 )  # tied and not, with biases, without gates
 def test_a_model_for_decoding_has_the_same_logits(name, dtype, form, monkeypatch):
   monkeypatch.setattr(products, 'LARGE', 1)
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: form == 'units')
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: form == 'units')
   if form != 'native':
     monkeypatch.setattr(native, 'form', lambda: None)
   config = dataclasses.replace(read_spec(SPECS[name])[1], dtype=dtype)

@@ -31,8 +31,8 @@ def _num_passes() -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _KernelLaws:
-  """`filters.Laws` of eight rows within a kernel.
+class _KernelDistributions:
+  """`filters.Distributions` of eight rows within a kernel.
 
   Attributes:
     ref: A reference to their D parts, `[D, 8, V / D]`.
@@ -109,8 +109,8 @@ def keep_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
   """Filtered rows.
 
   Args:
-    find: Takes `filters.Laws` of eight rows and their values `[8, F]`, and returns columns `[8, 1]`: the threshold from
-      which on tokens are kept, and their mass.
+    find: Takes `filters.Distributions` of eight rows and their values `[8, F]`, and returns columns `[8, 1]`: the
+      threshold from which on tokens are kept, and their mass.
     probs: float32 `[M, V]`, from 0 to 1 but for rounding by one unit in the last place.
     values: float32 `[M, F]`.
 
@@ -119,7 +119,9 @@ def keep_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
   """
 
   def kernel(probs_ref, values_ref, kept_ref):
-    threshold, mass = (jnp.broadcast_to(x, (ROWS, LANES)) for x in find(_KernelLaws(probs_ref), values_ref[...]))
+    threshold, mass = (
+      jnp.broadcast_to(x, (ROWS, LANES)) for x in find(_KernelDistributions(probs_ref), values_ref[...])
+    )
 
     def keep(start, width):
       place = 0, slice(None), pl.ds(start, width)
@@ -148,7 +150,7 @@ def find_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
   """
 
   def kernel(probs_ref, values_ref, found_ref):
-    found_ref[0, :, :1], found_ref[0, :, 1:] = find(_KernelLaws(probs_ref), values_ref[...])
+    found_ref[0, :, :1], found_ref[0, :, 1:] = find(_KernelDistributions(probs_ref), values_ref[...])
 
   return _call(kernel, jnp.swapaxes(probs, 0, 1), values, 2, 'find_in_rows')
 
