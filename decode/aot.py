@@ -54,7 +54,6 @@ from spectr_jax.models.transformer import TransformerConfig, init_params, transf
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
 from train import config_flag, eagle3_head, head_training, one_pass_head
-from train.train import check_config
 
 Config: TypeAlias = TransformerConfig | CausalLMConfig
 DraftConfig: TypeAlias = Config | HeadConfig | OnePassConfig
@@ -263,7 +262,10 @@ def read_config(path: str, dtype: str) -> Config:
     ValueError: There is no such file, folder or name, or its content is not known.
   """
   if path.partition(':')[0].endswith('.py'):
-    return dataclasses.replace(check_config(config_flag.load(path)), dtype=dtype)
+    config = config_flag.load(path)
+    if 'model' not in config:
+      raise ValueError(f'{path} does not hold the sizes of a model')
+    return TransformerConfig(config.vocab_size, max_length=config.seq_len, **{**config.model, 'dtype': dtype})
   return read_hub_config(hub_folder(path, files=('config.json',)), dtype=dtype)
 
 

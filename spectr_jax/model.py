@@ -232,16 +232,13 @@ class Model:
   for_decoding_fn: Callable[[Any], Any] | None = static_field(None)
 
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: ArrayLike, cache: Any) -> ModelOutput:
-    """Scores tokens after the committed prefix.
+    """Scores tokens after the committed prefix: the logits after each token, and the cache with the tokens pending.
 
     Args:
       tokens: int32 `[B, N]`.
       positions: int32 `[B, N]`, their absolute positions.
       mask: bool `[N, M]` or `[B, N, M]`, the pending tokens that each token attends to; see `apply_fn`.
       cache: The cache, with the tokens of earlier calls of the round pending.
-
-    Returns:
-      The logits after each token, and the cache with the tokens pending.
     """
     return self.apply_fn(self.params, tokens, positions, mask, cache)
 

@@ -170,18 +170,25 @@ def test_copies_from_memory_run_beside_the_work_and_one_after_another():
   assert Program(_entry(*lines), _CHIP).total().seconds == pytest.approx(10e-3)
 
 
-def test_what_stays_on_the_chip_is_no_copy_from_memory():
-  line = '%copy-start = (f32[256]{0:S(1)}, f32[256]{0:S(1)}, u32[]{:S(2)}) copy-start(%p)'
-  assert Program(_entry(line), _CHIP).total().memory_bytes == 0
-  assert Program(_entry(line.replace(':S(1)', '')), _CHIP).total().memory_bytes == 2 * 1024
+_COPY = '%copy-start = (f32[256]{0:S(1)}, f32[256]{0:S(1)}, u32[]{:S(2)}) copy-start(%p)'
+_SLICE = (
+  '%slice-start.4 = ((bf16[1600,768]{1,0:T(8,128)(2,1)}), bf16[400,768]{1,0:T(8,128)(2,1)S(1)}, s32[]{:S(2)})'
+  ' slice-start(%p), slice={[0:400], [0:768]}'
+)
+_SUM_OF_SEVERAL = '%r = (f32[128]{0}, f32[]{:T(128)}, f32[384]{0}) all-reduce(%p, %q, %o), to_apply=%x'
 
 
-def test_slices_of_arrays_count_with_their_own_size():
-  line = (
-    '%slice-start.4 = ((bf16[1600,768]{1,0:T(8,128)(2,1)}), bf16[400,768]{1,0:T(8,128)(2,1)S(1)}, s32[]{:S(2)})'
-    ' slice-start(%p), slice={[0:400], [0:768]}'
-  )
-  assert Program(_entry(line), _CHIP).total().memory_bytes == 2 * 400 * 768
+@pytest.mark.parametrize(
+  ('line', 'field', 'num_bytes'),
+  [
+    (_COPY, 'memory_bytes', 0),  # stays on the chip
+    (_COPY.replace(':S(1)', ''), 'memory_bytes', 2 * 1024),
+    (_SLICE, 'memory_bytes', 2 * 400 * 768),  # its own size
+    (_SUM_OF_SEVERAL, 'collective_bytes', 4 * (128 + 1 + 384)),
+  ],
+)
+def test_bytes_that_an_operation_moves(line, field, num_bytes):
+  assert getattr(Program(_entry(line), _CHIP).total(), field) == num_bytes
 
 
 def test_transfers_between_devices():
@@ -191,11 +198,6 @@ def test_transfers_between_devices():
   assert found.collective_bytes == 2048
   # A millisecond each, and 1024 bytes once, or twice for the sum.
   assert found.seconds == pytest.approx((1 + 4 + 1 + 2) * 1e-3)
-
-
-def test_a_transfer_of_several_arrays_counts_all_of_them():
-  line = '%r = (f32[128]{0}, f32[]{:T(128)}, f32[384]{0}) all-reduce(%p, %q, %o), to_apply=%x'
-  assert Program(_entry(line), _CHIP).total().collective_bytes == 4 * (128 + 1 + 384)
 
 
 def test_transfers_in_fusions_run_beside_the_work():

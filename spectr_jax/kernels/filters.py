@@ -87,14 +87,11 @@ FILTERS_BY_NAME = {
 
 
 def filtered(probs: jax.Array, values: Mapping[str, jax.Array | None]) -> jax.Array:
-  """Distributions after the filters of their rows. Rows that use none stay as they are, to the bit.
+  """Distributions `[B, N, V]` after the filters of their rows. Rows that use none stay as they are, to the bit.
 
   Args:
     probs: `[B, N, V]`, distributions.
     values: Those of B rows by name of a filter; None for a filter that no row uses.
-
-  Returns:
-    Distributions `[B, N, V]`.
   """
   names = tuple(name for name in FILTERS_BY_NAME if values[name] is not None)
   if not names:
@@ -107,15 +104,12 @@ def filtered(probs: jax.Array, values: Mapping[str, jax.Array | None]) -> jax.Ar
 
 @operation
 def apply_filters(probs: jax.Array, values: jax.Array, names: tuple[str, ...]) -> jax.Array:
-  """Distributions after F filters, of which all rows use some or none.
+  """Distributions `[B, N, V]` after F filters, of which all rows use some or none.
 
   Args:
     probs: `[B, N, V]`.
     values: `[B, 1, F]`.
     names: The filters, in their order.
-
-  Returns:
-    Distributions `[B, N, V]`.
   """
   return _if_any(_keep_plainly, probs, values, names)
 

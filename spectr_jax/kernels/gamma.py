@@ -83,7 +83,7 @@ def sections(low: jax.Array, high: jax.Array, num_sections: int) -> jax.Array:
 
 @operation
 def narrow_sections(betas: jax.Array, points: jax.Array, num_candidates: jax.Array) -> jax.Array:
-  """The sections of the section in which the excess 1 - (1 - beta)^n - gamma beta changes its sign.
+  """The sections of the section in which the excess 1 - (1 - beta)^n - gamma beta changes its sign, `[S + 1]`.
 
   Without an excess at the first point, as for n = 1, the root is there.
 
@@ -91,9 +91,6 @@ def narrow_sections(betas: jax.Array, points: jax.Array, num_candidates: jax.Arr
     betas: `[S + 1]`, beta at the points.
     points: `[S + 1]`, in ascending order, without an excess at the last.
     num_candidates: n, scalar of the same dtype.
-
-  Returns:
-    The next points, `[S + 1]`.
   """
   return narrow_rows(betas, points, num_candidates[None], jnp.expm1)
 

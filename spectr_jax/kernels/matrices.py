@@ -79,15 +79,12 @@ Kernel: TypeAlias = jax.Array | Int8Kernel | TransposedKernel | PackedKernel
 
 
 def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
-  """The product of activations and a kernel, multiplied in the activations' dtype, accumulated in float32 or wider.
+  """The product `[..., out]`, multiplied in the activations' dtype, accumulated in float32 or wider.
 
   Args:
-    x: `[..., in]`.
+    x: `[..., in]`, activations.
     kernel: `[in, out]` for axis 0, `[out, in]` for axis 1, of any float dtype; or in another form.
     axis: The kernel's input axis, where the kernel does not say.
-
-  Returns:
-    `[..., out]` in the accumulation's dtype.
   """
   if isinstance(kernel, PackedKernel):
     out = native.product(x.reshape(-1, x.shape[-1]), kernel.panels, kernel.num_out)

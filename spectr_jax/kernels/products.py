@@ -43,15 +43,12 @@ def inverse_root(variance: jax.Array) -> jax.Array:
 
 
 def multiply(x: jax.Array, kernel: jax.Array, axis: int = 0) -> jax.Array:
-  """The product of activations and a kernel, multiplied in the activations' dtype, accumulated in float32 or wider.
+  """The product `[..., out]`, multiplied in the activations' dtype, accumulated in float32 or wider.
 
   Args:
-    x: `[..., in]`.
+    x: `[..., in]`, activations.
     kernel: `[in, out]` for axis 0, `[out, in]` for axis 1; of any float dtype, or int8.
     axis: The kernel's input axis.
-
-  Returns:
-    `[..., out]` in the accumulation's dtype.
   """
   if x.ndim == 3 and x.shape[1] >= MANY_TOKENS:
     return product(x, kernel, axis)

@@ -41,9 +41,8 @@ def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, wid
 
   Args:
     params: Parameters by name, as for `linear`, or of all under the name that `JOINED` gives them.
-    names: The products.
+    names, widths: The products and their numbers of outputs.
     x: `[..., in]`.
-    widths: Their numbers of outputs.
   """
   joined = params.get(JOINED[names])
   if joined is None:

@@ -237,16 +237,13 @@ def advance(
   positions: jax.Array,
   attend_fn: AttendFn[Kept],
 ) -> tuple[jax.Array, jax.Array, Kept]:
-  """A head of one block at some tokens.
+  """A head of one block: the next hidden states, the input of the output head, and what `attend_fn` keeps.
 
   Args:
     embedded: `[B, N, embedding_dim]`, the embedded tokens.
-    hidden: `[B, N, embed_dim]`, the hidden states h of what stands before each.
+    hidden: `[B, N, embed_dim]`, the hidden states h of what stands before each; results have this shape.
     positions: int32 `[B, N]`; any origin will do.
     attend_fn: Attention over these tokens and those before them.
-
-  Returns:
-    The next hidden states and the input of the output head, `[B, N, embed_dim]` each, and what `attend_fn` keeps.
   """
   x, kept = _first_block(params, config, embedded, hidden, positions, attend_fn)
   return *_finish(params, config, x), kept
@@ -266,7 +263,7 @@ def apply(
   mask: jax.Array,
   cache: KVCache,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-  """`advance` after the committed tokens of a cache, like `Model.apply_fn`; through all blocks.
+  """`advance` through all blocks after the committed tokens of a cache, which is returned with the tokens pending.
 
   Args:
     embedded: `[B, N, embedding_dim]`.
@@ -274,10 +271,6 @@ def apply(
     positions: int32 `[B, N]`, the committed tokens' slots continued.
     mask: bool `[N, M]` or `[B, N, M]`, the pending tokens that each token attends to.
     cache: The cache.
-
-  Returns:
-    The next hidden states and the input of the output head, `[B, N, embed_dim]` each, and the cache with the tokens
-    pending.
   """
   block = config.block
   mask = mask[None] if mask.ndim == 2 else mask

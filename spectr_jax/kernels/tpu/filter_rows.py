@@ -106,16 +106,13 @@ class _KernelDistributions:
 
 
 def keep_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
-  """Filtered rows.
+  """Filtered rows `[M, V]`.
 
   Args:
     find: Takes `filters.Distributions` of eight rows and their values `[8, F]`, and returns columns `[8, 1]`: the
       threshold from which on tokens are kept, and their mass.
     probs: float32 `[M, V]`, from 0 to 1 but for rounding by one unit in the last place.
     values: float32 `[M, F]`.
-
-  Returns:
-    `[M, V]`.
   """
 
   def kernel(probs_ref, values_ref, kept_ref):
