@@ -32,8 +32,8 @@ from common.output_files import OutputFiles
 from decode.experiment.options import DRAFT_MESHES
 from spectr_jax.aot.compile import compile_decode
 from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost
-from spectr_jax.aot.hlo_report import Memory, ProgramReport, replay
-from spectr_jax.aot.tpu_slices import chip_of, describe_topology
+from spectr_jax.aot.hlo_report import ProgramReport, measure
+from spectr_jax.aot.tpu_slices import describe_topology
 from spectr_jax.draft import Drafter, head_drafter, one_pass_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import PARTS, ROUNDS
@@ -54,7 +54,6 @@ from spectr_jax.models.transformer import TransformerConfig, init_params, transf
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
 from train import config_flag, eagle3_head, head_training, one_pass_head
-from train.train import check_config
 
 Config: TypeAlias = TransformerConfig | CausalLMConfig
 DraftConfig: TypeAlias = Config | HeadConfig | OnePassConfig
@@ -194,36 +193,27 @@ def analyse(
       f"prompts of {prompt_length} tokens with {max_new_tokens} new ones exceed the models' limit of {min(limits)}"
     )
 
-  def compile_with(method, tree):
+  def measure_rounds(method, tree):
     decoder = Decoder.make(
       model, small, method=method, tree=tree, max_new_tokens=max_new_tokens, cache_size=cache_size, eos_id=0,
       sharding=sharding,
     )  # fmt: skip
-    return compile_decode(decoder, batch_size=batch_size, prompt_length=prompt_length, filters=filters)
+    start = time.perf_counter()
+    compiled = compile_decode(decoder, batch_size=batch_size, prompt_length=prompt_length, filters=filters)
+    return measure(
+      compiled, sharding.mesh, time.perf_counter() - start, PARTS, loop=ROUNDS, trips=_trips(decoder.tree),
+      dearest=(FILTERS,) if filters else (), collective_seconds=collective_seconds,
+    )  # fmt: skip
 
-  device = sharding.mesh.devices.flat[0]
-
-  def replay_rounds(compiled, tree):
-    options = {'trips': _trips(tree), 'dearest': (FILTERS,) if filters else ()}
-    return replay(compiled, device, PARTS, loop=ROUNDS, collective_seconds=collective_seconds, **options)
-
-  start = time.perf_counter()
-  compiled = compile_with(method, tree)
-  seconds = time.perf_counter() - start
+  measured = measure_rounds(method, tree)
   tree = get_method(method).tree_for(tree)
-  replayed = replay_rounds(compiled, tree)
   # Without nodes it is the step of autoregressive decoding.
-  step = replay_rounds(compile_with('autoregressive', None), TokenTree()) if tree.num_nodes else replayed
+  step = measure_rounds('autoregressive', None) if tree.num_nodes else measured
   return Report(
-    devices=sharding.mesh.size,
+    **vars(measured),
     batch_size=batch_size,
-    memory=Memory.of(compiled),
-    chip=chip_of(device),
     target_flops=matmul_flops(model, batch_size * (tree.num_nodes + 1)) / sharding.mesh.size,
-    parts=replayed.parts,
-    uncounted=replayed.uncounted,
-    autoregressive=sum(step.parts.values(), Cost()),
-    compile_seconds=seconds,
+    autoregressive=step.cost,
   )
 
 
@@ -272,7 +262,10 @@ def read_config(path: str, dtype: str) -> Config:
     ValueError: There is no such file, folder or name, or its content is not known.
   """
   if path.partition(':')[0].endswith('.py'):
-    return dataclasses.replace(check_config(config_flag.load(path)), dtype=dtype)
+    config = config_flag.load(path)
+    if 'model' not in config:
+      raise ValueError(f'{path} does not hold the sizes of a model')
+    return TransformerConfig(config.vocab_size, max_length=config.seq_len, **{**config.model, 'dtype': dtype})
   return read_hub_config(hub_folder(path, files=('config.json',)), dtype=dtype)
 
 

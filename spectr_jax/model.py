@@ -66,16 +66,7 @@ class KVCache:
   def empty(
     cls, *, num_layers: int, batch_size: int, num_heads: int, head_dim: int, cache_size: int, dtype: DTypeLike
   ) -> KVCache:
-    """An empty cache.
-
-    Args:
-      num_layers: Layers of the model.
-      batch_size: B, rows.
-      num_heads: H, attention heads.
-      head_dim: Width of a head.
-      cache_size: S, the committed tokens that a row can hold.
-      dtype: Type of keys and values.
-    """
+    """An empty cache of a model's layers for `cache_size` committed tokens of each row, of some type."""
     keys = tuple(jnp.zeros((batch_size, num_heads, head_dim, cache_size), dtype) for _ in range(num_layers))
     values = tuple(jnp.zeros((batch_size, num_heads, cache_size, head_dim), dtype) for _ in range(num_layers))
     return cls(keys, values, jnp.zeros(batch_size, jnp.int32), (), (), jnp.zeros((), jnp.int32))
@@ -90,11 +81,7 @@ class KVCache:
     return dataclasses.replace(self, lengths=PartitionSpec(DATA), num_pending=PartitionSpec(), **arrays)
 
   def with_pending_slots(self, num_slots: int) -> KVCache:
-    """The cache with room for a round's pending tokens, so that `append` keeps its shapes.
-
-    Args:
-      num_slots: M, the number of pending slots.
-    """
+    """The cache with room for the `num_slots` pending tokens of a round, so that `append` keeps its shapes."""
 
     def room(arrays, axis):
       return tuple(jnp.zeros((*x.shape[:axis], num_slots, *x.shape[axis + 1 :]), x.dtype) for x in arrays)
@@ -163,10 +150,9 @@ class KVCache:
     )
 
   def truncate(self, lengths: jax.Array) -> KVCache:
-    """The cache with the first `lengths[b]` committed tokens of each row; it must hold that many, and none is pending.
+    """The cache with the first `lengths[b]` committed tokens of each row.
 
-    Args:
-      lengths: int32 `[B]`.
+    It must hold that many, and none is pending.
     """
     return dataclasses.replace(self, lengths=lengths)
 
@@ -177,23 +163,12 @@ def slots_of(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def commit_cache(cache: Any, path: jax.Array, num_committed: jax.Array) -> Any:
-  """`cache.commit(path, num_committed)`, the default `Model.commit_fn`.
-
-  Args:
-    cache: A cache with a method `commit`, such as `KVCache.commit`.
-    path: int32 `[B, D]` indices of pending entries.
-    num_committed: int32 `[B]`, the number of path tokens that are kept.
-  """
+  """`cache.commit(path, num_committed)`, the default `Model.commit_fn`; see `KVCache.commit`."""
   return cache.commit(path, num_committed)
 
 
 def truncate_cache(cache: Any, lengths: jax.Array) -> Any:
-  """`cache.truncate(lengths)`, the default `Model.truncate_fn`.
-
-  Args:
-    cache: A cache with a method `truncate`, such as `KVCache.truncate`.
-    lengths: int32 `[B]`, the committed tokens of each row that are kept.
-  """
+  """`cache.truncate(lengths)`, the default `Model.truncate_fn`; see `KVCache.truncate`."""
   return cache.truncate(lengths)
 
 
@@ -257,16 +232,13 @@ class Model:
   for_decoding_fn: Callable[[Any], Any] | None = static_field(None)
 
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: ArrayLike, cache: Any) -> ModelOutput:
-    """Scores tokens after the committed prefix.
+    """Scores tokens after the committed prefix: the logits after each token, and the cache with the tokens pending.
 
     Args:
       tokens: int32 `[B, N]`.
       positions: int32 `[B, N]`, their absolute positions.
       mask: bool `[N, M]` or `[B, N, M]`, the pending tokens that each token attends to; see `apply_fn`.
       cache: The cache, with the tokens of earlier calls of the round pending.
-
-    Returns:
-      The logits after each token, and the cache with the tokens pending.
     """
     return self.apply_fn(self.params, tokens, positions, mask, cache)
 

@@ -26,9 +26,9 @@ from ml_collections import config_flags
 
 from common.output_files import OutputFiles
 from spectr_jax.aot.cost import COLLECTIVE_SECONDS
-from spectr_jax.aot.hlo_report import Memory, ProgramReport, replay
+from spectr_jax.aot.hlo_report import ProgramReport, measure
 from spectr_jax.aot.kernels import take_schedules
-from spectr_jax.aot.tpu_slices import chip_of, describe_topology
+from spectr_jax.aot.tpu_slices import describe_topology
 from spectr_jax.io.model_files import read_config
 from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.models.transformer import init_params, transformer_model
@@ -120,8 +120,7 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
     collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
   """
   compiled, seconds = compile_step(config, mesh)
-  device = mesh.devices.flat[0]
-  replayed = replay(compiled, device, collective_seconds=collective_seconds)
+  measured = measure(compiled, mesh, seconds, collective_seconds=collective_seconds)
   unrolled = compile_step(config, mesh, unroll=True)[0]
   take_schedules(unrolled.as_text())  # removes them, for the next program of this process
   model_config = check_config(config)
@@ -132,17 +131,13 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
     teacher_config = read_config(config.distill_from)
     flops += plan.forward_flops(teacher_config, *sizes)
     of_attention += plan.attention_flops(teacher_config, *sizes)
+  # The compiler counts no operations of kernels, which are those of attention.
+  has_kernels = 'tpu_custom_call' in compiled.as_text()
   return Report(
-    devices=mesh.size,
-    memory=Memory.of(compiled),
-    chip=chip_of(device),
-    # The compiler counts no operations of kernels, which are those of attention.
-    flops=unrolled.cost_analysis()['flops'] + (of_attention / mesh.size if replayed.has_kernels else 0),
+    **vars(measured),
+    flops=unrolled.cost_analysis()['flops'] + (of_attention / mesh.size if has_kernels else 0),
     closed_form_flops=flops / mesh.size,
-    parts=replayed.parts,
-    uncounted=replayed.uncounted,
     tokens=config.batch_size * config.seq_len,
-    compile_seconds=seconds,
   )
 
 

@@ -165,7 +165,7 @@ class Program:
     self._replayed: dict[tuple[str, Sequence[str], str], dict[str, Cost]] = {}
 
   def cost(self, parts: Sequence[str] = (), *, loop: str | None = None) -> dict[str, Cost]:
-    """What the program costs, by part.
+    """What the program costs, by part that costs anything, and under '' outside of all parts.
 
     An operation belongs to the first scope of `parts` on its path; one that the compiler made up, without a path,
     belongs to the part of the operation before it.
@@ -174,9 +174,6 @@ class Program:
       parts: Names of `jax.named_scope`s.
       loop: Scope of a loop in the main computation, of which one iteration is counted and nothing else; None to count
         the whole program.
-
-    Returns:
-      The cost of each part that costs anything, and under '' that of everything outside of them.
     """
     parts = tuple(parts)
     costs: dict[str, Cost] = {}
@@ -189,11 +186,7 @@ class Program:
     return {part: costs[part] for part in (*parts, '') if part in costs}
 
   def total(self, *, loop: str | None = None) -> Cost:
-    """What the program costs.
-
-    Args:
-      loop: As for `cost`.
-    """
+    """What the program costs, or an iteration of the loop of a scope, see `cost`."""
     return sum(self.cost(loop=loop).values(), Cost())
 
   def _replay(self, computation: str, parts: tuple[str, ...], part: str) -> dict[str, Cost]:

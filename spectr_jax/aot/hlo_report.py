@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost, Program
+from spectr_jax.aot.cost import Cost, Program
 from spectr_jax.aot.kernels import take_schedules
 from spectr_jax.aot.tpu_slices import Chip, chip_of
-from spectr_jax.sharding import Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,37 +69,6 @@ class Memory:
       raise ValueError(f'does not fit: {self.total / 2**30:.1f} GiB of {chip.memory / 2**30:.0f}')
 
 
-def replay(
-  compiled: jax.stages.Compiled,
-  device: Device,
-  parts: Sequence[str] = (),
-  *,
-  loop: str | None = None,
-  collective_seconds: float = COLLECTIVE_SECONDS,
-  **options: Any,
-) -> Replay:
-  """The cost by part of the program that was compiled last; takes the schedules of its kernels.
-
-  Args:
-    compiled: The program.
-    device: One of its devices.
-    parts, loop: As for `Program.cost`.
-    collective_seconds, **options: As for `Program`.
-  """
-  text = compiled.as_text()
-  kernels = take_schedules(text)
-  program = Program(text, chip_of(device), collective_seconds=collective_seconds, kernels=kernels, **options)
-  return Replay(program.cost(parts, loop=loop), tuple(sorted(program.uncounted)), bool(kernels))
-
-
-class Replay(NamedTuple):
-  """The outcome of `replay`: `parts` and `uncounted` as of `ProgramReport`, and whether the program has kernels."""
-
-  parts: dict[str, Cost]
-  uncounted: tuple[str, ...]
-  has_kernels: bool
-
-
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
   """The compiler's report about a program; bytes and operations are per device.
@@ -143,6 +112,30 @@ class ProgramReport:
     cost = self.cost
     own = {'seconds': cost.seconds, 'cycles': cost.cycles, 'collectives': cost.collectives, 'launches': cost.launches}
     return own | dataclasses.asdict(self)
+
+
+def measure(
+  compiled: jax.stages.Compiled,
+  mesh: Mesh,
+  compile_seconds: float,
+  parts: Sequence[str] = (),
+  *,
+  loop: str | None = None,
+  **options: Any,
+) -> ProgramReport:
+  """The report about the program that was compiled last; takes the schedules of its kernels.
+
+  Args:
+    compiled: The program.
+    mesh: The devices that it was compiled for.
+    compile_seconds: Seconds that it took to compile.
+    parts, loop: As for `Program.cost`.
+    **options: As for `Program`.
+  """
+  text, chip = compiled.as_text() or '', chip_of(mesh.devices.flat[0])
+  program = Program(text, chip, kernels=take_schedules(text), **options)
+  costs = program.cost(parts, loop=loop)
+  return ProgramReport(mesh.size, Memory.of(compiled), chip, costs, tuple(sorted(program.uncounted)), compile_seconds)
 
 
 def out_of_memory(error: Exception, advice: str) -> ValueError | None:

@@ -256,10 +256,8 @@ def as_kernel(plain: Callable[..., Any], kernel: Callable[..., Any], *arrays: ja
 
   Args:
     plain: A function of arrays that returns arrays.
-    kernel: Takes the arrays of M entries, `[M, ...]`, and returns the results of `plain` for each, up to rounding; see
-      `launch`.
-    *arrays: The arguments of `plain`.
-    platform: That of the kernel.
+    kernel: Takes the arrays of M entries, and returns the results of `plain` for each, up to rounding; see `launch`.
+    *arrays, platform: As for `launch`.
   """
 
   @jax.custom_batching.custom_vmap

@@ -17,16 +17,13 @@ _MOST_DRAWS = 16  # from one distribution that a kernel takes
 
 @operation
 def first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The first index of positive weight whose cumulative sum exceeds `level`, and the sum before it.
+  """The first index of positive weight whose cumulative sum exceeds `level`, int32, and the sum before it.
 
   If rounding leaves every sum at or below the level, it is the last index of positive weight.
 
   Args:
     weights: `[n]`, not negative; some hundreds, the same on all devices.
     level: Scalar.
-
-  Returns:
-    int32 scalar; scalar.
   """
   cumulative = jnp.cumsum(weights)
   # Rounding can leave every sum at or below the level, and a parallel sum can rise at a weight of 0. So only positive
@@ -49,14 +46,11 @@ first_above.register_kernel(
 
 @operation
 def draw_several(uniforms: jax.Array, weights: jax.Array) -> jax.Array:
-  """Draws tokens from one distribution, with probability proportional to their weights.
+  """Draws K tokens, int32, from one distribution, with probability proportional to their weights; none of weight 0.
 
   Args:
     uniforms: `[K]`, in [0, 1).
     weights: `[V]`, not negative, with any positive sum.
-
-  Returns:
-    int32 `[K]`; never a token of weight 0.
   """
   return jax.vmap(_draw, (0, None))(uniforms, weights)
 

@@ -15,23 +15,18 @@ _SECTIONS_LOG2 = 4  # of the sections of a bracket in a pass of an accelerator
 
 
 def overlap(draft_probs: jax.Array, target_probs: jax.Array, gamma: jax.Array) -> jax.Array:
-  """The probability beta(gamma) = sum_x min(p(x), q(x)/gamma) that one candidate is accepted; scalar.
+  """The probability beta(gamma) = sum_x min(p(x), q(x)/gamma) that one candidate is accepted.
 
   Args:
     draft_probs: `[V]`, p.
     target_probs: `[V]`, q.
-    gamma: Scalar, the threshold.
+    gamma: The threshold, scalar.
   """
   return jnp.sum(jnp.minimum(draft_probs, target_probs / gamma))
 
 
 def any_accepted(beta: jax.Array, num_candidates: jax.Array) -> jax.Array:
-  """The probability 1 - (1 - beta)^n that any of n candidates is accepted, without cancellation for small beta.
-
-  Args:
-    beta: The probability that one candidate is accepted.
-    num_candidates: n.
-  """
+  """The probability 1 - (1 - beta)^n that any of n candidates is accepted, without cancellation for small beta."""
   return -jnp.expm1(num_candidates * jnp.log1p(-jnp.minimum(beta, 1)))
 
 
@@ -88,7 +83,7 @@ def sections(low: jax.Array, high: jax.Array, num_sections: int) -> jax.Array:
 
 @operation
 def narrow_sections(betas: jax.Array, points: jax.Array, num_candidates: jax.Array) -> jax.Array:
-  """The sections of the section in which the excess 1 - (1 - beta)^n - gamma beta changes its sign.
+  """The sections of the section in which the excess 1 - (1 - beta)^n - gamma beta changes its sign, `[S + 1]`.
 
   Without an excess at the first point, as for n = 1, the root is there.
 
@@ -96,9 +91,6 @@ def narrow_sections(betas: jax.Array, points: jax.Array, num_candidates: jax.Arr
     betas: `[S + 1]`, beta at the points.
     points: `[S + 1]`, in ascending order, without an excess at the last.
     num_candidates: n, scalar of the same dtype.
-
-  Returns:
-    The next points, `[S + 1]`.
   """
   return narrow_rows(betas, points, num_candidates[None], jnp.expm1)
 

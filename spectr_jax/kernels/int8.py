@@ -67,9 +67,6 @@ def check_weights(weights: str | None) -> None:
 def check_savable(params: Any) -> None:
   """Checks that parameters can be written.
 
-  Args:
-    params: A nested dict of arrays.
-
   Raises:
     ValueError: Some are in int8.
   """
@@ -102,8 +99,7 @@ def quantize(matrix: np.ndarray, channel_axis: int) -> tuple[np.ndarray, np.ndar
 def quantized(params: Any) -> Any:
   """Parameters with every kernel, embedding and output head in int8, made one by one; the others stay as they are.
 
-  Args:
-    params: A nested dict of arrays, of which those of `CHANNEL_AXES` are quantized.
+  Those of `CHANNEL_AXES` are quantized, in a nested dict of arrays.
   """
 
   def convert(keys, array):

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from spectr_jax.kernels import native, processor, products
+from spectr_jax.kernels import native, products
 from spectr_jax.kernels.dispatch import operation
 from spectr_jax.kernels.int8 import Int8Kernel, is_int8
 from spectr_jax.kernels.products import MANY_TOKENS, int8_product, multiply
@@ -79,15 +79,12 @@ Kernel: TypeAlias = jax.Array | Int8Kernel | TransposedKernel | PackedKernel
 
 
 def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
-  """The product of activations and a kernel, multiplied in the activations' dtype, accumulated in float32 or wider.
+  """The product `[..., out]`, multiplied in the activations' dtype, accumulated in float32 or wider.
 
   Args:
-    x: `[..., in]`.
+    x: `[..., in]`, activations.
     kernel: `[in, out]` for axis 0, `[out, in]` for axis 1, of any float dtype; or in another form.
     axis: The kernel's input axis, where the kernel does not say.
-
-  Returns:
-    `[..., out]` in the accumulation's dtype.
   """
   if isinstance(kernel, PackedKernel):
     out = native.product(x.reshape(-1, x.shape[-1]), kernel.panels, kernel.num_out)
@@ -135,7 +132,7 @@ def _transposed(kernel) -> TransposedKernel:
 
 def _wants_both(kernel: Any) -> bool:
   """Whether the fastest products with a kernel read it in both orders."""
-  return not is_int8(kernel) and kernel.dtype == jnp.bfloat16 and not processor.multiplies_bfloat16()
+  return not is_int8(kernel) and kernel.dtype == jnp.bfloat16 and not products.multiplies_bfloat16()
 
 
 def _has_room_twice(arrays: Sequence[jax.Array]) -> bool:
@@ -208,7 +205,7 @@ def _is_packed(node: Any) -> bool:
   values = node.values if is_int8(node) else node
   if not isinstance(values, jax.Array) or isinstance(values, Tracer) or len(values.devices()) > 1:
     return False
-  has_units = values.dtype != jnp.float32 and processor.multiplies_bfloat16()
+  has_units = values.dtype != jnp.float32 and products.multiplies_bfloat16()
   return not has_units and native.packs(_in_out(node)) and native.form() is not None
 
 

@@ -57,7 +57,7 @@ def fit_race(
   # Full precision, since losslessness depends on the distribution that these products give.
   multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
-  def law(weights, mass, is_high, low_mass):
+  def probs(weights, mass, is_high, low_mass):
     sides = jnp.stack([is_high, ~is_high])
     decay = jnp.exp(-weights[:, None] * points)
     # Samples that fall among the given candidates hold no ticket, so they never arrive.
@@ -75,7 +75,7 @@ def fit_race(
   sums = Sums(jnp.cumsum, jax.lax.cummax, functools.partial(jax.lax.cummax, reverse=True), jnp.power, jnp.expm1)
   options = {'num_rounds': num_rounds, 'step': step, 'log_range': log_range}
   mass, target = masses.T
-  return fit(sums, law, mass, target, num_candidates, has_given, **options)
+  return fit(sums, probs, mass, target, num_candidates, has_given, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,36 +125,31 @@ def _goal(sums: Sums, mass, target, number, has_given=None):
   before = jnp.concatenate([jnp.zeros_like(reserved[:1]), reserved[:-1]], axis=0)
   # No class is picked more often than it occurs. Rounded sums can ask for more of a very rare class, whose weight would
   # then grow until all others are cut off.
-  law = jnp.clip(target + (reserved - before), 0, _occurs(sums, mass, number, has_given))
+  probs = jnp.clip(target + (reserved - before), 0, _occurs(sums, mass, number, has_given))
   cut_off = jnp.sum(jnp.where(place == tightest, below, 0), axis=0, keepdims=True)
-  return law, ~(most > 0) | (place > tightest), jnp.where(most > 0, cut_off, 0)
+  return probs, ~(most > 0) | (place > tightest), jnp.where(most > 0, cut_off, 0)
 
 
-def fit(sums: Sums, law_fn, mass, target, number, has_given=None, *, num_rounds, step, log_range) -> tuple[Any, ...]:
-  """The body of `fit_race`.
+def fit(sums: Sums, probs_fn, mass, target, number, has_given=None, *, num_rounds, step, log_range) -> tuple[Any, ...]:
+  """The body of `fit_race`; `probs_fn` gives the distribution.
 
-  Args:
-    sums: Functions over classes.
-    law_fn: From weights, masses of the draft, the classes above the cut and the mass below, the distribution.
-    mass, target: The masses.
-    number: n.
-    has_given, num_rounds, step, log_range: As of `fit_race`.
+  Its arguments are weights, masses of the draft, the classes above the cut and the mass below.
   """
   goal, is_high, low_mass = _goal(sums, mass, target, number, has_given)
   is_possible = mass > 0 if has_given is None else (mass > 0).at[0].set(has_given)
   lowest = jnp.finfo(mass.dtype).min
 
   def winner(log_weights):
-    return jnp.where(is_possible, law_fn(jnp.exp(log_weights), mass, is_high, low_mass), 0)
+    return jnp.where(is_possible, probs_fn(jnp.exp(log_weights), mass, is_high, low_mass), 0)
 
-  def measure(law):
-    log_law = jnp.log(jnp.maximum(law, 1e-30))
+  def measure(probs):
+    log_probs = jnp.log(jnp.maximum(probs, 1e-30))
     if has_given is None:
-      return log_law
+      return log_probs
     # With some slack, since a class that is nearly always picked where it occurs has nothing to gain: its weight would
     # grow without end and leave no range to the others.
     occurs = _occurs(sums, mass, number, has_given)
-    return log_law - jnp.log(jnp.maximum(occurs - law, 0) + 0.01 * occurs + 1e-4)
+    return log_probs - jnp.log(jnp.maximum(occurs - probs, 0) + 0.01 * occurs + 1e-4)
 
   wanted = measure(goal)
 

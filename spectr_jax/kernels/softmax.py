@@ -13,15 +13,12 @@ from spectr_jax.kernels.dispatch import launch, lazy, operation
 
 @operation
 def softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.Array:
-  """The softmax of logits divided by a scale, or a point mass.
+  """The softmax `[B, N, V]` of logits divided by a scale, or a point mass; NaN where the largest logit is not finite.
 
   Args:
     logits: `[B, N, V]`.
     scale: `[B, 1]`, positive.
     is_greedy: bool `[B, 1]`, the rows that get the point mass at the first largest logit.
-
-  Returns:
-    `[B, N, V]`; NaN throughout where the largest logit is not finite.
   """
   # Only indices pass through the choice: one between distributions would copy them.
   none = functools.partial(jnp.full, logits.shape[:-1], -1, jnp.int32)

@@ -32,19 +32,16 @@ def token_sums(
   values: Sequence[jax.Array],
   params: jax.Array | None = None,
 ) -> jax.Array:
-  """Sums over tokens, K in all; on a TPU by a kernel, for all entries of a `vmap` in one launch.
+  """Sums over tokens, `[K]`; on a TPU by a kernel, for all entries of a `vmap` in one launch.
 
   Tokens may be divided over devices by the compiler. Then each adds up its own, and the sums are added.
 
   Args:
-    plain: `plain(*values, params)`, or `plain(*values)` without parameters, computes the sums `[K]`.
+    plain: `plain(*values, params)`, or `plain(*values)` without parameters, computes the sums.
     token_fns: For the kernel, each gives some of the sums, in order. Those of one are kept in registers at the same
       time, so they should be about 16. They must not close over traced values.
     values: Arrays `[V]`, one number for each token.
     params: `[P]`, what the functions take besides; None for nothing.
-
-  Returns:
-    `[K]`.
   """
   return plain(*values) if params is None else plain(*values, params)
 
@@ -98,16 +95,13 @@ def _token_sums(plain, token_fns, values, params=None):
 def sums_of_rows(
   token_fn: TokenFn, tables: Sequence[jax.Array], rows: Sequence[np.ndarray], params: jax.Array
 ) -> jax.Array:
-  """Sums over the tokens of M entries, each with a row of every table; on a TPU rows are read in place, by a kernel.
+  """Sums `[M]` over the tokens of entries with a row of every table each; a TPU's kernel reads rows in place.
 
   Args:
     token_fn: Gives one number per token. It must not close over traced values.
     tables: Arrays `[R, V]`, each with an R of its own.
     rows: For each table static int `[M]`, the row of every entry.
     params: `[M, P]`, what the function takes besides.
-
-  Returns:
-    `[M]`.
   """
   (numbers,) = token_fn(jnp.split(params, params.shape[1], axis=1))([*map(rows_at, tables, rows)])
   return jnp.sum(numbers, axis=1)

@@ -41,9 +41,8 @@ def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, wid
 
   Args:
     params: Parameters by name, as for `linear`, or of all under the name that `JOINED` gives them.
-    names: The products.
+    names, widths: The products and their numbers of outputs.
     x: `[..., in]`.
-    widths: Their numbers of outputs.
   """
   joined = params.get(JOINED[names])
   if joined is None:
@@ -60,13 +59,7 @@ def _rms_norm(params, x, config):
 
 
 def norm(params: Mapping[str, Any], x: jax.Array, config: CausalLMConfig) -> jax.Array:
-  """The norm that a configuration names.
-
-  Args:
-    params: `gain` `[D]`, and `bias` `[D]` of layer norms.
-    x: `[..., D]`.
-    config: The configuration.
-  """
+  """The norm that a configuration names, of `x` `[..., D]`, with `gain` `[D]`, and `bias` `[D]` of layer norms."""
   if config.norm == 'rms':
     return _rms_norm(params, x, config)
   return layers.layer_norm(x, params['gain'], params['bias'], epsilon=config.norm_epsilon)
@@ -88,14 +81,9 @@ def visible_tokens(window: int | None, mask: jax.Array) -> jax.Array:
 
 
 def visible_slots(window: int | None, positions: jax.Array, cache: KVCache) -> jax.Array:
-  """The slots of a cache, bool `[B, 1 or N, S]`, that each token attends to in a layer.
+  """The slots of a cache, bool `[B, 1 or N, S]`, that tokens at `positions` `[B, N]` attend to in a layer.
 
-  A committed token's position is its slot.
-
-  Args:
-    window: The layer's window, or None.
-    positions: int32 `[B, N]`.
-    cache: The cache.
+  A committed token's position is its slot. `window` is the layer's, or None.
   """
   num_slots = cache.keys[0].shape[-1]
   slots = layers.committed_slots(num_slots, cache.lengths)
@@ -105,12 +93,7 @@ def visible_slots(window: int | None, positions: jax.Array, cache: KVCache) -> j
 
 
 def rotation_of(rope: Rope | None, positions: jax.Array) -> Rotation | None:
-  """The angles of rotary positions; None for learned ones.
-
-  Args:
-    rope: The rotary positions of a layer, or None.
-    positions: int32 `[B, N]`.
-  """
+  """The angles of rotary positions at `positions` `[B, N]`; None for learned ones, where `rope` is None."""
   if rope is None:
     return None
   return rotary_angles(positions, jnp.asarray(rope.frequencies, jnp.float32), magnitude=rope.magnitude)
@@ -158,26 +141,17 @@ def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: K
 
 
 def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None):
-  """The output of attention `[B, N, embed_dim]`, and the layer's pending keys and values.
+  """The output of attention `[B, N, embed_dim]` to `x` `[B, N, in]`, and the layer's pending keys and values.
 
-  Args:
-    params: The parameters of the layer's attention.
-    config, layer, visible, cache: As for `mix`.
-    x: `[B, N, in]`, the input of attention.
-    rotation: As `rotation_of` gives it.
+  `rotation` is as `rotation_of` gives it; other arguments are those of `mix`.
   """
-  mixed, keys, values = mix(config, layer, *project(params, config, x, rotation), visible, cache)
+  query, key, value = project(params, config, x, rotation)
+  mixed, keys, values = mix(config, layer, query, key, value, visible, cache)
   return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
 
 
 def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
-  """The output of a layer's MLP, `[..., embed_dim]`.
-
-  Args:
-    params: The parameters of the layer's MLP.
-    config: The configuration.
-    x: `[..., embed_dim]`.
-  """
+  """The output of a layer's MLP, `[..., embed_dim]`, for `x` of that shape."""
 
   def activation(products):
     # Rounded once, as in PyTorch. To round after each of its operations takes CPUs longer than these.
@@ -193,14 +167,9 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
 
 
 def block(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None):
-  """The stream after a block, `[B, N, embed_dim]`, and the layer's pending keys and values.
+  """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values.
 
-  Args:
-    params: The parameters of the block.
-    config: The configuration.
-    layer: The layer.
-    x: `[B, N, embed_dim]`, the stream before it.
-    rotation, visible, cache: As for `attention`.
+  Other arguments are those of `attention`.
   """
 
   def post(name, out):
@@ -251,7 +220,7 @@ def hidden_states(params: Mapping[str, Any], config: CausalLMConfig, tokens: jax
   """The inputs of the output head, `[B, T, embed_dim]`, after every token of whole texts; they have a gradient.
 
   Args:
-    params: Parameters as of `init_params`, in `config.dtype`.
+    params: As of `init_params`, in `config.dtype`.
     config: The sizes.
     tokens: int32 `[B, T]`, texts from their first tokens on.
   """

@@ -149,11 +149,9 @@ def param_shapes(config: HeadConfig) -> dict[str, Any]:
 
 
 def random_params(key: jax.Array, shapes: Mapping[str, Any]) -> dict[str, Any]:
-  """Random parameters, of a scale that keeps activations near unit variance; `target_ids` are the first Vd ids.
+  """Random parameters of a nested dict of shapes, of a scale that keeps activations near unit variance.
 
-  Args:
-    key: A typed key.
-    shapes: A nested dict, such as `param_shapes` returns.
+  The key is a typed one; `target_ids` are the first Vd ids.
   """
   leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
 
@@ -170,12 +168,7 @@ def random_params(key: jax.Array, shapes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def init_params(key: jax.Array, config: HeadConfig) -> dict[str, Any]:
-  """Random parameters, see `random_params`.
-
-  Args:
-    key: A typed key.
-    config: The head.
-  """
+  """Random parameters of a head for a typed key, see `random_params`."""
   return random_params(key, param_shapes(config))
 
 
@@ -244,16 +237,13 @@ def advance(
   positions: jax.Array,
   attend_fn: AttendFn[Kept],
 ) -> tuple[jax.Array, jax.Array, Kept]:
-  """A head of one block at some tokens.
+  """A head of one block: the next hidden states, the input of the output head, and what `attend_fn` keeps.
 
   Args:
     embedded: `[B, N, embedding_dim]`, the embedded tokens.
-    hidden: `[B, N, embed_dim]`, the hidden states h of what stands before each.
+    hidden: `[B, N, embed_dim]`, the hidden states h of what stands before each; results have this shape.
     positions: int32 `[B, N]`; any origin will do.
     attend_fn: Attention over these tokens and those before them.
-
-  Returns:
-    The next hidden states and the input of the output head, `[B, N, embed_dim]` each, and what `attend_fn` keeps.
   """
   x, kept = _first_block(params, config, embedded, hidden, positions, attend_fn)
   return *_finish(params, config, x), kept
@@ -273,7 +263,7 @@ def apply(
   mask: jax.Array,
   cache: KVCache,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-  """`advance` after the committed tokens of a cache, like `Model.apply_fn`; through all blocks.
+  """`advance` through all blocks after the committed tokens of a cache, which is returned with the tokens pending.
 
   Args:
     embedded: `[B, N, embedding_dim]`.
@@ -281,10 +271,6 @@ def apply(
     positions: int32 `[B, N]`, the committed tokens' slots continued.
     mask: bool `[N, M]` or `[B, N, M]`, the pending tokens that each token attends to.
     cache: The cache.
-
-  Returns:
-    The next hidden states and the input of the output head, `[B, N, embed_dim]` each, and the cache with the tokens
-    pending.
   """
   block = config.block
   mask = mask[None] if mask.ndim == 2 else mask
@@ -292,8 +278,8 @@ def apply(
   visible = causal_lm.visible_tokens(window, mask), causal_lm.visible_slots(window, positions, cache)
 
   def attend(query, key, value):
-    mixed, *pending = causal_lm.mix(block, 0, query, key, value, visible, cache)
-    return mixed, pending
+    mixed, keys, values = causal_lm.mix(block, 0, query, key, value, visible, cache)
+    return mixed, (keys, values)
 
   x, *pending = _first_block(params, config, embedded, hidden, positions, attend)
   for layer in range(1, block.num_layers):

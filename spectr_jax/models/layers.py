@@ -18,14 +18,11 @@ from spectr_jax.kernels.products import accumulation_dtype, inverse_root
 
 
 def take_rows(embedding: jax.Array | Int8Kernel, rows: jax.Array) -> jax.Array:
-  """Rows of an embedding.
+  """Rows `[..., embed_dim]` of an embedding, in its dtype or in that of its scale.
 
   Args:
     embedding: `[V, embed_dim]`, of any float dtype, in int8, or uint16, the bits of bfloat16.
     rows: Integers `[...]`.
-
-  Returns:
-    `[..., embed_dim]` in the embedding's dtype, or in that of its scale.
   """
   if isinstance(embedding, Int8Kernel):
     return jnp.take(embedding.values, rows, axis=0) * jnp.take(embedding.scale, rows)[..., None]
@@ -34,15 +31,9 @@ def take_rows(embedding: jax.Array | Int8Kernel, rows: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Array:
-  """Root-mean-square normalization, computed in float32 or wider.
+  """Root-mean-square normalization of `x` `[..., D]` with gains `[D]`, computed in float32 or wider.
 
-  Args:
-    x: `[..., D]`.
-    gain: `[D]`.
-    epsilon: Added to the mean square.
-
-  Returns:
-    The normalized array, of the shape and dtype of `x`; NaN where the sum of squares overflows.
+  `epsilon` is added to the mean square. The result has the dtype of `x`, and is NaN where the sum of squares overflows.
   """
   wide = x.astype(accumulation_dtype(x.dtype))
   scale = inverse_root(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
@@ -50,16 +41,9 @@ def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Arr
 
 
 def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, *, epsilon: float) -> jax.Array:
-  """Layer normalization, computed in float32 or wider.
+  """Layer normalization of `x` `[..., D]` with gains and biases `[D]`, computed in float32 or wider.
 
-  Args:
-    x: `[..., D]`.
-    gain: `[D]`.
-    bias: `[D]`.
-    epsilon: Added to the variance.
-
-  Returns:
-    The normalized array, of the shape and dtype of `x`; NaN where the sum of squares overflows.
+  `epsilon` is added to the variance. The result has the dtype of `x`, and is NaN where the sum of squares overflows.
   """
   wide = x.astype(accumulation_dtype(x.dtype))
   centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -68,14 +52,9 @@ def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, *, epsilon: float
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-  """Rotary position embedding, which pairs entry i of a head with entry F + i.
+  """Rotary position embedding of queries or keys `x` `[B, N, H, head_dim]`, in their dtype.
 
-  Args:
-    x: `[B, N, H, head_dim]`, queries or keys; entries of a head from 2 F on are not rotated.
-    rotation: The angles.
-
-  Returns:
-    The rotated array, of the shape and dtype of `x`.
+  It pairs entry i of a head with entry F + i; entries from 2 F on are not rotated.
   """
   sin, cos = rotation
   width = 2 * sin.shape[-1]
@@ -85,24 +64,16 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def committed_slots(num_slots: int, lengths: jax.Array) -> jax.Array:
-  """The slots of a cache that hold committed tokens, bool `[B, 1, S]`.
-
-  Args:
-    num_slots: S.
-    lengths: int32 `[B]`, committed tokens.
-  """
+  """The slots of a cache that hold committed tokens, bool `[B, 1, S]`, of numbers of committed tokens `[B]`."""
   return jnp.arange(num_slots) < lengths[:, None, None]
 
 
 def unembed(params: Mapping[str, Any], features: jax.Array) -> jax.Array:
-  """Logits of the final norm's output, by the output head or, where there is none, by the embedding.
+  """Logits `[..., V]` in float32 or wider, by the output head or, where there is none, by the embedding.
 
   Args:
     params: `unembedding` `[embed_dim, V]` or `embedding` `[V, embed_dim]`.
-    features: `[..., embed_dim]`.
-
-  Returns:
-    `[..., V]` in the accumulation's dtype.
+    features: `[..., embed_dim]`, the final norm's output.
   """
   if 'unembedding' in params:
     return matmul(features, params['unembedding'])

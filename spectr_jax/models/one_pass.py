@@ -255,9 +255,7 @@ def select(
   tokens: jax.Array,
   output: jax.Array,
 ) -> jax.Array:
-  """The logits of a slot after the tokens before it, `[B, N, V]`; -inf for tokens that are no candidates.
-
-  Source: see `Selector`.
+  """The logits `[B, N, V]` of a slot after the tokens before it; -inf where no candidate is. See `Selector`.
 
   Args:
     logits: `[B, V]`, the slot's logits U.
@@ -280,9 +278,7 @@ def select(
 def confidence_logits(
   params: Mapping[str, Any], config: OnePassConfig, output: jax.Array, before: jax.Array | None
 ) -> jax.Array:
-  """Logits of the estimated chance that the guess of a slot is accepted, `[...]`, in float32 or wider.
-
-  Source: DSpark, section 3.
+  """Logits `[...]` of the estimated chance that a slot's guess is accepted, in float32 or wider (DSpark, section 3).
 
   They read neither that guess nor a later one.
 

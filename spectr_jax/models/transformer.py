@@ -180,22 +180,13 @@ def _for_decoding(params, *, config):
 
 
 def init_params(key: jax.Array, config: TransformerConfig) -> Any:
-  """Randomly initialized float32 parameters, a nested dict.
-
-  Args:
-    key: A typed key.
-    config: The sizes.
-  """
+  """Randomly initialized float32 parameters, a nested dict, for a typed key."""
   tokens = jnp.zeros((1, 1), jnp.int32)
   return Transformer(config).init(key, tokens, tokens, jnp.ones((1, 1), bool))['params']
 
 
 def param_shapes(config: TransformerConfig) -> dict[str, Any]:
-  """The shapes of all parameters, a nested dict of float32 `jax.ShapeDtypeStruct`.
-
-  Args:
-    config: The sizes.
-  """
+  """The shapes of all parameters, a nested dict of float32 `jax.ShapeDtypeStruct`."""
 
   def array(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -12,7 +12,7 @@ from hub_specs import SPECS
 from jax.sharding import PartitionSpec
 
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.kernels import dispatch, matrices, processor, products
+from spectr_jax.kernels import dispatch, matrices, products
 from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.kernels.int8 import is_int8, quantized
 from spectr_jax.kernels.matrices import JOINED, TransposedKernel, kernels_for_decoding, matmul, params_for_decoding
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures('products_of_xla')  # tests/native_test.py 
 @pytest.mark.parametrize(('dtype', 'has_units'), [('float32', False), ('bfloat16', True), ('bfloat16', False)])
 @pytest.mark.parametrize('num_rows', [1, 2, 5, 12, 13, 100])
 def test_a_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtype, has_units, monkeypatch):
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: has_units)
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: has_units)
   rows = jax.random.normal(jax.random.key(0), (num_rows, 48), dtype)
   kernel = jax.random.normal(jax.random.key(1), (48, 40), dtype)
   found = jax.jit(lambda *operands: matmul(*operands))(rows, TransposedKernel(kernel.T))  # traced anew
@@ -56,7 +56,7 @@ def test_gradients_of_a_product_are_those_of_the_other_order(num_rows):
 @pytest.mark.parametrize(('dtype', 'has_units'), [('float32', False), ('bfloat16', True), ('bfloat16', False)])
 @pytest.mark.parametrize('num_rows', [1, 5, 20])
 def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtype, has_units, monkeypatch):
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: has_units)
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: has_units)
   params = quantized({'kernel': jax.random.normal(jax.random.key(1), (48, 40))})
   rows = jax.random.normal(jax.random.key(0), (num_rows, 48), dtype)
   fast = kernels_for_decoding(params)['kernel']
@@ -68,7 +68,7 @@ def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtyp
 
 @pytest.mark.parametrize(('has_units', 'dtype'), [(True, 'bf16'), (False, 'f32')])
 def test_integers_become_bfloat16_only_where_there_are_units_for_it(has_units, dtype, monkeypatch):
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: has_units)
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: has_units)
   kernel = quantized({'kernel': jnp.ones((48, 40))})['kernel']
   with tracing_for('cpu'):
     program = str(jax.make_jaxpr(lambda rows: matmul(rows, kernel))(jnp.ones((3, 48), jnp.bfloat16)))
@@ -77,7 +77,7 @@ def test_integers_become_bfloat16_only_where_there_are_units_for_it(has_units, d
 
 @pytest.mark.parametrize(('has_units', 'is_first'), [(True, True), (False, False)])
 def test_a_bfloat16_kernel_is_the_first_factor_only_where_there_are_units_for_it(has_units, is_first, monkeypatch):
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: has_units)
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: has_units)
   operands = jnp.ones((3, 48), jnp.bfloat16), TransposedKernel(jnp.ones((40, 48), jnp.bfloat16))
   with tracing_for('cpu'):
     program = str(jax.make_jaxpr(lambda *operands: matmul(*operands))(*operands))
@@ -130,7 +130,7 @@ def test_room_is_that_of_one_device(num_devices, stats, has_room):
 
 @pytest.mark.parametrize(('weights', 'dtype'), [(None, 'float32'), ('int8', 'float32'), (None, 'bfloat16')])
 def test_every_parameter_is_sharded_as_the_one_that_it_is_made_of(weights, dtype, monkeypatch):
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: False)
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: False)
   mesh = make_mesh({}, jax.devices()[:1])
   config = dataclasses.replace(read_spec(SPECS['qwen2'])[1], weights=weights)  # with biases
   params = jax.tree.map(
@@ -168,7 +168,7 @@ def test_small_kernels_stay_as_they_are(monkeypatch):
 
 
 def test_bfloat16_kernels_are_in_both_orders_on_processors_without_units_for_them(monkeypatch):
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: False)
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: False)
   params = {'a': {'kernel': jnp.ones((3, 4), jnp.bfloat16)}, 'unembedding': jnp.ones((3, 4))}
   fast = kernels_for_decoding(params)
   assert fast['a']['kernel'].in_out is params['a']['kernel']
@@ -195,10 +195,10 @@ def test_a_single_token_and_prompts_are_multiplied_in_the_order_that_is_fast_for
 @pytest.mark.parametrize(('text', 'has_units'), [('flags : fpu amx_bf16 avx', True), ('flags : fpu avx512f', False)])
 def test_linux_says_whether_there_are_units_for_bfloat16_products(text, has_units, tmp_path, monkeypatch):
   (tmp_path / 'cpuinfo').write_text(text)
-  monkeypatch.setattr(processor, '_CPU_INFO', tmp_path / 'cpuinfo')
-  assert processor.multiplies_bfloat16.__wrapped__() == has_units
-  monkeypatch.setattr(processor, '_CPU_INFO', tmp_path / 'nothing')  # another system
-  assert not processor.multiplies_bfloat16.__wrapped__()
+  monkeypatch.setattr(products, '_CPU_INFO', tmp_path / 'cpuinfo')
+  assert products.multiplies_bfloat16.__wrapped__() == has_units
+  monkeypatch.setattr(products, '_CPU_INFO', tmp_path / 'nothing')  # another system
+  assert not products.multiplies_bfloat16.__wrapped__()
 
 
 def test_other_backends_keep_their_parameters(monkeypatch):
@@ -207,3 +207,41 @@ def test_other_backends_keep_their_parameters(monkeypatch):
   monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
   assert model.for_decoding() is model
   assert not any(map(is_int8, jax.tree.leaves(model.params, is_leaf=is_int8)))
+
+
+@pytest.mark.parametrize('axis', [0, 1])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_gradients_of_a_product_are_products(axis, dtype):
+  """Against JAX's own, which are of the accumulation's type; the kernel's gradient is as wide as the kernel."""
+  rng = np.random.default_rng(1)
+  x = jnp.asarray(rng.normal(size=(5, 6)), dtype)
+  kernel = jnp.asarray(rng.normal(size=(6, 3) if axis == 0 else (3, 6)), jnp.float32)
+  weights = jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)
+
+  def loss(product):
+    return lambda x, kernel: jnp.sum(weights * product(x, kernel))
+
+  def plain(x, kernel):
+    kernel = kernel.astype(x.dtype)
+    return jnp.matmul(x, kernel if axis == 0 else kernel.T, preferred_element_type=jnp.float32)
+
+  found = jax.grad(loss(lambda x, kernel: matmul(x, kernel, axis=axis)), (0, 1))(x, kernel)
+  expected = jax.grad(loss(plain), (0, 1))(x, kernel)
+  tolerance = 1e-6 if dtype == 'float32' else 3e-2
+  for ours, theirs in zip(found, expected, strict=True):
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    np.testing.assert_allclose(ours.astype('float32'), theirs.astype('float32'), rtol=tolerance, atol=tolerance)
+
+
+def test_a_loop_of_products_with_a_bfloat16_row_keeps_no_float32_copy_of_the_kernel():
+  kernel = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+
+  @jax.jit
+  def multiply(row, kernel, num_steps):
+    return jax.lax.fori_loop(0, num_steps, lambda _, row: matmul(row, kernel).astype(row.dtype), row)
+
+  # With the pass that moves code out of loops, which the tests do without.
+  compiled = multiply.lower(jax.ShapeDtypeStruct((1, 512), jnp.bfloat16), kernel, 8).compile(
+    {'xla_disable_hlo_passes': ''}
+  )
+  assert compiled.memory_analysis().temp_size_in_bytes < 2 * kernel.size

@@ -107,9 +107,9 @@ def _group_size(num_blocks):
   return math.isqrt(num_blocks - 1) + 1
 
 
-def _draw(uniforms, laws, tokens, sums):
+def _draw(uniforms, probs, tokens, sums):
   """Chooses a group of blocks, a block of it, and a token of that: each by the sums of what stands before."""
-  num_blocks = laws.shape[1] // BLOCK
+  num_blocks = probs.shape[1] // BLOCK
   group_size = _group_size(num_blocks)
   num_groups = -(-num_blocks // group_size)
   wide = (ROWS, BLOCK)
@@ -118,7 +118,7 @@ def _draw(uniforms, laws, tokens, sums):
     """The blocks of a group; those of the last one that the group before has are 0."""
     start = jnp.minimum(group * group_size, num_blocks - group_size)
     indices = [start + i for i in range(group_size)]
-    found = (laws[:, pl.ds(pl.multiple_of(i * BLOCK, BLOCK), BLOCK)] for i in indices)
+    found = (probs[:, pl.ds(pl.multiple_of(i * BLOCK, BLOCK), BLOCK)] for i in indices)
     return [jnp.where(i >= group * group_size, block, 0) for i, block in zip(indices, found)]
 
   def choose(masses, level):
@@ -144,7 +144,7 @@ def _draw(uniforms, laws, tokens, sums):
   masses = [mass_of(sums[group]) for group in range(num_groups)]
   total = functools.reduce(jnp.add, masses)
   lane = jax.lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 0)
-  is_before = (lane < jax.lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 1)).astype(laws.dtype)
+  is_before = (lane < jax.lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 1)).astype(probs.dtype)
   lane = jax.lax.broadcasted_iota(jnp.int32, wide, 1)
   for i in range(uniforms.shape[1]):
     level = uniforms[:, i : i + 1] * total
@@ -155,26 +155,26 @@ def _draw(uniforms, laws, tokens, sums):
     def take(g, own, own_group=own_group):
       return tuple(jnp.where(own_group == g, block, mine) for block, mine in zip(blocks(g), own))
 
-    own = jax.lax.fori_loop(0, num_groups, take, (jnp.zeros(wide, laws.dtype),) * group_size)
+    own = jax.lax.fori_loop(0, num_groups, take, (jnp.zeros(wide, probs.dtype),) * group_size)
     block, before = choose(map(mass_of, own), level)
     own_block = jnp.broadcast_to(block, wide)
     weights = functools.reduce(jnp.add, [jnp.where(own_block == j, mine, 0) for j, mine in enumerate(own)])
     # Within the block, likewise.
-    below = jnp.dot(weights, is_before, precision=jax.lax.Precision.HIGHEST, preferred_element_type=laws.dtype)
+    below = jnp.dot(weights, is_before, precision=jax.lax.Precision.HIGHEST, preferred_element_type=probs.dtype)
     is_own = (weights > 0) & (below <= level - before)
     token = jnp.max(jnp.where(is_own, lane, 0), axis=1, keepdims=True)
     start = jnp.minimum(group * group_size, num_blocks - group_size)
     tokens[:, i : i + 1] = (start + block) * BLOCK + token
 
 
-def draw_tokens(uniforms: jax.Array, laws: jax.Array) -> jax.Array:
+def draw_tokens(uniforms: jax.Array, probs: jax.Array) -> jax.Array:
   """`draw_several` of M distributions float32 `[M, V]`, V a multiple of 128: int32 `[M, K]`, never one of weight 0."""
-  num_blocks = laws.shape[1] // BLOCK
+  num_blocks = probs.shape[1] // BLOCK
   num_groups = -(-num_blocks // _group_size(num_blocks))
   return call_by_rows(
     _draw,
     uniforms,
-    laws,
+    probs,
     results=[(uniforms.shape[1], jnp.int32)],
     fewest=ROWS,
     needs_memory=True,

@@ -31,8 +31,8 @@ def _num_passes() -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _KernelLaws:
-  """`filters.Laws` of eight rows within a kernel.
+class _KernelDistributions:
+  """`filters.Distributions` of eight rows within a kernel.
 
   Attributes:
     ref: A reference to their D parts, `[D, 8, V / D]`.
@@ -106,20 +106,19 @@ class _KernelLaws:
 
 
 def keep_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
-  """Filtered rows.
+  """Filtered rows `[M, V]`.
 
   Args:
-    find: Takes `filters.Laws` of eight rows and their values `[8, F]`, and returns columns `[8, 1]`: the threshold from
-      which on tokens are kept, and their mass.
+    find: Takes `filters.Distributions` of eight rows and their values `[8, F]`, and returns columns `[8, 1]`: the
+      threshold from which on tokens are kept, and their mass.
     probs: float32 `[M, V]`, from 0 to 1 but for rounding by one unit in the last place.
     values: float32 `[M, F]`.
-
-  Returns:
-    `[M, V]`.
   """
 
   def kernel(probs_ref, values_ref, kept_ref):
-    threshold, mass = (jnp.broadcast_to(x, (ROWS, LANES)) for x in find(_KernelLaws(probs_ref), values_ref[...]))
+    threshold, mass = (
+      jnp.broadcast_to(x, (ROWS, LANES)) for x in find(_KernelDistributions(probs_ref), values_ref[...])
+    )
 
     def keep(start, width):
       place = 0, slice(None), pl.ds(start, width)
@@ -142,18 +141,13 @@ def keep_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def find_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
-  """What `find` finds for rows in D equal parts.
+  """What `find` finds for rows in D equal parts, `[M, 2]`, the two columns.
 
-  Args:
-    find, values: As of `keep_in_rows`.
-    probs: float32 `[M, D, V / D]`. It is read part by part, so it should be in this order in memory.
-
-  Returns:
-    `[M, 2]`, the two columns.
+  `probs` is float32 `[M, D, V / D]`. It is read part by part, so it should be in this order in memory.
   """
 
   def kernel(probs_ref, values_ref, found_ref):
-    found_ref[0, :, :1], found_ref[0, :, 1:] = find(_KernelLaws(probs_ref), values_ref[...])
+    found_ref[0, :, :1], found_ref[0, :, 1:] = find(_KernelDistributions(probs_ref), values_ref[...])
 
   return _call(kernel, jnp.swapaxes(probs, 0, 1), values, 2, 'find_in_rows')
 

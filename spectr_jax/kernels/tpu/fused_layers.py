@@ -50,12 +50,7 @@ class FusedLayers:
 
 
 def fuse(params: Mapping[str, Any], config: Any) -> FusedLayers:
-  """The layers of a transformer's parameters in the kernel's form.
-
-  Args:
-    params: A nested dict of `transformer.init_params`, whose kernels are plain arrays.
-    config: The sizes.
-  """
+  """The layers of a transformer's parameters in the kernel's form; their kernels are plain arrays."""
   num_heads, head_dim = config.num_heads, config.head_dim
   half = head_dim // 2
   by_layer = [params[f'layer_{i}'] for i in range(config.num_layers)]
@@ -101,12 +96,7 @@ class FusedCache:
 
   @classmethod
   def of(cls, cache: KVCache, num_pending_slots: int) -> FusedCache:
-    """A cache without pending tokens, with room for those of a round.
-
-    Args:
-      cache: The cache.
-      num_pending_slots: The number of pending slots that the round needs.
-    """
+    """A cache without pending tokens, with room for those of a round."""
 
     def stacked(arrays):
       array = jnp.stack(arrays)

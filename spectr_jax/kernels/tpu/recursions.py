@@ -81,10 +81,10 @@ def fit_races(
     expm1,
   )
 
-  def kernel(integral_ref, masses_ref, number_ref, weights_ref, is_high_ref, law_ref):
+  def kernel(integral_ref, masses_ref, number_ref, weights_ref, is_high_ref, probs_ref):
     number = number_ref[...]
 
-    def law(weights, mass, is_high, low_mass):
+    def probs(weights, mass, is_high, low_mass):
       def add(node, spacing):
         decay = jnp.exp(-weights * node)
         arrival = mass * decay
@@ -100,10 +100,10 @@ def fit_races(
       return number * mass * weights * jax.lax.fori_loop(0, integral_ref.shape[1], add_several, jnp.zeros_like(mass))
 
     options = {'num_rounds': num_rounds, 'step': step, 'log_range': log_range}
-    log_weights, is_high, found = fit(sums, law, masses_ref[0], masses_ref[1], number, **options)
+    log_weights, is_high, found = fit(sums, probs, masses_ref[0], masses_ref[1], number, **options)
     weights_ref[...] = log_weights
     is_high_ref[...] = is_high.astype(jnp.int32)
-    law_ref[...] = found
+    probs_ref[...] = found
 
   # Few races are one block; many come in blocks of all lanes.
   width = num_races if num_races <= LANES else LANES
@@ -114,7 +114,7 @@ def fit_races(
   size = num_races + padding
   block = pl.BlockSpec((num_classes, width), lambda i: (0, i))
   shape = jax.ShapeDtypeStruct((num_classes, size), masses.dtype)
-  log_weights, is_high, law = call_kernel(
+  log_weights, is_high, probs = call_kernel(
     kernel,
     integral,
     jnp.moveaxis(filled, 1, 0),
@@ -129,7 +129,7 @@ def fit_races(
     out_shape=[shape, jax.ShapeDtypeStruct(shape.shape, jnp.int32), shape],
     name='fit_races',
   )
-  return log_weights[:, :num_races].T, (is_high != 0)[:, :num_races].T, law[:, :num_races].T
+  return log_weights[:, :num_races].T, (is_high != 0)[:, :num_races].T, probs[:, :num_races].T
 
 
 def race_credits(is_candidate, is_before, is_sibling, shares, log_ratios):
