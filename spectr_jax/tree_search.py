@@ -38,13 +38,7 @@ def _probabilities(name: str, values) -> np.ndarray:
 
 
 def optimal_parents(acceptance: Any, num_nodes: int, max_depth: int | None) -> list[int]:
-  """The parents of the best tree's nodes, in the order in which they are found; see `TokenTree.optimal`.
-
-  Args:
-    acceptance: `[W]` or `[D, W]`, probabilities.
-    num_nodes: N.
-    max_depth: The longest path allowed, or None.
-  """
+  """The parents of the best tree's nodes, in the order in which they are found; arguments of `TokenTree.optimal`."""
   num_nodes = positive('num_nodes', num_nodes)
   max_depth = num_nodes if max_depth is None else positive('max_depth', max_depth)
   table = _probabilities('acceptance', acceptance)
@@ -83,14 +77,7 @@ def optimal_parents(acceptance: Any, num_nodes: int, max_depth: int | None) -> l
 
 
 def optimal_chain_sizes(kept: Any, num_nodes: int, max_depth: int | None, *, tolerance: float) -> tuple[int, int]:
-  """K and L of the best chains; see `TokenTree.optimal_chains`.
-
-  Args:
-    kept: `[D, W]`, probabilities or NaN.
-    num_nodes: N.
-    max_depth: The longest chain allowed, or None.
-    tolerance: Share of the tokens that shorter chains may cost.
-  """
+  """K and L of the best chains; arguments of `TokenTree.optimal_chains`."""
   num_nodes = positive('num_nodes', num_nodes)
   max_depth = num_nodes if max_depth is None else positive('max_depth', max_depth)
   table = _probabilities('kept', kept)

@@ -129,15 +129,10 @@ def decide_rows(
   *,
   is_explained: bool = False,
 ) -> tuple[Verdict, Record | None]:
-  """The verifier's decision on every row.
+  """The verifier's decision on every row, with keys `[B, L + 1]`; the proposal's `state` is None.
 
   Args:
-    verifier: The verifier.
-    keys: Typed keys `[B, L + 1]`, one per depth.
-    tree: The rows' tree, or the bounds of their own.
-    proposal: The guesses of the rows; its `state` is None.
-    target_probs: `[B, N + 1, V]`.
-    state: The rows' state.
+    verifier, keys, tree, proposal, target_probs, state: As for `Verifier.verify`, with rows in front.
     is_explained: Whether the verifier also records how it decides.
   """
   decide = verifier.explain if is_explained else lambda *row: (verifier.verify(*row), None)

@@ -77,12 +77,7 @@ def read_features(
 
 
 def embed(params: Mapping[str, Any], context: DraftContext, tokens: jax.Array) -> jax.Array:
-  """Embedded tokens, `[..., D]`, by a drafter's own embedding or by the target's.
-
-  Args:
-    params: The drafter's parameters, with its own embedding as `embedding` `[V, D]` if it has one.
-    context: The context, for the target.
-    tokens: Integers `[...]`.
+  """Embedded tokens, `[..., D]`, by a drafter's own `embedding` `[V, D]` if it has one, else by the target's.
 
   Raises:
     ValueError: Neither has one.

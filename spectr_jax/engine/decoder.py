@@ -23,9 +23,6 @@ def buffer_size(num_tokens: int) -> int:
   """The size of a buffer for so many tokens: a multiple of 64, with an eighth to spare at most from 512 tokens on.
 
   Buffers of few sizes let other limits and prompts share compiled programs.
-
-  Args:
-    num_tokens: The tokens that it must hold.
   """
   step = max(64, 1 << max(0, num_tokens.bit_length() - 4))
   return -(-num_tokens // step) * step
@@ -35,10 +32,6 @@ def choose_cache_size(target: Model, draft: Model | Drafter | None, num_tokens: 
   """The size of caches for texts of so many tokens: that of a buffer, within the context of all models.
 
   A model that states no context may have no cache and compute on all that fits, so its size is exact.
-
-  Args:
-    target, draft: As for `Decoder.make`.
-    num_tokens: The tokens that they must hold.
   """
   own = draft.model if isinstance(draft, ModelDrafter) else draft
   limits = [each.context_length for each in (target, own) if isinstance(each, Model)]
@@ -148,12 +141,7 @@ class Decoder:
     return min((limit for limit in limits if limit is not None), default=None)
 
   def check_prompts(self, prompts: checks.Integers, prompt_lengths: checks.Integers, limits: np.ndarray) -> None:
-    """Checks that prompts fit, outside of a trace also their lengths and ids.
-
-    Args:
-      prompts: Integers `[B, P]`.
-      prompt_lengths: Integers `[B]`, in tokens.
-      limits: int32 `[B]`, the most new tokens of each.
+    """Checks that prompts `[B, P]` fit with their limits of new tokens `[B]`, outside of a trace also lengths and ids.
 
     Raises:
       ValueError: A limit, a length or an id does not fit, or a text may exceed the cache or the models' limit.

@@ -121,12 +121,7 @@ class Continuation:
 
 
 def padded_lengths(longest: int, shortest: int = 16) -> list[int]:
-  """The few lengths that prompts are padded to, since each is a program: doubled from `shortest` on, and `longest`.
-
-  Args:
-    longest: Tokens of the longest prompt.
-    shortest: The smallest length, in tokens, if it is below `longest`.
-  """
+  """The few lengths that prompts are padded to, since each is a program: doubled from `shortest` on, and `longest`."""
   lengths = list(itertools.takewhile(lambda length: length < longest, (shortest << i for i in itertools.count())))
   return [*lengths, longest]
 

@@ -188,11 +188,7 @@ class StopSearch:
   """
 
   def __init__(self, stop: StopStrings):
-    """Starts with rows that are empty.
-
-    Args:
-      stop: The stop texts.
-    """
+    """Starts with rows that are empty."""
     self.found: dict[int, int] = {}
     self._stop = stop
     self._num_searched: dict[int, int] = {}
@@ -226,13 +222,7 @@ class StopSearch:
 def decode_until_stopped(
   decoder: Decoder, state: DecodeState, stop: StopStrings, *, rounds_at_a_time: int
 ) -> Generation:
-  """Runs rounds until every row is done, and ends rows at stop texts.
-
-  Args:
-    decoder: The decoder that `state` was made with.
-    state: From `init_decode`; donated.
-    stop: The stop texts.
-    rounds_at_a_time: Rounds between two searches.
+  """Runs rounds until every row is done, and ends rows at stop texts; `state` is donated.
 
   Returns:
     The result as NumPy arrays. Nothing in it tells how many rounds ran between two searches.
