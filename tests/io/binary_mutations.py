@@ -128,7 +128,10 @@ def _safetensors(folder):
 
 # GGUF.
 
-_CONFIG = {'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 4, 'hidden_size': 8}
+_CONFIG = {
+  'architectures': ['LlamaForCausalLM'], 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 4,
+  'hidden_size': 8,
+}  # fmt: skip
 
 
 def write_gguf(path):

@@ -46,7 +46,7 @@ _FIELDS = {
   'merges': _list('texts', MOST_MERGES, str),
   **dict.fromkeys(('add_bos_token', 'add_space_prefix', 'remove_extra_whitespaces'), FLAG),
 }
-_ID_FIELDS = tuple(f'{name}_token_id' for name in ('bos', 'eos', 'eot', 'eom', 'padding', 'unknown'))
+ID_KEYS = tuple(f'tokenizer.ggml.{name}_token_id' for name in ('bos', 'eos', 'eot', 'eom', 'padding', 'unknown'))
 
 
 def check_metadata(header: GgufHeader) -> None:
@@ -59,7 +59,7 @@ def check_metadata(header: GgufHeader) -> None:
   fields = {f'{prefix}{name}': kind for name, kind in _FIELDS.items()} | {'tokenizer.chat_template': TEXT}
   metadata = check_object(header.metadata, fields, header.path)
   token_id = whole(0, len(metadata[f'{prefix}tokens']) - 1 if f'{prefix}tokens' in metadata else MOST_ID)
-  check_object(metadata, {f'{prefix}{name}': token_id for name in _ID_FIELDS}, header.path)
+  check_object(metadata, dict.fromkeys(ID_KEYS, token_id), header.path)
 
 
 def build_tokenizer(header: GgufHeader) -> Backend:
@@ -80,12 +80,6 @@ def build_tokenizer(header: GgufHeader) -> Backend:
   backend.add_special_tokens(vocab.added(_CONTROL, _UNKNOWN))
   backend.add_tokens(vocab.added(_USER_DEFINED))
   return backend
-
-
-def special_ids(header: GgufHeader) -> tuple[int, ...]:
-  """The ids of control tokens, which stand for no text."""
-  types = header.metadata.get('tokenizer.ggml.token_type', [])
-  return tuple(i for i, kind in enumerate(types) if kind == _CONTROL)
 
 
 def adds_bos(header: GgufHeader) -> bool:
