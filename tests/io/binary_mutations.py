@@ -14,6 +14,7 @@ import sys
 import zipfile
 
 import gguf
+import gguf_files
 import hostile
 import ml_dtypes
 import numpy as np
@@ -136,26 +137,15 @@ _CONFIG = {
 
 def write_gguf(path):
   """Writes a few tensors of a tiny Llama, one of them quantized."""
-  writer = gguf.GGUFWriter(path, 'llama')
-  writer.add_uint32('llama.block_count', 1)
-  writer.add_float32('llama.rope.freq_base', 1e4)
-  writer.add_array('tokenizer.ggml.tokens', ['a', 'b', 'é'])
-  writer.add_array('tokenizer.ggml.scores', [0.5, -1.0, 3.0])
-  writer.add_bool('tokenizer.ggml.add_bos_token', True)
-  generator = np.random.default_rng(0)
-  for name, shape in (
-    ('token_embd', (3, 8)),
-    ('blk.0.attn_q', (8, 8)),
-    ('blk.0.attn_k', (4, 8)),
-    ('output_norm', (8,)),
-  ):
-    writer.add_tensor(f'{name}.weight', generator.normal(size=shape).astype(np.float32))
-  blocks = gguf.quants.quantize(generator.normal(size=(2, 64)).astype(np.float32), gguf.GGMLQuantizationType.Q4_1)
-  writer.add_tensor('blk.0.ffn_up.weight', blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  metadata = {
+    'llama.block_count': 1, 'llama.rope.freq_base': 1e4, 'tokenizer.ggml.tokens': ['a', 'b', 'é'],
+    'tokenizer.ggml.scores': [0.5, -1.0, 3.0], 'tokenizer.ggml.add_bos_token': True,
+  }  # fmt: skip
+  rng, kinds = np.random.default_rng(0), gguf.GGMLQuantizationType
+  shapes = {'token_embd': (3, 8), 'blk.0.attn_q': (8, 8), 'blk.0.attn_k': (4, 8), 'output_norm': (8,)}
+  tensors = [(f'{name}.weight', rng.normal(size=shape).astype(np.float32), kinds.F32) for name, shape in shapes.items()]
+  blocks = gguf.quants.quantize(rng.normal(size=(2, 64)).astype(np.float32), kinds.Q4_1)
+  gguf_files.write(path, 'llama', metadata, [*tensors, ('blk.0.ffn_up.weight', blocks, kinds.Q4_1)])
 
 
 def read_gguf(path):

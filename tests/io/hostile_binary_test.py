@@ -9,12 +9,12 @@ import subprocess
 import sys
 
 import binary_mutations
+import gguf_files
 import hostile
 import numpy as np
 import pytest
 import safetensors.numpy
 from binary_mutations import write_gguf
-from gguf import GGUFWriter
 
 from spectr_jax import load_drafter, load_model
 from spectr_jax.io.hub.gguf_header import read_header
@@ -124,6 +124,14 @@ def _with_tensor(*shape, kind=0, offset=0, name=b'output_norm.weight', num=1):
 @pytest.mark.parametrize(
   ('content', 'problem'),
   [
+    (b'', 'is not a GGUF file'),
+    (b'PK\x03\x04' + bytes(100), 'is not a GGUF file'),
+    (b'GGUF', 'is truncated: its header is longer than the 4 bytes of the file'),
+    (b'GGUF' + struct.pack('<IQQ', 1, 0, 0), 'version 1; versions 2 and 3'),
+    (b'GGUF' + struct.pack('>IQQ', 3, 0, 0), 'big-endian numbers; versions 2 and 3'),
+    (b'GGUF' + struct.pack('<IQQQ', 3, 0, 1, 2**60), 'is truncated'),
+    (_gguf(struct.pack('<I', 99)), 'unknown type 99 of a value'),
+    (b'GGUF' + struct.pack('<IQQQ1s', 3, 0, 1, 1, b'\xff'), 'is not a readable GGUF file'),
     (_gguf(_array(8, 2**40)), 'values together; at most 4,194,304'),
     (_gguf(_array(0, 2**33)), 'values together'),
     (_gguf(_array(8, 2**21), bytes(100)), 'is truncated'),
@@ -160,17 +168,12 @@ def test_gguf_headers(content, problem, tmp_path):
     ('general.alignment', 2**30, 'must be a power of 2'),
     ('general.alignment', [32], 'must be a positive number'),
     ('general.alignment', True, 'must be a positive number'),
+    ('general.alignment', 0, 'general.alignment must be a positive number, got 0'),
+    ('split.count', 2, 'is one of 2 files'),
   ],
 )
 def test_gguf_metadata(key, value, problem, tmp_path):
-  path = tmp_path / 'x.gguf'
-  writer = GGUFWriter(path, 'llama')
-  adders = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
-  adders[type(value)](key, value)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  path = gguf_files.write(tmp_path / 'x.gguf', 'llama', {key: value})
   assert problem in hostile.refusal(lambda: read_header(path), path)
 
 
