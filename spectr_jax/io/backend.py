@@ -17,12 +17,6 @@ def guarded(name: str, function: Callable[..., _T], *args: Any, **kwargs: Any) -
 
   The package raises bare `Exception`, and where it panics a `PanicException`, which is not even that.
 
-  Args:
-    name: The tokenizer, for messages.
-    function: What is called.
-    *args: Its arguments.
-    **kwargs: Its arguments.
-
   Raises:
     ValueError: It fails; the message is one line.
   """

@@ -103,11 +103,7 @@ def open_unpacked(path: epath.PathLike) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: epath.PathLike, limit: int = SMALL) -> bytes:
-  """The content of a file.
-
-  Args:
-    path: The file.
-    limit: The largest size, in bytes.
+  """The content of a file of at most `limit` bytes.
 
   Raises:
     ValueError: As for `open_file`; or the file is larger.
@@ -123,11 +119,7 @@ def read_bytes(path: epath.PathLike, limit: int = SMALL) -> bytes:
 
 
 def read_text(path: epath.PathLike, limit: int = SMALL) -> str:
-  """The content of a UTF-8 file.
-
-  Args:
-    path: The file.
-    limit: The largest size, in bytes.
+  """The content of a UTF-8 file of at most `limit` bytes.
 
   Raises:
     ValueError: As for `read_bytes`; or it is not UTF-8.
@@ -147,13 +139,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: str, *, is_read_again: bool = False) -> Any:
-  """The value of a JSON text.
+  """The value of a JSON text, which stands at `where`.
 
-  Args:
-    text: The text.
-    where: Where it stands, for messages.
-    is_read_again: Whether another reader gets the text after its check. Objects must not have a name twice then, since
-      readers differ in which one counts.
+  If another reader gets the text after its check, objects must not have a name twice: readers differ in which counts.
 
   Raises:
     ValueError: It is not JSON, or is nested too deeply; or an object has a name twice.
@@ -307,11 +295,6 @@ def check_object(content: Any, fields: Mapping[str, Kind], where: str) -> dict[s
 
   Fields that are null count as fields that are not there.
 
-  Args:
-    content: The value.
-    fields: Kinds by field.
-    where: Where it stands, for messages.
-
   Returns:
     The object.
 
@@ -328,11 +311,6 @@ def check_object(content: Any, fields: Mapping[str, Kind], where: str) -> dict[s
 
 def read_object(path: epath.PathLike, fields: Mapping[str, Kind], limit: int = SMALL) -> dict[str, Any]:
   """The object of a JSON file, with its fields checked by `check_object`.
-
-  Args:
-    path: The file.
-    fields: Kinds by field.
-    limit: The largest size of the file, in bytes.
 
   Raises:
     ValueError: As for `read_text`, `parse_json` and `check_object`.

@@ -101,9 +101,6 @@ class ModelFiles(abc.ABC):
   def load(self, *, dtype: str | None, weights: str | None, mesh: Mesh | None) -> Model:
     """Reads the model.
 
-    Args:
-      dtype, weights, mesh: As for `load_model`.
-
     Raises:
       ValueError: A file is missing or damaged, or of an unknown kind.
     """
@@ -245,9 +242,6 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
 def files_of(path: epath.PathLike) -> list[epath.Path]:
   """The files that a model or a head may be read from, whether they exist or not, and folders of such files.
 
-  Args:
-    path: A folder or a file, as for `load_model` and `load_drafter`.
-
   Raises:
     ValueError: The index of a model's files is damaged.
   """
@@ -267,9 +261,6 @@ def hash_content(path: epath.PathLike) -> str:
   Every byte counts, and the place of the files does not. A folder that `save_model` wrote has the hashes of its files
   in `model.json`, which reading it checks, so that file alone is hashed. Others are hashed by all cores at once, at 0.5
   to 2 GB a second for each.
-
-  Args:
-    path: A folder, a file, or a name `ORG/NAME`, as for `load_model` and `load_drafter`.
 
   Raises:
     ValueError: A file cannot be read.

@@ -229,10 +229,6 @@ def _product(numbers: Iterable[int]) -> int:
 def check_pattern(pattern: str, where: str) -> None:
   """Checks that an expression takes a bounded time.
 
-  Args:
-    pattern: The expression.
-    where: Where it stands, for messages.
-
   Raises:
     ValueError: It may take too long, or has a part that is not known here.
   """

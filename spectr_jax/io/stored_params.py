@@ -27,9 +27,6 @@ _MOST_CHUNKS = 2**10  # of an array, which is saved as one
 class StoredParams:
   """The arrays of a folder that Orbax wrote, by their paths in the tree, joined by dots.
 
-  Args:
-    folder: The folder, may be remote.
-
   Raises:
     ValueError: The database is missing or damaged.
   """
@@ -48,10 +45,6 @@ class StoredParams:
 
   def read(self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> dict[str, np.ndarray]:
     """Reads all arrays.
-
-    Args:
-      shapes: The shapes that they must have, by name.
-      dtype: The type that they must have.
 
     Raises:
       ValueError: An array is missing, surplus, described in another way, or damaged.

@@ -244,13 +244,7 @@ def _check_model(model: dict[str, Any], where: str) -> None:
 
 
 def check_merges(pairs: Sequence[Sequence[str]], tokens: Mapping[str, int], where: str, *, prefix: str = '') -> None:
-  """Checks that all pairs join to a token; the package crashes on some that do not.
-
-  Args:
-    pairs: Two texts each.
-    tokens: The vocabulary.
-    where: Where they stand, for messages.
-    prefix: How the second text begins, which is left out where they join.
+  """Checks that all pairs join to a token, without the `prefix` of the second; the package crashes on some that do not.
 
   Raises:
     ValueError: A pair does not.

@@ -92,10 +92,6 @@ def _read_again(name: str, spec: dict[str, Any], layout: Layout, sizes: TargetSi
 def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
   """The `config.json` of a head in EAGLE-3's format.
 
-  Args:
-    config: The head.
-    vocab_size: V, the target's.
-
   Raises:
     ValueError: The format cannot say what the head does.
   """
@@ -126,10 +122,6 @@ def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
 
 def one_pass_spec(config: OnePassConfig, vocab_size: int) -> dict[str, Any]:
   """The `config.json` of DSpark or DFlash in the speculators format.
-
-  Args:
-    config: The network.
-    vocab_size: V, the target's.
 
   Raises:
     ValueError: The format cannot say what the network does.

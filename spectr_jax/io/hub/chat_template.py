@@ -195,9 +195,6 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
 def mark_special(special_tokens: Iterable[str]) -> dict[str, str]:
   """Marks that stand for special tokens in a text.
 
-  Args:
-    special_tokens: The tokens.
-
   Returns:
     Each token's mark.
   """
@@ -219,11 +216,6 @@ def render_marked(
   the two apart, the conversation is rendered a second time with marks in the messages. Put back, these must give the
   first text. This is exact for every template that trims, joins or encodes whole contents, and says so for a template
   that looks at the special token itself.
-
-  Args:
-    template: The template.
-    messages: The messages.
-    marks: The result of `mark_special`.
 
   Returns:
     The text, or None if no message spells a special token, so that all of them are the template's.

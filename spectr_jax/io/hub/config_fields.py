@@ -164,11 +164,6 @@ def check_requests(spec: Mapping[str, Any], *, known: Collection[str] = (), has_
 def checked(spec: Any, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
   """A `config.json` with fields of the right kinds, without those that are null where that means the default.
 
-  Args:
-    spec: Its content.
-    fields: Kinds by field.
-    where: Where it stands, for messages.
-
   Raises:
     ValueError: It is not an object, or a field is of another kind.
   """

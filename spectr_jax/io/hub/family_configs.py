@@ -90,10 +90,6 @@ def layer_windows(
 def llama_config(spec: Mapping[str, Any], **differences: Any) -> CausalLMConfig:
   """The configuration of a decoder whose blocks are of Llama's kind.
 
-  Args:
-    spec: The content of `config.json`, as `config_fields.checked` gives it.
-    **differences: Fields of a family's own.
-
   Raises:
     ValueError: The activation, the RoPE scaling or a size is not possible.
     KeyError: A size is missing.

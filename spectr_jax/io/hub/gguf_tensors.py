@@ -69,11 +69,6 @@ class GgufTensors:
   def __init__(self, header: GgufHeader, config: dict[str, Any], architecture: str):
     """Finds all tensors and reads none.
 
-    Args:
-      header: The header of the file.
-      config: The model's configuration, as `hub_config` gives it.
-      architecture: The architecture of the model, as llama.cpp names it.
-
     Raises:
       ValueError: A tensor is unknown, quantized in an unknown way, or beyond the end of the file.
     """
@@ -111,10 +106,6 @@ class GgufTensors:
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
     """Reads a part of a tensor.
-
-    Args:
-      name: The tensor.
-      index: A slice of step 1 per axis.
 
     Returns:
       The part, of `dtype(name)`.

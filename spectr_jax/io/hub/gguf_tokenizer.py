@@ -67,9 +67,6 @@ def build_tokenizer(header: GgufHeader) -> Backend:
 
   Its post-processor adds nothing: whether a text begins with the beginning of a document is the caller's choice.
 
-  Args:
-    header: The header, which `check_metadata` has checked.
-
   Raises:
     ValueError: Its kind or pre-tokenizer is unknown, or something is missing or contradictory.
   """

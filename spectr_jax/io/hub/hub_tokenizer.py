@@ -149,9 +149,6 @@ class HubTokenizer(TokenizerBase):
   def save(self, folder: epath.PathLike) -> None:
     """Writes the files that `load_hub_tokenizer` reads: `tokenizer.json`, `tokenizer_config.json` and
     `generation_config.json`.
-
-    Args:
-      folder: The folder, which exists.
     """
     folder, template = epath.Path(folder), self.chat_template
     ids = {'bos_token': self.bos_id, 'eos_token': next(iter(self.eos_ids), None), 'pad_token': self.pad_id}

@@ -90,12 +90,7 @@ def _check_names(sources: Mapping[str, Source], tensors: Tensors, family: Family
 
 
 def for_platform(config: CausalLMConfig, mesh: Mesh | None) -> CausalLMConfig:
-  """The configuration with the caches that the devices write fastest.
-
-  Args:
-    config: The configuration.
-    mesh: The devices; None for the default device.
-  """
+  """The configuration with the caches that the devices write fastest."""
   with made_for(default_platform() if mesh is None else mesh.devices.flat[0].platform):
     return _with_fast_cache(config)
 
@@ -184,9 +179,6 @@ def _with_types(config: CausalLMConfig, dtype: str | None, weights: str | None) 
 
 def read_json(folder: epath.PathLike) -> dict[str, Any]:
   """The content of a folder's `config.json`, whose fields `read_spec` checks.
-
-  Args:
-    folder: The folder.
 
   Raises:
     ValueError: The file is missing, damaged, or holds no object.

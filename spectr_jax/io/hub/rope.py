@@ -112,11 +112,7 @@ def rope_parameters(spec: Mapping[str, Any], name: str, found: Any, **defaults: 
 
 
 def context_length(parameters: Mapping[str, Any]) -> int:
-  """The longest context: `max_position_embeddings`, or what YaRN stretches the original one to if that is more.
-
-  Args:
-    parameters: As for `read_rope`.
-  """
+  """The longest context: `max_position_embeddings`, or what YaRN stretches the original one to if that is more."""
   length = parameters['max_position_embeddings']
   if _kind(parameters) != 'yarn':
     return length

@@ -68,13 +68,9 @@ def check_tensors(
   *,
   integers: Collection[str] = (),
 ) -> None:
-  """Checks that a checkpoint has the tensors of a model and no others.
+  """Checks that a checkpoint has tensors of the wanted shapes, and no others but those that are ignored.
 
-  Args:
-    tensors: The checkpoint.
-    wanted: Shapes by name.
-    is_ignored: Whether a tensor that is not wanted may be there.
-    integers: Names of those that hold integers; all others hold floating point numbers.
+  All hold floating point numbers but those named in `integers`.
 
   Raises:
     ValueError: A tensor is missing, surplus, of another shape, or of another kind of numbers.
@@ -96,15 +92,7 @@ def check_tensors(
 
 
 def are_equal(tensors: Tensors, name: str, others: Tensors, other: str, *, dtype: Any = None) -> bool:
-  """Whether two tensors hold the same numbers. Some rows of both are in memory at a time.
-
-  Args:
-    tensors: Holds the first.
-    name: The first tensor's name.
-    others: Holds the second, and may be `tensors`.
-    other: The second tensor's name.
-    dtype: A type to round numbers to before they are compared, or None.
-  """
+  """Whether two tensors hold the same numbers once they are rounded to `dtype`. Some rows are read at a time."""
   shape = tensors.shape(name)
   if others.shape(other) != shape:
     return False
@@ -157,10 +145,6 @@ class SafetensorsFolder:
   """The tensors of a folder: of its one file, or of those that `model.safetensors.index.json` names.
 
   As in Transformers the one file counts where there are both, and so does all that the files of an index hold.
-
-  Args:
-    folder: The folder.
-    file_name: The one file.
 
   Raises:
     ValueError: A file is missing or damaged, or two of them hold different numbers by the same name.

@@ -159,9 +159,6 @@ class _BoundedReader(io.BufferedReader):
 class TorchFile:
   """The tensors of a file that `torch.save` wrote from a state dict, as `Tensors`.
 
-  Args:
-    path: The file, of the zip format that torch writes since version 1.6.
-
   Raises:
     ValueError: The file is damaged, of another format, or holds anything but tensors by name.
   """

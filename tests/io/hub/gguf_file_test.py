@@ -481,7 +481,7 @@ def test_truncated_files_are_refused(tmp_path):
     ({'metadata': {'tokenizer.ggml.eos_token_id': 2**32 - 1}}, 'eos_token_id must be a whole number from 0'),
     ({'metadata': {'tokenizer.ggml.eos_token_id': 'x'}}, 'eos_token_id must be a whole number from 0'),
     ({'tensors': {}}, 'no tensor token_embd.weight'),
-    ({'metadata': {'llama.attention.head_count_kv': 1}}, 'tensor blk.0.attn_k.weight: 32 rows, expected 1 x 8 x 2'),
+    ({'metadata': {'llama.attention.head_count_kv': 1}}, 'tensor blk.0.attn_k.bias: 32 rows, expected 1 x 8 x 2'),
     (
       {'extra': [('blk.0.ffn_up_exps.weight', np.zeros((2, 2), np.float32), Type.F32)]},
       'tensor blk.0.ffn_up_exps.weight: unknown for this architecture',
