@@ -13,8 +13,7 @@ import numpy as np
 import published_heads
 import pytest
 from hub_specs import SPECS
-from safetensors.numpy import save_file
-from tiny_hub import tensors_of
+from tiny_hub import write_model
 
 from spectr_jax import Tokenizer, load_drafter, save_model
 from spectr_jax.io.foreign import named
@@ -57,9 +56,7 @@ _CASES = SPECS | {
 def test_configurations_of_the_hub(tmp_path):
   tally = hostile.Tally(tmp_path)
   for name, spec in _CASES.items():
-    folder = tmp_path / name.replace(' ', '_')
-    folder.mkdir()
-    save_file(tensors_of(spec), folder / 'model.safetensors')
+    folder = write_model(tmp_path / name.replace(' ', '_'), spec)
     for rng in hostile.rngs(170, name):
       content = hostile.mutated_json_text(spec, rng)
       (folder / 'config.json').write_bytes(content)
