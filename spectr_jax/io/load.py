@@ -69,41 +69,25 @@ def load_model(
 
 
 class ModelFiles(abc.ABC):
-  """A model on disk, of which little is read before it is asked for."""
+  """A model on disk, of which little is read before it is asked for. What is damaged or unknown raises `ValueError`."""
 
   @property
   @abc.abstractmethod
   def context_length(self) -> int:
-    """The longest context that the model is made for, in tokens.
-
-    Raises:
-      ValueError: The configuration is damaged or of an unknown kind.
-    """
+    """The longest context that the model is made for, in tokens."""
 
   @property
   def spec(self) -> Mapping[str, Any]:
-    """The content of the `config.json` that the model has on the hub.
-
-    Raises:
-      ValueError: It is damaged, or the model is none of a kind that the hub has.
-    """
+    """The content of the `config.json` that the model has on the hub; a `ValueError` if it is none of a kind there."""
     raise ValueError('only public models have a config.json')
 
   @abc.abstractmethod
   def tokenizer(self) -> TokenizerBase:
-    """Reads the tokenizer.
-
-    Raises:
-      ValueError: It is missing or damaged.
-    """
+    """Reads the tokenizer."""
 
   @abc.abstractmethod
   def load(self, *, dtype: str | None, weights: str | None, mesh: Mesh | None) -> Model:
-    """Reads the model.
-
-    Raises:
-      ValueError: A file is missing or damaged, or of an unknown kind.
-    """
+    """Reads the model; the options are those of `load_model`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,15 +149,8 @@ class _Gguf(ModelFiles):
     return read_spec(self.spec, self.file.path)[1].context_length
 
   def tokenizer(self) -> TokenizerBase:
-    file = self.file
-    return HubTokenizer.from_parts(
-      file.tokenizer(),
-      bos_id=file.bos_id,
-      eos_ids=file.eos_ids,
-      add_bos=file.add_bos,
-      chat_template=file.chat_template,
-      pad_id=file.pad_id,
-    )
+    names = 'bos_id', 'eos_ids', 'add_bos', 'chat_template', 'pad_id'
+    return HubTokenizer.from_parts(self.file.tokenizer(), **{name: getattr(self.file, name) for name in names})
 
   def load(self, *, dtype, weights, mesh) -> Model:
     file = self.file

@@ -41,11 +41,7 @@ _MOST_STORED, _MOST_COMPRESSED, _SMALL = 2, 16, 2**26
 
 
 def _files_of(folder: epath.Path) -> list[str]:
-  """The relative paths of the files that belong to a model, but for `model.json`: its tokenizer, and all in `params/`.
-
-  Raises:
-    ValueError: One of them is a link, a pipe or a device.
-  """
+  """The relative paths of the files that belong to a model, but for `model.json`: its tokenizer and its parameters."""
   found = ['tokenizer.json'] if (folder / 'tokenizer.json').exists() else []
   if (folder / 'params').exists():
     found += [f'params/{name}' for name in files_below(folder / 'params')]
@@ -219,11 +215,7 @@ def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
 
 
 def _check_files(path: epath.Path, spec: _Spec) -> None:
-  """Compares the files of a model with `model.json`.
-
-  Raises:
-    ValueError: A file is missing, surplus or damaged, or the sizes of the files and of the parameters do not fit.
-  """
+  """Compares the files of a model with `model.json`."""
   num_bytes = spec.config.num_params * spec.param_dtype.itemsize
   most_bytes = _MOST_STORED * num_bytes + _SMALL
   stored_bytes, names = 0, _files_of(path)
@@ -244,11 +236,7 @@ def _check_files(path: epath.Path, spec: _Spec) -> None:
 
 
 def _read_params(folder: epath.Path, spec: _Spec) -> Any:
-  """The parameters, in the layout of their format.
-
-  Raises:
-    ValueError: They are damaged or do not fit the configuration.
-  """
+  """The parameters, in the layout of their format."""
   stored = StoredParams(folder)
   # Before anything is made for each layer.
   num_layers = len({name.split('.')[0] for name in stored.names if name.startswith('layer_')})

@@ -183,11 +183,7 @@ def read_qwen_mtp(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
 
 
 def deepseek_prefix(names: set[str]) -> str | None:
-  """The beginning of the names of a DeepSeek model's MTP layer, None if it has none.
-
-  Raises:
-    ValueError: It has several.
-  """
+  """The beginning of the names of a DeepSeek model's MTP layer, None if it has none."""
   pattern = r'(model\.layers\.[0-9]{1,5}\.)eh_proj\.weight'
   found = [match[1] for name in names if (match := re.fullmatch(pattern, name))]
   if len(found) > 1:

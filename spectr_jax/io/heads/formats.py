@@ -93,11 +93,7 @@ _MARKS = (
 
 
 def find_format(spec: Mapping[str, Any], names: set[str]) -> tuple[str, str] | None:
-  """The format of a folder's head, and how the names that belong to it begin; None if it holds none.
-
-  Raises:
-    ValueError: There are several heads.
-  """
+  """The format of a folder's head, and how the names that belong to it begin; None if it holds none."""
   if 'speculators_model_type' in spec:
     return 'speculators', ''
   for name, marks in _MARKS:
@@ -108,9 +104,5 @@ def find_format(spec: Mapping[str, Any], names: set[str]) -> tuple[str, str] | N
 
 
 def checked_spec(spec: Any, where: str) -> dict[str, Any]:
-  """The `config.json` of a head, with fields of the right kinds.
-
-  Raises:
-    ValueError: It is not an object, or a field is of another kind.
-  """
+  """The `config.json` of a head, with fields of the right kinds."""
   return checked(spec, _FIELDS, where)

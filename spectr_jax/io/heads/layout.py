@@ -76,11 +76,7 @@ class Layout:
 
 
 def target_sizes(target: Model) -> TargetSizes:
-  """The sizes of a target that a head must fit.
-
-  Raises:
-    ValueError: The target returns no hidden states, or does not tell the number of its layers.
-  """
+  """The sizes of a target that a head must fit."""
   if target.features_fn is None:
     raise ValueError('a head reads hidden states of the target, but this target returns none: its features_fn is None')
 

@@ -207,11 +207,7 @@ class HeadFiles:
     return sum(math.prod(self.tensors.shape(name)) for name in own)
 
   def load(self, target: Model, *, dtype: str | None = None) -> Drafter:
-    """Reads the head.
-
-    Raises:
-      ValueError: As for `load_drafter`.
-    """
+    """Reads the head."""
     with named(self.path):
       if self.format == MEDUSA:
         return _load_medusa(self.spec, self.tensors, target, dtype)

@@ -53,11 +53,7 @@ class _Worker:
     return self.stop.alive and self._process.poll() is None
 
   def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The worker's answer; ends the process if there is none.
-
-    Raises:
-      ValueError: There is no answer; the message says why.
-    """
+    """The worker's answer; ends the process if there is none."""
     end = time.monotonic() + _SECONDS
     # Only the end of the process interrupts reads and writes on every platform.
     timer = threading.Timer(_SECONDS, self._process.kill)
@@ -219,9 +215,6 @@ def render_marked(
 
   Returns:
     The text, or None if no message spells a special token, so that all of them are the template's.
-
-  Raises:
-    ValueError: As for `ChatTemplate.render`; or the template does something with a special token in a message.
   """
   _check_messages(messages)
   spelled = {token: mark for token, mark in marks.items() if any(token in v for m in messages for v in m.values())}

@@ -150,11 +150,7 @@ class _Metadata:
 
 
 def architecture_of(header: GgufHeader) -> str:
-  """The architecture of a model, as llama.cpp names it.
-
-  Raises:
-    ValueError: It is not one that is known here.
-  """
+  """The architecture of a model, as llama.cpp names it."""
   architecture = header.required('general.architecture')
   if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
     raise ValueError(
@@ -164,12 +160,7 @@ def architecture_of(header: GgufHeader) -> str:
 
 
 def hub_config(header: GgufHeader) -> dict[str, Any]:
-  """The configuration of a model with the names that the hub has for its fields.
-
-  Raises:
-    ValueError: The architecture or a kind of RoPE scaling is unknown, something is missing, or a value is of a wrong
-      kind, those on the tokenizer among them.
-  """
+  """The configuration of a model with the names that the hub has for its fields."""
   check_metadata(header)
   metadata = _Metadata(header)
   if metadata.get('expert_count', 0):

@@ -24,11 +24,7 @@ class GgufFile:
   """
 
   def __init__(self, path: str | os.PathLike[str]):
-    """Reads the header of a file.
-
-    Raises:
-      ValueError: The file is missing, damaged or not a GGUF file, or something in it is unknown.
-    """
+    """Reads the header of a file."""
     self._header = header = gguf_header.read_header(path)
     metadata = header.metadata
     self.path = header.path
@@ -41,9 +37,5 @@ class GgufFile:
     self.add_bos: bool = self.bos_id is not None and gguf_tokenizer.adds_bos(header)
 
   def tokenizer(self) -> Backend:
-    """The tokenizer, which adds no beginning of a document by itself.
-
-    Raises:
-      ValueError: Its kind or pre-tokenizer is unknown, or the metadata contradicts itself.
-    """
+    """The tokenizer, which adds no beginning of a document by itself."""
     return gguf_tokenizer.build_tokenizer(self._header)

@@ -59,11 +59,7 @@ class GgufHeader:
   data: np.ndarray
 
   def required(self, key: str) -> Any:
-    """A value of the metadata.
-
-    Raises:
-      ValueError: There is none.
-    """
+    """A value of the metadata."""
     if key not in self.metadata:
       raise ValueError(f'{self.path}: the metadata has no {key}')
     return self.metadata[key]
@@ -116,11 +112,7 @@ class _Cursor:
 
 
 def read_header(path: str | os.PathLike[str]) -> GgufHeader:
-  """Reads the header of a GGUF file.
-
-  Raises:
-    ValueError: The file is missing, not a GGUF file, of an unknown version, truncated or damaged.
-  """
+  """Reads the header of a GGUF file."""
   path = os.fspath(path)
   if not os.path.isfile(path):
     raise ValueError(f'no file at {path}: expected a GGUF file')

@@ -67,11 +67,7 @@ class GgufTensors:
   """The tensors of a GGUF file, by the hub's names and in its layout. Reading a part reads no more of the file."""
 
   def __init__(self, header: GgufHeader, config: dict[str, Any], architecture: str):
-    """Finds all tensors and reads none.
-
-    Raises:
-      ValueError: A tensor is unknown, quantized in an unknown way, or beyond the end of the file.
-    """
+    """Finds all tensors and reads none."""
     self._path = header.path
     self._sources: dict[str, _Source] = {}
     end = 0
@@ -109,9 +105,6 @@ class GgufTensors:
 
     Returns:
       The part, of `dtype(name)`.
-
-    Raises:
-      ValueError: There is no such tensor, or the index does not fit its shape.
     """
     source = self._source(name)
     if len(index) != len(source.shape) or any(part.step not in (None, 1) for part in index):
@@ -212,11 +205,7 @@ def _block(kind: Any) -> tuple[int, int]:
 
 
 def _known_type(type_id: int) -> tuple[Any, np.dtype | None]:
-  """A type by its number, and its dtype if it is not quantized.
-
-  Raises:
-    ValueError: It is not known here.
-  """
+  """A type by its number, and its dtype if it is not quantized."""
   import gguf
 
   types = gguf.GGMLQuantizationType

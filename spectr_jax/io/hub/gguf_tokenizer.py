@@ -50,11 +50,7 @@ ID_KEYS = tuple(f'tokenizer.ggml.{name}_token_id' for name in ('bos', 'eos', 'eo
 
 
 def check_metadata(header: GgufHeader) -> None:
-  """Checks all that the metadata says on the tokenizer, but not whether its parts fit together.
-
-  Raises:
-    ValueError: A value is of a wrong type, or an id is none of a token.
-  """
+  """Checks all that the metadata says on the tokenizer, but not whether its parts fit together."""
   prefix = 'tokenizer.ggml.'
   fields = {f'{prefix}{name}': kind for name, kind in _FIELDS.items()} | {'tokenizer.chat_template': TEXT}
   metadata = check_object(header.metadata, fields, header.path)
@@ -66,9 +62,6 @@ def build_tokenizer(header: GgufHeader) -> Backend:
   """Builds the tokenizer of a model.
 
   Its post-processor adds nothing: whether a text begins with the beginning of a document is the caller's choice.
-
-  Raises:
-    ValueError: Its kind or pre-tokenizer is unknown, or something is missing or contradictory.
   """
   build, _ = _kind(header)
   vocab = _Vocabulary.read(header)
@@ -80,11 +73,7 @@ def build_tokenizer(header: GgufHeader) -> Backend:
 
 
 def adds_bos(header: GgufHeader) -> bool:
-  """Whether a text begins with the beginning of a document.
-
-  Raises:
-    ValueError: The kind of tokenizer or its pre-tokenizer is unknown.
-  """
+  """Whether a text begins with the beginning of a document."""
   _, default = _kind(header)
   if header.metadata.get('tokenizer.ggml.model') == 'gemma4':  # files that say otherwise are mistaken
     return default

@@ -97,9 +97,6 @@ def rope_parameters(spec: Mapping[str, Any], name: str, found: Any, **defaults: 
     name: The field that says something about the scaling.
     found: Its value, or an empty object.
     **defaults: Parameters that apply where it does not name them.
-
-  Raises:
-    ValueError: A parameter is of the wrong kind, or each kind of layers has its own.
   """
   found = {key: value for key, value in check_object(found, ROPE_FIELDS, name).items() if value is not None}
   nested = [key for key, value in found.items() if isinstance(value, dict)]

@@ -227,11 +227,7 @@ class TorchFile:
     return self._tensors[name].storage.dtype
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor, whose storage is read as a whole and kept until another one is.
-
-    Raises:
-      ValueError: The numbers are damaged.
-    """
+    """A part of a tensor, whose storage is read as a whole and kept until another one is."""
     storage, offset, shape, strides = self._tensors[name]
     if 0 in shape:
       return np.empty(shape, storage.dtype)[index]
