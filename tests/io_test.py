@@ -209,7 +209,7 @@ def test_damaged_description(copy, content):
   ('changes', 'message'),
   [
     ({'format': 4}, 'format 4; this version reads formats 1 to 3'),
-    ({'config': {}}, 'damaged or not a model description'),
+    ({'config': {}}, 'model.json: config is damaged: it has no'),
     ({'config': None}, 'model.json'),
     ({'sha256': None}, 'model.json'),
     ({'param_dtype': 'float7'}, 'model.json'),
@@ -236,7 +236,7 @@ def test_sizes_in_a_description_are_numbers_within_reason(copy, name):
   config = json.loads((copy / 'model.json').read_text())['config']
   for value in (0, -1, 2.0, True, '16', None, [16], 10**18, float('nan')):
     _edit_description(copy, config={**config, name: value})
-    with pytest.raises(ValueError, match=rf'model.json(: config: {name} must be| is damaged.* no {name})'):
+    with pytest.raises(ValueError, match=rf'model.json: config(: {name} must be| is damaged: it has no {name})'):
       load_model(copy)
 
 

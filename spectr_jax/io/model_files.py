@@ -183,21 +183,13 @@ def _read_spec(path: epath.Path) -> _Spec:
   if not (path / 'model.json').exists():
     raise ValueError(f'no model at {path}: expected a directory with model.json, tokenizer.json and params/')
   where = path / 'model.json'
-  content = read_object(where, _FIELDS)
-  missing = [name for name in _FIELDS if content.get(name) is None]
-  if missing:
-    raise ValueError(f'{where} is damaged or not a model description: it has no {missing[0]}')
+  content = read_object(where, _FIELDS, required=_FIELDS)
   if content['format'] not in range(1, _FORMAT + 1):
     raise ValueError(f'{path} has format {content["format"]}; this version reads formats 1 to {_FORMAT}')
-  sizes = check_object(content['config'], _SIZES, f'{where}: config')
-  missing = [name for name in _SIZES if sizes.get(name) is None and name != 'dtype']
-  if missing:
-    raise ValueError(f'{where} is damaged or not a model description: its config has no {missing[0]}')
-  wrong = sorted(sizes.keys() - _SIZES.keys())
-  if wrong:
+  sizes = check_object(content['config'], _SIZES, f'{where}: config', _SIZES.keys() - {'dtype'})
+  if wrong := sorted(sizes.keys() - _SIZES.keys()):
     raise ValueError(
-      f'{where} is damaged or not a model description: the fields of its config must be {", ".join(_SIZES)}, and not'
-      f' {shown(wrong[0])}'
+      f'{where} is damaged: the fields of its config must be {", ".join(_SIZES)}, and not {shown(wrong[0])}'
     )
   with named(where):
     config = transformer.TransformerConfig(**{name: value for name, value in sizes.items() if value is not None})

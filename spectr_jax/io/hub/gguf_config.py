@@ -245,13 +245,14 @@ def _gemma(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   window = metadata.get('attention.sliding_window', window)
   pattern = metadata.get('attention.sliding_window_pattern', _WINDOW_PATTERN[architecture]) if window else 1
   slides = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+  if architecture == 'gemma3':
+    fields['rope_local_base_freq'] = metadata.get('rope.freq_base_swa', 1e4)
   return fields | {
     'query_pre_attn_scalar': by_width if num_layers == _SCALED_BY_WIDTH[architecture] else config['head_dim'],
     'attn_logit_softcapping': metadata.get('attn_logit_softcapping', caps[0]),
     'final_logit_softcapping': metadata.get('final_logit_softcapping', caps[1]),
     'sliding_window': window,
     'layer_types': ['sliding_attention' if slide else 'full_attention' for slide in slides],
-    'rope_local_base_freq': metadata.get('rope.freq_base_swa', 1e4),
   }
 
 

@@ -165,9 +165,7 @@ class SafetensorsFolder:
 def _read_index(path: epath.Path) -> dict[str, list[str]]:
   """The names of tensors by file."""
   content = foreign.parse_json(foreign.read_text(path, foreign.LARGE), str(path), is_read_again=True)
-  if type(content) is not dict or content.get('weight_map') is None:
-    raise ValueError(f'{path} is damaged or not an index of tensors: it has no weight_map')
-  foreign.check_object(content, {'weight_map': foreign.map_of(foreign.TEXT)}, str(path))
+  foreign.check_object(content, {'weight_map': foreign.map_of(foreign.TEXT)}, str(path), ('weight_map',))
   by_file: dict[str, list[str]] = {}
   for name, file_name in content['weight_map'].items():
     # A name of a file beside the index, and nothing else.

@@ -211,7 +211,7 @@ def test_damaged_files(tmp_path):
   with pytest.raises(ValueError, match='model-1.safetensors is missing'):
     load_hub_model(folder)
   index.write_text('[]')
-  with pytest.raises(ValueError, match='index.json is damaged or not an index'):
+  with pytest.raises(ValueError, match='index.json must hold an object'):
     load_hub_model(folder)
 
 
