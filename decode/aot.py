@@ -38,9 +38,8 @@ from spectr_jax.draft import Drafter, head_drafter, one_pass_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import PARTS, ROUNDS
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.io.content import files_of
 from spectr_jax.io.hub.load import read_hub_config
-from spectr_jax.io.load import hub_folder
+from spectr_jax.io.load import files_of, hub_folder
 from spectr_jax.kernels.filters import FILTERS, FILTERS_BY_NAME
 from spectr_jax.kernels.thresholds import THRESHOLD_PASSES, THRESHOLDS
 from spectr_jax.methods import METHODS, Method, get_method

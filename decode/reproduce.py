@@ -17,7 +17,7 @@ from decode.experiment.prompt_sets import split_set
 from decode.papers import plots
 from decode.papers.exhibit import Exhibit, Request, Results, Sizes
 from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
-from spectr_jax.io.content import files_of
+from spectr_jax.io.load import files_of
 
 _SHIPPED = 'shipped'
 _ALL = 'all'

@@ -6,7 +6,7 @@ from etils import epath
 
 from decode.experiment.options import SHIPPED_PROMPTS, DecodeOptions
 from decode.experiment.prompt_sets import split_set
-from spectr_jax.io.content import files_of
+from spectr_jax.io.load import files_of
 from train.text_sources import Files
 
 

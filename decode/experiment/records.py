@@ -22,7 +22,7 @@ from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
 from spectr_jax import Continuation, StopStrings, finish_reason
 from spectr_jax.auto.prediction import Prediction
-from spectr_jax.io.content import hash_content
+from spectr_jax.io.load import hash_content
 from spectr_jax.io.tokenizer import TokenizerBase
 
 _PARTS = 'round', 'draft', 'target', 'verification', 'rest'  # of `seconds_per_round`

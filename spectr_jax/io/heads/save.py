@@ -30,27 +30,19 @@ from spectr_jax.models.one_pass_config import OnePassConfig
 _ACTIVATION_NAMES = {'gelu_tanh': 'gelu_pytorch_tanh'}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Arrays:
-  """Tensors in memory."""
+class _Shapes:
+  """Tensors of which only names and shapes are asked for."""
 
-  arrays: Mapping[str, np.ndarray]
+  def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
+    self._shapes = shapes
 
   def names(self) -> set[str]:
     """The names of all tensors."""
-    return set(self.arrays)
+    return set(self._shapes)
 
   def shape(self, name: str) -> tuple[int, ...]:
     """The shape of a tensor."""
-    return self.arrays[name].shape
-
-  def dtype(self, name: str) -> np.dtype:
-    """The type of a tensor."""
-    return self.arrays[name].dtype
-
-  def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor."""
-    return self.arrays[name][index]
+    return self._shapes[name]
 
 
 def _base_of(rope: Rope) -> float:
@@ -84,16 +76,11 @@ def _read_again(name: str, spec: dict[str, Any], layout: Layout, sizes: TargetSi
   """The configuration of a head as it will be read from its `config.json` and tensors of these shapes."""
   stored = names_and_shapes(layout).items()
   shapes = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in stored}
-  tensors = _Arrays({name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()})
-  return READERS[name](checked_spec(spec, f'the format of {name}'), tensors, sizes, None).config
+  return READERS[name](checked_spec(spec, f'the format of {name}'), _Shapes(shapes), sizes, None).config
 
 
 def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
   """The `config.json` of a head in EAGLE-3's format.
-
-  Args:
-    config: The head.
-    vocab_size: V, the target's.
 
   Raises:
     ValueError: The format cannot say what the head does.
@@ -125,10 +112,6 @@ def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
 
 def one_pass_spec(config: OnePassConfig, vocab_size: int) -> dict[str, Any]:
   """The `config.json` of DSpark or DFlash in the speculators format.
-
-  Args:
-    config: The network.
-    vocab_size: V, the target's.
 
   Raises:
     ValueError: The format cannot say what the network does.

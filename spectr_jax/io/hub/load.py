@@ -174,14 +174,7 @@ def _with_types(config: CausalLMConfig, dtype: str | None, weights: str | None) 
 
 
 def read_json(folder: epath.PathLike) -> dict[str, Any]:
-  """The content of a folder's `config.json`, whose fields `read_spec` checks.
-
-  Args:
-    folder: The folder.
-
-  Raises:
-    ValueError: The file is missing, damaged, or holds no object.
-  """
+  """The content of a folder's `config.json`, whose fields `read_spec` checks."""
   path = epath.Path(folder) / 'config.json'
   if not path.exists():
     raise ValueError(f'no model at {folder}: expected a folder with config.json')

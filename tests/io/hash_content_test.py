@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from spectr_jax.io import content
-from spectr_jax.io.content import files_of, hash_content
+from spectr_jax.io import load
+from spectr_jax.io.load import files_of, hash_content
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize('part', [2**26, 1000, 1])
 def test_every_byte_counts_whatever_its_part(folder, monkeypatch, part):
-  monkeypatch.setattr(content, '_PART', part)
+  monkeypatch.setattr(load, '_PART', part)
   before = hash_content(folder)
   assert len(before) == 16
   path = folder / 'model.safetensors'
