@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import train.needs  # noqa: F401  # isort: skip
-
 import functools
 import math
 
@@ -14,12 +12,12 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from common import command_line
+from common.text_files import Files
 from spectr_jax.io.model_files import load_transformer
 from spectr_jax.models.transformer import config_of
 from spectr_jax.sharding import DATA
 from train.input_pipeline import PackedText, encode_documents
 from train.step import Learner, Teacher, overlaps, token_losses
-from train.text_sources import Files
 
 
 @functools.partial(jax.jit, static_argnames=('measure', 'learner'))

@@ -6,8 +6,6 @@ The target writes the text (`train.head_data`), so nothing but the target is nee
 `train.main` do.
 """
 
-import train.needs  # noqa: F401  # isort: skip
-
 from absl import flags
 from etils import epath
 

@@ -18,15 +18,16 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
+from common.text_files import Files
 from spectr_jax.draft import Drafter
 from spectr_jax.io.checksums import content_hash
+from spectr_jax.io.foreign import Kind, real, whole
 from spectr_jax.io.heads.load import output_head_rows
 from spectr_jax.io.load import ModelFiles, open_model
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm
 from spectr_jax.sharding import DATA, is_primary, put, replicated
-from train.config_rules import Rule, at_least, check_fields, finite_at_least_0
 from train.draft_kind import DraftKind
 from train.draft_model import ModelKind
 from train.eagle3_head import Eagle3Kind
@@ -35,9 +36,8 @@ from train.head_step import HeadBatch, LossWeights, head_loss
 from train.medusa_head import MedusaKind
 from train.one_pass_head import OnePassKind
 from train.run import Run, make_config_mesh
-from train.run_record import HEAD_FIELDS
+from train.settings import check_fields
 from train.step import make_optimizer, make_update, new_state
-from train.text_sources import Files
 
 _MAX_OFFSET = 2**20
 _WIDTH = 64  # texts of a batch are padded to a multiple of this
@@ -50,29 +50,28 @@ _KINDS: dict[str, type[DraftKind]] = {
   'dflash': OnePassKind,
   'model': ModelKind,
 }
-_RULES: tuple[Rule, ...] = (
-  ('kind', f'one of {", ".join(_KINDS)}', lambda x: x in _KINDS),
-  *at_least(1, 'rows_per_shard', 'max_user_tokens', 'max_new_tokens'),
-  *at_least(2, 'num_shards'),
-  *finite_at_least_0('tv_weight', 'user_temperature'),
-  ('decay', 'above 0 and at most 1', lambda x: 0 < x <= 1),
-  ('temperatures', 'numbers of at least 0', lambda x: bool(x) and all(t >= 0 for t in x)),
-  *((name, 'float32 or bfloat16', lambda x: x in ('float32', 'bfloat16')) for name in ('dtype', 'data_dtype')),
-)
+_FLOATS = Kind('float32 or bfloat16', lambda x: x in ('float32', 'bfloat16'))
+_FIELDS = {
+  'kind': Kind(f'one of {", ".join(_KINDS)}', lambda x: x in _KINDS),
+  **dict.fromkeys(('rows_per_shard', 'max_user_tokens', 'max_new_tokens'), whole(1)),
+  'num_shards': whole(2),
+  **dict.fromkeys(('tv_weight', 'user_temperature'), real(0)),
+  'decay': Kind('above 0 and at most 1', lambda x: 0 < x <= 1),
+  'temperatures': Kind('numbers of at least 0', lambda x: bool(x) and all(t >= 0 for t in x)),
+  'dtype': _FLOATS,
+  'data_dtype': _FLOATS,
+}
 
 
 def check_config(config) -> type[DraftKind]:
   """The kind of the draft. All fields are checked as far as possible without the target.
 
-  Args:
-    config: The experiment, as `configs/head.py` describes.
-
   Raises:
     ValueError: A field is missing or has an invalid value.
   """
-  check_fields(config, _RULES)
+  check_fields(config, _FIELDS)
   kind = _KINDS[config.kind]
-  check_fields(config, kind.rules)
+  check_fields(config, kind.fields)
   return kind
 
 
@@ -84,10 +83,6 @@ def _loss_weights(config) -> LossWeights:
     'confidence': 'confidence_weight',
   }
   return LossWeights(config.decay, **{name: config[field] for name, field in fields.items() if field in config})
-
-
-def _user_files(config) -> Files:
-  return Files(tuple(filter(None, config.user_files.split(','))))
 
 
 def _target_hash(files: ModelFiles, target: Model, tokenizer: TokenizerBase) -> str:
@@ -166,7 +161,7 @@ class _Data:
     config = self.config
     if not config.user_files:
       return lambda number: None
-    texts, size = list(_user_files(config).documents()), config.rows_per_shard
+    texts, size = list(Files.of(config.user_files).documents()), config.rows_per_shard
     if len(texts) < 2 * size:
       raise ValueError(
         f'config.user_files has {len(texts)} messages, and two shards take {2 * size}; a blank line ends a message'
@@ -272,13 +267,14 @@ class HeadTraining(Run):
         raise ValueError(f'config.init_from: {error}') from error
     self.target_name, self.vocab_size = epath.Path(target_path).name, target.vocab_size
     self.data = _Data(config, workdir / 'data', self.draft.feature_layers)
+    texts = Files.of(config.user_files).describe() if config.user_files else {}
     content = {
       'the content of --target': _target_hash(files, target, self.tokenizer),
-      'the content of config.user_files': [*_user_files(config).describe().values()] if config.user_files else [],
+      'the content of config.user_files': [*texts.values()],
       'the content of config.init_from': '' if params is None else content_hash((params, self.target_ids)),
       _DATA: None,
     }
-    with self.opened(HEAD_FIELDS, 'train.head', content):
+    with self.opened('train.head', content):
       self._prepare(target, params, allow_fallback=allow_fallback)
 
   def _prepare(self, target: Model, params: dict[str, Any] | None, *, allow_fallback: bool) -> None:

@@ -4,8 +4,6 @@ With several processes each runs this command: those of a TPU pod find each othe
 `--coordinator_address`, `--num_processes` and `--process_id`.
 """
 
-import train.needs  # isort: skip
-
 from absl import flags
 from etils import epath
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import train.needs  # noqa: F401  # isort: skip
-
 import contextlib
 import json
 import os

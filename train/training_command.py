@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import train.needs  # noqa: F401  # isort: skip
-
 import shlex
 from collections.abc import Callable, Sequence
 

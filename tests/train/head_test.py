@@ -25,7 +25,8 @@ from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
 from train import head_data, head_step
-from train.eagle3_head import Eagle3Kind, feature_layers, unrolled_outputs
+from train.draft_kind import feature_layers
+from train.eagle3_head import Eagle3Kind, unrolled_outputs
 from train.head_training import HeadTraining
 from train.medusa_head import MedusaKind
 from train.one_pass_head import OnePassKind
@@ -523,7 +524,7 @@ def test_two_processes_train_like_one(target_folder, tmp_path, kind):
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'num_shards': 1}, 'config.num_shards must be at least 2, got 1'),
+    ({'num_shards': 1}, 'config.num_shards must be a whole number from 2 to .*, got 1'),
     ({'kind': 'hydra'}, 'config.kind must be one of eagle3, medusa, dspark, dflash, model, got hydra'),
     ({'vocab_size': 400}, 'config.vocab_size must be at most 310, got 400'),
     ({'temperatures': (-1.0,)}, 'config.temperatures must be numbers of at least 0'),

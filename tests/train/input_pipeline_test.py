@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from etils import epath
 
+from common.text_files import Files
 from tests.hostile import Tally, mutated_json_text, rngs
 from train.input_pipeline import PackedText, batch_at, batch_rows, encode_documents, load_packed
-from train.text_sources import Files, SplitByContent, is_held_out
+from train.text_sources import SplitByContent, is_held_out
 
 _ON_ONE_DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 

@@ -8,8 +8,10 @@ import ml_collections
 import pytest
 from etils import epath
 
+from common import text_files
+from common.text_files import Files
 from train import text_sources
-from train.text_sources import Files, Stdlib, is_held_out, make_source
+from train.text_sources import Stdlib, is_held_out, make_source
 
 
 def test_files_are_read_alike_however_compressed_and_split_at_blank_lines(tmp_path):
@@ -157,7 +159,7 @@ def test_ends_of_lines_do_not_matter(tmp_path):
       documents.append('\n'.join(lines))
       lines = []
   assert list(Files((str(path),)).documents()) == documents
-  assert text_sources.read_text(epath.Path(path)) == path.read_text()
+  assert text_files.read_text(epath.Path(path)) == path.read_text()
 
 
 @pytest.mark.slow

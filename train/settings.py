@@ -1,0 +1,179 @@
+"""Fields of experiments: the values that they may have, and those that a WORKDIR was begun with.
+
+`WORKDIR/run.json` records every field that determines the result, and the content of the files that fields name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from etils import epath
+
+from spectr_jax.io import foreign
+from spectr_jax.io.foreign import Kind, real, whole
+from spectr_jax.io.new_files import write_file
+from spectr_jax.sharding import is_primary
+
+# Of the optimizer, the logs and the checkpoints, which all experiments have.
+_KINDS_OF_RUNS = {
+  **dict.fromkeys(
+    ('batch_size', 'num_steps', 'log_every', 'eval_every', 'checkpoint_every', 'keep_checkpoints'), whole(1)
+  ),
+  **dict.fromkeys(('seed', 'warmup_steps'), whole(0, 2**63 - 1)),
+  **dict.fromkeys(('learning_rate', 'max_grad_norm'), real(above=0)),
+  'weight_decay': real(0),
+  'adam_b2': Kind('at least 0 and below 1', lambda x: 0 <= x < 1),
+}
+# Fields that may change while a run goes on: they change nothing or the order of sums, they name files, whose content
+# counts, or they are the number of steps, of which the record says where it changed.
+_FREE = {
+  'mesh', 'remat', 'log_every', 'checkpoint_every', 'keep_checkpoints', 'cache_dir', 'num_steps', 'source', 'files',
+  'held_out_percent', 'data_dir', 'tokenizer', 'distill_from', 'user_files', 'init_from',
+}  # fmt: skip
+_FORMAT = 'spectr_jax training run'
+_LIMIT = 2**20  # bytes
+_NUMBER = foreign.either(whole(-(2**63), 2**64), real())
+_VALUE = foreign.either(foreign.NOTHING, foreign.FLAG, foreign.TEXT, _NUMBER)
+_RECORD = {
+  'format': foreign.one_of(_FORMAT),
+  'trains': foreign.TEXT,
+  'settings': foreign.map_of(foreign.either(_VALUE, foreign.list_of(_VALUE))),
+  'num_steps': foreign.list_of(foreign.list_of(whole(), 2)),
+}
+
+
+def check_fields(config, kinds: Mapping[str, Kind]) -> None:
+  """Checks the fields that all experiments have, and those of `kinds`; a `ValueError` names the first wrong one."""
+  for name, kind in (_KINDS_OF_RUNS | dict(kinds)).items():
+    if name not in config:
+      raise ValueError(f'config.{name} is missing')
+    if not kind.is_valid(config[name]):
+      raise ValueError(f'config.{name} must be {kind.words}, got {config[name]}')
+  if config.warmup_steps >= config.num_steps:
+    raise ValueError(
+      f'config.warmup_steps must be below config.num_steps, got {config.warmup_steps} and {config.num_steps}'
+    )
+
+
+def _flat(config, prefix: str = '') -> Iterator[tuple[str, Any]]:
+  """All fields by dotted name, with the values that JSON has."""
+  for name, value in config.items():
+    if hasattr(value, 'items'):
+      yield from _flat(value, f'{prefix}{name}.')
+    else:
+      yield prefix + name, list(value) if isinstance(value, tuple) else value
+
+
+def determining_fields(config) -> dict[str, Any]:
+  """The fields that determine the result of an experiment, by name: all but those that are known to be free."""
+  free = _FREE.copy()
+  if not config.get('patience'):  # no evaluation decides which model is the best one
+    free |= {'eval_every', 'eval_batches'}
+  if not config.get('dropout'):  # what is dropped depends on the microbatch
+    free.add('num_microbatches')
+  return {name: value for name, value in _flat(config) if name not in free}
+
+
+class RunRecord:
+  """The settings of a run, and those that its WORKDIR was begun with.
+
+  Args:
+    workdir: The run's directory.
+    config: The experiment.
+    trains: The command that trains.
+    content: Hashes of what the files hold that determine the result, by words that name them; None for what is not
+      known yet.
+
+  Raises:
+    ValueError: There is a `run.json` that is no record.
+  """
+
+  def __init__(self, workdir: epath.Path, config, trains: str, content: Mapping[str, Any]):
+    self._path, self._trains, self._num_steps = workdir / 'run.json', trains, config.num_steps
+    self._content = dict(content)
+    self._fields = {f'config.{name}': value for name, value in determining_fields(config).items()}
+    self._before = self._read()
+
+  @property
+  def is_there(self) -> bool:
+    """Whether the WORKDIR has a record."""
+    return self._before is not None
+
+  def _read(self) -> dict[str, Any] | None:
+    if not (self._path.exists() or (not foreign.is_remote(self._path) and os.path.lexists(self._path))):
+      return None
+    try:
+      record = foreign.read_object(self._path, _RECORD, _LIMIT)
+      if any(record.get(name) is None for name in _RECORD):
+        raise ValueError(f'{self._path} is not the record of a training run')
+    except ValueError as error:
+      raise ValueError(f'{error}: move it away to train here') from error
+    return record
+
+  def check(self) -> None:
+    """Compares the settings with those that the WORKDIR was begun with, as far as both are known.
+
+    Raises:
+      ValueError: Some differ; the message names them with both values.
+    """
+    if self._before is None:
+      return
+    folder, was, now = self._path.parent, self._before['settings'], self._fields | self._content
+    if self._before['trains'] != self._trains:
+      raise ValueError(
+        f'{folder} was begun by {foreign.shown(self._before["trains"])}, not by {self._trains}: take another one'
+      )
+    unknown = {name for name in self._content if name in was and None in (was[name], now[name])}
+    wrong = [
+      f'{name if name in now else foreign.shown(name)} is {foreign.shown(now.get(name))} and was {foreign.shown(value)}'
+      for name, value in was.items()
+      if now.get(name) != value and name not in unknown
+    ]
+    if wrong:
+      more = f' and {len(wrong) - 8} more' if len(wrong) > 8 else ''
+      raise ValueError(
+        f'{folder} was begun with other settings: {"; ".join(wrong[:8])}{more}.'
+        f' Continue with those in {self._path}, or take another --workdir'
+      )
+
+  def know(self, name: str, value: Any) -> None:
+    """Sets content that was not known yet."""
+    self._content[name] = value
+
+  def forget(self) -> None:
+    """Begins a new record: nothing is left of the run that the old one is about."""
+    self._before = None
+
+  def write(self, step: int = 0) -> str:
+    """Writes the record of a run that continues from a step.
+
+    Returns:
+      What users should know of the difference to the old one, in one line; empty if there is none.
+
+    Raises:
+      ValueError: It cannot be written, or the run is beyond its number of steps.
+    """
+    if step > self._num_steps:
+      raise ValueError(f'{self._path.parent} is at step {step}, beyond config.num_steps {self._num_steps}')
+    settings, notes, history = self._fields | self._content, [], [[0, self._num_steps]]
+    if self._before is not None:
+      history = self._before['num_steps'] or history
+      before = history[-1][-1] if history[-1] else self._num_steps
+      if before != self._num_steps:
+        history = [part for part in history if part and part[0] < step] + [[step, self._num_steps]]
+        if step:
+          notes.append(
+            f'config.num_steps was {before} up to step {step} and is {self._num_steps} from here on, and so is the'
+            ' schedule of the learning rate'
+          )
+      if added := sorted(settings.keys() - self._before['settings'].keys()):
+        notes.append(f'{self._path} does not say what {", ".join(added)} was')
+    record = {'format': _FORMAT, 'trains': self._trains, 'settings': settings, 'num_steps': history}
+    foreign.check_object(record, _RECORD, str(self._path))
+    if record != self._before and is_primary():
+      write_file(self._path, (json.dumps(record, indent=2) + '\n').encode())
+    self._before = record
+    return '; '.join(notes)
