@@ -1,4 +1,4 @@
-"""Plain-text files, also packed ones, and the documents in them."""
+"""Plain-text files: named by paths or globs, read in parts, described by hashes."""
 
 from __future__ import annotations
 
@@ -101,11 +101,6 @@ class Files:
 
   patterns: tuple[str, ...]
   name: str = 'files'
-
-  @classmethod
-  def of(cls, text: str) -> Files:
-    """The files of paths or globs with commas between them."""
-    return cls(tuple(filter(None, text.split(','))))
 
   @functools.cached_property
   def paths(self) -> tuple[epath.Path, ...]:

@@ -254,7 +254,6 @@ class Checkpoints:
         if not older or not allow_fallback:
           how = 'with --allow_fallback' if jax.process_count() == 1 else 'once it is moved away'
           way = f'; {how}, training continues from step {older[0]}' if older else ''
-          self.close()
           raise ValueError(f'{error}{way}') from error
         print(f'{error}; continuing from step {older[0]}', file=sys.stderr)
         continue
@@ -289,15 +288,14 @@ class Checkpoints:
 
   def _move_aside(self, steps: list[int]) -> None:
     for step in steps:
+      path = self._folder / str(step)
       try:
         if os.path.islink(self._aside):
-          raise ValueError(f'{self._aside} is a symbolic link')
+          raise ValueError('it is a symbolic link')
         self._aside.mkdir(parents=True, exist_ok=True)
-        target = next(path for i in itertools.count() if not os.path.lexists(path := self._aside / f'{step}-{i}'))
-        (self._folder / str(step)).rename(target)
+        path.rename(next(new for i in itertools.count() if not os.path.lexists(new := self._aside / f'{step}-{i}')))
       except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise ValueError(f'cannot move {self._folder / str(step)} to {self._aside}: {reason}') from error
+        raise ValueError(f'cannot move {path} to {self._aside}: {getattr(error, "strerror", None) or error}') from error
 
   @contextlib.contextmanager
   def _writing(self) -> Iterator[None]:

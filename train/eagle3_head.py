@@ -51,7 +51,7 @@ def _attend(query, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, sc
 def unrolled_outputs(
   params: Any, config: HeadConfig, embedded: jax.Array, features: jax.Array, num_steps: int
 ) -> list[jax.Array]:
-  """Inputs of the output head of guesses that are 1, 2, ... tokens ahead of the target (EAGLE-3, training-time test).
+  """Inputs of the output head for guesses that are 1, 2, ... tokens ahead of the target (EAGLE-3, training-time test).
 
   Args:
     params: The head's parameters.

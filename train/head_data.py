@@ -41,25 +41,6 @@ _MAX_TOKENS = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-  """Number and lengths of the conversations of a shard.
-
-  Attributes:
-    num_rows: Conversations.
-    max_user_tokens: The longest message of the user; longer ones are cut.
-    max_new_tokens: The longest answer; longer ones are cut.
-    user_temperature: Temperature of the messages.
-    temperatures: Temperatures of the answers, row by row in turn.
-  """
-
-  num_rows: int
-  max_user_tokens: int
-  max_new_tokens: int
-  user_temperature: float
-  temperatures: tuple[float, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Shard:
   """Conversations with the target's hidden states.
 
@@ -201,61 +182,61 @@ def _decode(model: Model, prompts, lengths, key, eos_ids, max_new_tokens, layers
   return decode_rounds(decoder, init_decode(decoder, key, prompts, lengths, sampling=SamplingParams(temperature)))
 
 
-def _written_messages(model: Model, frame, sizes: Sizes, key: jax.Array) -> list[list[int]]:
+def _written_messages(model: Model, frame, config, key: jax.Array) -> list[list[int]]:
   """Messages of the user that the target writes."""
   before, after = frame
-  opened = np.tile(np.array(before, np.int32), (sizes.num_rows, 1))
+  opened = np.tile(np.array(before, np.int32), (config.rows_per_shard, 1))
   state = _decode(
-    model, opened, np.full(sizes.num_rows, len(before)), key, [after[0]], sizes.max_user_tokens, (),
-    sizes.user_temperature,
+    model, opened, np.full(config.rows_per_shard, len(before)), key, [after[0]], config.max_user_tokens, (),
+    config.user_temperature,
   )  # fmt: skip
   written, counts = np.asarray(state.result.tokens), np.asarray(state.result.lengths)
   return [row[: count - (row[count - 1] == after[0])].tolist() for row, count in zip(written, counts)]
 
 
-def _given_messages(tokenizer: TokenizerBase, frame, sizes: Sizes, texts: Sequence[str]) -> list[list[int]]:
+def _given_messages(tokenizer: TokenizerBase, frame, config, texts: Sequence[str]) -> list[list[int]]:
   """Texts as messages of the user, cut to the longest one."""
   before, after = map(len, frame)
   rendered = (tokenizer.encode_chat([{'role': 'user', 'content': text}]) for text in texts)
-  return [ids[before : len(ids) - after][: sizes.max_user_tokens] for ids in rendered]
+  return [ids[before : len(ids) - after][: config.max_user_tokens] for ids in rendered]
 
 
 def generate_shard(
   model: Model,
   tokenizer: TokenizerBase,
-  sizes: Sizes,
+  config,
   layers: Sequence[int],
   key: jax.Array,
   texts: Sequence[str] | None = None,
 ) -> Shard:
-  """Generates a shard.
+  """Generates a shard of conversations.
 
   Args:
     model: The target.
     tokenizer: The target's tokenizer, with a chat template.
-    sizes: What the shard holds.
+    config: The experiment, as `configs/head.py` describes.
     layers: Layers whose hidden states are kept, numbered as in `Model.features_fn`.
     key: A typed key.
     texts: The messages of the user, one for each row; None for messages that the target writes.
   """
   before, after = frame = chat_frame(tokenizer)
-  num_rows = sizes.num_rows
+  num_rows = config.rows_per_shard
   user_key, answer_key = jax.random.split(key)
   if texts is None:
-    messages = _written_messages(model, frame, sizes, user_key)
+    messages = _written_messages(model, frame, config, user_key)
   else:
-    messages = _given_messages(tokenizer, frame, sizes, texts)
-  width = len(before) + sizes.max_user_tokens + len(after)
+    messages = _given_messages(tokenizer, frame, config, texts)
+  width = len(before) + config.max_user_tokens + len(after)
   prompts, lengths = np.zeros((num_rows, width), np.int32), np.zeros(num_rows, np.int32)
   for row, message in enumerate(messages):
     prompt = [*before, *message, *after]
     prompts[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-  temperatures = np.resize(np.array(sizes.temperatures, np.float32), num_rows)
+  temperatures = np.resize(np.array(config.temperatures, np.float32), num_rows)
   state = _decode(
-    model, prompts, lengths, answer_key, tokenizer.eos_ids, sizes.max_new_tokens, tuple(layers), temperatures,
+    model, prompts, lengths, answer_key, tokenizer.eos_ids, config.max_new_tokens, tuple(layers), temperatures,
   )  # fmt: skip
   answers, counts = np.asarray(state.result.tokens), np.asarray(state.result.lengths)
-  tokens = np.zeros((num_rows, width + sizes.max_new_tokens), np.int32)
+  tokens = np.zeros((num_rows, width + config.max_new_tokens), np.int32)
   tokens[:, :width] = prompts
   for row, count in enumerate(counts):
     tokens[row, lengths[row] : lengths[row] + count] = answers[row, :count]

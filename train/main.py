@@ -27,13 +27,9 @@ def run():
 
 
 def next_flags(folder: epath.Path, config) -> list[str]:
-  """Flags with which `decode.main` takes what was trained: as a draft beside its teacher, else as a target alone.
+  """Flags with which `decode.main` takes a trained model: as a draft beside its teacher, else as a target alone.
 
   The prompt is short, and so is the text, since the context may be.
-
-  Args:
-    folder: The trained model.
-    config: The experiment.
   """
   room = ['--prompt=A', *([] if config.seq_len >= 80 else [f'--max_new_tokens={max(config.seq_len // 2, 1)}'])]
   if config.distill_from:

@@ -19,7 +19,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from common.command_line import parse_sizes
-from spectr_jax.io.foreign import is_remote
 from spectr_jax.io.new_files import NewFile, only_writer
 from spectr_jax.sharding import DATA, is_primary, make_mesh
 from train.checkpoint import Checkpoints, is_finite, steps_in
@@ -113,8 +112,8 @@ class Run(abc.ABC):
 
   has_data = False
 
-  def __init__(self, config, workdir: epath.Path):
-    self.config, self.workdir = config, workdir
+  def __init__(self, config, workdir: epath.Path, *, allow_fallback: bool):
+    self.config, self.workdir, self._allow_fallback = config, workdir, allow_fallback
     self._lock = contextlib.ExitStack()
 
   @contextlib.contextmanager
@@ -129,7 +128,10 @@ class Run(abc.ABC):
       ValueError: Another run writes to the WORKDIR, it was begun with other settings, or something stands in it that
         the run would have to replace and must not.
     """
-    self._make_workdir()
+    try:
+      self.workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+      raise ValueError(f'cannot write to {self.workdir}: {error.strerror or error}') from error
     checkpoints = self.workdir / 'checkpoints'
     try:
       if is_primary():
@@ -137,28 +139,18 @@ class Run(abc.ABC):
         if checkpoints.is_dir():
           NewFile(checkpoints / 'checkpoint').discard()  # it can be written: said now and not after hours
       steps, has_result = steps_in(checkpoints), self.check_result()
-      is_started = bool(steps) or self.has_data
       self.record = RunRecord(self.workdir, self.config, trains, content)
       if (steps or has_result) and not self.record.is_there:
         what, it = ('checkpoints', 'them') if steps else ('a result', 'it')
         raise ValueError(f'{self.workdir} has {what}, and no training wrote {it} there: take another --workdir')
       MetricWriter.check(self.workdir, is_ours=self.record.is_there)
-      if not (is_started or has_result):
+      if not (steps or has_result or self.has_data):
         self.record.forget()
       self.record.check()
       yield
     except BaseException:
       self._lock.close()
       raise
-
-  def _make_workdir(self) -> None:
-    try:
-      self.workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-      raise ValueError(f'cannot write to {self.workdir}: {error.strerror or error}') from error
-    aside = self.workdir / 'damaged_checkpoints'
-    if not is_remote(aside) and os.path.lexists(aside) and (os.path.islink(aside) or not os.path.isdir(aside)):
-      raise ValueError(f'{aside} is not a folder: move it to another place')
 
   @property
   @abc.abstractmethod
@@ -169,16 +161,13 @@ class Run(abc.ABC):
   def check_result(self) -> bool:
     """Whether WORKDIR has the result of a run already; a `ValueError` if what is trained could not be written."""
 
-  def begin(
-    self, make_state: Callable[[], Any], sharding: Any, *, init: Callable[[], Any] | None = None, allow_fallback: bool
-  ) -> None:
-    """Takes the state of the newest checkpoint, or makes one.
+  def begin(self, make_state: Callable[[], Any], sharding: Any, init: Callable[[], Any] | None = None) -> None:
+    """Takes the state of the newest checkpoint, or makes one with shardings, a tree of the same structure.
 
     Args:
       make_state: Makes the state of a new run.
-      sharding: A tree of shardings of the same structure.
-      init: Makes it with these shardings; None to compile `make_state`.
-      allow_fallback: Whether to continue from an older checkpoint if the newest is damaged.
+      sharding: The shardings.
+      init: Makes the state with them; None to compile `make_state`.
 
     Raises:
       ValueError: The newest checkpoint is damaged or of another configuration, or a file cannot be written.
@@ -187,7 +176,7 @@ class Run(abc.ABC):
     try:
       shapes = jax.eval_shape(make_state)
       like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, sharding)
-      state = self.checkpoints.restore(like, allow_fallback=allow_fallback)
+      state = self.checkpoints.restore(like, allow_fallback=self._allow_fallback)
       step = 0 if state is None else int(state['step'])
       self.record.check()
       _note(self.record.write(step))
@@ -237,11 +226,6 @@ class Run(abc.ABC):
 
     yield show
 
-  def _check_losses(self, first_step: int, losses: list[float]) -> None:
-    for step, loss in enumerate(losses, start=first_step):
-      if not math.isfinite(loss):
-        raise ValueError(f'loss is {loss} at step {step}: stopped; {self._what_is_saved()}')
-
   def _what_is_saved(self) -> str:
     last, unchecked = self.checkpoints.last_step, self.checkpoints.unchecked
     saved = 'nothing was saved' if last is None else f'the last checkpoint, of step {last}, is from before'
@@ -286,7 +270,9 @@ class Run(abc.ABC):
         if not (save_now or eval_now or self.step % config.log_every == 0):
           continue
         losses = [float(loss) for loss in losses]
-        self._check_losses(self.step - len(losses) + 1, losses)
+        for step, loss in enumerate(losses, start=self.step - len(losses) + 1):
+          if not math.isfinite(loss):
+            raise ValueError(f'loss is {loss} at step {step}: stopped; {self._what_is_saved()}')
         # The loss belongs to the parameters before the step. It can be finite although the step's result is not.
         if (save_now or eval_now) and not is_finite(self.state):
           raise ValueError(f'parameters are not finite after step {self.step}: stopped; {self._what_is_saved()}')

@@ -95,13 +95,18 @@ class SplitByContent:
     return self.collection.describe() | {'held_out': f'{self.held_out_percent:g}% of documents, by content'}
 
 
+def files_of(text: str) -> Files:
+  """The files of paths or globs with commas between them."""
+  return Files(tuple(filter(None, text.split(','))))
+
+
 def make_source(config) -> TextSource:
   """The source that `config.source` names; a `ValueError` if there is none of that name."""
   match config.source:
     case 'lm1b':
       return Lm1b(config.data_dir)
     case 'files':
-      collection = Files.of(config.files)
+      collection = files_of(config.files)
     case 'stdlib':
       collection = Stdlib()
     case _:

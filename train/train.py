@@ -95,7 +95,7 @@ class _Training(Run):
   """A run that trains a transformer on text."""
 
   def __init__(self, config, workdir: epath.Path, *, allow_fallback: bool):
-    super().__init__(config, workdir)
+    super().__init__(config, workdir, allow_fallback=allow_fallback)
     self.model_config = check_config(config)
     self.tokenizer = Tokenizer.load(config.tokenizer)
     if self.tokenizer.vocab_size != config.vocab_size:
@@ -112,9 +112,9 @@ class _Training(Run):
       'the content of config.distill_from': content_hash(teacher.params) if teacher else '',
     }
     with self.opened('train.main', content):
-      self._prepare(source, origin, teacher, allow_fallback=allow_fallback)
+      self._prepare(source, origin, teacher)
 
-  def _prepare(self, source: TextSource, origin: dict[str, str], teacher: Model | None, *, allow_fallback: bool):
+  def _prepare(self, source: TextSource, origin: dict[str, str], teacher: Model | None):
     config, self.origin = self.config, origin
     optimizer = make_optimizer(config)
     make_state = functools.partial(init_state, config.seed, optimizer, self.model_config)
@@ -126,7 +126,7 @@ class _Training(Run):
     self.teacher = None if teacher is None else make_teacher(config, teacher, self.mesh)
     self.learner = Learner(self.model_config, self.tokenizer.bos_id, self.mesh, config.remat, config.dropout)
     self.train_step = make_train_step(optimizer, self.learner, seed=config.seed)
-    self.begin(make_state, self.sharding, allow_fallback=allow_fallback)
+    self.begin(make_state, self.sharding)
     # The host keeps its own copies, so that no step waits for the one before it.
     self.best_loss, self.best_step = float(self.state['best_loss']), int(self.state['best_step'])
     if is_primary():
@@ -141,9 +141,8 @@ class _Training(Run):
     return self.workdir / 'model'
 
   def check_result(self) -> bool:
-    path = self.result
-    check_new_folder(path, ('model.json', 'tokenizer.json', 'params'), owned=files_of_model)
-    return (path / 'model.json').exists()
+    check_new_folder(self.result, ('model.json', 'tokenizer.json', 'params'), owned=files_of_model)
+    return (self.result / 'model.json').exists()
 
   @property
   def is_over(self) -> bool:
@@ -201,12 +200,11 @@ class _Training(Run):
     if is_primary():
       model = transformer_model(params, self.model_config)
       info = {'text': self.origin, 'steps': step, 'held_out': held_out}
-      path = self.result
       try:
-        save_model(path, model, self.tokenizer, info=info, overwrite=True)
+        save_model(self.result, model, self.tokenizer, info=info, overwrite=True)
       except Exception as error:  # storage may raise any type
         raise ValueError(
-          f'cannot write {path} ({reason_of(error)}); what was there and the checkpoints are kept'
+          f'cannot write {self.result} ({reason_of(error)}); what was there and the checkpoints are kept'
         ) from error
     multihost_utils.sync_global_devices('the model is written')
 
@@ -242,7 +240,7 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
     allow_fallback: Whether to continue from an older checkpoint if the newest is damaged.
 
   Returns:
-    The step at the end and the final held-out metrics.
+    The step at the end, the final held-out metrics and the folder of the model.
 
   Raises:
     ValueError: The configuration, its files or a checkpoint is unusable, or the loss is not finite.

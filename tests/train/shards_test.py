@@ -1,5 +1,6 @@
 """Files of conversations that are damaged, hostile or of others."""
 
+import functools
 import io
 import os
 import random
@@ -62,6 +63,19 @@ def test_a_shard_is_read_as_it_was_written(path):
   other = path.parent / 'other.npz'
   make_shard(1).save(other)
   assert shard_checksums(path) != shard_checksums(other)
+
+
+def test_damage_is_named(path):
+  whole = path.read_bytes()
+  for content in (whole[:-100], b'', b'no archive' * 100):
+    path.write_bytes(content)
+    for read in (Shard.load, functools.partial(check_shard, vocab_size=VOCAB_SIZE), shard_checksums):
+      with pytest.raises(ValueError, match='shard.npz is damaged: '):
+        read(path)
+  middle = whole.index(make_shard().features.tobytes()) + 100
+  path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+  with pytest.raises(ValueError, match='shard.npz is damaged: features.npy has another checksum'):
+    check_shard(path, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,13 @@ def test_globs_are_sorted_and_patterns_keep_their_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('name', 'content'), [('a.txt', b'\xff\xfe\xfa'), ('a.gz', b'not gzip'), ('a.bz2', b'not bzip2')]
+  ('name', 'content'),
+  [
+    ('a.txt', b'\xff\xfe\xfa'),
+    ('a.gz', b'not gzip'),
+    ('a.gz', gzip.compress(b'some text ' * 100, mtime=0)[:-12]),
+    ('a.bz2', b'not bzip2'),
+  ],
 )
 def test_what_cannot_be_decoded_is_named(tmp_path, name, content):
   path = tmp_path / name
@@ -45,17 +51,13 @@ def test_what_cannot_be_decoded_is_named(tmp_path, name, content):
     list(Files((str(path),)).documents())
 
 
-def test_a_truncated_archive_is_named(tmp_path):
-  path = tmp_path / 'a.gz'
-  path.write_bytes(gzip.compress(b'some text ' * 100)[:-12])
-  with pytest.raises(ValueError, match=r'cannot read .*a\.gz'):
-    list(Files((str(path),)).documents())
-
-
-@pytest.mark.parametrize('pattern', ['nothing.txt', 'no*.txt', 'missing/*.txt', '*/nothing.txt'])
-def test_missing_files_are_named(tmp_path, pattern):
-  with pytest.raises(ValueError, match='no file matches'):
-    list(Files((str(tmp_path / pattern),)).documents())
+def test_what_names_no_file_is_named(tmp_path):
+  for pattern in ('nothing.txt', 'no*.txt', 'missing/*.txt', '*/nothing.txt'):
+    with pytest.raises(ValueError, match='no file matches'):
+      list(Files((str(tmp_path / pattern),)).documents())
+  for pattern in ('foo://x/*.txt', 'a' * 5000, 'a\0b'):
+    with pytest.raises(ValueError, match="(cannot look for|no file matches) '[fa]"):
+      list(Files((pattern,)).documents())
 
 
 def test_no_files_and_unknown_sources_are_refused():
@@ -106,16 +108,14 @@ def test_the_split_depends_on_content_alone(documents):
 
 
 @pytest.mark.parametrize('name', ['a.txt', 'a.gz', 'a.bz2'])
-@pytest.mark.parametrize('kind', ['pipe', 'device'])
-def test_only_regular_files_are_read(tmp_path, name, kind):
-  path = tmp_path / name
-  if kind == 'pipe':
-    os.mkfifo(path)
-  else:
-    path.symlink_to('/dev/zero')
-  for read in (lambda: list(Files((str(path),)).documents()), Files((str(path),)).describe):
-    with hostile.time_limit(5), pytest.raises(ValueError, match=f'{path} is not a regular file'):
-      read()
+def test_only_regular_files_are_read(tmp_path, name):
+  for put in (os.mkfifo, lambda path: path.symlink_to('/dev/zero')):
+    path = tmp_path / name
+    put(path)
+    for read in (lambda path: list(Files((str(path),)).documents()), lambda path: Files((str(path),)).describe()):
+      with hostile.time_limit(5), pytest.raises(ValueError, match=f'{path} is not a regular file'):
+        read(path)
+    path.unlink()
 
 
 @pytest.mark.parametrize('module', [gzip, bz2])
@@ -138,12 +138,6 @@ def test_lines_are_bounded(tmp_path):
   with hostile.time_limit(), pytest.raises(ValueError, match='line 3 has more than 134,217,728 bytes'):
     next(documents)
   assert hostile.peak_memory() - start < hostile.MEMORY
-
-
-@pytest.mark.parametrize('pattern', ['foo://x/*.txt', 'a' * 5000, 'a\0b'])
-def test_what_cannot_be_a_path_is_named(pattern):
-  with pytest.raises(ValueError, match="(cannot look for|no file matches) '[fa]"):
-    list(Files((pattern,)).documents())
 
 
 def test_ends_of_lines_do_not_matter(tmp_path):
