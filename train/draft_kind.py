@@ -66,7 +66,7 @@ class DraftKind(abc.ABC):
     """
 
   def frozen_params(self, target: Model) -> dict[str, Any]:
-    """What it reads of the target beside the rows of the output head: nothing by itself."""
+    """The parts of the target that it reads beside the rows of the output head: none by itself."""
     del target
     return {}
 
@@ -86,7 +86,7 @@ class DraftKind(abc.ABC):
     """The draft as a drafter for a target of V tokens, of which it guesses the Vd `target_ids`, or all if None."""
 
   def check_folder(self, path: epath.Path) -> bool:
-    """Whether a folder, which need not exist, holds a draft that `save` has written.
+    """True if a folder, which need not exist, holds a draft that `save` has written.
 
     Raises:
       ValueError: `save` could not write there, or would replace what it has not written.

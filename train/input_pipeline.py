@@ -175,7 +175,7 @@ def batch_at(
   """The batch of a step, int32 `[A, batch_size / A, seq_len + 1]`. Every process reads its own rows only.
 
   Args:
-    text: Packed text with at least one row; a `ValueError` otherwise.
+    text: Packed text with at least one row.
     step: The step, from 0.
     batch_size: Rows in a batch.
     seq_len: Tokens in a row.
@@ -183,7 +183,6 @@ def batch_at(
     num_microbatches: A, number of parts over which gradients are accumulated. It divides `batch_size`.
     sharding: Sharding of the result.
   """
-  text.check(seq_len, 'training')
   rows = batch_rows(text.num_rows(seq_len), step, batch_size=batch_size, seed=seed).reshape(num_microbatches, -1)
   return jax.make_array_from_callback(
     (*rows.shape, seq_len + 1), sharding, lambda index: text.rows(rows[index[:2]], seq_len)

@@ -201,7 +201,7 @@ class OnePassKind(FeatureHead):
     return [Guesses(tuple(products), jnp.where(ahead < 0, -1, ahead % depth), by_entry(confidence))]
 
   def _read_before(self, params: Mapping[str, Any], before: jax.Array, outputs: jax.Array) -> jax.Array:
-    """What the bias of every slot is a product of, `[B, A, W, rank]`, given the tokens of the text before each slot."""
+    """The factor of every slot's bias, `[B, A, W, rank]`, given the tokens of the text before each slot."""
     assert self.config.markov is not None
     if self.config.markov.kind != 'rnn':
       return one_pass.read_before(params, self.config, before, outputs, None)[0]

@@ -159,7 +159,7 @@ class Run(abc.ABC):
 
   @abc.abstractmethod
   def check_result(self) -> bool:
-    """Whether WORKDIR has the result of a run already; a `ValueError` if what is trained could not be written."""
+    """True if WORKDIR has the result of a run already; a `ValueError` if what is trained could not be written."""
 
   def begin(self, make_state: Callable[[], Any], sharding: Any, init: Callable[[], Any] | None = None) -> None:
     """Takes the state of the newest checkpoint, or makes one with shardings, a tree of the same structure.
@@ -217,7 +217,7 @@ class Run(abc.ABC):
 
   @contextlib.contextmanager
   def showing(self) -> Iterator[Show]:
-    """What shows the run to the user while it goes on: here a line per step that is logged."""
+    """A function that shows the run to the user while it goes on: here a line per step that is logged."""
 
     def show(metrics, held_out):
       metrics |= {f'held_out_{name}': value for name, value in (held_out or {}).items()}

@@ -99,7 +99,7 @@ class RunRecord:
 
   @property
   def is_there(self) -> bool:
-    """Whether the WORKDIR has a record."""
+    """True if the WORKDIR has a record."""
     return self._before is not None
 
   def _read(self) -> dict[str, Any] | None:

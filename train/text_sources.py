@@ -70,7 +70,7 @@ class Stdlib:
 
 
 def is_held_out(document: str, percent: float) -> bool:
-  """Whether a document is among the held-out share of `percent`, which the hash of its content decides."""
+  """True if a document is among the held-out share of `percent`, which the hash of its content decides."""
   digest = hashlib.sha256(document.encode()).digest()
   return int.from_bytes(digest[:4], 'big') < percent / 100 * 2**32
 

@@ -1,4 +1,4 @@
-"""What `train.main` and `train.head` share: their flags, joining other processes, and how a run ends."""
+"""The common part of `train.main` and `train.head`: flags, joining other processes, and the end of a run."""
 
 from __future__ import annotations
 

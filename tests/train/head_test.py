@@ -6,7 +6,6 @@ import json
 import shutil
 
 import commands
-import hub_specs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +23,7 @@ from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
+from tests.train.train_test import lines_of
 from train import head_data, head_step
 from train.draft_kind import feature_layers
 from train.eagle3_head import head_config, unrolled_outputs
@@ -50,19 +50,6 @@ def _config(kind='eagle3', **changes):
     config.num_layers = 3
   config.update(changes)
   return config
-
-
-@pytest.fixture(scope='session')
-def target_folder(tmp_path_factory):
-  spec = hub_specs.SPECS['llama'] | {
-    'vocab_size': 310, 'num_hidden_layers': 6, 'max_position_embeddings': 128, 'tie_word_embeddings': True,
-    'eos_token_id': tiny_hub.SPECIAL['<|im_end|>'],
-  }  # fmt: skip
-  folder = tiny_hub.write(tmp_path_factory.mktemp('target') / 'hub', config=spec, chat_template=tiny_hub.CHAT)
-  safetensors.numpy.save_file(
-    {name: 0.5 * x for name, x in tiny_hub.tensors_of(spec).items()}, folder / 'model.safetensors'
-  )
-  return folder
 
 
 @pytest.fixture(scope='session')
@@ -310,8 +297,7 @@ def _params_of(drafter):
 @pytest.mark.slow
 def test_a_run_learns_and_logs(trained, target):
   training, outcome, workdir = trained
-  lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
-  held_out = [line for line in lines if 'held_out_loss' in line]
+  held_out = [line for line in lines_of(workdir) if 'held_out_loss' in line]
   assert [line['step'] for line in held_out] == [6, 12]
   assert held_out[1]['held_out_loss'] < held_out[0]['held_out_loss']
   assert outcome.step == 12
@@ -473,11 +459,7 @@ def test_two_processes_train_like_one(target_folder, tmp_path, kind):
     for field in dataclasses.fields(one):
       np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name))
 
-  def logged(workdir):
-    lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
-    return [{name: x for name, x in line.items() if name != 'seconds_per_step'} for line in lines]
-
-  for one, other in zip(logged(alone), logged(together), strict=True):
+  for one, other in zip(lines_of(alone), lines_of(together), strict=True):
     assert one.keys() == other.keys()
     for name, value in one.items():
       is_share = 'greedy' in name  # of equal likeliest tokens, which near ties change

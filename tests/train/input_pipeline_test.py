@@ -179,6 +179,4 @@ def test_a_batch_is_cut_into_microbatches():
   rows = batch_rows(11, 1, batch_size=4, seed=3)
   np.testing.assert_array_equal(batch, text.rows(rows, 5).reshape(2, 2, 6))
   with pytest.raises(ValueError, match='training text of 5 tokens is shorter than one row of 5'):
-    batch_at(
-      PackedText(text.tokens[:5], 0), 0, batch_size=1, seq_len=5, seed=0, num_microbatches=1, sharding=_ON_ONE_DEVICE
-    )
+    PackedText(text.tokens[:5], 0).check(5, 'training')

@@ -22,18 +22,6 @@ from train import plan, step
 from train.run import make_config_mesh
 from train.train import check_config
 
-
-def settings(corpus, tokenizer_path, **fields):
-  """Arguments of `train.main`: 12 steps of a network whose dimensions 8 devices can divide."""
-  values = {
-    'source': 'files', 'files': corpus, 'held_out_percent': 10.0, 'tokenizer': tokenizer_path, 'vocab_size': 304,
-    'seq_len': 24, 'batch_size': 8, 'num_steps': 12, 'warmup_steps': 2, 'learning_rate': 1e-2, 'log_every': 1,
-    'eval_every': 6, 'eval_batches': 2, 'checkpoint_every': 3, 'keep_checkpoints': 2, 'model.embed_dim': 32,
-    'model.num_layers': 1, 'model.num_heads': 4, 'model.mlp_dim': 64,
-  } | fields  # fmt: skip
-  return ['--config=configs/base.py', *(f'--config.{name}={value}' for name, value in values.items())]
-
-
 start = functools.partial(commands.start, 'train.main')
 succeed = functools.partial(commands.succeed, 'train.main')
 start_two = functools.partial(commands.start_two, 'train.main', num_devices=2)
@@ -55,10 +43,12 @@ def assert_near(workdir, other):
 
 
 @pytest.fixture(scope='module')
-def base(tmp_path_factory, documents, corpus):
+def base(tmp_path_factory, documents, make_flags):
+  """Arguments of `train.main`: 12 steps of a network whose dimensions 8 devices can divide."""
   path = tmp_path_factory.mktemp('wide') / 'tokenizer.json'
   Tokenizer.train(documents, 304).save(path)
-  return functools.partial(settings, corpus, path)
+  sizes = {'model.embed_dim': 32, 'model.num_heads': 4, 'model.mlp_dim': 64}
+  return functools.partial(make_flags, tokenizer=path, vocab_size=304, batch_size=8, log_every=1, **sizes)
 
 
 @pytest.fixture(scope='module')
