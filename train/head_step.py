@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.models.products import matmul
-from train.blocks import sum_over_blocks
+from train.block_sums import sum_over_blocks
 
 _MAX_LOGITS = 2**25  # numbers that an array of logits may have
 

@@ -34,7 +34,7 @@ from train.head_step import HeadBatch, LossWeights, head_loss
 from train.medusa_head import MedusaKind
 from train.one_pass_head import OnePassKind
 from train.run import Run, make_config_mesh
-from train.settings import check_fields
+from train.run_record import check_fields
 from train.step import make_optimizer, make_update, new_state
 from train.text_sources import files_of
 

@@ -22,8 +22,8 @@ from common.command_line import parse_sizes
 from spectr_jax.io.new_files import NewFile, only_writer
 from spectr_jax.sharding import DATA, is_primary, make_mesh
 from train.checkpoint import Checkpoints, is_finite, steps_in
-from train.metrics import MetricWriter
-from train.settings import RunRecord
+from train.metric_writer import MetricWriter
+from train.run_record import RunRecord
 
 # Shows the metrics of a step, and the held-out ones where the step was evaluated.
 Show: TypeAlias = Callable[[dict[str, float], dict[str, float] | None], None]

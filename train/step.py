@@ -17,7 +17,7 @@ from spectr_jax.kernels.packed_attention import arrange_packed, attend_packed
 from spectr_jax.models.layers import unembed
 from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params
 from spectr_jax.sharding import DATA, divide_rows, replicated, shardings, shards_in_program
-from train.blocks import sum_over_blocks
+from train.block_sums import sum_over_blocks
 
 _BLOCK_LOGITS = 2**25  # numbers of the logits that exist at a time on a device
 _PLAIN_LOGITS = 64.0  # exponentials of smaller ones can be added up as they are, in float32 over a billion tokens

@@ -28,7 +28,7 @@ from train.checkpoint import reason_of
 from train.evaluate import evaluate
 from train.input_pipeline import batch_at, load_packed
 from train.run import Outcome, Run, Show, make_config_mesh
-from train.settings import check_fields
+from train.run_record import check_fields
 from train.step import Learner, Teacher, batch_sharding, init_state, make_optimizer, make_train_step
 from train.text_sources import TextSource, make_source
 

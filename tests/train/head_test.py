@@ -28,7 +28,7 @@ from train import head_data, head_step
 from train.draft_kind import feature_layers
 from train.eagle3_head import head_config, unrolled_outputs
 from train.head_training import HeadTraining, check_config
-from train.settings import determining_fields
+from train.run_record import determining_fields
 
 _LAYERS = (2, 3, 3, -1)
 

@@ -14,7 +14,7 @@ from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.transformer import Transformer, TransformerConfig, config_of, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
 from train import step
-from train.blocks import sum_over_blocks
+from train.block_sums import sum_over_blocks
 from train.evaluate import evaluate
 from train.input_pipeline import PackedText, encode_documents
 from train.step import Learner, Teacher, init_state, make_optimizer, make_train_step, packed_logits

@@ -16,8 +16,8 @@ from spectr_jax import load_model
 from spectr_jax.io.new_files import only_writer
 from spectr_jax.io.tokenizer import Tokenizer
 from tests.hostile import NUM_MUTATIONS, Tally, mutated_json, rngs
-from train.metrics import MetricWriter
-from train.settings import RunRecord, determining_fields
+from train.metric_writer import MetricWriter
+from train.run_record import RunRecord, determining_fields
 from train.train import train
 
 
