@@ -12,8 +12,6 @@ takes `--collective_us` and the time of its bytes.
 
 from __future__ import annotations
 
-import train.needs  # noqa: F401  # isort: skip
-
 import dataclasses
 import json
 import time

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from etils import epath
 
+from common.text_files import Files
 from decode.experiment.options import SHIPPED_PROMPTS, DecodeOptions
 from decode.experiment.prompt_sets import split_set
 from spectr_jax.io.load import files_of
-from train.text_sources import Files
 
 
 def inputs_of(options: DecodeOptions) -> dict[str, list[epath.Path]]:

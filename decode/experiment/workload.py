@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import spectr_jax
+from common.text_files import Files
 from decode.experiment.options import ROOT, DecodeOptions
 from decode.experiment.prompts import Prompt, encode_prompts, take_first, without_long
 from decode.experiment.settings import Setting
@@ -30,7 +31,6 @@ from spectr_jax.io.heads.load import HeadFiles, open_head
 from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
 from spectr_jax.kernels import native
 from spectr_jax.kernels.int8 import is_int8
-from train.text_sources import Files
 
 # Of the corpus that lookup searches.
 _MOST_DOCUMENTS, _MOST_CHARACTERS = 2**22, 2**30

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import train.needs  # noqa: F401  # isort: skip
-
 import contextlib
 import json
 import os
@@ -56,12 +54,8 @@ def _lines(path: epath.Path) -> Iterator[tuple[bytes, int, bool]]:
 class MetricWriter:
   """Appends metrics of a step to `WORKDIR/metrics.jsonl` and to event files beside it.
 
-  On opening it removes the lines that an interrupted run may have left: lines of steps beyond `first_step` and an
-  incomplete last line. It also removes final metrics, which are written again.
-
-  Args:
-    workdir: The run's directory.
-    first_step: The step from which the run continues.
+  It first removes the lines that an interrupted run may have left: those of steps beyond `first_step`, from which the
+  run continues, an incomplete last line, and final metrics, which are written again.
 
   Raises:
     ValueError: A file cannot be written, or the log is none.
@@ -89,15 +83,7 @@ class MetricWriter:
 
   @staticmethod
   def check(workdir: epath.Path, *, is_ours: bool) -> None:
-    """Refuses a log that a run must not change.
-
-    Args:
-      workdir: The run's directory.
-      is_ours: Whether a run has written to it already.
-
-    Raises:
-      ValueError: The log is not one of training, or there is one and no run has written it.
-    """
+    """Refuses a log that is none of training, or that no run has written (`is_ours`), with a `ValueError`."""
     path = workdir / 'metrics.jsonl'
     if not path.exists() and (foreign.is_remote(path) or not os.path.lexists(path)):
       return
@@ -115,15 +101,7 @@ class MetricWriter:
       raise ValueError(f'cannot write {path}: {error.strerror or error}; checkpoints and the model are kept') from error
 
   def write(self, step: int, values: dict[str, Any]) -> None:
-    """Appends the metrics of a step.
-
-    Args:
-      step: The step.
-      values: Metrics by name.
-
-    Raises:
-      ValueError: A file cannot be written.
-    """
+    """Appends the metrics of a step, by name; a `ValueError` if a file cannot be written."""
     with self._writing():
       with self._path.open('a') as stream:
         stream.write(json.dumps({'step': step, **values}) + '\n')
@@ -134,10 +112,6 @@ class MetricWriter:
         self._flushed = time.monotonic()
 
   def close(self) -> None:
-    """Closes the event file.
-
-    Raises:
-      ValueError: It cannot be written.
-    """
+    """Closes the event file; a `ValueError` if it cannot be written."""
     with self._writing():
       self._events.close()
