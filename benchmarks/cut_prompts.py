@@ -16,7 +16,7 @@ from etils import epath
 
 from common import command_line
 from common.output_files import OutputFiles
-from train.text_sources import read_text
+from common.text_files import read_text
 
 
 def cut(text: str, num_prompts: int, num_words: int) -> list[str]:

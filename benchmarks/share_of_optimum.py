@@ -25,7 +25,6 @@ from absl import flags
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
-from decode.experiment.inputs import inputs_of
 from decode.experiment.laws import target_texts, written_laws
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload, describe_machine
@@ -158,7 +157,7 @@ if __name__ == '__main__':
     }
     if _GIVEN.value != 'none':
       grid['given'] = _GIVEN.value
-    with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as files:
+    with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as files:
       records = measure(options, **grid)
       flags_given = grid | {'num_prompts': options.num_prompts, 'max_new_tokens': options.max_new_tokens}
       content = {'run': {'flags': flags_given, **describe_machine()}, 'results': records}

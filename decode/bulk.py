@@ -21,10 +21,9 @@ from absl import flags
 from common import command_line, processes
 from common.output_files import check_apart
 from common.printable import printable
-from decode.auto.prediction import predict_all
+from decode.experiment.auto import predict_all
 from decode.experiment.console import show_progress
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
-from decode.experiment.inputs import inputs_of
 from decode.experiment.options import DecodeOptions
 from decode.experiment.records import check_measures_nothing, describe_continuation, describe_prompt, describe_run
 from decode.experiment.settings import only_setting
@@ -64,7 +63,7 @@ def decode_bulk(
   process, num_processes = jax.process_index(), jax.process_count()
   setting = None if options.is_auto else only_setting(options)
   part = part_path(path, process, num_processes)
-  check_apart({'generations': part}, inputs_of(options))
+  check_apart({'generations': part}, options.inputs())
   num_tokens = num_calls = 0
   with GenerationFile(part, resume=resume) as file:
     check_parts(path, num_processes)

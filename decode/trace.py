@@ -22,7 +22,6 @@ import spectr_jax
 from common import command_line
 from common.output_files import OutputFiles
 from common.printable import printable
-from decode.experiment.inputs import inputs_of
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import Setting, only_setting
 from decode.experiment.workload import Workload, model_title
@@ -185,7 +184,7 @@ if __name__ == '__main__':
   def main(argv):
     del argv
     options = read_options()
-    with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as outputs:
+    with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as outputs:
       with show_progress() as notify:
         data = record_trace(options, tuple(name.strip() for name in _COMPARE.value), notify)
       num_tokens = sum(len(played['origins']) for played in data['rounds'])

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from decode.auto.acceptance import Acceptance, has_independent_children
 from decode.experiment import metrics
+from decode.experiment.optimal_trees import Acceptance, has_independent_children
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.settings import Setting
@@ -110,7 +110,7 @@ class DecodeRun:
     tokenizer: The models' tokenizer.
     settings: The settings that were run: the grid with all trees chosen.
     measurements: One per setting and seed.
-    acceptance: The rates by method that `optimal` trees were chosen from; see `decode.auto.acceptance`.
+    acceptance: The rates by method that `optimal` trees were chosen from; see `decode.experiment.optimal_trees`.
     node_costs: Time of a target call by its number of tokens, relative to a call on one token; only for settings slower
       than autoregressive decoding.
     part_seconds: Seconds of a round's parts by setting, see `decode.experiment.latency.time_parts`; empty if not

@@ -13,9 +13,9 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 import spectr_jax
-from decode.auto.acceptance import choose_trees, read_acceptance
-from decode.auto.prediction import predict_all
 from decode.experiment import latency
+from decode.experiment.auto import predict_all
+from decode.experiment.optimal_trees import choose_trees, read_acceptance
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import take_first
 from decode.experiment.results import DecodeRun, Measurement

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import spectr_jax
+from common.text_files import Files
 from decode.experiment.options import ROOT, DecodeOptions
 from decode.experiment.prompts import Prompt, encode_prompts, take_first, without_long
 from decode.experiment.settings import Setting
@@ -30,7 +31,6 @@ from spectr_jax.io.heads.load import HeadFiles, open_head
 from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
 from spectr_jax.kernels import native
 from spectr_jax.models.int8 import is_int8
-from train.text_sources import Files
 
 # Of the corpus that lookup searches.
 _MOST_DOCUMENTS, _MOST_CHARACTERS = 2**22, 2**30
@@ -307,7 +307,7 @@ class Workload:
       ValueError: Prompts or models are unusable; the message says why.
     """
     every = options.read_prompts()
-    sharding = options.make_sharding(is_local=is_local)
+    sharding = options.make_sharding(options.batch_size, is_local=is_local)
     models = load_models(options, sharding)
     target, draft, tokenizer = models.target, models.draft, models.tokenizer
     room = {'max_new_tokens': options.max_new_tokens, 'max_length': models.context_length}

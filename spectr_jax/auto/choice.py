@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from spectr_jax.auto.prediction import Prediction, measure, predict
+from spectr_jax.auto.measurement import predict_settings
+from spectr_jax.auto.prediction import Prediction
 from spectr_jax.auto.setting import Setting, default_settings
 from spectr_jax.auto.trial import Notify, Trial
 from spectr_jax.draft import Drafter, as_drafter
@@ -85,5 +86,4 @@ def predict_speeds(
     sharding=sharding,
   )
   notify = notify or (lambda what, done, total: None)
-  calibration, settings = measure(trial, settings, {}, notify, is_short=is_short)
-  return predict(calibration, settings)
+  return predict_settings(trial, settings, {}, notify, is_short=is_short)

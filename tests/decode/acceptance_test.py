@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from decode.auto import acceptance
-from decode.auto.acceptance import (
+from decode.experiment import laws, optimal_trees
+from decode.experiment.optimal_trees import (
   LONGEST_CHAIN,
   TOLERANCE,
   bound_kept,
@@ -20,7 +20,6 @@ from decode.auto.acceptance import (
   rates_name,
   read_acceptance,
 )
-from decode.experiment import laws
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.run import run_decode
@@ -265,8 +264,8 @@ def test_a_bound_chooses_chains_and_can_be_used_again(pair, tmp_path, monkeypatc
   common = {**pair, 'method': ('race_traversal',), 'prompts': str(prompts)}
   common |= {'batch_size': 12, 'max_new_tokens': 40, 'temperature': 3.0, 'top_k': 30, 'seed': 5}
   seen, seeds = [], []
-  own = acceptance.target_texts
-  monkeypatch.setattr(acceptance, 'target_texts', lambda workload, seed: seeds.append(seed) or own(workload, seed))
+  own = optimal_trees.target_texts
+  monkeypatch.setattr(optimal_trees, 'target_texts', lambda workload, seed: seeds.append(seed) or own(workload, seed))
   found = run_decode(DecodeOptions(**common, tree=('optimal:8', 'optimal:3')), lambda what, *_: seen.append(what))
   assert seeds == [6]
   assert [what for what in seen if 'own texts' in what] == [
@@ -284,7 +283,7 @@ def test_a_bound_chooses_chains_and_can_be_used_again(pair, tmp_path, monkeypatc
     assert shape == f'prefix:{",".join(map(str, setting.tree.num_children[:1]))}' + ',1' * (setting.draft_length - 1)
   path = tmp_path / 'rates.json'
   path.write_text(json.dumps({'acceptance': found.acceptance}))
-  monkeypatch.setattr(acceptance, 'target_texts', None)
+  monkeypatch.setattr(optimal_trees, 'target_texts', None)
   again = run_decode(DecodeOptions(**common, tree=('optimal:8',), acceptance=str(path)))
   assert again.settings == found.settings[:1]
   np.testing.assert_array_equal(again.measurements[0].tokens, found.measurements[0].tokens)

@@ -9,14 +9,13 @@ import types
 import numpy as np
 import pytest
 
-from decode.auto import grid
-from decode.auto.calibration_file import check_conditions, complete_settings, read_calibration
-from decode.auto.prediction import trial_of
-from decode.experiment.options import AUTO_GRID, AUTO_TREES, DecodeOptions
+from decode.experiment import auto
+from decode.experiment.model_options import AUTO_GRID
+from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Generation, theory
-from spectr_jax.auto import calibration, plan, prediction
+from spectr_jax.auto import calibration, measurement, plan, prediction
 from spectr_jax.auto import setting as auto_setting
 from spectr_jax.engine.loop import run_rounds
 
@@ -26,7 +25,7 @@ def _options(**changes):
 
 
 def test_the_grid_has_every_lossless_method_and_no_setting_twice():
-  settings = grid.grid(_options())
+  settings = auto.grid(_options())
   assert {setting.method.name for setting in settings} == {name for name, m in METHODS.items() if m.is_lossless}
   assert all(setting.method.is_lossless for setting in settings)
   singles = {setting.method.name for setting in settings if setting.num_drafts == 1}
@@ -37,7 +36,7 @@ def test_the_grid_has_every_lossless_method_and_no_setting_twice():
 
 
 def test_a_tree_that_some_methods_cannot_use_is_for_the_others():
-  settings = grid.grid(_options(tree=('prefix:2,1', 'specinfer'), draft_length=(4,)))
+  settings = auto.grid(_options(tree=('prefix:2,1', 'specinfer'), draft_length=(4,)))
   assert {str(s) for s in settings if s.method.name == 'spectr'} == {'spectr prefix:2,1', 'spectr specinfer'}
   assert not any(setting.method.name == 'block' for setting in settings)
 
@@ -50,7 +49,7 @@ def test_a_tree_that_some_methods_cannot_use_is_for_the_others():
   ],
 )
 def test_the_grid_with_lookup_has_every_lossless_method_that_takes_its_guesses(draft, takes, singles):
-  settings = grid.grid(_options(draft=draft))
+  settings = auto.grid(_options(draft=draft))
   wanted = {name for name, m in METHODS.items() if m.is_lossless and m.max_drafts != 0 and getattr(m, takes)}
   assert {setting.method.name for setting in settings} == wanted | {'autoregressive'}
   assert {setting.method.name for setting in settings if setting.num_drafts == 1} == singles
@@ -61,17 +60,17 @@ def _trees(settings, name):
 
 
 def test_greedy_decoding_is_compared_with_trees_of_likeliest_guesses_and_single_drafts():
-  settings = grid.grid(_options(temperature=0.0))
+  settings = auto.grid(_options(temperature=0.0))
   # One method stands for all, since they keep the same.
   first = next(
     name for name, each in METHODS.items() if each.takes_given and each.takes_grown and each.max_drafts is None
   )
   assert METHODS[first].is_lossless
   for name in METHODS:
-    assert _trees(settings, name) >= set(AUTO_TREES) if name == first else not _trees(settings, name) & set(AUTO_TREES)
+    assert _trees(settings, name) & set(auto.GREEDY_TREES) == (set(auto.GREEDY_TREES) if name == first else set())
   assert {setting.num_drafts for setting in settings if setting.spec and setting.spec.name == 'chains'} == {1}
   assert _trees(settings, 'speculative') == {'chains'}
-  several = grid.grid(_options(temperature=0.0, num_drafts=(1, 3)))
+  several = auto.grid(_options(temperature=0.0, num_drafts=(1, 3)))
   assert {setting.num_drafts for setting in several if setting.spec and setting.spec.name == 'chains'} == {1, 3}
 
 
@@ -80,27 +79,27 @@ def test_greedy_decoding_is_compared_with_trees_of_likeliest_guesses_and_single_
   [{'temperature': 0.5}, {'temperature': 0.0, 'draft': 'lookup'}, {'temperature': 0.0, 'tree': ('prefix:2',)}],
 )
 def test_no_other_grid_has_them(changes):
-  assert not any(setting.growth for setting in grid.grid(_options(**changes)))
+  assert not any(setting.growth for setting in auto.grid(_options(**changes)))
 
 
 def test_growing_trees_are_compared_with_others_where_methods_take_them():
   trees = 'chains', 'likeliest:2,2', 'confident:2,1'
-  settings = grid.grid(_options(tree=trees, num_drafts=(2,), draft_length=(2,)))
+  settings = auto.grid(_options(tree=trees, num_drafts=(2,), draft_length=(2,)))
   assert _trees(settings, 'race_traversal') == set(trees)
   assert _trees(settings, 'traversal') == {'chains', 'confident:2,1'}  # takes no guesses that are not drawn
   assert _trees(settings, 'block') == {'chains'}
-  from_one = grid.grid(_options(tree=trees, growth_threshold=0.1, num_drafts=(2,), draft_length=(2,)))
+  from_one = auto.grid(_options(tree=trees, growth_threshold=0.1, num_drafts=(2,), draft_length=(2,)))
   assert _trees(from_one, 'spectr') == {'chains', 'likeliest:2,2 from 0.1', 'confident:2,1 from 0.1'}
 
 
 def test_trees_that_are_deeper_than_the_draft_guesses_are_left_out():
-  assert {setting.draft_length for setting in grid.grid(_options(), 4)} == {0, 2, 4}
+  assert {setting.draft_length for setting in auto.grid(_options(), 4)} == {0, 2, 4}
   with pytest.raises(ValueError, match='^the draft guesses 1 tokens ahead, and all trees are deeper$'):
-    grid.grid(_options(), 1)
+    auto.grid(_options(), 1)
 
 
 def test_the_fastest_growing_tree_is_tuned():
-  settings = grid.grid(_options(tree=('chains', 'confident:4,4'), num_drafts=(2,), draft_length=(2,)))
+  settings = auto.grid(_options(tree=('chains', 'confident:4,4'), num_drafts=(2,), draft_length=(2,)))
   ordered = sorted(settings, key=lambda setting: str(setting) != 'spectr confident:4,4')
   found = auto_setting.tuned(ordered)
   assert [str(setting) for setting in found] == [f'spectr confident:4,4 from {t:g}' for t in auto_setting._THRESHOLDS]
@@ -134,11 +133,11 @@ def test_seconds_of_a_group_are_those_of_the_first_groups_time():
     return seconds, seconds / 100, Generation(calls, 2 * calls, calls, calls[:, None], calls, 0 * calls)
 
   runs = [batch(3.0, [5, 6]), batch(5.0, [7, 7])]  # the last row is a copy
-  found = calibration._observation(runs, 3, num_passes=1, pace=2)
+  found = measurement.observation_of(runs, 3, num_passes=1, pace=2)
   assert (found.prefill_seconds, found.round_seconds) == (2.0, 0.02)
   assert (found.row_calls, found.num_tokens, found.kept) == ([5, 6, 7], 36, [18])
   # The same prompts twice, and a machine that was slow once.
-  found = calibration._observation([*runs, batch(100.0, [1, 2]), batch(5.0, [3, 3])], 3, num_passes=2, pace=1)
+  found = measurement.observation_of([*runs, batch(100.0, [1, 2]), batch(5.0, [3, 3])], 3, num_passes=2, pace=1)
   assert (found.num_batches, found.prefill_seconds, found.round_seconds) == (4, 5.0, 0.05)
   assert (found.row_calls, found.num_tokens, found.kept) == ([5, 6, 7, 1, 2, 3], 48, [24])
 
@@ -148,7 +147,7 @@ def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch
   options = _options(
     **pair, prompts=str(prompt_file), num_prompts=2, num_drafts=(2,), draft_length=(1,), max_new_tokens=4
   )
-  alone, spectr = (each for each in grid.grid(options) if each.method.name in ('autoregressive', 'spectr'))
+  alone, spectr = (each for each in auto.grid(options) if each.method.name in ('autoregressive', 'spectr'))
   now, tick = 0.0, 1.0  # every look at the clock takes a tick
 
   def look():
@@ -165,16 +164,17 @@ def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch
     prepare(spectr)
     yield [alone, spectr]
 
-  monkeypatch.setattr(calibration, 'time', types.SimpleNamespace(perf_counter=look))
-  monkeypatch.setattr(calibration, 'in_groups', groups)
-  found = calibration._observe(trial_of(Workload.load(options)), [alone, spectr], lambda *_: None)
+  monkeypatch.setattr(measurement, 'time', types.SimpleNamespace(perf_counter=look))
+  monkeypatch.setattr(measurement, 'in_groups', groups)
+  measurer = measurement.Measurer(auto.trial_of(Workload.load(options)), alone, lambda *_: None)
+  found = measurer.observe([spectr])
   assert set(found) == {str(alone), str(spectr)}
   assert [each.prefill_seconds for each in found.values()] == [1.0, 1.0]
   assert all(0.25 <= each.round_seconds <= 1 for each in found.values())
 
 
 def test_predictions_are_those_of_the_closed_form():
-  settings = grid.grid(_options())
+  settings = auto.grid(_options())
   found = {str(p.setting): p for p in prediction.predict(_calibration(settings), settings)}
   alone = found['autoregressive']
   assert alone.tokens_per_call == 1
@@ -196,7 +196,7 @@ def test_predictions_are_those_of_the_closed_form():
 
 
 def test_the_round_of_shorter_drafts_is_that_of_the_reference_and_its_own_share():
-  settings = grid.grid(_options(num_drafts=(4,), draft_length=(2, 8)))
+  settings = auto.grid(_options(num_drafts=(4,), draft_length=(2, 8)))
   by_name = {str(setting): setting for setting in settings}
   longest, short = by_name['specinfer K=4 L=8'], by_name['specinfer K=4 L=2']
   assert str(auto_setting.reference_of(short, settings)) == 'spectr K=4 L=2'
@@ -211,7 +211,7 @@ def test_the_round_of_shorter_drafts_is_that_of_the_reference_and_its_own_share(
 
 
 def test_the_fastest_is_chosen_and_speculation_left_where_it_does_not_pay():
-  settings = grid.grid(_options())
+  settings = auto.grid(_options())
   predictions = prediction.predict(_calibration(settings), settings)
   assert predictions == sorted(predictions, key=lambda found: -found.tokens_per_second)
   assert prediction.choose(predictions) == predictions[0].setting
@@ -222,7 +222,7 @@ def test_the_fastest_is_chosen_and_speculation_left_where_it_does_not_pay():
 
 
 def test_processes_whose_clocks_differ_choose_alike(monkeypatch):
-  settings = grid.grid(_options())
+  settings = auto.grid(_options())
   first = prediction.predict(_calibration(settings), settings)
   own = prediction.predict(_calibration(settings, node=4e-3), settings)
   assert prediction.choose(own) != prediction.choose(first)
@@ -232,9 +232,9 @@ def test_processes_whose_clocks_differ_choose_alike(monkeypatch):
     sent.append(np.asarray(order))
     return sent[0]
 
-  monkeypatch.setattr(prediction.jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(prediction.multihost_utils, 'broadcast_one_to_all', broadcast)
-  in_first, in_other = (prediction._ranked(found) for found in (first, own))
+  monkeypatch.setattr(plan.jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(plan.multihost_utils, 'broadcast_one_to_all', broadcast)
+  in_first, in_other = (prediction.ranked(found) for found in (first, own))
   assert in_first == in_other == [found.setting for found in first]
   assert not np.array_equal(sent[0], sent[1])
   assert prediction.choose(own) == prediction.choose(first)
@@ -256,9 +256,9 @@ def test_no_seed_is_decoded_twice():
       return seed
 
   options = _options(seed=2**32 - 3, num_seeds=2, calibration_prompts=3)
-  passes = [trial_of(Prompts(options)).keys_fn(number) for number in range(2 * calibration.FEWEST_BATCHES)]
+  passes = [auto.trial_of(Prompts(options)).keys_fn(number) for number in range(2 * measurement.FEWEST_BATCHES)]
   used = [*options.seeds, options.seeds[-1] + 1, *passes]  # one is for acceptance rates
-  assert len(set(used)) == 2 + 1 + 2 * calibration.FEWEST_BATCHES
+  assert len(set(used)) == 2 + 1 + 2 * measurement.FEWEST_BATCHES
 
 
 def test_observations_are_joined_by_their_batches():
@@ -279,7 +279,7 @@ def test_rounds_are_those_of_the_slowest_row_of_all_batches():
 
 
 def test_batches_wait_for_their_slowest_row():
-  settings = grid.grid(_options())
+  settings = auto.grid(_options())
   measured = _calibration(settings)
   together = dataclasses.replace(measured, conditions={'device': 'test', 'batch_size': 4})
   alone = {str(found.setting): found.tokens_per_second for found in prediction.predict(measured, settings)}
@@ -293,7 +293,7 @@ def test_batches_wait_for_their_slowest_row():
 
 
 def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch):
-  settings = grid.grid(_options())
+  settings = auto.grid(_options())
   first, seconds = _calibration(settings), _calibration(settings).observations
   lucky = next(found for found in prediction.predict(first, settings)[3:] if found.is_observed).setting
 
@@ -303,21 +303,23 @@ def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch):
   first.observations[str(lucky)] = with_time(0.6)
   predictions = prediction.predict(first, settings)
   assert prediction.choose(predictions) == lucky
-  finalists = prediction._finalists(predictions)
+  finalists = prediction.finalists_of(predictions)
   assert finalists == [found.setting for found in predictions[: prediction._NUM_FINALISTS]]
-  assert not prediction._finalists(predictions[:7])  # a quarter is a single one
+  assert not prediction.finalists_of(predictions[:7])  # a quarter is a single one
   unseen = next(setting for setting in settings if str(setting) not in seconds)
   alone = settings[0]
 
-  def observe(trial, some, notify, *, turn, pace):
+  def observe(self, some, *, turn, pace):
     assert turn == 1
-    assert some == [alone, *finalists, unseen]
+    assert some == [*finalists, unseen]
     assert pace == seconds[str(alone)].round_seconds
     own = {str(lucky): with_time(1.8), str(unseen): dataclasses.replace(seconds[str(alone)], num_tokens=1234)}
-    return {str(each): own.get(str(each)) or seconds[str(auto_setting.source_of(each, settings))] for each in some}
+    return {
+      str(each): own.get(str(each)) or seconds[str(auto_setting.source_of(each, settings))] for each in [alone, *some]
+    }
 
-  monkeypatch.setattr(calibration, '_observe', observe)
-  again = calibration.observe_finalists(first, None, [*finalists, unseen], alone, None)
+  monkeypatch.setattr(measurement.Measurer, 'observe', observe)
+  again = measurement.Measurer(None, alone, None).observe_finalists([*finalists, unseen], first)
   assert again.observations[str(lucky)].round_seconds == pytest.approx(1.2 * seconds[str(lucky)].round_seconds)
   assert again.observations[str(lucky)].num_tokens == 2 * seconds[str(lucky)].num_tokens
   predictions = {found.setting: found for found in prediction.predict(again, settings)}
@@ -327,10 +329,10 @@ def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch):
 
 
 def test_a_calibration_is_the_same_after_a_file(tmp_path):
-  settings = grid.grid(_options())
+  settings = auto.grid(_options())
   measured = _calibration(settings)
   (tmp_path / 'calibration.json').write_text(measured.to_json())
-  assert read_calibration(tmp_path / 'calibration.json') == measured
+  assert auto.read_calibration(tmp_path / 'calibration.json') == measured
 
 
 @pytest.mark.parametrize('text', ['', '[]', '{"format": 0}', '{"format": 1}', '{"format": 1, "conditions": {}}'])
@@ -339,18 +341,18 @@ def test_what_is_no_calibration(tmp_path, text):
   with pytest.raises(
     ValueError, match='x.json is no calibration' if text else 'x.json is not JSON .*--calibration writes one'
   ):
-    read_calibration(tmp_path / 'x.json')
+    auto.read_calibration(tmp_path / 'x.json')
 
 
 def test_a_calibration_for_something_else_is_refused():
-  settings = grid.grid(_options())
+  settings = auto.grid(_options())
   measured = _calibration(settings)
-  check_conditions(measured, {'device': 'test'}, 'f')
-  assert complete_settings(measured, settings, 'f', is_short=False) == settings
+  measured.check_conditions({'device': 'test'}, 'f')
+  assert plan.complete_settings(measured, settings, 'f', is_short=False) == settings
   with pytest.raises(ValueError, match='f was measured with device test, not other; name a new file'):
-    check_conditions(measured, {'device': 'other'}, 'f')
+    measured.check_conditions({'device': 'other'}, 'f')
   with pytest.raises(ValueError, match='f was measured for another grid, without speculative K=1'):
-    complete_settings(measured, grid.grid(_options(draft_length=(2, 16))), 'f', is_short=False)
+    plan.complete_settings(measured, auto.grid(_options(draft_length=(2, 16))), 'f', is_short=False)
 
 
 def _measured(calibration, settings, *, node, rate=0.8):
@@ -386,7 +388,7 @@ _NOTHING = calibration.Calibration({'device': 'test', 'batch_size': 1}, {}, {}, 
   ],
 )
 def test_a_short_grid_is_what_the_slope_of_the_target_allows(node, rate, first, others):
-  settings = grid.grid(_options())
+  settings = auto.grid(_options())
   found, done = _measured(_NOTHING, settings, node=node, rate=rate)
   compared = [str(each) for each in plan.plan(found, settings, is_short=True)[0]]
   assert compared == ['autoregressive', first, *others]
@@ -411,7 +413,7 @@ def test_a_short_grid_promises_no_more_than_the_closed_form():
 
 @pytest.mark.parametrize('changes', [{'draft': 'lookup'}, {'draft': 'lookup+here'}, {'temperature': 0.0}])
 def test_every_kind_of_draft_has_a_short_grid(changes):
-  settings = grid.grid(_options(**changes))
+  settings = auto.grid(_options(**changes))
   candidates = plan.candidates_of(settings)
   names = {'draft': {'lookup': {'speculative', 'race_traversal'}, 'lookup+here': {'race_traversal'}}}
   wanted = names.get(next(iter(changes)), {}).get(changes.get('draft'))
@@ -433,16 +435,16 @@ def test_the_grid_is_short_on_cpus_unless_it_is_given(monkeypatch):
 
 
 def test_a_complete_file_of_the_whole_grid_serves_a_short_one():
-  settings = grid.grid(_options())
+  settings = auto.grid(_options())
   whole = _calibration(settings)
-  assert complete_settings(whole, settings, 'f', is_short=True) == settings
+  assert plan.complete_settings(whole, settings, 'f', is_short=True) == settings
   few, _ = _measured(_NOTHING, settings, node=0.1e-3)
-  assert len(complete_settings(few, settings, 'f', is_short=True)) == 4
+  assert len(plan.complete_settings(few, settings, 'f', is_short=True)) == 4
   with pytest.raises(ValueError, match='f was measured for another grid, without '):
-    complete_settings(few, settings, 'f', is_short=False)
+    plan.complete_settings(few, settings, 'f', is_short=False)
   del few.observations['autoregressive']
   with pytest.raises(ValueError, match='f was measured for another grid, without autoregressive'):
-    complete_settings(few, settings, 'f', is_short=True)
+    plan.complete_settings(few, settings, 'f', is_short=True)
 
 
 class _Interrupted(BaseException):
@@ -463,7 +465,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_
 
   with pytest.raises(_Interrupted):
     run_decode(options, notify)
-  kept = read_calibration(path)
+  kept = auto.read_calibration(path)
   assert not kept.is_complete
   assert (len(kept.target_seconds), len(kept.draft_seconds), list(kept.observations)) == (4, 1, ['autoregressive'])
   assert [each.name for each in tmp_path.iterdir()] == ['calibration.json']  # nothing unfinished
@@ -472,12 +474,12 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_
   numbers = [int(found[1]) for each in said if (found := re.match(r'auto: program (\d+) of 9, ', each))]
   assert numbers == sorted(numbers)
   assert numbers[0] == 7
-  found = read_calibration(path)
+  found = auto.read_calibration(path)
   assert found.is_complete
   assert found.target_seconds == kept.target_seconds
   assert found.observations['autoregressive'] == kept.observations['autoregressive']
   assert {str(each.setting) for each in run.predictions} == set(found.observations)
-  monkeypatch.setattr('decode.auto.prediction.measure', None)  # not called again
+  monkeypatch.setattr(measurement, 'Measurer', None)  # not called again
   assert run_decode(options).predictions == run.predictions
 
 
@@ -505,7 +507,7 @@ def test_lookup_is_measured(tmp_path, pair, prompt_file, monkeypatch, is_beside)
   path = tmp_path / 'calibration.json'
   few = 'autoregressive', 'spectr', 'race'
   monkeypatch.setattr(
-    grid, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
+    auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
   )
   draft = f'lookup+{pair["draft"]}' if is_beside else 'lookup'
   options = _options(
@@ -526,7 +528,7 @@ def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
   path = tmp_path / 'calibration.json'
   few = {name: METHODS[name] for name in ('autoregressive', 'spectr', 'race')}
   monkeypatch.setattr(
-    grid, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
+    auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
   )
   options = _options(
     **pair, prompts=str(prompt_file), num_drafts=(2,), draft_length=(1, 3), batch_size=2, max_new_tokens=8,
@@ -566,7 +568,7 @@ def test_drafts_of_every_kind_are_measured_with_growing_trees(
 ):
   few = 'autoregressive', 'spectr', 'race'
   monkeypatch.setattr(
-    grid, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
+    auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
   )
   is_mixed, path = kind == 'lookup beside a head', tmp_path / 'calibration.json'
   draft = {'model': pair['draft'], 'head': tiny_head_file}.get(kind, f'lookup+{tiny_head_file}')
@@ -576,9 +578,9 @@ def test_drafts_of_every_kind_are_measured_with_growing_trees(
     max_new_tokens=8, calibration=str(path), calibration_prompts=2,
   )  # fmt: skip
   compiled = []
-  observe = calibration._observe
+  observe = measurement.Measurer.observe
   monkeypatch.setattr(
-    calibration, '_observe', lambda *a, **k: (observe(*a, **k), compiled.append(run_rounds._cache_size()))[0]
+    measurement.Measurer, 'observe', lambda *a, **k: (observe(*a, **k), compiled.append(run_rounds._cache_size()))[0]
   )
   run = run_decode(options)
   found = {str(each.setting): each for each in run.predictions}

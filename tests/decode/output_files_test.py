@@ -7,7 +7,6 @@ import stat
 import pytest
 
 from common.output_files import OutputFiles, check_apart
-from decode.experiment.inputs import inputs_of
 from decode.experiment.options import SHIPPED_PROMPTS, DecodeOptions
 from spectr_jax.io import new_files
 
@@ -123,7 +122,7 @@ def test_files_that_do_not_exist_yet_can_be_one(tmp_path):
 def test_what_a_run_reads(pair, tmp_path, tiny_head_file):
   (tmp_path / 'a.txt').write_text('a')
   fields = pair | {'draft': f'lookup+{pair["draft"]}', 'method': ('race',), 'lookup_corpus': (f'{tmp_path}/*.txt',)}
-  inputs = inputs_of(DecodeOptions(**fields, acceptance='rates.json'))
+  inputs = DecodeOptions(**fields, acceptance='rates.json').inputs()
   assert list(inputs) == ['target', 'draft', 'prompts', 'lookup_corpus', 'acceptance']
   assert inputs['prompts'] == [SHIPPED_PROMPTS]
   assert inputs['lookup_corpus'] == [tmp_path / 'a.txt']
@@ -132,7 +131,7 @@ def test_what_a_run_reads(pair, tmp_path, tiny_head_file):
       with pytest.raises(ValueError, match=f'output would .*{role}/.*which {role} reads'):
         check_apart({'output': f'{path}/{name}'}, inputs)
     check_apart({'output': f'{path}/results.json'}, inputs)
-  inputs = inputs_of(DecodeOptions(target='m.gguf', draft=str(tiny_head_file), prompts='humaneval:h.jsonl'))
+  inputs = DecodeOptions(target='m.gguf', draft=str(tiny_head_file), prompts='humaneval:h.jsonl').inputs()
   for path in ('m.gguf', 'h.jsonl', f'{tiny_head_file}/model.safetensors'):
     with pytest.raises(ValueError, match='output would overwrite'):
       check_apart({'output': path}, inputs)

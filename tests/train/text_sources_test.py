@@ -8,6 +8,7 @@ import ml_collections
 import pytest
 from etils import epath
 
+from common import text_files
 from train import text_sources
 from train.text_sources import Files, Stdlib, is_held_out, make_source
 
@@ -157,7 +158,7 @@ def test_ends_of_lines_do_not_matter(tmp_path):
       documents.append('\n'.join(lines))
       lines = []
   assert list(Files((str(path),)).documents()) == documents
-  assert text_sources.read_text(epath.Path(path)) == path.read_text()
+  assert text_files.read_text(epath.Path(path)) == path.read_text()
 
 
 @pytest.mark.slow
