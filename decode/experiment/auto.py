@@ -128,10 +128,6 @@ def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
 
   The file is written after each program, and goes on where a run was interrupted.
 
-  Args:
-    workload: Models and prompts.
-    notify: Called with the current activity, the steps done and the steps in total.
-
   Raises:
     ValueError: The file is unusable, or was measured under other conditions.
   """

@@ -104,10 +104,6 @@ def written_log_probs(workload: Workload, models: tuple[Model, ...], tokens: np.
 def target_texts(workload: Workload, seed: int) -> np.ndarray:
   """The target's own continuations of all prompts, sampled autoregressively.
 
-  Args:
-    workload: Models, prompts and options.
-    seed: The seed.
-
   Returns:
     int32 `[prompts, max_new_tokens]`, -1 after the end of a row.
   """

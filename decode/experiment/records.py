@@ -99,12 +99,7 @@ def to_csv(run: DecodeRun) -> str:
 
 
 def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:
-  """The values that a setting's continuations share, as JSON values.
-
-  Args:
-    options: The run's options.
-    setting: The setting.
-  """
+  """The values that a setting's continuations share, as JSON values."""
   return {
     'method': setting.method.name,
     'is_lossless': setting.method.is_lossless,

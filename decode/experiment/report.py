@@ -56,10 +56,6 @@ def fitting_table(run: DecodeRun, console: Console) -> Table:
   """The table of results that fits the console: acceptance by position gives way first, then what lines below say too.
 
   Whatever gives way, a setting's tree alone may take several lines.
-
-  Args:
-    run: The run.
-    console: The console.
   """
   forms = [{'num_positions': number} for number in range(_NUM_POSITIONS, -1, -1)]
   for name in ('has_lossless', 'has_ranges', 'has_nodes'):

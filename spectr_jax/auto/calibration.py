@@ -114,6 +114,4 @@ class Calibration:
     """
     for name, value in conditions.items():
       if self.conditions.get(name) != value:
-        raise ValueError(
-          f'{source} was measured with {name} {self.conditions.get(name)}, not {value}; name a new file'
-        )
+        raise ValueError(f'{source} was measured with {name} {self.conditions.get(name)}, not {value}; name a new file')

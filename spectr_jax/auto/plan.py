@@ -48,11 +48,7 @@ class Program:
 
 
 def programs_of(settings: Sequence[Setting]) -> list[Program]:
-  """What predictions for a grid follow from: what does not draft first, then what is smaller first.
-
-  Args:
-    settings: All settings of the grid.
-  """
+  """What predictions for a grid follow from: what does not draft first, then what is smaller first."""
   baseline = baseline_among(settings)
   sizes: dict[int, Setting] = {}
   trees: dict[str, Setting] = {}
@@ -69,11 +65,7 @@ def programs_of(settings: Sequence[Setting]) -> list[Program]:
 
 
 def candidates_of(settings: Sequence[Setting]) -> list[Setting]:
-  """Autoregressive decoding, and for every tree of at most 8 guesses one method that stands for all.
-
-  Args:
-    settings: All settings of a grid.
-  """
+  """Autoregressive decoding, and for every tree of at most 8 guesses one method that stands for all."""
   baseline = baseline_among(settings)
   on_trees: dict[str, list[Setting]] = {}
   for setting in settings:

@@ -55,12 +55,7 @@ class Prediction:
 
 
 def predict(calibration: Calibration, settings: list[Setting]) -> list[Prediction]:
-  """Predictions for a grid, the fastest first.
-
-  Args:
-    calibration: The measurements.
-    settings: All settings of the grid.
-  """
+  """Predictions for a grid, the fastest first."""
   drafting = [setting for setting in settings if setting.tree.num_nodes]
   timed = [setting for setting in drafting if tree_name_of(setting) in calibration.draft_seconds]
 

@@ -198,12 +198,7 @@ def reference_of(setting: Setting, settings: Sequence[Setting]) -> Setting:
 
 
 def source_of(setting: Setting, settings: Sequence[Setting]) -> Setting:
-  """The setting whose run gives the tokens of `setting`: itself, or the one with the longest drafts.
-
-  Args:
-    setting: A setting.
-    settings: All settings of the grid.
-  """
+  """The setting whose run gives the tokens of `setting`: itself, or the one with the longest drafts."""
   if not _decides_by_token(setting) or reference_of(setting, settings) == setting:
     return setting
   alike = [

@@ -483,24 +483,6 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_
   assert run_decode(options).predictions == run.predictions
 
 
-@pytest.mark.parametrize(
-  ('bad', 'message'),
-  [
-    ({'method': ('auto', 'spectr')}, 'only autoregressive can stand beside it, not spectr'),
-    ({'children': 'without_replacement'}, 'its own children'),
-    ({'tree': ('optimal:8',)}, 'chooses no optimal ones'),
-    ({'method': ('spectr',), 'calibration': 'x'}, 'calibration is for --method=auto'),
-    ({'method': ('spectr',), 'grid': 'short'}, 'grid is for --method=auto'),
-    ({'grid': 'long'}, "grid must be short or full, or '' for short on CPUs, got 'long'"),
-    ({'grid': 'short', 'num_drafts': (2,)}, 'leave out num_drafts, draft_length and tree'),
-    ({'calibration_prompts': 0}, 'calibration_prompts must be at least 1'),
-  ],
-)
-def test_what_auto_does_not_take(bad, message):
-  with pytest.raises(ValueError, match=message):
-    _options(**bad)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('is_beside', [False, True])
 def test_lookup_is_measured(tmp_path, pair, prompt_file, monkeypatch, is_beside):

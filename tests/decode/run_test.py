@@ -12,28 +12,9 @@ from decode.experiment import report
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.run import run_decode
-from decode.experiment.settings import expand
 from decode.experiment.workload import load_models, model_title, row_keys
 from spectr_jax import load_model, save_model
 from spectr_jax.engine import program_memory
-
-
-def _shape(options):
-  return [(setting.method.name, setting.num_drafts, setting.draft_length) for setting in expand(options)]
-
-
-def test_what_a_method_cannot_use_collapses():
-  methods = 'autoregressive', 'speculative', 'spectr'
-  options = DecodeOptions(method=methods, num_drafts=(2, 4, 2), draft_length=(3, 5))
-  assert _shape(options) == [
-    ('autoregressive', 0, 0),
-    ('speculative', 1, 3),
-    ('speculative', 1, 5),
-    ('spectr', 2, 3),
-    ('spectr', 4, 3),
-    ('spectr', 2, 5),
-    ('spectr', 4, 5),
-  ]
 
 
 def test_a_key_comes_from_seed_and_place_in_the_file():
@@ -42,29 +23,6 @@ def test_a_key_comes_from_seed_and_place_in_the_file():
   assert jax.random.key_data(both[1]).tolist() == jax.random.key_data(alone[0]).tolist()
   assert jax.random.key_data(both[0]).tolist() != jax.random.key_data(both[1]).tolist()
   assert jax.random.key_data(row_keys(4, [Prompt('z', 9)])[0]).tolist() != jax.random.key_data(alone[0]).tolist()
-
-
-@pytest.mark.parametrize(
-  'bad',
-  [
-    {'method': ()},
-    {'method': ('none',)},
-    {'num_drafts': ()},
-    {'num_drafts': (64,), 'draft_length': (64,)},
-    {'temperature': float('inf')},
-    {'top_p': float('nan')},
-    {'min_p': float('nan')},
-    {'num_samples': 0},
-    {'stop': ('\n', '')},
-    {'seed': -1},
-    {'seed': 2**32 - 1, 'num_seeds': 2},
-    {'dtype': 'int8'},
-    {'weights': 'int4'},
-  ],
-)
-def test_options_out_of_range_are_refused(bad):
-  with pytest.raises(ValueError, match='allowed|must be'):
-    expand(DecodeOptions(**bad))
 
 
 def test_progress_reaches_its_total(pair, prompt_file):
