@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from rich import box
@@ -96,14 +96,13 @@ def make_table(
   columns += [('tokens per\ntarget call', 'left'), *[('acceptance\nby position', 'left')] * (num_positions > 0)]
   if run.options.share_of_optimum:
     columns.append(('share of\noptimum', 'left'))
-  has_ranges = has_ranges and any(run.summarize(setting).speedup is not None for setting in run.settings)
+  has_ranges = has_ranges and any(summary.speedup is not None for summary in run.summaries.values())
   columns += [('tokens/s', 'right'), ('speed-up', 'right'), *[('95% range', 'left')] * has_ranges]
   padding = (0, 1) if has_lossless else (0, 1, 0, 0)
   table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=padding)
   for name, justify in columns:
     table.add_column(name, justify=justify, no_wrap=name != 'tree')
-  for setting in run.settings:
-    summary = run.summarize(setting)
+  for setting, summary in run.summaries.items():
     is_lossless = setting.method.is_lossless
     cells = [
       setting.method.name + ('' if has_lossless or is_lossless else ' (!)'),
@@ -166,78 +165,64 @@ def explain_choice(predictions: list[Prediction]) -> str:
   )
 
 
-def explain_bias(run: DecodeRun) -> list[str]:
+def explain_bias(run: DecodeRun) -> Iterator[str]:
   """One line for each method that is not lossless, with the reason."""
-  methods = dict.fromkeys(setting.method for setting in run.settings if not setting.method.is_lossless)
-  return [
-    f"{method.name} is not lossless, its text does not have the target's distribution: {method.bias}."
-    for method in methods
-  ]
+  for method in dict.fromkeys(setting.method for setting in run.settings if not setting.method.is_lossless):
+    yield f"{method.name} is not lossless, its text does not have the target's distribution: {method.bias}."
 
 
-def explain_slow(run: DecodeRun) -> list[str]:
+def explain_slow(run: DecodeRun) -> Iterator[str]:
   """One line for each setting slower than autoregressive decoding: the cost and the tokens of a round."""
-  lines = []
-  for setting in run.settings:
-    summary = run.summarize(setting)
+  for setting, summary in run.summaries.items():
     num_nodes = setting.tree.num_nodes + 1
     if not setting.tree.num_nodes or summary.speedup is None or summary.speedup >= 1:
       continue
     cost = run.node_costs[num_nodes]
-    lines.append(
+    yield (
       f'{setting} is slower here: a round takes {summary.round_cost:.1f} times as long as an autoregressive step and'
       f" yields {summary.tokens_per_round:.1f} tokens per row; on this {run.info['device']['platform']} the target's"
       f' call alone takes {cost:.1f} times as long for {num_nodes} nodes as for 1.'
     )
-  return lines
 
 
-def explain_missing_baseline(run: DecodeRun) -> list[str]:
+def explain_missing_baseline(run: DecodeRun) -> Iterator[str]:
   """A line where no setting says how fast decoding without a draft is."""
-  if any(run.summarize(setting).speedup is not None for setting in run.settings):
-    return []
-  return ['speed-up is relative to autoregressive, which is not among the methods; add it to --method to compare.']
+  if all(summary.speedup is None for summary in run.summaries.values()):
+    yield 'speed-up is relative to autoregressive, which is not among the methods; add it to --method to compare.'
 
 
-def explain_ranges(run: DecodeRun) -> list[str]:
+def explain_ranges(run: DecodeRun) -> Iterator[str]:
   """A line where speed-ups or tokens per call have no interval, and why."""
-  summaries, lines = [run.summarize(setting) for setting in run.settings if setting.tree.num_nodes], []
+  summaries = [summary for setting, summary in run.summaries.items() if setting.tree.num_nodes]
   enough = f'and it takes {metrics.MIN_UNITS}'
   if any(each.speedup is not None and each.speedup_interval is None for each in summaries):
-    lines.append(
+    yield (
       f'speed-ups have no 95% range: it is over batches, of which this run has {run.num_batches}, {enough}; a smaller'
       ' --batch_size or more --num_prompts make more.'
     )
   if any(each.interval is None for each in summaries):
-    lines.append(
+    yield (
       f'tokens per target call have no interval: it is over prompts, of which this run has {len(run.prompts)},'
       f' {enough}.'
     )
-  return lines
 
 
-def explain_hidden_ranges(run: DecodeRun) -> list[str]:
+def explain_hidden_ranges(run: DecodeRun) -> Iterator[str]:
   """One line for each speed-up with an interval, for tables without a column of them."""
-  found = [(setting, run.summarize(setting)) for setting in run.settings]
-  return [
-    f'{setting}: speed-up {each.speedup:.2f}x, 95% range {_range(each.speedup_interval)}.'
-    for setting, each in found
-    if each.speedup_interval is not None
-  ]
+  for setting, each in run.summaries.items():
+    if each.speedup_interval is not None:
+      yield f'{setting}: speed-up {each.speedup:.2f}x, 95% range {_range(each.speedup_interval)}.'
 
 
-def explain_parts(run: DecodeRun) -> list[str]:
+def explain_parts(run: DecodeRun) -> Iterator[str]:
   """One line for each setting whose parts were timed."""
-  lines = []
-  for setting in run.settings:
-    parts = run.summarize(setting).seconds_per_round
-    if parts:
+  for setting, summary in run.summaries.items():
+    if parts := summary.seconds_per_round:
       each = ', '.join(f'{part} {1e3 * seconds:.2f}' for part, seconds in parts.items() if part != 'round')
-      lines.append(
+      yield (
         f'{setting}: a round takes {1e3 * parts["round"]:.2f} ms, of which {each}; parts are timed as programs of their'
         ' own, the rest is what is left.'
       )
-  return lines
 
 
 def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: TokenizerBase) -> list[tuple[str, int]]:
@@ -313,19 +298,19 @@ def _headline(run: DecodeRun) -> str:
   )
 
 
-def explain_gain(run: DecodeRun) -> list[str]:
+def explain_gain(run: DecodeRun) -> Iterator[str]:
   """A line with what the fastest lossless setting that drafts gains, if speeds were compared on enough batches."""
-  found = {setting: run.summarize(setting) for setting in run.settings}
-  compared = [each for each in found.values() if each.speedup_interval is not None and each.setting.method.is_lossless]
+  summaries = run.summaries
+  compared = [each for each in summaries.values() if each.speedup_interval and each.setting.method.is_lossless]
   if not compared:
-    return []
-  best, alone = max(compared, key=lambda each: each.speedup), found[baseline_of(run.settings)]
+    return
+  best, alone = max(compared, key=lambda each: each.speedup), summaries[baseline_of(run.settings)]
   subject = str(best.setting) if best.speedup >= 1 else f'Nothing gains here: the fastest, {best.setting},'
-  return [
+  yield (
     f'{subject} decodes {best.speedup:.2f} times as fast as the target alone ({_range(best.speedup_interval)}):'
     f' {best.tokens_per_second:,.0f} tokens/s for {alone.tokens_per_second:,.0f}, {best.block_efficiency:.2f} tokens'
     " per call of the target, with exactly the target's distribution."
-  ]
+  )
 
 
 def print_report(run: DecodeRun, console: Console | None = None, *, more: str = '') -> None:
@@ -351,10 +336,11 @@ def print_report(run: DecodeRun, console: Console | None = None, *, more: str = 
   console.print(table)
   console.print()
   is_hidden = '95% range' not in [column.header for column in table.columns]
-  lines = explain_hidden_ranges(run) if is_hidden else []
-  for explain in (explain_bias, explain_missing_baseline, explain_ranges, explain_slow, explain_parts):
-    lines += explain(run)
-  for line in lines + describe_groups(run.info['timed_together']):
+  explanations = explain_bias, explain_missing_baseline, explain_ranges, explain_slow, explain_parts
+  for explain in (*[explain_hidden_ranges] * is_hidden, *explanations):
+    for line in explain(run):
+      console.print(line + '\n', **print_options)
+  for line in describe_groups(run.info['timed_together']):
     console.print(line + '\n', **print_options)
   console.print(make_sample(run, is_colored=console.color_system is not None), **print_options)
   if more:

@@ -177,6 +177,11 @@ class DecodeRun:
     speeds = tokens(own), sum(found.batch_seconds for found in own)
     return (speeds, (tokens(baseline), sum(found.baseline_seconds for found in own))) if baseline else (speeds,)
 
+  @property
+  def summaries(self) -> dict[Setting, Summary]:
+    """The results of every setting, over all seeds."""
+    return {setting: self.summarize(setting) for setting in self.settings}
+
   def summarize(self, setting: Setting, seeds=None) -> Summary:
     """The results of one setting.
 

@@ -73,6 +73,11 @@ class Setting(auto.Setting):
   shape: str = ''
 
   @property
+  def budget(self) -> int | None:
+    """The most nodes of a tree that is still to be chosen for `optimal`; None of other trees."""
+    return self.spec.numbers[0] if self.spec is not None and self.spec.name == 'optimal' else None
+
+  @property
   def tree_name(self) -> str:
     if self.spec is None:
       return 'none'
@@ -173,6 +178,6 @@ def only_setting(options: MethodOptions) -> Setting:
   settings = expand(options)
   if len(settings) != 1:
     raise ValueError(f'one method, K, L and tree at a time, got {len(settings)}: {", ".join(map(str, settings))}')
-  if settings[0].spec is not None and settings[0].spec.name == 'optimal':
+  if settings[0].budget is not None:
     raise ValueError('optimal trees are chosen by decode.main; name the shape that it printed, such as prefix:4,2,1')
   return settings[0]

@@ -483,14 +483,19 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_
   assert run_decode(options).predictions == run.predictions
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('is_beside', [False, True])
-def test_lookup_is_measured(tmp_path, pair, prompt_file, monkeypatch, is_beside):
-  path = tmp_path / 'calibration.json'
+@pytest.fixture
+def few_methods(monkeypatch):
+  """Grids of three methods alone."""
   few = 'autoregressive', 'spectr', 'race'
-  monkeypatch.setattr(
-    auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
-  )
+  methods = {name: dataclasses.replace(method, is_lossless=name in few) for name, method in METHODS.items()}
+  monkeypatch.setattr(auto, 'METHODS', methods)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures('few_methods')
+@pytest.mark.parametrize('is_beside', [False, True])
+def test_lookup_is_measured(tmp_path, pair, prompt_file, is_beside):
+  path = tmp_path / 'calibration.json'
   draft = f'lookup+{pair["draft"]}' if is_beside else 'lookup'
   options = _options(
     target=pair['target'], draft=draft, prompts=str(prompt_file), num_drafts=(1, 2), draft_length=(2,),
@@ -506,12 +511,9 @@ def test_lookup_is_measured(tmp_path, pair, prompt_file, monkeypatch, is_beside)
 
 
 @pytest.mark.slow
-def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
+@pytest.mark.usefixtures('few_methods')
+def test_a_pair_is_measured_once(tmp_path, pair, prompt_file):
   path = tmp_path / 'calibration.json'
-  few = {name: METHODS[name] for name in ('autoregressive', 'spectr', 'race')}
-  monkeypatch.setattr(
-    auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
-  )
   options = _options(
     **pair, prompts=str(prompt_file), num_drafts=(2,), draft_length=(1, 3), batch_size=2, max_new_tokens=8,
     calibration=str(path),
@@ -544,14 +546,11 @@ def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('few_methods')
 @pytest.mark.parametrize('kind', ['model', 'head', 'lookup beside a head'])
 def test_drafts_of_every_kind_are_measured_with_growing_trees(
   tmp_path, pair, prompt_file, tiny_head_file, kind, monkeypatch
 ):
-  few = 'autoregressive', 'spectr', 'race'
-  monkeypatch.setattr(
-    auto, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
-  )
   is_mixed, path = kind == 'lookup beside a head', tmp_path / 'calibration.json'
   draft = {'model': pair['draft'], 'head': tiny_head_file}.get(kind, f'lookup+{tiny_head_file}')
   trees = ('chains',) if is_mixed else ('chains', 'likeliest:2,2', 'confident:2,2')
