@@ -24,8 +24,13 @@ def _options(**changes):
   return DecodeOptions(**{'method': ('auto',)} | changes)
 
 
-def test_the_grid_has_every_lossless_method_and_no_setting_twice():
-  settings = auto.grid(_options())
+@pytest.fixture(scope='module')
+def settings():
+  """The whole grid."""
+  return auto.grid(_options())
+
+
+def test_the_grid_has_every_lossless_method_and_no_setting_twice(settings):
   assert {setting.method.name for setting in settings} == {name for name, m in METHODS.items() if m.is_lossless}
   assert all(setting.method.is_lossless for setting in settings)
   singles = {setting.method.name for setting in settings if setting.num_drafts == 1}
@@ -74,12 +79,13 @@ def test_greedy_decoding_is_compared_with_trees_of_likeliest_guesses_and_single_
   assert {setting.num_drafts for setting in several if setting.spec and setting.spec.name == 'chains'} == {1, 3}
 
 
-@pytest.mark.parametrize(
-  'changes',
-  [{'temperature': 0.5}, {'temperature': 0.0, 'draft': 'lookup'}, {'temperature': 0.0, 'tree': ('prefix:2',)}],
-)
-def test_no_other_grid_has_them(changes):
-  assert not any(setting.growth for setting in auto.grid(_options(**changes)))
+def test_no_other_grid_has_them():
+  for changes in (
+    {'temperature': 0.5},
+    {'temperature': 0.0, 'draft': 'lookup'},
+    {'temperature': 0.0, 'tree': ('prefix:2',)},
+  ):
+    assert not any(setting.growth for setting in auto.grid(_options(**changes)))
 
 
 def test_growing_trees_are_compared_with_others_where_methods_take_them():
@@ -173,8 +179,7 @@ def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch
   assert all(0.25 <= each.round_seconds <= 1 for each in found.values())
 
 
-def test_predictions_are_those_of_the_closed_form():
-  settings = auto.grid(_options())
+def test_predictions_are_those_of_the_closed_form(settings):
   found = {str(p.setting): p for p in prediction.predict(_calibration(settings), settings)}
   alone = found['autoregressive']
   assert alone.tokens_per_call == 1
@@ -210,8 +215,7 @@ def test_the_round_of_shorter_drafts_is_that_of_the_reference_and_its_own_share(
   assert found['specinfer K=4 L=2'] == pytest.approx(0.030 + 0.008 / 4)
 
 
-def test_the_fastest_is_chosen_and_speculation_left_where_it_does_not_pay():
-  settings = auto.grid(_options())
+def test_the_fastest_is_chosen_and_speculation_left_where_it_does_not_pay(settings):
   predictions = prediction.predict(_calibration(settings), settings)
   assert predictions == sorted(predictions, key=lambda found: -found.tokens_per_second)
   assert prediction.choose(predictions) == predictions[0].setting
@@ -221,8 +225,7 @@ def test_the_fastest_is_chosen_and_speculation_left_where_it_does_not_pay():
   assert prediction.choose(predictions).method.name == 'autoregressive'
 
 
-def test_processes_whose_clocks_differ_choose_alike(monkeypatch):
-  settings = auto.grid(_options())
+def test_processes_whose_clocks_differ_choose_alike(monkeypatch, settings):
   first = prediction.predict(_calibration(settings), settings)
   own = prediction.predict(_calibration(settings, node=4e-3), settings)
   assert prediction.choose(own) != prediction.choose(first)
@@ -267,19 +270,15 @@ def test_observations_are_joined_by_their_batches():
   found = one.joined(other)
   assert found == calibration.Observation(8, 80, [8, 12, 5, 5, 5, 5, 5, 5], [23, 7], 1.75, found.round_seconds)
   assert found.round_seconds == pytest.approx(0.175)
-
-
-def test_rounds_are_those_of_the_slowest_row_of_all_batches():
+  # Rounds are those of the slowest row of all batches that the rows could form.
   calls = [4, 9, 6, 6, 3]
-  found = calibration.Observation(3, 30, calls, [8, 2], 1.0, 0.1)
-  assert found.rounds(1) == pytest.approx(np.mean(calls))
-  for size in (2, 3, 5):
+  found = dataclasses.replace(one, row_calls=calls)
+  for size in (1, 2, 3, 5):
     assert found.rounds(size) == pytest.approx(np.mean([max(rows) for rows in itertools.combinations(calls, size)]))
   assert found.rounds(8) == 9  # there are five prompts
 
 
-def test_batches_wait_for_their_slowest_row():
-  settings = auto.grid(_options())
+def test_batches_wait_for_their_slowest_row(settings):
   measured = _calibration(settings)
   together = dataclasses.replace(measured, conditions={'device': 'test', 'batch_size': 4})
   alone = {str(found.setting): found.tokens_per_second for found in prediction.predict(measured, settings)}
@@ -292,8 +291,7 @@ def test_batches_wait_for_their_slowest_row():
   assert all(slower[name] < 4 * alone[name] for name in alone)
 
 
-def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch):
-  settings = auto.grid(_options())
+def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch, settings):
   first, seconds = _calibration(settings), _calibration(settings).observations
   lucky = next(found for found in prediction.predict(first, settings)[3:] if found.is_observed).setting
 
@@ -328,24 +326,26 @@ def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch):
   assert predictions[unseen].tokens_per_call == 1.234
 
 
-def test_a_calibration_is_the_same_after_a_file(tmp_path):
-  settings = auto.grid(_options())
-  measured = _calibration(settings)
-  (tmp_path / 'calibration.json').write_text(measured.to_json())
-  assert auto.read_calibration(tmp_path / 'calibration.json') == measured
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('', 'x.json is not JSON .*--calibration writes one'),
+    *(
+      (text, 'x.json is no calibration')
+      for text in ('[]', '{"format": 0}', '{"format": 1}', '{"format": 1, "conditions": {}}')
+    ),
+  ],
+)
+def test_a_calibration_is_the_same_after_a_file_and_others_are_refused(tmp_path, settings, text, message):
+  path, measured = tmp_path / 'x.json', _calibration(settings)
+  path.write_text(measured.to_json())
+  assert auto.read_calibration(path) == measured
+  path.write_text(text)
+  with pytest.raises(ValueError, match=message):
+    auto.read_calibration(path)
 
 
-@pytest.mark.parametrize('text', ['', '[]', '{"format": 0}', '{"format": 1}', '{"format": 1, "conditions": {}}'])
-def test_what_is_no_calibration(tmp_path, text):
-  (tmp_path / 'x.json').write_text(text)
-  with pytest.raises(
-    ValueError, match='x.json is no calibration' if text else 'x.json is not JSON .*--calibration writes one'
-  ):
-    auto.read_calibration(tmp_path / 'x.json')
-
-
-def test_a_calibration_for_something_else_is_refused():
-  settings = auto.grid(_options())
+def test_a_calibration_for_something_else_is_refused(settings):
   measured = _calibration(settings)
   measured.check_conditions({'device': 'test'}, 'f')
   assert plan.complete_settings(measured, settings, 'f', is_short=False) == settings
@@ -387,8 +387,7 @@ _NOTHING = calibration.Calibration({'device': 'test', 'batch_size': 1}, {}, {}, 
     (3e-3, 0.8, 'block K=1 L=2', []),
   ],
 )
-def test_a_short_grid_is_what_the_slope_of_the_target_allows(node, rate, first, others):
-  settings = auto.grid(_options())
+def test_a_short_grid_is_what_the_slope_of_the_target_allows(node, rate, first, others, settings):
   found, done = _measured(_NOTHING, settings, node=node, rate=rate)
   compared = [str(each) for each in plan.plan(found, settings, is_short=True)[0]]
   assert compared == ['autoregressive', first, *others]
@@ -434,8 +433,7 @@ def test_the_grid_is_short_on_cpus_unless_it_is_given(monkeypatch):
   assert _options(grid='short').has_short_grid
 
 
-def test_a_complete_file_of_the_whole_grid_serves_a_short_one():
-  settings = auto.grid(_options())
+def test_a_complete_file_of_the_whole_grid_serves_a_short_one(settings):
   whole = _calibration(settings)
   assert plan.complete_settings(whole, settings, 'f', is_short=True) == settings
   few, _ = _measured(_NOTHING, settings, node=0.1e-3)
