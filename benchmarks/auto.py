@@ -26,7 +26,7 @@ from benchmarks.speed import SHAPES, make_model
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
-from decode.experiment.auto import predict_all
+from decode.experiment.auto_choice import predict_all
 from decode.experiment.console import show_progress
 from decode.experiment.options import AUTO
 from decode.experiment.run import measure

@@ -25,7 +25,7 @@ from absl import flags
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
-from decode.experiment.laws import target_texts, written_laws
+from decode.experiment.distributions import target_texts, written_distributions
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload, describe_machine
 from spectr_jax import theory
@@ -83,7 +83,7 @@ def measure(
     tokens = target_texts(workload, options.seed)
     there, overlaps = tokens >= 0, np.zeros(tokens.shape)
     found = {(n, name): np.zeros(tokens.shape) for n in num_drafts for name in rules}
-    for rows, (p, q) in written_laws(workload, (workload.draft, workload.target), tokens):
+    for rows, (p, q) in written_distributions(workload, (workload.draft, workload.target), tokens):
       overlaps[rows] = jnp.sum(jnp.minimum(p, q), axis=-1)
       written = jnp.maximum(tokens[rows], 0)
       tokens_given = {'none': (), 'text': (written,), 'draft': (jnp.argmax(p, axis=-1),)}[given]

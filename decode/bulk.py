@@ -21,7 +21,7 @@ from absl import flags
 from common import command_line, processes
 from common.output_files import check_apart
 from common.printable import printable
-from decode.experiment.auto import predict_all
+from decode.experiment.auto_choice import predict_all
 from decode.experiment.console import show_progress
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
 from decode.experiment.options import DecodeOptions

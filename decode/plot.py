@@ -35,10 +35,14 @@ _ROLES = 'target', 'draft'
 
 
 def read_results(path: str) -> tuple[str, list[dict[str, Any]]]:
-  """The models of a file of results, and its points; see `read_points`.
+  """The models of a file of results, JSON or CSV of `decode.main --output`, and its points: settings over all seeds.
+
+  A point has `method`, `shape`, `tokens_per_call`, `tokens_per_second`, `speedup`, which may be None, and the
+  intervals `tokens_per_call_ci95` and `speedup_ci95`, which may be None. Of several seeds the ends are means of those
+  of each seed, so that the interval is wide enough.
 
   Raises:
-    ValueError: As of `read_points`.
+    ValueError: The file holds something else; the message says what is wrong.
   """
   if pathlib.PurePath(path).suffix == '.csv':
     rows = [_unflattened(row) for row in _read_rows(path)]
@@ -49,22 +53,6 @@ def read_results(path: str) -> tuple[str, list[dict[str, Any]]]:
     raise ValueError(f'{path} holds no results; {_ADVICE}')
   run = content.get('run')
   return _names_of(run.get('models') if isinstance(run, dict) else None), _points_of(path, results)
-
-
-def read_points(path: str) -> list[dict[str, Any]]:
-  """The settings of a file of results, over all seeds.
-
-  A setting has `method`, `shape`, `tokens_per_call`, `tokens_per_second`, `speedup`, which may be None, and the
-  intervals `tokens_per_call_ci95` and `speedup_ci95`, which may be None. Of several seeds the ends are means of those
-  of each seed, so that the interval is wide enough.
-
-  Args:
-    path: What `decode.main --output` wrote, as JSON or CSV.
-
-  Raises:
-    ValueError: The file holds something else; the message says what is wrong.
-  """
-  return read_results(path)[1]
 
 
 def _read_rows(path: str) -> list[dict[str, Any]]:
@@ -155,7 +143,7 @@ def draw(
   """A picture of points, in a panel for each file.
 
   Args:
-    files: Title and points of each, as from `read_points`.
+    files: Title and points of each, as from `read_results`.
     kind: `png` or `svg`.
     models: The names of the models of each; None if they are not known.
   """
@@ -207,13 +195,9 @@ def _draw_figure(path: str, kind: str) -> bytes | None:
 
 
 def picture_of(paths: Sequence[str], kind: str) -> bytes:
-  """A picture of files, all of them results, or all of them logs of training, whose names end in `.jsonl`.
+  """A picture, `png` or `svg`, of files: all of them results, or logs of training, whose names end in `.jsonl`.
 
   The data of a figure is drawn as that figure, alone.
-
-  Args:
-    paths: The files.
-    kind: `png` or `svg`.
 
   Raises:
     ValueError: A file holds something else, or there are files of both kinds.

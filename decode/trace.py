@@ -141,10 +141,7 @@ def _embed(data: Any) -> str:
 
 
 def make_page(data: dict[str, Any]) -> str:
-  """The page as HTML with style, scripts and data inline.
-
-  Args:
-    data: The result of `record_trace`.
+  """The page of `record_trace` as HTML with style, scripts and data inline.
 
   Raises:
     ValueError: The page would be larger than `MAX_BYTES`.

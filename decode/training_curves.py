@@ -18,10 +18,9 @@ _SHARES = 'held_out_overlap', 'held_out_acceptance_'
 
 
 def read_steps(path: str) -> list[dict[str, float]]:
-  """The metrics of the steps of a log: `step`, and of the others those that are finite numbers.
+  """The metrics of the steps of a log of at most 128 MiB: `step`, and of the others those that are finite numbers.
 
-  Args:
-    path: The log, of at most 128 MiB. An incomplete last line, as of a run that was killed, is left out.
+  An incomplete last line, as of a run that was killed, is left out.
 
   Raises:
     ValueError: The file holds something else, or no loss; the message says what is wrong.
@@ -61,11 +60,9 @@ def name_of(path: str) -> str:
 
 
 def draw(runs: Sequence[tuple[str, Sequence[Mapping[str, float]]]], kind: str) -> bytes:
-  """A picture of runs: the losses, and where they were evaluated the shares of guesses that the target keeps.
+  """A picture, `png` or `svg`, of the steps of runs by name.
 
-  Args:
-    runs: Name and steps of each, as from `read_steps`.
-    kind: `png` or `svg`.
+  It shows the losses, and where they were evaluated the shares of guesses that the target keeps.
   """
   shares = {name for _, steps in runs for found in steps for name in found if name.startswith(_SHARES)}
   figure, axes = plots.panels(1 + bool(shares), width=4.2)

@@ -37,9 +37,6 @@ ELSEWHERE = Drafting('race_traversal', 2, 8)
 def kind_of(target: str, draft: str) -> str:
   """The kind of a draft, one of `ON_CPU`.
 
-  Args:
-    target, draft: As in `DecodeOptions`.
-
   Raises:
     ValueError: A file of a head is damaged.
   """

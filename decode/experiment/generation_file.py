@@ -40,13 +40,7 @@ _FIELDS = {
 
 
 def part_path(path: str | os.PathLike, index: int, count: int) -> pathlib.Path:
-  """The file of one process: `path` itself for a single one, else `name-00000-of-00002.jsonl` beside it.
-
-  Args:
-    path: The file of the whole run.
-    index: Index of the process.
-    count: Number of processes.
-  """
+  """The file of one process: `path` itself for a single one, else `name-00000-of-00002.jsonl` beside it."""
   path = pathlib.Path(path)
   return path if count == 1 else path.with_name(f'{path.stem}-{index:05}-of-{count:05}{path.suffix}')
 
@@ -59,10 +53,6 @@ def index_path(path: str | os.PathLike) -> pathlib.Path:
 
 def check_parts(path: str | os.PathLike, count: int) -> None:
   """Refuses continuations of another number of processes, which would be decoded again.
-
-  Args:
-    path: The file of the whole run.
-    count: Number of processes.
 
   Raises:
     ValueError: There are such, or something else stands at the path of the index.
@@ -82,10 +72,6 @@ def check_parts(path: str | os.PathLike, count: int) -> None:
 
 def write_index(path: str | os.PathLike, count: int) -> None:
   """Writes the index that names the parts of `path`, if there are several.
-
-  Args:
-    path: The file of the whole run.
-    count: Number of processes.
 
   Raises:
     ValueError: As for `check_parts`; or the index cannot be written.
@@ -247,10 +233,7 @@ class GenerationFile:
     return entry['seed'], entry['index'], entry['sample']
 
   def append(self, entry: Mapping[str, Any]) -> None:
-    """Writes a continuation.
-
-    Args:
-      entry: What it has beside the settings.
+    """Writes what a continuation has beside the settings.
 
     Raises:
       ValueError: The continuation cannot be written. Earlier ones are complete.

@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from common.json_file import read_json
-from decode.experiment.laws import target_texts, written_log_probs
+from decode.experiment.distributions import target_texts, written_log_probs
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
@@ -62,10 +62,6 @@ def calibration_trees(method: Method, budget: int) -> dict[int, TokenTree]:
 
   For i.i.d. children there is one tree per number of children, as deep as `budget` nodes allow. Otherwise there is one
   tree with two levels of eight children per node.
-
-  Args:
-    method: The method.
-    budget: The largest number of nodes of a tree.
   """
   if not has_independent_children(method):
     return {_WIDTHS[-1]: TokenTree.prefix((_WIDTHS[-1],) * 2)}
@@ -171,11 +167,7 @@ def _prefix_shape(factors: Sequence[int]) -> str:
 
 
 def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
-  """The setting with the best tree of its budget.
-
-  Args:
-    setting: The setting, whose tree is `optimal`.
-    acceptance: The rates, from `measure_acceptance` or `bound_kept`.
+  """The setting with the best tree of its budget, by rates from `measure_acceptance` or `bound_kept`.
 
   Raises:
     ValueError: The rates do not determine a tree.

@@ -54,10 +54,6 @@ class DecodeOptions(PromptOptions, SamplingOptions, MethodOptions, ModelOptions)
   def check_unused(self, names: Sequence[str], where: str) -> None:
     """Refuses options that a command has no use for, where they are not their defaults.
 
-    Args:
-      names: The fields.
-      where: The command, and why it does not take them.
-
     Raises:
       ValueError: The message names the first one.
     """
@@ -86,12 +82,7 @@ class DecodeOptions(PromptOptions, SamplingOptions, MethodOptions, ModelOptions)
 
 
 def fitting(draft: str, methods: Sequence[str], trees: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """The methods and the trees that take a draft's guesses.
-
-  Args:
-    draft: The draft, as `DecodeOptions.draft`.
-    methods: Methods, as `DecodeOptions.method`.
-    trees: Trees, as `DecodeOptions.tree`.
+  """The methods and the trees that take a draft's guesses, each as in `DecodeOptions`.
 
   Raises:
     ValueError: None of the trees does, or no method that drafts.

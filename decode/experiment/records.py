@@ -121,17 +121,7 @@ def describe_continuation(
   tokenizer: TokenizerBase,
   stop: StopStrings | None,
 ) -> dict[str, Any]:
-  """A continuation as JSON values.
-
-  Args:
-    setting: The result of `describe_setting`.
-    prompt: The prompt.
-    seed: The seed.
-    sample: The index of the sample among those of this prompt and seed.
-    found: The continuation.
-    tokenizer: The models' tokenizer.
-    stop: The texts that end continuations, or None.
-  """
+  """A continuation as JSON values, below those of `describe_setting`."""
   tokens = found.tokens.tolist()
   entry = {
     'id': prompt.id,
@@ -155,14 +145,7 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 def continuation_of(
   measurement: Measurement, row: int, tokenizer: TokenizerBase, stop: StopStrings | None
 ) -> Continuation:
-  """One row of a measurement, without padding.
-
-  Args:
-    measurement: The measurement.
-    row: The row.
-    tokenizer: The models' tokenizer.
-    stop: The texts that end continuations, or None.
-  """
+  """One row of a measurement, without padding."""
   length = measurement.lengths[row]
   return Continuation(
     row,
@@ -224,10 +207,6 @@ def options_of(part: Part) -> list[str]:
 
 def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
   """The values that all lines of a run share, as JSON values: those of the files that are read by their content.
-
-  Args:
-    work: Models and prompts.
-    setting: The setting.
 
   Raises:
     ValueError: A file cannot be read.

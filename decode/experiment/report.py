@@ -226,12 +226,9 @@ def explain_parts(run: DecodeRun) -> Iterator[str]:
 
 
 def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: TokenizerBase) -> list[tuple[str, int]]:
-  """The text of each token with the token's origin. The token that completes a character has all of its bytes.
+  """The text of each of T tokens with its origin, from arrays `[T]` as in `Generation`.
 
-  Args:
-    tokens: int `[T]`, without padding.
-    origins: int `[T]`, as in `spectr_jax.Generation`.
-    tokenizer: The tokenizer.
+  The token that completes a character has all of its bytes.
   """
   stream = TextStream(tokenizer)
   pieces = [(stream.add([token]), int(origin)) for token, origin in zip(tokens, origins)]
@@ -248,12 +245,7 @@ def sample_measurement(run: DecodeRun) -> Measurement:
 
 
 def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
-  """The first prompt's continuation below a legend, with tokens marked by origin.
-
-  Args:
-    run: The run.
-    is_colored: Whether to mark origins by color, else by brackets and braces.
-  """
+  """The first prompt's continuation below a legend, with tokens marked by origin: by color, or else by brackets."""
   found = sample_measurement(run)
   has_guesses = bool(found.setting.tree.num_nodes)
 

@@ -44,11 +44,7 @@ class Measurement(Generation):
     return float(self.batch_seconds.sum())
 
   def take(self, rows: np.ndarray) -> Measurement:
-    """The results of some prompts, where every batch is one prompt.
-
-    Args:
-      rows: int `[N]`, indices of prompts.
-    """
+    """The results of some prompts by index, int `[N]`, where every batch is one prompt."""
     names = {field.name for field in dataclasses.fields(self)} - {'setting', 'seed', 'rounds'}
     taken = jax.tree.map(lambda array: array[rows], {name: getattr(self, name) for name in names})
     return dataclasses.replace(self, **taken, rounds=int(taken['num_target_calls'].sum()))
@@ -134,10 +130,7 @@ class DecodeRun:
     return [found for found in self.measurements if found.seed in seeds and found.setting == setting]
 
   def take(self, rows: np.ndarray) -> DecodeRun:
-    """The same run on some of its prompts.
-
-    Args:
-      rows: int `[N]`, indices of prompts.
+    """The same run on some of its prompts by index, int `[N]`.
 
     Raises:
       ValueError: Prompts or samples were decoded together, so that none has a time of its own.
@@ -159,11 +152,7 @@ class DecodeRun:
     return values.reshape(len(self.prompts), self.options.num_samples).sum(axis=1)
 
   def batch_speeds(self, setting: Setting, seeds=None) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Tokens and seconds of each batch, for the setting and, if it was run, for autoregressive decoding.
-
-    Args:
-      setting: The setting.
-      seeds: Seeds to add up; None for all.
+    """Tokens and seconds of each batch, over some or all seeds, and those of autoregressive decoding if it was run.
 
     Returns:
       One pair of arrays `[number of batches]` for the setting, and one for autoregressive decoding if that was run.
@@ -183,12 +172,7 @@ class DecodeRun:
     return {setting: self.summarize(setting) for setting in self.settings}
 
   def summarize(self, setting: Setting, seeds=None) -> Summary:
-    """The results of one setting.
-
-    Args:
-      setting: The setting.
-      seeds: Seeds to combine; None for all.
-    """
+    """The results of one setting over some seeds, or all."""
     own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
     num_rounds, seconds = sum(found.rounds for found in own), sum(found.seconds for found in own)
     speedup, speedup_interval, round_cost = None, None, None

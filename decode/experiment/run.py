@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 import spectr_jax
 from decode.experiment import latency
-from decode.experiment.auto import predict_all
+from decode.experiment.auto_choice import predict_all
 from decode.experiment.optimal_trees import choose_trees, read_acceptance
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import take_first
@@ -45,11 +45,6 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
 
   If the programs do not fit in one process, settings are split into groups that run one after another. The settings of
   a group take turns. Every group includes autoregressive decoding if that is one of the settings.
-
-  Args:
-    workload: Models and prompts.
-    settings: The settings.
-    notify: Called with the current activity, batches done and batches in total.
 
   Raises:
     ValueError: A model gives logits that are not finite.

@@ -123,12 +123,7 @@ def _check_size(num_nodes: int, what: str) -> None:
 
 
 def settings_of(method: Method, options: MethodOptions, *, skip_unfit: bool = False) -> list[Setting]:
-  """The settings of a method: one for every tree of the options.
-
-  Args:
-    method: The method.
-    options: The options, which give trees, K and L.
-    skip_unfit: Whether to leave out trees that the method cannot use.
+  """The settings of a method: one for every tree of the options, or for those that it can use.
 
   Raises:
     ValueError: A tree is too large, or the method's theory does not cover it.

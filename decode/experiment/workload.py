@@ -186,9 +186,6 @@ def find_head(target: str, draft: str) -> HeadFiles | None:
 
   A head among the tensors of a model counts only where that model is the target: any other is a draft as a whole.
 
-  Args:
-    target, draft: Paths or names of the models; that of the draft may be empty.
-
   Raises:
     ValueError: A file of the head is damaged.
   """
@@ -197,12 +194,7 @@ def find_head(target: str, draft: str) -> HeadFiles | None:
 
 
 def model_title(model: dict[str, Any], *, has_dtype: bool = False) -> str:
-  """The path and the size of a model, the format of a head, the type of quantized weights; or those of a corpus.
-
-  Args:
-    model: Its description by `load_models`.
-    has_dtype: Whether to name the type it computes in.
-  """
+  """The path and the size of a model as `load_models` describes it, the format of a head; or those of a corpus."""
   if 'num_tokens' in model:
     return f'{model["path"]} ({model["num_tokens"]:,} tokens)'
   parts = [f'{model["num_params"] / 1e6:.1f}M', *([model['dtype']] if has_dtype else [])]
@@ -236,12 +228,7 @@ def describe_machine(num_devices: int = 1) -> dict[str, Any]:
 
 
 def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
-  """Flags, versions, device and models, as JSON values.
-
-  Args:
-    options: The options.
-    models: Descriptions of the models, from `load_models`.
-  """
+  """Flags, versions, device and models, as JSON values."""
   flags = dataclasses.asdict(options) | {'target': portable(options.target), 'draft': portable(options.draft)}
   return {'flags': flags} | describe_machine(jax.device_count() if options.mesh else 1) | {'models': models}
 

@@ -46,10 +46,8 @@ class Observation:
   def rounds(self, batch_size: int) -> float:
     """The mean number of rounds until the last row of a batch is done, over all batches that the rows could form.
 
-    Few batches are decoded, and the slowest row of each says little: all rows together say more.
-
-    Args:
-      batch_size: Rows of a batch; with fewer rows than these it is that of all rows.
+    With fewer rows than a batch has, it is that of all rows. Few batches are decoded, and the slowest row of each says
+    little: all rows together say more.
     """
     calls, size = sorted(self.row_calls), min(batch_size, len(self.row_calls))
     # The n-th smallest is the largest of a batch whose other rows are among the n - 1 smaller ones.
@@ -57,11 +55,7 @@ class Observation:
     return float(np.dot(calls, is_largest) / math.comb(len(calls), size))
 
   def joined(self, other: Observation) -> Observation:
-    """The observation of both, whose seconds are means over batches.
-
-    Args:
-      other: The same setting's, of other runs.
-    """
+    """The observation of both runs of one setting, whose seconds are means over batches."""
     weights = [each.num_batches for each in (self, other)]
     means = {
       name: float(np.average([getattr(each, name) for each in (self, other)], weights=weights))
@@ -103,11 +97,7 @@ class Calibration:
     return json.dumps({'format': FORMAT} | dataclasses.asdict(self), indent=2) + '\n'
 
   def check_conditions(self, conditions: dict[str, Any], source: str) -> None:
-    """Refuses conditions other than those of the measurement.
-
-    Args:
-      conditions: The conditions, as JSON values.
-      source: What holds the measurement, for messages.
+    """Refuses conditions other than those of the measurement, which `source` holds.
 
     Raises:
       ValueError: The message names the first difference.

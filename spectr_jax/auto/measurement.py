@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spectr_jax.auto import plan, timing
+from spectr_jax.auto import programs, timing
 from spectr_jax.auto.calibration import Calibration, Observation
 from spectr_jax.auto.prediction import Prediction, finalists_of, predict, ranked
 from spectr_jax.auto.setting import Setting, baseline_among, tree_name_of, tuned
@@ -47,7 +47,7 @@ class Measurer:
   baseline: Setting
   notify: Notify
 
-  def measure(self, program: plan.Program, calibration: Calibration, *, is_short: bool) -> Calibration:
+  def measure(self, program: programs.Program, calibration: Calibration, *, is_short: bool) -> Calibration:
     """Measures one program; the target's call on one token comes first.
 
     Args:
@@ -55,13 +55,13 @@ class Measurer:
       calibration: The measurements so far.
       is_short: Whether a setting decodes no more batches than a short grid needs.
     """
-    if program.kind == plan.TARGET:
+    if program.kind == programs.TARGET:
       return self.time_target(program.setting, calibration)
-    if program.kind == plan.DRAFT:
+    if program.kind == programs.DRAFT:
       return self.time_draft(program.setting, calibration)
     most_batches = None
     if is_short:
-      most_batches = plan.batches_within(_SECONDS_OF_A_SHORT_RUN, calibration, self.trial.max_new_tokens)
+      most_batches = programs.batches_within(_SECONDS_OF_A_SHORT_RUN, calibration, self.trial.max_new_tokens)
     first = calibration.observations.get(str(self.baseline))
     scale: dict[str, Any] = {} if first is None else {'pace': first.round_seconds, 'beside': _ROUNDS_BESIDE}
     observations = self.observe([program.setting], **scale, most_batches=most_batches)
@@ -83,12 +83,7 @@ class Measurer:
     return dataclasses.replace(calibration, draft_seconds=calibration.draft_seconds | {tree_name_of(setting): seconds})
 
   def observe_thresholds(self, settings: list[Setting], calibration: Calibration) -> Calibration:
-    """Measures a growing tree with other thresholds, with the same keys.
-
-    Args:
-      settings: The tree with other thresholds, from `tuned`.
-      calibration: The measurements of the grid.
-    """
+    """Measures a growing tree with other thresholds, those of `tuned`, with the same keys."""
     self.notify('timing growth from other thresholds', 0, 1)
     for setting in settings:
       calibration = self.time_draft(setting, calibration)
@@ -100,10 +95,6 @@ class Measurer:
 
     The largest of many predictions is too large on average: its setting was lucky. And the fastest settings may have
     been timed in different groups, minutes apart. Here they take turns.
-
-    Args:
-      settings: The settings predicted to be the fastest.
-      calibration: The measurements of the grid.
     """
     observations = dict(calibration.observations)
     again = self.observe(settings, turn=1, pace=observations[str(self.baseline)].round_seconds)
@@ -227,7 +218,7 @@ def predict_settings(
     settings: All settings of the grid, autoregressive decoding among them.
     conditions: What the measurement depends on, as JSON values, besides the batch size.
     notify: Called with the current activity, the programs measured and their number.
-    is_short: Whether few settings will do, those of `plan.shortlist`.
+    is_short: Whether few settings will do, those of `programs.shortlist`.
     known: The measurements of an earlier run, which may have been interrupted; None for none.
     source: What holds the known measurements, for messages.
     keep: Called with all measurements so far after each program.
@@ -243,19 +234,19 @@ def predict_settings(
   if known is not None:
     known.check_conditions(conditions, source)
     if known.is_complete:
-      return predict(known, plan.complete_settings(known, settings, source, is_short=is_short))
+      return predict(known, programs.complete_settings(known, settings, source, is_short=is_short))
   calibration = known or Calibration(conditions, {}, {}, {}, is_complete=False)
   while True:
-    compared, programs, most = plan.plan(calibration, settings, is_short=is_short)
-    missing = [each for each in programs if not each.is_in(calibration)]
+    compared, needed, most = programs.plan(calibration, settings, is_short=is_short)
+    missing = [each for each in needed if not each.is_in(calibration)]
     if not missing:
       break
-    done = len(programs) - len(missing)
+    done = len(needed) - len(missing)
 
     def of_one(what, *_, prefix=f'auto: program {done + 1} of {most}, ', steps=(done, most)):
       notify(prefix + what, *steps)
 
-    if missing[0].kind != plan.ROUNDS:
+    if missing[0].kind != programs.ROUNDS:
       of_one(str(missing[0]))
     calibration = Measurer(trial, baseline, of_one).measure(missing[0], calibration, is_short=is_short)
     keep(calibration)

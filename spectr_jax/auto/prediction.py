@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 
 from spectr_jax.auto.calibration import Calibration
-from spectr_jax.auto.plan import of_the_first_process
+from spectr_jax.auto.programs import of_the_first_process
 from spectr_jax.auto.setting import Setting, reference_of, source_of, tree_name_of
 
 _NUM_FINALISTS = 6  # settings that are observed again

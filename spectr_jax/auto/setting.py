@@ -139,10 +139,6 @@ def default_settings(draft: Model | Drafter | None, *, is_greedy: bool = False) 
   """Autoregressive decoding, and every lossless method that takes the draft's guesses, on chains of several sizes.
 
   At temperature 0 all samples of a draft are equal: there are single chains, and trees of likeliest guesses.
-
-  Args:
-    draft: The draft.
-    is_greedy: Whether all rows have temperature 0.
   """
   drafter = as_drafter(draft)
   if drafter is None:
@@ -163,11 +159,7 @@ def default_settings(draft: Model | Drafter | None, *, is_greedy: bool = False) 
 
 
 def tuned(settings: Sequence[Setting]) -> list[Setting]:
-  """The fastest setting whose trees grow with further thresholds; nothing if no trees grow, or not from 0.
-
-  Args:
-    settings: All settings of the grid, the fastest first.
-  """
+  """The fastest setting whose trees grow with further thresholds; nothing if no trees grow, or not from 0."""
   growing = [setting for setting in settings if setting.growth is not None]
   return with_thresholds(growing[:1])
 
@@ -188,12 +180,7 @@ def tree_name_of(setting: Setting) -> str:
 
 
 def reference_of(setting: Setting, settings: Sequence[Setting]) -> Setting:
-  """The reference setting on the same chains: the first setting that decides token by token.
-
-  Args:
-    setting: A setting that decides token by token.
-    settings: All settings of the grid.
-  """
+  """The reference setting on the same chains: the first setting that decides token by token."""
   return next(other for other in settings if _decides_by_token(other) and tree_name_of(other) == tree_name_of(setting))
 
 

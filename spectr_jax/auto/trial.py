@@ -24,10 +24,6 @@ def batches_of(num_prompts: int, batch_size: int) -> list[np.ndarray]:
   """Indices of the prompts of each batch. The last batch is padded with copies of the last prompt.
 
   A padding copy never needs more rounds than its original.
-
-  Args:
-    num_prompts: P.
-    batch_size: B.
   """
   starts = range(0, num_prompts, batch_size)
   return [np.minimum(np.arange(start, start + batch_size), num_prompts - 1) for start in starts]

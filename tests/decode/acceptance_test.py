@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from decode.experiment import laws, optimal_trees
+from decode.experiment import distributions, optimal_trees
 from decode.experiment.optimal_trees import bound_kept, choose_tree, kept_bounds, measure_acceptance
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
@@ -189,8 +189,8 @@ def test_the_bound_is_that_of_the_laws_tokens_are_drawn_from(options):
     np.asarray(logits_to_probs(np.log(laws_by_role[role]).astype(np.float32)[None], params)[0], np.float64)
     for role in ('draft', 'target')
   )
-  texts = laws.target_texts(workload, seed=3)
-  draft, target = laws.written_log_probs(workload, (workload.draft, workload.target), texts)
+  texts = distributions.target_texts(workload, seed=3)
+  draft, target = distributions.written_log_probs(workload, (workload.draft, workload.target), texts)
   with np.errstate(divide='ignore'):
     np.testing.assert_allclose(draft, np.log([[p[0, a], p[a, b]] for a, b in texts]), rtol=1e-5)
     np.testing.assert_allclose(target, np.log([[q[0, a], q[a, b]] for a, b in texts]), rtol=1e-5)
@@ -208,12 +208,12 @@ def test_the_bound_is_that_of_the_laws_tokens_are_drawn_from(options):
 def test_tokens_after_the_end_have_no_law():
   workload, laws_by_role = _tables([0, 1], max_new_tokens=3)
   tokens = np.array([[1, 2, 2], [0, -1, -1]], np.int32)
-  [found] = laws.written_log_probs(workload, (workload.draft,), tokens)
+  [found] = distributions.written_log_probs(workload, (workload.draft,), tokens)
   p = np.log(laws_by_role['draft'])
   np.testing.assert_allclose(found, [[p[0, 1], p[1, 2], p[2, 2]], [p[1, 0], np.nan, np.nan]], rtol=1e-5)
   broken = dataclasses.replace(workload, draft=table.table_model(np.full((3, 3), np.nan, np.float32)))
   with pytest.raises(ValueError, match='prompt 0: the logits of a model are not finite'):
-    laws.written_log_probs(broken, (broken.draft,), tokens)
+    distributions.written_log_probs(broken, (broken.draft,), tokens)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +261,8 @@ def test_a_bound_chooses_chains_and_can_be_used_again(repeated, tmp_path, monkey
     "race_traversal: bounding what is kept of chains, on the target's own texts"
   ]
   workload = Workload.load(found.options)
-  texts = laws.target_texts(workload, 6)
-  rates = bound_kept(*laws.written_log_probs(workload, (workload.draft, workload.target), texts))
+  texts = distributions.target_texts(workload, 6)
+  rates = bound_kept(*distributions.written_log_probs(workload, (workload.draft, workload.target), texts))
   assert found.acceptance == {'race_traversal': rates}
   for setting, budget in zip(found.settings, (8, 3)):
     kept = np.array(rates, float)

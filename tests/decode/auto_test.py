@@ -9,13 +9,13 @@ import types
 import numpy as np
 import pytest
 
-from decode.experiment import auto
+from decode.experiment import auto_choice
 from decode.experiment.model_options import AUTO_GRID
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Generation, theory
-from spectr_jax.auto import calibration, measurement, plan, prediction
+from spectr_jax.auto import calibration, measurement, prediction, programs
 from spectr_jax.auto import setting as auto_setting
 from spectr_jax.engine.loop import run_rounds
 
@@ -27,7 +27,7 @@ def _options(**changes):
 @pytest.fixture(scope='module')
 def settings():
   """The whole grid."""
-  return auto.grid(_options())
+  return auto_choice.grid(_options())
 
 
 def test_the_grid_has_every_lossless_method_and_no_setting_twice(settings):
@@ -41,7 +41,7 @@ def test_the_grid_has_every_lossless_method_and_no_setting_twice(settings):
 
 
 def test_a_tree_that_some_methods_cannot_use_is_for_the_others():
-  settings = auto.grid(_options(tree=('prefix:2,1', 'specinfer'), draft_length=(4,)))
+  settings = auto_choice.grid(_options(tree=('prefix:2,1', 'specinfer'), draft_length=(4,)))
   assert {str(s) for s in settings if s.method.name == 'spectr'} == {'spectr prefix:2,1', 'spectr specinfer'}
   assert not any(setting.method.name == 'block' for setting in settings)
 
@@ -54,7 +54,7 @@ def test_a_tree_that_some_methods_cannot_use_is_for_the_others():
   ],
 )
 def test_the_grid_with_lookup_has_every_lossless_method_that_takes_its_guesses(draft, takes, singles):
-  settings = auto.grid(_options(draft=draft))
+  settings = auto_choice.grid(_options(draft=draft))
   wanted = {name for name, m in METHODS.items() if m.is_lossless and m.max_drafts != 0 and getattr(m, takes)}
   assert {setting.method.name for setting in settings} == wanted | {'autoregressive'}
   assert {setting.method.name for setting in settings if setting.num_drafts == 1} == singles
@@ -65,17 +65,18 @@ def _trees(settings, name):
 
 
 def test_greedy_decoding_is_compared_with_trees_of_likeliest_guesses_and_single_drafts():
-  settings = auto.grid(_options(temperature=0.0))
+  settings = auto_choice.grid(_options(temperature=0.0))
   # One method stands for all, since they keep the same.
   first = next(
     name for name, each in METHODS.items() if each.takes_given and each.takes_grown and each.max_drafts is None
   )
   assert METHODS[first].is_lossless
+  grown = set(auto_choice.GREEDY_TREES)
   for name in METHODS:
-    assert _trees(settings, name) & set(auto.GREEDY_TREES) == (set(auto.GREEDY_TREES) if name == first else set())
+    assert _trees(settings, name) & grown == (grown if name == first else set())
   assert {setting.num_drafts for setting in settings if setting.spec and setting.spec.name == 'chains'} == {1}
   assert _trees(settings, 'speculative') == {'chains'}
-  several = auto.grid(_options(temperature=0.0, num_drafts=(1, 3)))
+  several = auto_choice.grid(_options(temperature=0.0, num_drafts=(1, 3)))
   assert {setting.num_drafts for setting in several if setting.spec and setting.spec.name == 'chains'} == {1, 3}
 
 
@@ -85,27 +86,27 @@ def test_no_other_grid_has_them():
     {'temperature': 0.0, 'draft': 'lookup'},
     {'temperature': 0.0, 'tree': ('prefix:2',)},
   ):
-    assert not any(setting.growth for setting in auto.grid(_options(**changes)))
+    assert not any(setting.growth for setting in auto_choice.grid(_options(**changes)))
 
 
 def test_growing_trees_are_compared_with_others_where_methods_take_them():
   trees = 'chains', 'likeliest:2,2', 'confident:2,1'
-  settings = auto.grid(_options(tree=trees, num_drafts=(2,), draft_length=(2,)))
+  settings = auto_choice.grid(_options(tree=trees, num_drafts=(2,), draft_length=(2,)))
   assert _trees(settings, 'race_traversal') == set(trees)
   assert _trees(settings, 'traversal') == {'chains', 'confident:2,1'}  # takes no guesses that are not drawn
   assert _trees(settings, 'block') == {'chains'}
-  from_one = auto.grid(_options(tree=trees, growth_threshold=0.1, num_drafts=(2,), draft_length=(2,)))
+  from_one = auto_choice.grid(_options(tree=trees, growth_threshold=0.1, num_drafts=(2,), draft_length=(2,)))
   assert _trees(from_one, 'spectr') == {'chains', 'likeliest:2,2 from 0.1', 'confident:2,1 from 0.1'}
 
 
 def test_trees_that_are_deeper_than_the_draft_guesses_are_left_out():
-  assert {setting.draft_length for setting in auto.grid(_options(), 4)} == {0, 2, 4}
+  assert {setting.draft_length for setting in auto_choice.grid(_options(), 4)} == {0, 2, 4}
   with pytest.raises(ValueError, match='^the draft guesses 1 tokens ahead, and all trees are deeper$'):
-    auto.grid(_options(), 1)
+    auto_choice.grid(_options(), 1)
 
 
 def test_the_fastest_growing_tree_is_tuned():
-  settings = auto.grid(_options(tree=('chains', 'confident:4,4'), num_drafts=(2,), draft_length=(2,)))
+  settings = auto_choice.grid(_options(tree=('chains', 'confident:4,4'), num_drafts=(2,), draft_length=(2,)))
   ordered = sorted(settings, key=lambda setting: str(setting) != 'spectr confident:4,4')
   found = auto_setting.tuned(ordered)
   assert [str(setting) for setting in found] == [f'spectr confident:4,4 from {t:g}' for t in auto_setting._THRESHOLDS]
@@ -149,11 +150,9 @@ def test_seconds_of_a_group_are_those_of_the_first_groups_time():
 
 
 @pytest.mark.slow
-def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch):
-  options = _options(
-    **pair, prompts=str(prompt_file), num_prompts=2, num_drafts=(2,), draft_length=(1,), max_new_tokens=4
-  )
-  alone, spectr = (each for each in auto.grid(options) if each.method.name in ('autoregressive', 'spectr'))
+def test_a_machine_that_slows_down_between_groups(small_options, monkeypatch):
+  options = small_options('auto', num_prompts=2, batch_size=1, draft_length=(1,), max_new_tokens=4)
+  alone, spectr = (each for each in auto_choice.grid(options) if each.method.name in ('autoregressive', 'spectr'))
   now, tick = 0.0, 1.0  # every look at the clock takes a tick
 
   def look():
@@ -172,7 +171,7 @@ def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch
 
   monkeypatch.setattr(measurement, 'time', types.SimpleNamespace(perf_counter=look))
   monkeypatch.setattr(measurement, 'in_groups', groups)
-  measurer = measurement.Measurer(auto.trial_of(Workload.load(options)), alone, lambda *_: None)
+  measurer = measurement.Measurer(auto_choice.trial_of(Workload.load(options)), alone, lambda *_: None)
   found = measurer.observe([spectr])
   assert set(found) == {str(alone), str(spectr)}
   assert [each.prefill_seconds for each in found.values()] == [1.0, 1.0]
@@ -201,7 +200,7 @@ def test_predictions_are_those_of_the_closed_form(settings):
 
 
 def test_the_round_of_shorter_drafts_is_that_of_the_reference_and_its_own_share():
-  settings = auto.grid(_options(num_drafts=(4,), draft_length=(2, 8)))
+  settings = auto_choice.grid(_options(num_drafts=(4,), draft_length=(2, 8)))
   by_name = {str(setting): setting for setting in settings}
   longest, short = by_name['specinfer K=4 L=8'], by_name['specinfer K=4 L=2']
   assert str(auto_setting.reference_of(short, settings)) == 'spectr K=4 L=2'
@@ -235,8 +234,8 @@ def test_processes_whose_clocks_differ_choose_alike(monkeypatch, settings):
     sent.append(np.asarray(order))
     return sent[0]
 
-  monkeypatch.setattr(plan.jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(plan.multihost_utils, 'broadcast_one_to_all', broadcast)
+  monkeypatch.setattr(programs.jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(programs.multihost_utils, 'broadcast_one_to_all', broadcast)
   in_first, in_other = (prediction.ranked(found) for found in (first, own))
   assert in_first == in_other == [found.setting for found in first]
   assert not np.array_equal(sent[0], sent[1])
@@ -259,7 +258,7 @@ def test_no_seed_is_decoded_twice():
       return seed
 
   options = _options(seed=2**32 - 3, num_seeds=2, calibration_prompts=3)
-  passes = [auto.trial_of(Prompts(options)).keys_fn(number) for number in range(2 * measurement.FEWEST_BATCHES)]
+  passes = [auto_choice.trial_of(Prompts(options)).keys_fn(number) for number in range(2 * measurement.FEWEST_BATCHES)]
   used = [*options.seeds, options.seeds[-1] + 1, *passes]  # one is for acceptance rates
   assert len(set(used)) == 2 + 1 + 2 * measurement.FEWEST_BATCHES
 
@@ -339,37 +338,39 @@ def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch, settings):
 def test_a_calibration_is_the_same_after_a_file_and_others_are_refused(tmp_path, settings, text, message):
   path, measured = tmp_path / 'x.json', _calibration(settings)
   path.write_text(measured.to_json())
-  assert auto.read_calibration(path) == measured
+  assert auto_choice.read_calibration(path) == measured
   path.write_text(text)
   with pytest.raises(ValueError, match=message):
-    auto.read_calibration(path)
+    auto_choice.read_calibration(path)
 
 
 def test_a_calibration_for_something_else_is_refused(settings):
   measured = _calibration(settings)
   measured.check_conditions({'device': 'test'}, 'f')
-  assert plan.complete_settings(measured, settings, 'f', is_short=False) == settings
+  assert programs.complete_settings(measured, settings, 'f', is_short=False) == settings
   with pytest.raises(ValueError, match='f was measured with device test, not other; name a new file'):
     measured.check_conditions({'device': 'other'}, 'f')
   with pytest.raises(ValueError, match='f was measured for another grid, without speculative K=1'):
-    plan.complete_settings(measured, auto.grid(_options(draft_length=(2, 16))), 'f', is_short=False)
+    programs.complete_settings(measured, auto_choice.grid(_options(draft_length=(2, 16))), 'f', is_short=False)
 
 
 def _measured(calibration, settings, *, node, rate=0.8):
   """The calibration with all that is missing, as a short grid measures it, and the programs in their order."""
   full, done = _calibration(settings, node=node, rate=rate), []
-  while missing := [each for each in plan.plan(calibration, settings, is_short=True)[1] if not each.is_in(calibration)]:
-    first = missing[0]
+  while True:
+    planned = programs.plan(calibration, settings, is_short=True)[1]
+    first = next((each for each in planned if not each.is_in(calibration)), None)
+    if first is None:
+      return calibration, done
     done.append(str(first))
     name, size = auto_setting.tree_name_of(first.setting), first.setting.tree.num_nodes
     of = {
-      plan.TARGET: ('target_seconds', size, full.target_seconds.get(size)),
-      plan.DRAFT: ('draft_seconds', name, full.draft_seconds.get(name)),
-      plan.ROUNDS: ('observations', str(first.setting), full.observations.get(str(first.setting))),
+      programs.TARGET: ('target_seconds', size, full.target_seconds.get(size)),
+      programs.DRAFT: ('draft_seconds', name, full.draft_seconds.get(name)),
+      programs.ROUNDS: ('observations', str(first.setting), full.observations.get(str(first.setting))),
     }
     field, key, value = of[first.kind]
     calibration = dataclasses.replace(calibration, **{field: getattr(calibration, field) | {key: value}})
-  return calibration, done
 
 
 _NOTHING = calibration.Calibration({'device': 'test', 'batch_size': 1}, {}, {}, {}, is_complete=False)
@@ -389,14 +390,14 @@ _NOTHING = calibration.Calibration({'device': 'test', 'batch_size': 1}, {}, {}, 
 )
 def test_a_short_grid_is_what_the_slope_of_the_target_allows(node, rate, first, others, settings):
   found, done = _measured(_NOTHING, settings, node=node, rate=rate)
-  compared = [str(each) for each in plan.plan(found, settings, is_short=True)[0]]
+  compared = [str(each) for each in programs.plan(found, settings, is_short=True)[0]]
   assert compared == ['autoregressive', first, *others]
   sizes = [f'timing the target on {size + 1} tokens' for size in (0, 2, 4, 8)]
   assert done[:4] == sizes
   assert done[4].startswith('timing the draft on chains 1x')
   assert done[5:] == [f'decoding with {name}' for name in compared]
-  assert len(done) <= plan.plan(_NOTHING, settings, is_short=True)[2] == 9
-  predictions = prediction.predict(found, plan.plan(found, settings, is_short=True)[0])
+  assert len(done) <= programs.plan(_NOTHING, settings, is_short=True)[2] == 9
+  predictions = prediction.predict(found, programs.plan(found, settings, is_short=True)[0])
   assert all(each.is_observed and each.tokens_per_second > 0 for each in predictions)
 
 
@@ -405,15 +406,15 @@ def test_a_short_grid_promises_no_more_than_the_closed_form():
   setting = auto_setting.Setting.of_chains(METHODS['block'], 1, 5)
   tokens = theory.expected_chain_tokens(0.6, 5)
   wanted = theory.speed_up(tokens, 5, draft_cost=0.2)
-  assert plan.speed_up_at(setting, 0.6, (1.0, 1.0), 0.2) == pytest.approx(float(wanted))
+  assert programs.speed_up_at(setting, 0.6, (1.0, 1.0), 0.2) == pytest.approx(float(wanted))
   several = auto_setting.Setting.of_chains(METHODS['race_traversal'], 4, 5)
-  assert plan.speed_up_at(setting, 0.6, (1, 1), 0) < plan.speed_up_at(several, 0.6, (1, 1), 0) < 6
+  assert programs.speed_up_at(setting, 0.6, (1, 1), 0) < programs.speed_up_at(several, 0.6, (1, 1), 0) < 6
 
 
 @pytest.mark.parametrize('changes', [{'draft': 'lookup'}, {'draft': 'lookup+here'}, {'temperature': 0.0}])
 def test_every_kind_of_draft_has_a_short_grid(changes):
-  settings = auto.grid(_options(**changes))
-  candidates = plan.candidates_of(settings)
+  settings = auto_choice.grid(_options(**changes))
+  candidates = programs.candidates_of(settings)
   names = {'draft': {'lookup': {'speculative', 'race_traversal'}, 'lookup+here': {'race_traversal'}}}
   wanted = names.get(next(iter(changes)), {}).get(changes.get('draft'))
   found = {each.method.name for each in candidates[1:]}
@@ -435,14 +436,14 @@ def test_the_grid_is_short_on_cpus_unless_it_is_given(monkeypatch):
 
 def test_a_complete_file_of_the_whole_grid_serves_a_short_one(settings):
   whole = _calibration(settings)
-  assert plan.complete_settings(whole, settings, 'f', is_short=True) == settings
+  assert programs.complete_settings(whole, settings, 'f', is_short=True) == settings
   few, _ = _measured(_NOTHING, settings, node=0.1e-3)
-  assert len(plan.complete_settings(few, settings, 'f', is_short=True)) == 4
+  assert len(programs.complete_settings(few, settings, 'f', is_short=True)) == 4
   with pytest.raises(ValueError, match='f was measured for another grid, without '):
-    plan.complete_settings(few, settings, 'f', is_short=False)
+    programs.complete_settings(few, settings, 'f', is_short=False)
   del few.observations['autoregressive']
   with pytest.raises(ValueError, match='f was measured for another grid, without autoregressive'):
-    plan.complete_settings(few, settings, 'f', is_short=True)
+    programs.complete_settings(few, settings, 'f', is_short=True)
 
 
 class _Interrupted(BaseException):
@@ -463,7 +464,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_
 
   with pytest.raises(_Interrupted):
     run_decode(options, notify)
-  kept = auto.read_calibration(path)
+  kept = auto_choice.read_calibration(path)
   assert not kept.is_complete
   assert (len(kept.target_seconds), len(kept.draft_seconds), list(kept.observations)) == (4, 1, ['autoregressive'])
   assert [each.name for each in tmp_path.iterdir()] == ['calibration.json']  # nothing unfinished
@@ -472,7 +473,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_
   numbers = [int(found[1]) for each in said if (found := re.match(r'auto: program (\d+) of 9, ', each))]
   assert numbers == sorted(numbers)
   assert numbers[0] == 7
-  found = auto.read_calibration(path)
+  found = auto_choice.read_calibration(path)
   assert found.is_complete
   assert found.target_seconds == kept.target_seconds
   assert found.observations['autoregressive'] == kept.observations['autoregressive']
@@ -486,7 +487,7 @@ def few_methods(monkeypatch):
   """Grids of three methods alone."""
   few = 'autoregressive', 'spectr', 'race'
   methods = {name: dataclasses.replace(method, is_lossless=name in few) for name, method in METHODS.items()}
-  monkeypatch.setattr(auto, 'METHODS', methods)
+  monkeypatch.setattr(auto_choice, 'METHODS', methods)
 
 
 @pytest.mark.slow
@@ -510,12 +511,9 @@ def test_lookup_is_measured(tmp_path, pair, prompt_file, is_beside):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures('few_methods')
-def test_a_pair_is_measured_once(tmp_path, pair, prompt_file):
+def test_a_pair_is_measured_once(tmp_path, small_options):
   path = tmp_path / 'calibration.json'
-  options = _options(
-    **pair, prompts=str(prompt_file), num_drafts=(2,), draft_length=(1, 3), batch_size=2, max_new_tokens=8,
-    calibration=str(path),
-  )  # fmt: skip
+  options = small_options('auto', draft_length=(1, 3), max_new_tokens=8, calibration=str(path))
   said = []
   run = run_decode(options, lambda what, done, total: said.append(what))
   assert any(re.fullmatch(r'auto: program \d of 9, decoding calibration prompts', each) for each in said)

@@ -20,11 +20,8 @@ from spectr_jax.models import head
 
 
 @pytest.fixture(scope='module')
-def options(pair, prompt_file, tiny_head_file):
-  return DecodeOptions(
-    target=pair['target'], draft=tiny_head_file, method=('speculative',), draft_length=(2,), max_new_tokens=6,
-    prompts=str(prompt_file), batch_size=3,
-  )  # fmt: skip
+def options(small_options, tiny_head_file):
+  return small_options('speculative', draft=tiny_head_file, batch_size=3)
 
 
 @pytest.fixture(scope='module')

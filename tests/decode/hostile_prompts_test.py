@@ -8,7 +8,7 @@ import prompts_test
 import pytest
 
 from common.json_file import read_json
-from decode.experiment.auto import read_calibration
+from decode.experiment.auto_choice import read_calibration
 from decode.experiment.optimal_trees import read_acceptance
 from decode.experiment.prompts import encode_prompts, read_prompts
 from spectr_jax import Tokenizer

@@ -38,7 +38,7 @@ def results(tmp_path):
 
 
 def test_points_are_settings_over_all_seeds(results):
-  alone, block, race = plot.read_points(str(results))
+  _, (alone, block, race) = plot.read_results(str(results))
   assert (alone['shape'], block['shape'], race['shape']) == ('', '1x8', '4x8')
   assert block['tokens_per_call'] == pytest.approx(400 / 75)
   assert block['tokens_per_second'] == pytest.approx(400 / 7)
@@ -78,7 +78,7 @@ def test_intervals_are_bars_and_models_are_named(tmp_path):
   models = {'target': {'path': 'some/target', 'num_params': 7_900_000}, 'draft': {'path': '$a_b$\x1b'}}
   path = tmp_path / 'a.json'
   path.write_text(json.dumps({'run': {'models': models}, 'results': given}))
-  block, race = plot.read_points(str(path))
+  _, (block, race) = plot.read_results(str(path))
   assert (block['tokens_per_call_ci95'], block['speedup_ci95']) == ((3.5, 6.5), (1.0, 2.0))
   assert (race['tokens_per_call_ci95'], race['speedup_ci95']) == ((4.0, 6.0), None)
   drawn = plot.picture_of([str(path)], 'svg').decode()
@@ -106,7 +106,7 @@ def test_tables_of_values_are_read_as_results(tmp_path):
   (tmp_path / 'r.json').write_text(json.dumps({'results': results}))
   names, points = plot.read_results(str(tmp_path / 'r.csv'))
   assert names == 'target some/target'
-  assert points == plot.read_points(str(tmp_path / 'r.json'))
+  assert points == plot.read_results(str(tmp_path / 'r.json'))[1]
   commands.succeed('decode.plot', tmp_path / 'r.csv', tmp_path / 'r.json', f'--output={tmp_path / "a.png"}')
 
 

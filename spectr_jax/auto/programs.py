@@ -100,15 +100,11 @@ def of_the_first_process(values: Sequence[float]) -> np.ndarray:
 
 
 def shortlist(calibration: Calibration, candidates: Sequence[Setting]) -> list[Setting]:
-  """The settings of a short grid, as far as the measurements determine them.
+  """The settings of a short grid of `candidates_of`, as far as the measurements determine them.
 
   Autoregressive decoding comes first; then, once the target is timed, the single draft that its slope favours; then,
   once it is known how much of that is accepted and what drafting costs, the single draft of another length and the
   larger tree that promise most, if they promise a gain.
-
-  Args:
-    calibration: The measurements so far.
-    candidates: Settings from `candidates_of`.
   """
   baseline, *others = candidates
   times = calibration.target_seconds
@@ -188,12 +184,6 @@ def complete_settings(
 
 
 def batches_within(seconds: float, calibration: Calibration, max_new_tokens: int) -> int:
-  """Batches that autoregressive decoding does in some seconds, and no fewer than say something.
-
-  Args:
-    seconds: The time.
-    calibration: The measurements, with the target's call on one token.
-    max_new_tokens: Tokens of each row.
-  """
-  found = seconds / (calibration.target_seconds[0] * max_new_tokens)
-  return max(_FEWEST_BATCHES, int(of_the_first_process([min(found, 1e6)])[0]))
+  """Batches that autoregressive decoding of so many tokens does in some seconds; no fewer than say something."""
+  number = seconds / (calibration.target_seconds[0] * max_new_tokens)
+  return max(_FEWEST_BATCHES, int(of_the_first_process([min(number, 1e6)])[0]))
