@@ -92,7 +92,7 @@ def decode_bulk(
 
     notify('compiling and decoding', num_done, total)
     start = time.perf_counter()
-    for found in generate_many(
+    for continuation in generate_many(
       work.target,
       setting.drafter(work.draft),
       requests(),
@@ -108,12 +108,14 @@ def decode_bulk(
       logprobs=options.logprobs,
       stop=stop,
     ):
-      seed, row, sample = found.name
+      seed, row, sample = continuation.name
       prompt = prompts[row]
-      entry = describe_continuation({}, prompt, seed, sample, found, work.tokenizer, stop)
+      entry = describe_continuation({}, prompt, seed, sample, continuation, work.tokenizer, stop)
       corpus = {'lookup_corpus': list(options.lookup_corpus)} if options.lookup_corpus else {}
       file.append({'index': prompt.index} | described[prompt.index] | entry | corpus)
-      num_tokens, num_calls, num_done = num_tokens + len(found.tokens), num_calls + found.num_target_calls, num_done + 1
+      num_tokens += len(continuation.tokens)
+      num_calls += continuation.num_target_calls
+      num_done += 1
       speed = num_tokens / (time.perf_counter() - start)
       notify(f'decoding; {speed:,.0f} tokens/s', num_done, total)
     seconds = time.perf_counter() - start

@@ -93,7 +93,7 @@ def _points_of(path: str, results: Sequence[Any]) -> list[dict[str, Any]]:
     if not isinstance(result.get('method'), str):
       raise ValueError(f'{path}: result {number} names no method; {_ADVICE}')
     by_setting.setdefault((printable(result['method'])[:_LONGEST], _shape_of(result)), []).append(result)
-  return [_point(*setting, found) for setting, found in by_setting.items()]
+  return [_point(*setting, group) for setting, group in by_setting.items()]
 
 
 def _is_positive(value: Any) -> bool:
@@ -107,25 +107,25 @@ def _shape_of(result: Mapping[str, Any]) -> str:
   return printable(str(result.get('tree', '')))[:30] if _is_positive(length) else ''
 
 
-def _point(method: str, shape: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  tokens = sum(result['tokens'] for result in found)
-  speeds = [result.get('speedup') for result in found]
+def _point(method: str, shape: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  tokens = sum(result['tokens'] for result in results)
+  speeds = [result.get('speedup') for result in results]
   return {
     'method': method,
     'shape': shape,
-    'tokens_per_call': tokens / sum(result['target_calls'] for result in found),
-    'tokens_per_call_ci95': _interval([result.get('block_efficiency_ci95') for result in found]),
-    'tokens_per_second': tokens / sum(result['tokens'] / result['tokens_per_second'] for result in found),
+    'tokens_per_call': tokens / sum(result['target_calls'] for result in results),
+    'tokens_per_call_ci95': _interval([result.get('block_efficiency_ci95') for result in results]),
+    'tokens_per_second': tokens / sum(result['tokens'] / result['tokens_per_second'] for result in results),
     'speedup': sum(speeds) / len(speeds) if all(map(_is_positive, speeds)) else None,
-    'speedup_ci95': _interval([result.get('speedup_ci95') for result in found]),
+    'speedup_ci95': _interval([result.get('speedup_ci95') for result in results]),
   }
 
 
-def _interval(found: Sequence[Any]) -> tuple[float, float] | None:
+def _interval(intervals: Sequence[Any]) -> tuple[float, float] | None:
   """The means of the ends of intervals; None if any of them is not one."""
-  if not all(isinstance(ends, list) and len(ends) == 2 and all(map(_is_positive, ends)) for ends in found):
+  if not all(isinstance(ends, list) and len(ends) == 2 and all(map(_is_positive, ends)) for ends in intervals):
     return None
-  low, high = (sum(ends) / len(found) for ends in zip(*found))
+  low, high = (sum(ends) / len(intervals) for ends in zip(*intervals))
   return (low, high) if low <= high else None
 
 
@@ -212,9 +212,9 @@ def picture_of(paths: Sequence[str], kind: str) -> bytes:
       if len(paths) > 1:
         raise ValueError(f'{path} is the data of a figure, which is drawn alone')
       return picture
-  found = [read_results(path) for path in paths]
+  results = [read_results(path) for path in paths]
   titles = [printable(pathlib.PurePath(path).stem)[:_LONGEST] for path in paths]
-  return draw([(title, points) for title, (_, points) in zip(titles, found)], kind, [models for models, _ in found])
+  return draw([(title, points) for title, (_, points) in zip(titles, results)], kind, [models for models, _ in results])
 
 
 if __name__ == '__main__':

@@ -51,15 +51,15 @@ def choose_others(names: tuple[str, ...], method: Method, tree: TokenTree, **kin
   """
   for name in names:
     make_judge(get_method(name), method, tree, **kinds)
-  found = []
+  others = []
   for name in names or _USUAL:
     try:
       make_judge(METHODS[name], method, tree, **kinds)
     except ValueError:
       continue
-    if name != method.name and name not in found:
-      found.append(name)
-  return found
+    if name != method.name and name not in others:
+      others.append(name)
+  return others
 
 
 def _name_of(path: str) -> str:

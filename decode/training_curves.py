@@ -34,19 +34,19 @@ def read_steps(path: str) -> list[dict[str, float]]:
       if not line.endswith(b'\n') and len(line) < _MOST_LINE:
         break
       steps.append(_metrics_of(line, f'line {len(steps) + 1} of {path}'))
-  if not any('train_loss' in found for found in steps):
+  if not any('train_loss' in metrics for metrics in steps):
     raise ValueError(f'{path} holds no loss; {_ADVICE}')
   return steps
 
 
 def _metrics_of(line: bytes, where: str) -> dict[str, float]:
   try:
-    found = foreign.parse_json(line.decode(), where)
+    metrics = foreign.parse_json(line.decode(), where)
   except ValueError as error:
     raise ValueError(f'{where} is not of a training log; {_ADVICE}') from error
-  if not isinstance(found, dict) or not _is_number(found.get('step')):
+  if not isinstance(metrics, dict) or not _is_number(metrics.get('step')):
     raise ValueError(f'{where} has no step; {_ADVICE}')
-  return {name: value for name, value in found.items() if _is_number(value)}
+  return {name: value for name, value in metrics.items() if _is_number(value)}
 
 
 def _is_number(value: Any) -> bool:
@@ -64,7 +64,7 @@ def draw(runs: Sequence[tuple[str, Sequence[Mapping[str, float]]]], kind: str) -
 
   It shows the losses, and where they were evaluated the shares of guesses that the target keeps.
   """
-  shares = {name for _, steps in runs for found in steps for name in found if name.startswith(_SHARES)}
+  shares = {name for _, steps in runs for metrics in steps for name in metrics if name.startswith(_SHARES)}
   figure, axes = plots.panels(1 + bool(shares), width=4.2)
   for (name, steps), color in zip(runs, _colors(len(runs))):
     _draw(axes[0], steps, 'train_loss', f'{name}, training', color=color)
@@ -84,6 +84,6 @@ def _colors(number: int) -> list[str]:
 
 
 def _draw(axes, steps, metric: str, label: str, **style: Any) -> None:
-  if any(metric in found for found in steps):
-    rows = [{'step': found['step'], metric: found.get(metric)} for found in steps]
+  if any(metric in metrics for metrics in steps):
+    rows = [{'step': metrics['step'], metric: metrics.get(metric)} for metrics in steps]
     plots.draw_line(axes, rows, x='step', y=metric, label=label, **style)

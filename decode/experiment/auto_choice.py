@@ -15,10 +15,10 @@ from decode.experiment.settings import Setting, settings_of
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Drafter
 from spectr_jax.auto.calibration import FORMAT, Calibration, Observation
-from spectr_jax.auto.measurement import predict_settings
+from spectr_jax.auto.measurement import KeysFn, predict_settings
 from spectr_jax.auto.prediction import Prediction
 from spectr_jax.auto.setting import GREEDY_WIDTHS, worth_comparing
-from spectr_jax.auto.trial import Notify, Trial
+from spectr_jax.auto.trial import Notify
 from spectr_jax.io.foreign import FLAG, check_object, list_of, map_of, object_of, real, whole
 from spectr_jax.sharding import is_primary
 
@@ -103,24 +103,12 @@ def _conditions_of(workload: Workload) -> dict[str, Any]:
   }
 
 
-def trial_of(workload: Workload) -> Trial:
-  """The first prompts, with seeds that the options' runs do not use."""
-  options = workload.options
-  some = workload.take(max(options.calibration_prompts, 2 * workload.batch_size))
-  return Trial(
-    target=workload.target,
-    draft=workload.draft,
-    tokens=some.tokens,
-    lengths=some.lengths,
-    # The first unused seed is for acceptance rates.
-    keys_fn=lambda number: some.keys((options.seeds[-1] + 2 + number) % 2**32),
-    batch_size=some.batch_size,
-    max_new_tokens=options.max_new_tokens,
-    sampling=options.sampling,
-    eos_ids=workload.tokenizer.eos_ids,
-    logprobs=options.logprobs,
-    sharding=workload.sharding,
-  )
+def trial_of(workload: Workload) -> tuple[Workload, KeysFn]:
+  """The first prompts, at least two batches, and their keys of pass after pass, of seeds that the runs do not use."""
+  seeds = workload.options.seeds
+  some = workload.take(max(workload.options.calibration_prompts, 2 * workload.batch_size))
+  # The first unused seed is for acceptance rates.
+  return some, lambda number: some.keys((seeds[-1] + 2 + number) % 2**32)
 
 
 def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
@@ -138,7 +126,7 @@ def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
   inputs = dataclasses.replace(options, calibration=None).inputs()
   with OutputFiles(calibration=path if is_written else None).apart_from(inputs) as files:
     return predict_settings(
-      trial_of(workload),
+      *trial_of(workload),
       grid(options, workload.draft.max_depth if isinstance(workload.draft, Drafter) else None),
       _conditions_of(workload),
       notify,

@@ -59,13 +59,13 @@ def check_parts(path: str | os.PathLike, count: int) -> None:
   """
   path, index = pathlib.Path(path), index_path(path)
   try:
-    found = read_object(index, {'parts': list_of(TEXT)}).get('parts') if index.exists() else _part_names(path, count)
+    names = read_object(index, {'parts': list_of(TEXT)}).get('parts') if index.exists() else _part_names(path, count)
   except ValueError:
-    found = None
-  if found is None and count > 1:
+    names = None
+  if names is None and count > 1:
     raise ValueError(f'generations: {index} is no index of parts; move it away')
-  if found is not None and found != _part_names(path, count):
-    raise ValueError(f'generations: {index} is of {len(found)} parts, and this run has {count} processes')
+  if names is not None and names != _part_names(path, count):
+    raise ValueError(f'generations: {index} is of {len(names)} parts, and this run has {count} processes')
   if count > 1 and path.exists() and path.stat().st_size:
     raise ValueError(f'generations: {path} is of one process, and this run has {count} processes')
 
@@ -94,14 +94,14 @@ def _is_same(one: Any, other: Any) -> bool:
   return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _differences(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
   """What differs of the fields that are wanted, those of `run` one by one."""
   differences = []
   for name, value in wanted.items():
-    if name == 'run' and isinstance(found.get(name), dict):
-      differences += _differences(found[name], value)
-    elif not _is_same(found.get(name), value):
-      differences.append(f'{name} {shown(found.get(name))}, and this run {shown(value)}')
+    if name == 'run' and isinstance(written.get(name), dict):
+      differences += _differences(written[name], value)
+    elif not _is_same(written.get(name), value):
+      differences.append(f'{name} {shown(written.get(name))}, and this run {shown(value)}')
   return differences
 
 

@@ -93,10 +93,10 @@ def measure_acceptance(method: Method, budget: int, measure: Callable[[TokenTree
     children. Otherwise, at `[d][i]`, the share of positions at depth d + 1 whose accepted node is child i. None for
     rates that were not measured often enough.
   """
-  found = {width: measure(tree) for width, tree in calibration_trees(method, budget).items()}
-  depth = max(statistics.visits.shape[1] for statistics in found.values())
-  table: Acceptance = [[None] * max(found) for _ in range(depth)]
-  for width, statistics in found.items():
+  by_width = {width: measure(tree) for width, tree in calibration_trees(method, budget).items()}
+  depth = max(statistics.visits.shape[1] for statistics in by_width.values())
+  table: Acceptance = [[None] * max(by_width) for _ in range(depth)]
+  for width, statistics in by_width.items():
     visits = np.asarray(statistics.visits).sum((0, 2))
     if has_independent_children(method):
       # A width measured less deeply than the others repeats its deepest rate.

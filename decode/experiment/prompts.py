@@ -93,10 +93,11 @@ def _parse_entry(entry, index: int, origin: str) -> Prompt:
 
 def _parse_published(entry, index: int, origin: str, prompt_set: PromptSet) -> Prompt:
   try:
-    found = prompt_set.parse(entry)
+    published = prompt_set.parse(entry)
   except ValueError as error:
     raise ValueError(f'{origin}: {error}; an entry of {prompt_set.title} is {prompt_set.form}') from error
-  return Prompt(found.turns[0], index, index if found.id is None else found.id, origin, found.task, found.turns)
+  prompt_id = index if published.id is None else published.id
+  return Prompt(published.turns[0], index, prompt_id, origin, published.task, published.turns)
 
 
 def _parse_json(text: str, origin: str, wanted: str) -> Any:
@@ -205,13 +206,13 @@ def take_evenly(prompts: Sequence[Prompt], num_prompts: int, *, group: Callable[
 
 def as_conversations(prompts: Sequence[Prompt], system: str | None = None) -> list[Prompt]:
   """The prompts as conversations: a text becomes a turn of the user; `system` is for those without such a message."""
-  found = []
+  rendered = []
   for prompt in prompts:
     messages = prompt.messages or ({'role': 'user', 'content': prompt.text},)
     if system is not None and messages[0]['role'] != 'system':
       messages = ({'role': 'system', 'content': system}, *messages)
-    found.append(dataclasses.replace(prompt, messages=messages))
-  return found
+    rendered.append(dataclasses.replace(prompt, messages=messages))
+  return rendered
 
 
 def _encode_chat(prompt: Prompt, tokenizer: TokenizerBase) -> list[int]:

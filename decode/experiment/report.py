@@ -13,7 +13,7 @@ from rich.text import Text
 from common.printable import printable
 from decode.experiment import metrics
 from decode.experiment.console import make_console
-from decode.experiment.results import DecodeRun, Measurement
+from decode.experiment.results import DecodeRun, Measurement, Summary
 from decode.experiment.workload import model_title
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT
 from spectr_jax.auto.prediction import Prediction
@@ -90,40 +90,34 @@ def make_table(
     has_nodes: Whether a column has the numbers of nodes, where there are trees.
   """
   has_trees = any(setting.spec is not None and setting.spec.name != 'chains' for setting in run.settings)
-  columns = [('method', 'left'), *[('lossless', 'left')] * has_lossless, ('K', 'right'), ('L', 'right')]
-  if has_trees:
-    columns += [*[('nodes', 'right')] * has_nodes, ('tree', 'left')]
-  columns += [('tokens per\ntarget call', 'left'), *[('acceptance\nby position', 'left')] * (num_positions > 0)]
-  if run.options.share_of_optimum:
-    columns.append(('share of\noptimum', 'left'))
   has_ranges = has_ranges and any(summary.speedup is not None for summary in run.summaries.values())
-  columns += [('tokens/s', 'right'), ('speed-up', 'right'), *[('95% range', 'left')] * has_ranges]
+
+  def share(summary: Summary) -> str:
+    value = summary.share_of_optimum
+    return '-' if value is None else _with_interval(value, summary.share_interval)
+
+  # Name, alignment, whether it is shown, and the cell of a setting with its results.
+  columns = (
+    ('method', 'left', True, lambda s, _: s.method.name + ('' if has_lossless or s.method.is_lossless else ' (!)')),
+    ('lossless', 'left', has_lossless, lambda s, _: 'yes' if s.method.is_lossless else 'no'),
+    ('K', 'right', True, lambda s, _: str(s.num_drafts or '-')),
+    ('L', 'right', True, lambda s, _: str(s.draft_length or '-')),
+    ('nodes', 'right', has_trees and has_nodes, lambda s, _: str(s.tree.num_nodes or '-')),
+    ('tree', 'left', has_trees, lambda s, _: s.tree_name),
+    ('tokens per\ntarget call', 'left', True, lambda _, r: _with_interval(r.block_efficiency, r.interval)),
+    ('acceptance\nby position', 'left', num_positions, lambda _, r: _shares(r.acceptance_by_position, num_positions)),
+    ('share of\noptimum', 'left', run.options.share_of_optimum, lambda _, r: share(r)),
+    ('tokens/s', 'right', True, lambda _, r: f'{r.tokens_per_second:,.0f}'),
+    ('speed-up', 'right', True, lambda _, r: '-' if r.speedup is None else f'{r.speedup:.2f}x'),
+    ('95% range', 'left', has_ranges, lambda _, r: _range(r.speedup_interval)),
+  )
+  columns = [column for column in columns if column[2]]
   padding = (0, 1) if has_lossless else (0, 1, 0, 0)
   table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=padding)
-  for name, justify in columns:
+  for name, justify, *_ in columns:
     table.add_column(name, justify=justify, no_wrap=name != 'tree')
   for setting, summary in run.summaries.items():
-    is_lossless = setting.method.is_lossless
-    cells = [
-      setting.method.name + ('' if has_lossless or is_lossless else ' (!)'),
-      *['yes' if is_lossless else 'no'] * has_lossless,
-      str(setting.num_drafts or '-'),
-      str(setting.draft_length or '-'),
-    ]
-    if has_trees:
-      cells += [*[str(setting.tree.num_nodes or '-')] * has_nodes, setting.tree_name]
-    cells.append(_with_interval(summary.block_efficiency, summary.interval))
-    if num_positions:
-      cells.append(_shares(summary.acceptance_by_position, num_positions))
-    if run.options.share_of_optimum:
-      share = summary.share_of_optimum
-      cells.append('-' if share is None else _with_interval(share, summary.share_interval))
-    cells += [
-      f'{summary.tokens_per_second:,.0f}',
-      '-' if summary.speedup is None else f'{summary.speedup:.2f}x',
-      *[_range(summary.speedup_interval)] * has_ranges,
-    ]
-    table.add_row(*cells)
+    table.add_row(*(cell(setting, summary) for *_, cell in columns))
   return table
 
 
@@ -138,27 +132,27 @@ def make_prediction_table(predictions: list[Prediction], *, has_parts: bool = Tr
     has_parts: Whether columns have the times of a round's parts.
   """
   shown = predictions[:_NUM_PREDICTIONS]
-  shown += [found for found in predictions[_NUM_PREDICTIONS:] if not found.setting.tree.num_nodes]
-  alone = next(found for found in predictions if not found.setting.tree.num_nodes)
+  shown += [each for each in predictions[_NUM_PREDICTIONS:] if not each.setting.tree.num_nodes]
+  alone = next(each for each in predictions if not each.setting.tree.num_nodes)
   table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
   table.add_column('predicted', no_wrap=has_parts)
   parts = ('draft', 'target', 'rest') if has_parts else ()
   for name in ('tokens per\ntarget call', *(f'{part}\nms' for part in parts), 'tokens/s', 'speed-up'):
     table.add_column(name, justify='right', no_wrap=True)
-  for found in shown:
+  for each in shown:
     table.add_row(
-      str(found.setting),
-      f'{found.tokens_per_call:.2f}',
-      *(f'{1e3 * getattr(found, f"{part}_seconds"):.2f}' for part in parts),
-      f'{found.tokens_per_second:,.0f}',
-      f'{found.tokens_per_second / alone.tokens_per_second:.2f}x',
+      str(each.setting),
+      f'{each.tokens_per_call:.2f}',
+      *(f'{1e3 * getattr(each, f"{part}_seconds"):.2f}' for part in parts),
+      f'{each.tokens_per_second:,.0f}',
+      f'{each.tokens_per_second / alone.tokens_per_second:.2f}x',
     )
   return table
 
 
 def explain_choice(predictions: list[Prediction]) -> str:
   """A sentence that says which setting `auto` chose, and from how many."""
-  best, num_seen = predictions[0], sum(found.is_observed for found in predictions)
+  best, num_seen = predictions[0], sum(each.is_observed for each in predictions)
   return (
     f'auto takes {best.setting}, the fastest of {len(predictions)} lossless settings by prediction; {num_seen} were'
     ' decoded on calibration prompts, the others follow from runs with longer drafts.'
@@ -240,26 +234,26 @@ def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: Tokenize
 
 def sample_measurement(run: DecodeRun) -> Measurement:
   """The measurement whose first continuation is shown: of the last setting that drafts, else of the last setting."""
-  first_seed = [found for found in run.measurements if found.seed == run.options.seed]
-  return ([found for found in first_seed if found.setting.tree.num_nodes] or first_seed)[-1]
+  first_seed = [measurement for measurement in run.measurements if measurement.seed == run.options.seed]
+  return ([measurement for measurement in first_seed if measurement.setting.tree.num_nodes] or first_seed)[-1]
 
 
 def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
   """The first prompt's continuation below a legend, with tokens marked by origin: by color, or else by brackets."""
-  found = sample_measurement(run)
-  has_guesses = bool(found.setting.tree.num_nodes)
+  measurement = sample_measurement(run)
+  has_guesses = bool(measurement.setting.tree.num_nodes)
 
   def mark(text, origin):
     before, after = ('', '') if is_colored or not has_guesses else _MARKS[origin]
     return Text(before + text + after, style=_STYLES[origin] if is_colored and has_guesses else '')
 
-  length = found.lengths[0]
-  shown = Text(f'A continuation by {found.setting}' + ': ' * has_guesses)
+  length = measurement.lengths[0]
+  shown = Text(f'A continuation by {measurement.setting}' + ': ' * has_guesses)
   for place, (origin, meaning) in enumerate(_MEANINGS.items() if has_guesses else ()):
     shown.append(', ' if place else '').append_text(mark(meaning, origin))
   shown.append('\n' + printable(run.prompts[0].text), style='dim' if is_colored else '')
   shown.append('' if is_colored else ' ...\n')
-  for text, origin in split_by_origin(found.tokens[0, :length], found.origins[0, :length], run.tokenizer):
+  for text, origin in split_by_origin(measurement.tokens[0, :length], measurement.origins[0, :length], run.tokenizer):
     shown.append_text(mark(printable(text), origin))
   return shown
 

@@ -78,7 +78,6 @@ def predict_speeds(
     draft=drafter,
     tokens=tokens,
     lengths=lengths,
-    keys_fn=lambda number: jax.random.split(jax.random.fold_in(key, number), len(tokens)),
     batch_size=batch_size if sharding is None else sharding.round_up(batch_size),
     max_new_tokens=max_new_tokens,
     sampling=sampling,
@@ -86,4 +85,8 @@ def predict_speeds(
     sharding=sharding,
   )
   notify = notify or (lambda what, done, total: None)
-  return predict_settings(trial, settings, {}, notify, is_short=is_short)
+
+  def keys_fn(number: int) -> jax.Array:
+    return jax.random.split(jax.random.fold_in(key, number), len(tokens))
+
+  return predict_settings(trial, keys_fn, settings, {}, notify, is_short=is_short)

@@ -20,7 +20,7 @@ from spectr_jax.auto import programs, timing
 from spectr_jax.auto.calibration import Calibration, Observation
 from spectr_jax.auto.prediction import Prediction, finalists_of, predict, ranked
 from spectr_jax.auto.setting import Setting, baseline_among, tree_name_of, tuned
-from spectr_jax.auto.trial import Notify, Trial
+from spectr_jax.auto.trial import Batches, Notify
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.program_memory import in_groups, make_room
 from spectr_jax.methods import METHODS
@@ -33,17 +33,22 @@ _ROUNDS_BESIDE = 8  # of autoregressive decoding, in each batch of another setti
 _SECONDS_OF_A_SHORT_RUN = 2.0  # of autoregressive decoding, for each setting of a short grid
 
 
+KeysFn = Callable[[int], jax.Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class Measurer:
-  """Measures settings of a trial. What measures returns the calibration with the result.
+  """Measures settings. What measures returns the calibration with the result.
 
   Attributes:
-    trial: Models and prompts.
+    prompts: Models and prompts.
+    keys_fn: The keys `[P]` of pass 0, 1, 2 and so on over the prompts.
     baseline: Autoregressive decoding, whose time the seconds are scaled by.
     notify: Called with the current activity, the steps done and the steps in total.
   """
 
-  trial: Trial
+  prompts: Batches
+  keys_fn: KeysFn
   baseline: Setting
   notify: Notify
 
@@ -61,7 +66,7 @@ class Measurer:
       return self.time_draft(program.setting, calibration)
     most_batches = None
     if is_short:
-      most_batches = programs.batches_within(_SECONDS_OF_A_SHORT_RUN, calibration, self.trial.max_new_tokens)
+      most_batches = programs.batches_within(_SECONDS_OF_A_SHORT_RUN, calibration, self.prompts.max_new_tokens)
     first = calibration.observations.get(str(self.baseline))
     scale: dict[str, Any] = {} if first is None else {'pace': first.round_seconds, 'beside': _ROUNDS_BESIDE}
     observations = self.observe([program.setting], **scale, most_batches=most_batches)
@@ -76,9 +81,9 @@ class Measurer:
   def time_draft(self, setting: Setting, calibration: Calibration) -> Calibration:
     """Times the drafting of a setting's tree."""
     # Drafting depends on the tree alone, so one method per tree is compiled.
-    method = METHODS['race' if self.trial.is_mixed else 'speculative' if setting.tree.is_chain else 'spectr']
-    decoder = self.trial.decoder(dataclasses.replace(setting, method=method))
-    state = self.trial.init(decoder, self.trial.keys_fn(0), self.trial.batches[0])
+    method = METHODS['race' if self.prompts.is_mixed else 'speculative' if setting.tree.is_chain else 'spectr']
+    decoder = self.prompts.decoder(dataclasses.replace(setting, method=method))
+    state = self.prompts.init(decoder, self.keys_fn(0), self.prompts.batches[0])
     seconds = self._seconds_beside(functools.partial(timing.draft, decoder, state), calibration.target_seconds[0])
     return dataclasses.replace(calibration, draft_seconds=calibration.draft_seconds | {tree_name_of(setting): seconds})
 
@@ -104,7 +109,7 @@ class Measurer:
 
   def _seconds_beside(self, call: Callable[[], Any], paced_by: float | None) -> float:
     """Median seconds of a call, scaled to the given seconds of the target's call on one token, if there are any."""
-    make_room(is_joint=self.trial.is_joint)
+    make_room(is_joint=self.prompts.is_joint)
     calls: dict[Hashable, Callable[[], Any]] = {'call': call}
     if paced_by is not None:
       calls['alone'] = self._target_call(TokenTree())
@@ -112,9 +117,9 @@ class Measurer:
     return medians['call'] if paced_by is None else medians['call'] * paced_by / medians['alone']
 
   def _target_call(self, tree: TokenTree) -> Callable[[], Any]:
-    trial = self.trial
-    sizes = {'cache_size': trial.cache_size, 'sharding': trial.sharding}
-    return timing.forward_calls(trial.target, {'target': (tree, trial.batch_size)}, **sizes)['target']
+    prompts = self.prompts
+    sizes = {'cache_size': prompts.cache_size, 'sharding': prompts.sharding}
+    return timing.forward_calls(prompts.target, {'target': (tree, prompts.batch_size)}, **sizes)['target']
 
   def observe(
     self,
@@ -138,11 +143,11 @@ class Measurer:
         decodes it to its end.
       most_batches: The most batches that a setting decodes; None for as many as say enough.
     """
-    trial, baseline, batches = self.trial, self.baseline, self.trial.batches
+    prompts, baseline, batches = self.prompts, self.baseline, self.prompts.batches
     settings = list(dict.fromkeys([baseline, *settings]))
     paces = [] if pace is None else [pace]
     num_passes = -(-FEWEST_BATCHES // len(batches))
-    keys = [trial.keys_fn(turn * FEWEST_BATCHES + number) for number in range(num_passes)]
+    keys = [self.keys_fn(turn * FEWEST_BATCHES + number) for number in range(num_passes)]
     runs = list(itertools.product(keys, batches))[:most_batches]
     num_passes = -(-len(runs) // len(batches))
     observed = settings if beside is None else settings[1:]
@@ -151,15 +156,15 @@ class Measurer:
     def prepare(setting):
       if setting in observed:
         self.notify(f'compiling {setting}', done, total)
-      decoder = decoders[setting] = trial.decoder(setting)
-      jax.block_until_ready(decode_rounds(decoder, trial.init(decoder, keys[0], batches[0]), 1))
+      decoder = decoders[setting] = prompts.decoder(setting)
+      jax.block_until_ready(decode_rounds(decoder, prompts.init(decoder, keys[0], batches[0]), 1))
 
-    for group in in_groups(settings, prepare, baseline=baseline, is_joint=trial.is_joint):
+    for group in in_groups(settings, prepare, baseline=baseline, is_joint=prompts.is_joint):
       timed = {setting: [] for setting in group}
       for (of_prompts, rows), setting in itertools.product(runs, group):
         self.notify('decoding calibration prompts', done, total)
         start = time.perf_counter()
-        state = jax.block_until_ready(trial.init(decoders[setting], of_prompts, rows))
+        state = jax.block_until_ready(prompts.init(decoders[setting], of_prompts, rows))
         begun = time.perf_counter()
         limit = beside if setting == baseline else None
         result = jax.block_until_ready(decode_rounds(decoders[setting], state, limit)).result
@@ -172,7 +177,7 @@ class Measurer:
       for setting in group:
         if setting in observed and str(setting) not in observations:
           observations[str(setting)] = observation_of(
-            timed[setting], len(trial.tokens), num_passes=num_passes, pace=paces[-1] / paces[0]
+            timed[setting], len(prompts.tokens), num_passes=num_passes, pace=paces[-1] / paces[0]
           )
     return observations
 
@@ -201,7 +206,8 @@ def observation_of(runs: list[tuple], num_prompts: int, *, num_passes: int, pace
 
 
 def predict_settings(
-  trial: Trial,
+  prompts: Batches,
+  keys_fn: KeysFn,
   settings: list[Setting],
   conditions: dict[str, Any],
   notify: Notify,
@@ -214,7 +220,8 @@ def predict_settings(
   """Measures what is not known yet, and predicts how fast settings decode.
 
   Args:
-    trial: Models and prompts.
+    prompts: Models and prompts.
+    keys_fn: The keys `[P]` of pass 0, 1, 2 and so on over the prompts.
     settings: All settings of the grid, autoregressive decoding among them.
     conditions: What the measurement depends on, as JSON values, besides the batch size.
     notify: Called with the current activity, the programs measured and their number.
@@ -230,7 +237,7 @@ def predict_settings(
     ValueError: The known measurements are of other conditions, or complete and of another grid; or no setting decodes
       autoregressively.
   """
-  baseline, conditions = baseline_among(settings), conditions | {'batch_size': trial.batch_size}
+  baseline, conditions = baseline_among(settings), conditions | {'batch_size': prompts.batch_size}
   if known is not None:
     known.check_conditions(conditions, source)
     if known.is_complete:
@@ -248,9 +255,9 @@ def predict_settings(
 
     if missing[0].kind != programs.ROUNDS:
       of_one(str(missing[0]))
-    calibration = Measurer(trial, baseline, of_one).measure(missing[0], calibration, is_short=is_short)
+    calibration = Measurer(prompts, keys_fn, baseline, of_one).measure(missing[0], calibration, is_short=is_short)
     keep(calibration)
-  measurer = Measurer(trial, baseline, lambda what, *steps: notify(f'auto: {what}', *steps))
+  measurer = Measurer(prompts, keys_fn, baseline, lambda what, *steps: notify(f'auto: {what}', *steps))
   further = tuned(ranked(predict(calibration, compared)))
   if any(str(setting) not in calibration.observations for setting in further):
     calibration = measurer.observe_thresholds(further, calibration)

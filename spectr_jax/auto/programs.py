@@ -95,8 +95,8 @@ def speed_up_at(setting: Setting, rate: float, seconds: Sequence[float] | np.nda
 
 def of_the_first_process(values: Sequence[float]) -> np.ndarray:
   """Numbers in the first process, whose clock decides for all."""
-  found = np.asarray(values, np.float32)
-  return found if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(found))
+  own = np.asarray(values, np.float32)
+  return own if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(own))
 
 
 def shortlist(calibration: Calibration, candidates: Sequence[Setting]) -> list[Setting]:
@@ -123,12 +123,12 @@ def shortlist(calibration: Calibration, candidates: Sequence[Setting]) -> list[S
   seen = calibration.observations[str(first)]
   step = calibration.draft_seconds[tree_name_of(first)] / first.tree.max_depth
   rate = sum(seen.kept) / max(seen.num_calls + sum(seen.kept[:-1]), 1)
-  found = [baseline, first]
+  chosen = [baseline, first]
   for alike in (single, [each for each in others if each not in single]):
     rest = [each for each in alike if each != first]
     if rest and (promised := promises(rest, rate, step)).max() > 1:
-      found.append(rest[int(promised.argmax())])
-  return found
+      chosen.append(rest[int(promised.argmax())])
+  return chosen
 
 
 def plan(

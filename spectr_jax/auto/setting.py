@@ -117,7 +117,7 @@ def worth_comparing(
   Raises:
     ValueError: All trees are too deep.
   """
-  found, given = [], set()
+  kept, given = [], set()
   for setting in settings:
     method = setting.method
     if not method.is_lossless:
@@ -128,9 +128,9 @@ def worth_comparing(
       given.add((setting.tree, setting.growth))
     is_single = setting.tree.num_nodes > 0 and setting.tree.is_chain
     if is_mixed or not (is_single and method.max_drafts is None and not method.is_seed_exact):
-      found.append(setting)
-  fitting = [each for each in found if max_depth is None or each.tree.max_depth <= max_depth]
-  if len(found) > len(fitting) and not any(each.tree.num_nodes for each in fitting):
+      kept.append(setting)
+  fitting = [each for each in kept if max_depth is None or each.tree.max_depth <= max_depth]
+  if len(kept) > len(fitting) and not any(each.tree.num_nodes for each in fitting):
     raise ValueError(f'the draft guesses {max_depth} tokens ahead, and all trees are deeper')
   return list(dict.fromkeys(fitting))
 

@@ -75,6 +75,12 @@ class Batches:
     """True if several processes decode together."""
     return self.sharding is not None and len({device.process_index for device in self.sharding.mesh.devices.flat}) > 1
 
+  @property
+  def is_mixed(self) -> bool:
+    """True if the draft gives guesses beside drawn ones."""
+    drafter = as_drafter(self.draft)
+    return drafter is not None and drafter.mixes
+
   def decoder(self, setting: Setting, *, statistics: bool = False) -> Decoder:
     """The decoder of a setting, with statistics of the positions visited if asked for."""
     return Decoder.make(
@@ -105,26 +111,15 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True)
 class Trial(Batches):
-  """Models and P prompts that settings are timed on.
-
-  Attributes:
-    keys_fn: The keys `[P]` of pass 0, 1, 2 and so on over the prompts.
-  """
+  """Prompts that settings are timed on, where there is no run."""
 
   target: Model
   draft: Model | Drafter | None
   tokens: np.ndarray
   lengths: np.ndarray
-  keys_fn: Callable[[int], jax.Array]
   batch_size: int
   max_new_tokens: int
   sampling: SamplingParams = SamplingParams()
   eos_ids: tuple[int, ...] = ()
   logprobs: bool = False
   sharding: DecodeSharding | None = None
-
-  @property
-  def is_mixed(self) -> bool:
-    """True if the draft gives guesses beside drawn ones."""
-    drafter = as_drafter(self.draft)
-    return drafter is not None and drafter.mixes

@@ -171,8 +171,8 @@ def test_a_machine_that_slows_down_between_groups(small_options, monkeypatch):
 
   monkeypatch.setattr(measurement, 'time', types.SimpleNamespace(perf_counter=look))
   monkeypatch.setattr(measurement, 'in_groups', groups)
-  measurer = measurement.Measurer(auto_choice.trial_of(Workload.load(options)), alone, lambda *_: None)
-  found = measurer.observe([spectr])
+  trial = auto_choice.trial_of(Workload.load(options))
+  found = measurement.Measurer(*trial, alone, lambda *_: None).observe([spectr])
   assert set(found) == {str(alone), str(spectr)}
   assert [each.prefill_seconds for each in found.values()] == [1.0, 1.0]
   assert all(0.25 <= each.round_seconds <= 1 for each in found.values())
@@ -243,22 +243,12 @@ def test_processes_whose_clocks_differ_choose_alike(monkeypatch, settings):
 
 
 def test_no_seed_is_decoded_twice():
-  @dataclasses.dataclass(frozen=True)
-  class Prompts:
-    options: DecodeOptions
-    batch_size: int = 2
-    target = draft = tokens = lengths = sharding = None
-    tokenizer = types.SimpleNamespace(eos_ids=())
-
-    def take(self, number):
-      assert number == 4  # two batches
-      return self
-
-    def keys(self, seed):
-      return seed
-
   options = _options(seed=2**32 - 3, num_seeds=2, calibration_prompts=3)
-  passes = [auto_choice.trial_of(Prompts(options)).keys_fn(number) for number in range(2 * measurement.FEWEST_BATCHES)]
+  taken = types.SimpleNamespace(keys=lambda seed: seed)
+  workload = types.SimpleNamespace(options=options, batch_size=2, take={4: taken}.get)  # two batches
+  some, keys_fn = auto_choice.trial_of(workload)
+  assert some is taken
+  passes = [keys_fn(number) for number in range(2 * measurement.FEWEST_BATCHES)]
   used = [*options.seeds, options.seeds[-1] + 1, *passes]  # one is for acceptance rates
   assert len(set(used)) == 2 + 1 + 2 * measurement.FEWEST_BATCHES
 
@@ -316,7 +306,7 @@ def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch, settings):
     }
 
   monkeypatch.setattr(measurement.Measurer, 'observe', observe)
-  again = measurement.Measurer(None, alone, None).observe_finalists([*finalists, unseen], first)
+  again = measurement.Measurer(None, None, alone, None).observe_finalists([*finalists, unseen], first)
   assert again.observations[str(lucky)].round_seconds == pytest.approx(1.2 * seconds[str(lucky)].round_seconds)
   assert again.observations[str(lucky)].num_tokens == 2 * seconds[str(lucky)].num_tokens
   predictions = {found.setting: found for found in prediction.predict(again, settings)}
