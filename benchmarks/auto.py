@@ -25,10 +25,9 @@ import numpy as np
 from benchmarks.speed import SHAPES, make_model
 from common import command_line
 from common.output_files import OutputFiles
-from decode.auto.prediction import predict_all
 from decode.experiment import metrics
+from decode.experiment.auto_choice import predict_all
 from decode.experiment.console import show_progress
-from decode.experiment.inputs import inputs_of
 from decode.experiment.options import AUTO
 from decode.experiment.run import measure
 from decode.experiment.workload import Workload
@@ -140,7 +139,7 @@ if __name__ == '__main__':
     options = read_options(method=(AUTO,))
     if _SHAPES.value and options.mesh:
       raise ValueError('shapes are for one device, without a mesh')
-    with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as outputs:
+    with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as outputs:
       with show_progress() as notify:
         workload = Workload.load(options)
         if _SHAPES.value:

@@ -25,8 +25,7 @@ from absl import flags
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
-from decode.experiment.inputs import inputs_of
-from decode.experiment.laws import target_texts, written_laws
+from decode.experiment.distributions import target_texts, written_distributions
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload, describe_machine
 from spectr_jax import theory
@@ -84,7 +83,7 @@ def measure(
     tokens = target_texts(workload, options.seed)
     there, overlaps = tokens >= 0, np.zeros(tokens.shape)
     found = {(n, name): np.zeros(tokens.shape) for n in num_drafts for name in rules}
-    for rows, (p, q) in written_laws(workload, (workload.draft, workload.target), tokens):
+    for rows, (p, q) in written_distributions(workload, (workload.draft, workload.target), tokens):
       overlaps[rows] = jnp.sum(jnp.minimum(p, q), axis=-1)
       written = jnp.maximum(tokens[rows], 0)
       tokens_given = {'none': (), 'text': (written,), 'draft': (jnp.argmax(p, axis=-1),)}[given]
@@ -158,7 +157,7 @@ if __name__ == '__main__':
     }
     if _GIVEN.value != 'none':
       grid['given'] = _GIVEN.value
-    with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as files:
+    with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as files:
       records = measure(options, **grid)
       flags_given = grid | {'num_prompts': options.num_prompts, 'max_new_tokens': options.max_new_tokens}
       content = {'run': {'flags': flags_given, **describe_machine()}, 'results': records}

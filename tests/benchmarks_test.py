@@ -10,7 +10,7 @@ from hub_specs import SPECS
 
 import spectr_jax
 from benchmarks import auto, drafters, growth, real_models, refill, speed, timing
-from decode.auto.prediction import predict_all
+from decode.experiment.auto_choice import predict_all
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
 from spectr_jax.io.hub.families import read_spec

@@ -218,7 +218,7 @@ if __name__ == '__main__':
 
   # These define no flags, and JAX starts its threads only with the first computation, so forking is safe.
   for slow in (
-    'decode.experiment.run', 'decode.experiment.report', 'decode.experiment.records', 'decode.auto.prediction',
+    'decode.experiment.run', 'decode.experiment.report', 'decode.experiment.records', 'decode.experiment.auto_choice',
     'decode.papers.exhibits', 'decode.trace_page.data', 'train.train', 'ml_collections.config_flags',
   ):  # fmt: skip
     importlib.import_module(slow)

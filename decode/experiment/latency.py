@@ -70,4 +70,4 @@ def time_parts(decoder: Decoder, state: DecodeState, num_runs: int = 15) -> dict
     'target': functools.partial(_score, decoder, state, proposal),
     'verification': functools.partial(_judge, decoder, state, proposal, logits),
   }
-  return {part: float(np.median(found)) for part, found in time_in_turns(calls, num_runs).items()}
+  return {part: float(np.median(seconds)) for part, seconds in time_in_turns(calls, num_runs).items()}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decode.auto.acceptance import LONGEST_CHAIN, kept_bounds
 from decode.experiment import metrics
-from decode.experiment.laws import written_log_probs
+from decode.experiment.distributions import written_log_probs
+from decode.experiment.optimal_trees import LONGEST_CHAIN, kept_bounds
 from decode.experiment.run import measure, run_decode
 from decode.experiment.settings import Setting, TreeSpec
 from decode.experiment.workload import Workload

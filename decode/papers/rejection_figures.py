@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from decode.experiment import metrics
-from decode.experiment.laws import target_texts, written_laws
+from decode.experiment.distributions import target_texts, written_distributions
 from decode.experiment.run import measure
 from decode.experiment.settings import settings_of
 from decode.experiment.workload import Workload
@@ -222,7 +222,7 @@ def _exact_rows(workload: Workload, epsilons: Sequence[float], seed: int) -> lis
   """Bias and rejections at the positions of the target's own texts, computed from both models' distributions."""
   tokens = target_texts(workload, seed)
   sums = {(line, epsilon): np.zeros(len(tokens)) for line in (OPT, UNO, _REJECTION) for epsilon in epsilons}
-  for rows, (p, q) in written_laws(workload, (workload.draft, workload.target), tokens):
+  for rows, (p, q) in written_distributions(workload, (workload.draft, workload.target), tokens):
     p, q = (np.asarray(probs, np.float64) for probs in (p, q))
     p, q = (probs / probs.sum(axis=-1, keepdims=True) for probs in (p, q))
     is_there = tokens[rows] >= 0
@@ -247,7 +247,7 @@ def _exact_rows(workload: Workload, epsilons: Sequence[float], seed: int) -> lis
 def _log_likelihood(workload: Workload, tokens: np.ndarray) -> np.ndarray:
   """Log-likelihood `[prompts]` under the target of continuations `[prompts, max_new_tokens]`, in nats."""
   found = np.zeros(len(tokens))
-  for rows, [q] in written_laws(workload, (workload.target,), tokens):
+  for rows, [q] in written_distributions(workload, (workload.target,), tokens):
     own = tokens[rows]
     probs = np.take_along_axis(np.asarray(q), np.maximum(own, 0)[..., None], axis=-1)[..., 0]
     # The draft may draw a token of probability 0, which alone would decide the comparison.

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from decode.experiment import metrics
-from decode.experiment.laws import target_texts, written_laws
+from decode.experiment.distributions import target_texts, written_distributions
 from decode.experiment.workload import Workload
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results, Row, Sizes
@@ -224,7 +224,7 @@ def likeliest_tokens(draft_probs: np.ndarray, target_probs: np.ndarray) -> tuple
 def _compute_pair(request: Request, notify: Notify) -> Results:
   notify('distributions after the prompt', 0, 1)
   workload = Workload.load(request.decode_options(prompt=PROMPT, max_new_tokens=1))
-  [(_, laws)] = written_laws(workload, (workload.draft, workload.target), np.zeros((1, 1), np.int32))
+  [(_, laws)] = written_distributions(workload, (workload.draft, workload.target), np.zeros((1, 1), np.int32))
   kept, p, q = likeliest_tokens(*(np.asarray(law[0, 0]) for law in laws))
   empty = dict.fromkeys(('panel', 'token', 'draft', 'target', 'rule', 'k', 'acceptance'))
   rows = [
@@ -286,7 +286,7 @@ def _compute_optimum(request: Request, notify: Notify) -> Results:
   counts = np.zeros(len(workload.prompts))
   for seed in workload.options.seeds:
     tokens = target_texts(workload, seed)
-    batches = written_laws(workload, (workload.draft, workload.target), tokens)
+    batches = written_distributions(workload, (workload.draft, workload.target), tokens)
     for done, (rows, (p, q)) in enumerate(batches):
       notify(f'seed {seed}: acceptance at {rows.size} prompts at a time', done, len(workload.batches))
       is_there = tokens[rows] >= 0

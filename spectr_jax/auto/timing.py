@@ -38,7 +38,7 @@ def time_in_turns(calls: Mapping[Hashable, Callable[[], Any]], num_runs: int) ->
       start = time.perf_counter()
       jax.block_until_ready(call())
       times[name].append(time.perf_counter() - start)
-  return {name: np.array(found) for name, found in times.items()}
+  return {name: np.array(seconds) for name, seconds in times.items()}
 
 
 @functools.partial(jax.jit, static_argnames='sharding')

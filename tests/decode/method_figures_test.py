@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from exhibit_checks import check_figure, measure_small, request_of
 
-from decode.experiment.laws import written_laws
+from decode.experiment.distributions import written_distributions
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import measure
 from decode.experiment.workload import Workload
@@ -110,7 +110,7 @@ def test_a_ladder_is_measured(monkeypatch, pair, prompt_file):
   num_tokens, num_calls = 0, 0.0
   for found in runs[0].measurements[1:]:
     calls, texts = np.zeros((3, 8)), found.tokens
-    for numbers, (p, q) in written_laws(workload, (workload.draft, workload.target), texts):
+    for numbers, (p, q) in written_distributions(workload, (workload.draft, workload.target), texts):
       for own, text in enumerate(numbers):
         for place in reversed(range(found.lengths[text])):
           p_own, q_own = (float(law[own, place, texts[text, place]]) for law in (p, q))

@@ -63,7 +63,7 @@ def test_wins_count_half_where_nobody_wins():
 
 def test_likelihood_is_that_of_the_targets_distributions(monkeypatch):
   laws = np.array([[[0.5, 0.5, 0], [0.25, 0.5, 0.25]]])
-  monkeypatch.setattr(rejection_figures, 'written_laws', lambda *_: [(np.array([0]), (laws,))])
+  monkeypatch.setattr(rejection_figures, 'written_distributions', lambda *_: [(np.array([0]), (laws,))])
   workload = type('Workload', (), {'target': None})
   tokens = np.array([[1, 2]])
   assert rejection_figures._log_likelihood(workload, tokens)[0] == pytest.approx(math.log(0.5) + math.log(0.25))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Generic
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from spectr_jax.auto.calibration import Calibration
-from spectr_jax.auto.setting import AnySetting, baseline_among, source_of, tree_name_of
+from spectr_jax.auto.setting import Setting, baseline_among, source_of, tree_name_of, tuned, with_thresholds
 
 # Of a short grid: the most settings, the most guesses of a tree, and the fewest batches that a setting decodes.
 _MOST_SETTINGS, _MOST_NODES, _FEWEST_BATCHES = 4, 8, 3
@@ -24,7 +23,7 @@ TARGET, DRAFT, ROUNDS = 'timing the target on', 'timing the draft on', 'decoding
 
 
 @dataclasses.dataclass(frozen=True)
-class Program(Generic[AnySetting]):
+class Program:
   """What is compiled and measured as one.
 
   Attributes:
@@ -33,7 +32,7 @@ class Program(Generic[AnySetting]):
   """
 
   kind: str
-  setting: AnySetting
+  setting: Setting
 
   def is_in(self, calibration: Calibration) -> bool:
     """Whether it has been measured."""
@@ -48,15 +47,11 @@ class Program(Generic[AnySetting]):
     return f'{self.kind} {of.get(self.kind, self.setting)}'
 
 
-def programs_of(settings: Sequence[AnySetting]) -> list[Program[AnySetting]]:
-  """What predictions for a grid follow from: what does not draft first, then what is smaller first.
-
-  Args:
-    settings: All settings of the grid.
-  """
+def programs_of(settings: Sequence[Setting]) -> list[Program]:
+  """What predictions for a grid follow from: what does not draft first, then what is smaller first."""
   baseline = baseline_among(settings)
-  sizes: dict[int, AnySetting] = {}
-  trees: dict[str, AnySetting] = {}
+  sizes: dict[int, Setting] = {}
+  trees: dict[str, Setting] = {}
   for setting in settings:
     sizes.setdefault(setting.tree.num_nodes, setting)
     trees.setdefault(tree_name_of(setting), setting)
@@ -69,14 +64,10 @@ def programs_of(settings: Sequence[AnySetting]) -> list[Program[AnySetting]]:
   ]
 
 
-def candidates_of(settings: Sequence[AnySetting]) -> list[AnySetting]:
-  """Autoregressive decoding, and for every tree of at most 8 guesses one method that stands for all.
-
-  Args:
-    settings: All settings of a grid.
-  """
+def candidates_of(settings: Sequence[Setting]) -> list[Setting]:
+  """Autoregressive decoding, and for every tree of at most 8 guesses one method that stands for all."""
   baseline = baseline_among(settings)
-  on_trees: dict[str, list[AnySetting]] = {}
+  on_trees: dict[str, list[Setting]] = {}
   for setting in settings:
     if 0 < setting.tree.num_nodes <= _MOST_NODES:
       on_trees.setdefault(tree_name_of(setting), []).append(setting)
@@ -85,7 +76,7 @@ def candidates_of(settings: Sequence[AnySetting]) -> list[AnySetting]:
   return [baseline, *chosen]
 
 
-def speed_up_at(setting: AnySetting, rate: float, seconds: Sequence[float] | np.ndarray, step_seconds: float) -> float:
+def speed_up_at(setting: Setting, rate: float, seconds: Sequence[float] | np.ndarray, step_seconds: float) -> float:
   """What a setting promises: tokens of a round over its time, in steps of autoregressive decoding.
 
   A chain is kept to depth d with probability rate^d, and each of several on its own. Verification costs nothing here,
@@ -102,30 +93,26 @@ def speed_up_at(setting: AnySetting, rate: float, seconds: Sequence[float] | np.
   return float((1 + is_kept.sum()) * seconds[0] / (seconds[1] + depth * step_seconds))
 
 
-def _of_the_first_process(values: Sequence[float]) -> np.ndarray:
+def of_the_first_process(values: Sequence[float]) -> np.ndarray:
   """Numbers in the first process, whose clock decides for all."""
-  found = np.asarray(values, np.float32)
-  return found if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(found))
+  own = np.asarray(values, np.float32)
+  return own if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(own))
 
 
-def shortlist(calibration: Calibration, candidates: Sequence[AnySetting]) -> list[AnySetting]:
-  """The settings of a short grid, as far as the measurements determine them.
+def shortlist(calibration: Calibration, candidates: Sequence[Setting]) -> list[Setting]:
+  """The settings of a short grid of `candidates_of`, as far as the measurements determine them.
 
   Autoregressive decoding comes first; then, once the target is timed, the single draft that its slope favours; then,
   once it is known how much of that is accepted and what drafting costs, the single draft of another length and the
   larger tree that promise most, if they promise a gain.
-
-  Args:
-    calibration: The measurements so far.
-    candidates: Settings from `candidates_of`.
   """
   baseline, *others = candidates
   times = calibration.target_seconds
   if not others or any(setting.tree.num_nodes not in times for setting in candidates):
     return [baseline]
 
-  def promises(settings: Sequence[AnySetting], rate: float, step: float) -> np.ndarray:
-    return _of_the_first_process(
+  def promises(settings: Sequence[Setting], rate: float, step: float) -> np.ndarray:
+    return of_the_first_process(
       [speed_up_at(each, rate, (times[0], times[each.tree.num_nodes]), step) for each in settings]
     )
 
@@ -136,17 +123,17 @@ def shortlist(calibration: Calibration, candidates: Sequence[AnySetting]) -> lis
   seen = calibration.observations[str(first)]
   step = calibration.draft_seconds[tree_name_of(first)] / first.tree.max_depth
   rate = sum(seen.kept) / max(seen.num_calls + sum(seen.kept[:-1]), 1)
-  found = [baseline, first]
+  chosen = [baseline, first]
   for alike in (single, [each for each in others if each not in single]):
     rest = [each for each in alike if each != first]
     if rest and (promised := promises(rest, rate, step)).max() > 1:
-      found.append(rest[int(promised.argmax())])
-  return found
+      chosen.append(rest[int(promised.argmax())])
+  return chosen
 
 
 def plan(
-  calibration: Calibration, settings: Sequence[AnySetting], *, is_short: bool
-) -> tuple[list[AnySetting], list[Program[AnySetting]], int]:
+  calibration: Calibration, settings: Sequence[Setting], *, is_short: bool
+) -> tuple[list[Setting], list[Program], int]:
   """The settings to compare and their programs, as far as the measurements determine them, and how many there may be.
 
   Args:
@@ -166,13 +153,37 @@ def plan(
   return compared, programs, max(len(programs), len(sizes) + min(len(candidates), _MOST_SETTINGS) + 1)
 
 
-def batches_within(seconds: float, calibration: Calibration, max_new_tokens: int) -> int:
-  """Batches that autoregressive decoding does in some seconds, and no fewer than say something.
+def complete_settings(
+  calibration: Calibration, settings: Sequence[Setting], source: str, *, is_short: bool
+) -> list[Setting]:
+  """The settings that a complete calibration compares: the grid, or few of it, and the thresholds that were tried.
 
   Args:
-    seconds: The time.
-    calibration: The measurements, with the target's call on one token.
-    max_new_tokens: Tokens of each row.
+    calibration: The measurements.
+    settings: All settings of the grid.
+    source: What holds the calibration, for messages.
+    is_short: Whether a short grid will do.
+
+  Raises:
+    ValueError: The calibration lacks some; the message names the first.
   """
-  found = seconds / (calibration.target_seconds[0] * max_new_tokens)
-  return max(_FEWEST_BATCHES, int(_of_the_first_process([min(found, 1e6)])[0]))
+
+  def missing(of: Sequence[Program]) -> list[Program]:
+    return [each for each in of if not each.is_in(calibration)]
+
+  is_short = is_short and bool(missing(plan(calibration, settings, is_short=False)[1]))
+  compared, programs, _ = plan(calibration, settings, is_short=is_short)
+  # Those that were measured: the finalists' second run may have made another tree the fastest that grows.
+  further = [setting for setting in with_thresholds(compared) if str(setting) in calibration.observations]
+  lacked = missing(programs) or missing(programs_of([baseline_among(compared), *(further or tuned(compared))]))
+  if lacked:
+    of_lacked = [each.setting for each in lacked]
+    first = next((each for each in compared if each in of_lacked), of_lacked[0])
+    raise ValueError(f'{source} was measured for another grid, without {first}; name a new file')
+  return compared + further
+
+
+def batches_within(seconds: float, calibration: Calibration, max_new_tokens: int) -> int:
+  """Batches that autoregressive decoding of so many tokens does in some seconds; no fewer than say something."""
+  number = seconds / (calibration.target_seconds[0] * max_new_tokens)
+  return max(_FEWEST_BATCHES, int(of_the_first_process([min(number, 1e6)])[0]))

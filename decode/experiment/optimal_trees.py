@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from common.json_file import read_json
-from decode.experiment.laws import target_texts, written_log_probs
+from decode.experiment.distributions import target_texts, written_log_probs
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
@@ -62,10 +62,6 @@ def calibration_trees(method: Method, budget: int) -> dict[int, TokenTree]:
 
   For i.i.d. children there is one tree per number of children, as deep as `budget` nodes allow. Otherwise there is one
   tree with two levels of eight children per node.
-
-  Args:
-    method: The method.
-    budget: The largest number of nodes of a tree.
   """
   if not has_independent_children(method):
     return {_WIDTHS[-1]: TokenTree.prefix((_WIDTHS[-1],) * 2)}
@@ -97,10 +93,10 @@ def measure_acceptance(method: Method, budget: int, measure: Callable[[TokenTree
     children. Otherwise, at `[d][i]`, the share of positions at depth d + 1 whose accepted node is child i. None for
     rates that were not measured often enough.
   """
-  found = {width: measure(tree) for width, tree in calibration_trees(method, budget).items()}
-  depth = max(statistics.visits.shape[1] for statistics in found.values())
-  table: Acceptance = [[None] * max(found) for _ in range(depth)]
-  for width, statistics in found.items():
+  by_width = {width: measure(tree) for width, tree in calibration_trees(method, budget).items()}
+  depth = max(statistics.visits.shape[1] for statistics in by_width.values())
+  table: Acceptance = [[None] * max(by_width) for _ in range(depth)]
+  for width, statistics in by_width.items():
     visits = np.asarray(statistics.visits).sum((0, 2))
     if has_independent_children(method):
       # A width measured less deeply than the others repeats its deepest rate.
@@ -171,42 +167,36 @@ def _prefix_shape(factors: Sequence[int]) -> str:
 
 
 def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
-  """The setting with the best tree of its budget.
-
-  Args:
-    setting: The setting, whose tree is `optimal`.
-    acceptance: The rates, from `measure_acceptance` or `bound_kept`.
+  """The setting with the best tree of its budget, by rates from `measure_acceptance` or `bound_kept`.
 
   Raises:
     ValueError: The rates do not determine a tree.
   """
-  budget = setting.spec.numbers[0]
+  try:
+    tree, shape = _best_tree(setting.method, setting.budget, acceptance)
+  except ValueError as error:
+    raise ValueError(f'{setting}: {error}') from error
+  setting.method.tree_for(tree)
+  return dataclasses.replace(setting, tree=tree, draft_length=tree.max_depth, shape=shape)
+
+
+def _best_tree(method: Method, budget: int, acceptance: Acceptance) -> tuple[TokenTree, str]:
+  """A method's best tree of at most `budget` nodes, and its shape as text."""
   rates = np.array([[math.nan if rate is None else rate for rate in row] for row in acceptance], float)
   if np.isnan(rates[0]).all():
-    raise ValueError(f'{setting}: too few positions visited to measure acceptance; decode more prompts or tokens')
-  if is_chosen_by_bound(setting.method):
-    try:
-      tree = TokenTree.optimal_chains(rates, budget, tolerance=TOLERANCE)
-    except ValueError as error:
-      raise ValueError(f'{setting}: {error}') from error
-    shape = _prefix_shape((int(tree.num_children[0]), *[1] * (tree.max_depth - 1)))
-  elif has_independent_children(setting.method):
+    raise ValueError('too few positions visited to measure acceptance; decode more prompts or tokens')
+  if is_chosen_by_bound(method):
+    tree = TokenTree.optimal_chains(rates, budget, tolerance=TOLERANCE)
+    return tree, _prefix_shape((int(tree.num_children[0]), *[1] * (tree.max_depth - 1)))
+  if has_independent_children(method):
     # Below this depth nothing is measured or worth a sequential step of the draft.
     rates = np.concatenate([rates, np.repeat(rates[-1:], max(_MAX_DEPTH - len(rates), 0), 0), np.zeros_like(rates[:1])])
     factors = optimal_factors(rates, budget)
     if not factors:
-      raise ValueError(f'{setting}: nothing is ever accepted, so no tree is better than none')
-    tree, shape = TokenTree.prefix(factors), _prefix_shape(factors)
-  else:
-    measured = rates[~np.isnan(rates).any(axis=1)]
-    try:
-      tree = TokenTree.optimal(measured, budget, max_depth=_MAX_DEPTH)
-    except ValueError as error:
-      raise ValueError(f'{setting}: {error}') from error
-    by_depth = np.bincount(tree.depths)[1:]
-    shape = f'{",".join(map(str, by_depth))} nodes by depth'
-  setting.method.tree_for(tree)
-  return dataclasses.replace(setting, tree=tree, draft_length=tree.max_depth, shape=shape)
+      raise ValueError('nothing is ever accepted, so no tree is better than none')
+    return TokenTree.prefix(factors), _prefix_shape(factors)
+  tree = TokenTree.optimal(rates[~np.isnan(rates).any(axis=1)], budget, max_depth=_MAX_DEPTH)
+  return tree, f'{",".join(map(str, np.bincount(tree.depths)[1:]))} nodes by depth'
 
 
 # Rates by depth and child.
@@ -244,11 +234,10 @@ def choose_trees(
     ValueError: The given rates lack a method, or the rates do not determine a tree.
   """
   options = workload.options
-  budgets = {}
+  budgets: dict[Method, int] = {}
   for setting in settings:
-    if setting.spec is not None and setting.spec.name == 'optimal':
-      method = setting.method
-      budgets[method] = max(budgets.get(method, 0), setting.spec.numbers[0])
+    if setting.budget is not None:
+      budgets[setting.method] = max(budgets.get(setting.method, 0), setting.budget)
   if not budgets:
     return settings, {}
   acceptance: dict[str, Acceptance] = {}
@@ -259,8 +248,9 @@ def choose_trees(
     def measure(tree: TokenTree, method=method) -> Statistics:
       notify(f'{method.name}: measuring acceptance on a tree of {tree.num_nodes} nodes', 0, len(settings))
       setting = Setting(method, tree=tree)
-      found = [fetch(workload.generate(setting, keys, rows, statistics=True).statistics) for rows in workload.batches]
-      return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(workload.prompts)], *found)
+      runs = [workload.generate(setting, keys, rows, statistics=True) for rows in workload.batches]
+      every = [fetch(run.statistics) for run in runs]
+      return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(workload.prompts)], *every)
 
     name = rates_name(method)
     make_room(is_joint=workload.is_joint)
@@ -275,9 +265,7 @@ def choose_trees(
     else:
       raise ValueError(f'{options.acceptance} has no acceptance of {name}; it has {"; ".join(given)}')
   chosen = [
-    choose_tree(setting, acceptance[rates_name(setting.method)])
-    if setting.spec is not None and setting.spec.name == 'optimal'
-    else setting
+    setting if setting.budget is None else choose_tree(setting, acceptance[rates_name(setting.method)])
     for setting in settings
   ]
   return chosen, acceptance

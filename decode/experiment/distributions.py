@@ -16,7 +16,7 @@ from spectr_jax.sharding import fetch
 
 
 @jax.jit(static_argnames='num_new')
-def laws_after(model: Model, prompts, lengths, tokens, sampling: SamplingParams, *, num_new: int) -> jax.Array:
+def distributions_after(model: Model, prompts, lengths, tokens, sampling: SamplingParams, *, num_new: int) -> jax.Array:
   """The distributions `[B, num_new, V]` of a model's tokens after each prompt, given the previous tokens.
 
   Args:
@@ -40,13 +40,13 @@ def laws_after(model: Model, prompts, lengths, tokens, sampling: SamplingParams,
 
 @jax.jit(static_argnames='num_new')
 def _probs_after(model: Model, prompts, lengths, tokens, sampling: SamplingParams, *, num_new: int) -> jax.Array:
-  """The probabilities `[B, num_new]` of the tokens themselves under `laws_after`."""
-  laws = laws_after(model, prompts, lengths, tokens, sampling, num_new=num_new)
-  return jnp.take_along_axis(laws, tokens[..., None], axis=-1)[..., 0]
+  """The probabilities `[B, num_new]` of the tokens themselves under `distributions_after`."""
+  probs = distributions_after(model, prompts, lengths, tokens, sampling, num_new=num_new)
+  return jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]
 
 
 def _along(function, workload: Workload, model: Model, rows: np.ndarray, tokens: np.ndarray) -> jax.Array:
-  """`laws_after` or `_probs_after` on a batch of continuations."""
+  """`distributions_after` or `_probs_after` on a batch of continuations."""
   if not isinstance(model, Model):
     draft = workload.options.draft
     raise ValueError(f'this needs the probabilities of a draft model along texts, and {draft} is not a model')
@@ -54,33 +54,27 @@ def _along(function, workload: Workload, model: Model, rows: np.ndarray, tokens:
   return function(model, workload.tokens[rows], workload.lengths[rows], written, sampling, num_new=tokens.shape[1])
 
 
-def written_laws(
+def written_distributions(
   workload: Workload, models: tuple[Model, ...], tokens: np.ndarray
 ) -> Iterator[tuple[np.ndarray, tuple[jax.Array, ...]]]:
   """The distributions of each model along continuations of all prompts, batch by batch.
 
-  Args:
-    workload: Prompts and options.
-    models: The models.
-    tokens: int32 `[prompts, num_new]`, negative after the end of a row.
+  `tokens` is int32 `[prompts, num_new]`, negative after the end of a row.
 
   Yields:
     Indices of a batch's prompts, without padding copies, and distributions `[B, num_new, V]` of each model.
   """
   size = workload.batch_size
   for rows in workload.batches:
-    laws = tuple(_along(laws_after, workload, model, rows, tokens) for model in models)
+    probs = tuple(_along(distributions_after, workload, model, rows, tokens) for model in models)
     kept = np.arange(size) < len(np.unique(rows))
-    yield rows[kept], tuple(law[: kept.sum()] for law in laws)
+    yield rows[kept], tuple(each[: kept.sum()] for each in probs)
 
 
 def written_log_probs(workload: Workload, models: tuple[Model, ...], tokens: np.ndarray) -> tuple[np.ndarray, ...]:
   """The log probability of each token of continuations of all prompts, under each model.
 
-  Args:
-    workload: Prompts and options.
-    models: The models.
-    tokens: int32 `[prompts, num_new]`, negative after the end of a row.
+  `tokens` is int32 `[prompts, num_new]`, negative after the end of a row.
 
   Returns:
     float64 `[prompts, num_new]` for each model: -inf for a token that it never draws, NaN after the end of a row.
@@ -89,30 +83,24 @@ def written_log_probs(workload: Workload, models: tuple[Model, ...], tokens: np.
     ValueError: A model gives logits that are not finite.
   """
   is_there = tokens >= 0
-  found = tuple(np.full(tokens.shape, np.nan) for _ in models)
+  every = tuple(np.full(tokens.shape, np.nan) for _ in models)
   for rows in workload.batches:
-    for model, own in zip(models, found):
+    for model, own in zip(models, every):
       own[rows] = fetch(_along(_probs_after, workload, model, rows, tokens))
-  for probs in found:
+  for probs in every:
     is_wrong = (np.isnan(probs) & is_there).any(axis=1)
     if is_wrong.any():
       raise ValueError(f'prompt {workload.prompts[np.argmax(is_wrong)].id}: the logits of a model are not finite')
   with np.errstate(divide='ignore'):
-    return tuple(np.where(is_there, np.log(probs), np.nan) for probs in found)
+    return tuple(np.where(is_there, np.log(probs), np.nan) for probs in every)
 
 
 def target_texts(workload: Workload, seed: int) -> np.ndarray:
   """The target's own continuations of all prompts, sampled autoregressively.
 
-  Args:
-    workload: Models, prompts and options.
-    seed: The seed.
-
   Returns:
     int32 `[prompts, max_new_tokens]`, -1 after the end of a row.
   """
-  keys, found = workload.keys(seed), []
-  for rows in workload.batches:
-    generation = workload.generate(Setting(get_method('autoregressive')), keys, rows)
-    found.append(fetch(generation.tokens))
-  return np.concatenate(found)[: len(workload.prompts)]
+  keys, setting = workload.keys(seed), Setting(get_method('autoregressive'))
+  tokens = [fetch(workload.generate(setting, keys, rows).tokens) for rows in workload.batches]
+  return np.concatenate(tokens)[: len(workload.prompts)]
