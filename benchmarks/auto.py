@@ -22,7 +22,7 @@ import json
 
 import numpy as np
 
-from benchmarks.speed import SHAPES, make_model
+from benchmarks.speed_models import SHAPES, make_model
 from common import command_line
 from common.output_files import OutputFiles
 from decode.auto.prediction import predict_all

@@ -27,6 +27,8 @@ read -r -a shapes <<<"${SHAPES:---dtype=bfloat16 --batch_size=1,8,64,256 --nopee
 models=(${TARGET:+"--target=$TARGET"} ${DRAFT:+"--draft=$DRAFT"})
 mkdir -p "$OUT"
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$OUT/compiled}
+# The peer shares the GPU.
+export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-.55}
 
 # piece FILE COMMAND...: runs the command, which writes the file, unless the file exists.
 piece() {

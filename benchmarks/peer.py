@@ -1,4 +1,4 @@
-"""Models in Hugging Face's transformers, for `benchmarks.speed`, `speed_of_sizes`, `real_models` and `drafters`.
+"""Models in Hugging Face's transformers, for `benchmarks.speed` and `benchmarks.drafters`.
 
 They need `pip install torch transformers`. Llama has the same parts as the project's transformer (RMSNorm, rotary
 positions, tied embeddings) and a gate in the MLP. With 2/3 of the MLP's hidden width it has as many weights.
@@ -19,8 +19,13 @@ from transformers.utils import logging
 
 from spectr_jax.models.transformer import TransformerConfig
 
-VERSION = transformers.__version__
 _DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
+
+
+def check_device(device: str) -> None:
+  """Raises `ImportError` if this torch finds no such device, `cuda` or `cpu`."""
+  if device == 'cuda' and not torch.cuda.is_available():
+    raise ImportError('this torch finds no CUDA device')
 
 
 def make_model(config: TransformerConfig, dtype: str) -> LlamaForCausalLM:

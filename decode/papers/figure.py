@@ -8,8 +8,10 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
+from decode.experiment import metrics
 from decode.experiment.workload import portable
 from decode.papers import plots
 from decode.papers.exhibit import Exhibit, Request, Results, Row, describe_sizes
@@ -94,6 +96,11 @@ def low_high(interval: tuple[float, float] | None) -> Row:
   """Columns `low` and `high` of an interval, None where there is none."""
   low, high = interval or (None, None)
   return {'low': low, 'high': high}
+
+
+def ratio_columns(sums: np.ndarray, counts: np.ndarray) -> Row:
+  """Columns `value`, the ratio of two totals over prompts, and `low` and `high`, its 95% interval."""
+  return {'value': metrics.ratio(sums, counts)} | low_high(metrics.ratio_interval(sums, counts))
 
 
 def select(rows: Sequence[Row], **where: Any) -> list[Row]:

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from decode.experiment import metrics
 from decode.experiment.laws import target_texts, written_laws
 from decode.experiment.run import measure
 from decode.experiment.settings import settings_of
 from decode.experiment.workload import Workload
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results, Row, Sizes
-from decode.papers.figure import Figure, by_value, column, low_high, select
+from decode.papers.figure import Figure, by_value, column, low_high, ratio_columns, select
 from decode.papers.published import YIN
 from spectr_jax import METHODS, theory, with_epsilon
 from spectr_jax.auto.trial import Notify
@@ -214,10 +213,6 @@ _TV, _REJECTION, _LIKELIHOOD, _WIN_RATE, _TOKENS = (
 )  # fmt: skip
 
 
-def _ratio_columns(sums: np.ndarray, counts: np.ndarray) -> Row:
-  return {'value': metrics.ratio(sums, counts)} | low_high(metrics.ratio_interval(sums, counts))
-
-
 def _exact_rows(workload: Workload, epsilons: Sequence[float], seed: int) -> list[Row]:
   """Bias and rejections at the positions of the target's own texts, computed from both models' distributions."""
   tokens = target_texts(workload, seed)
@@ -239,7 +234,7 @@ def _exact_rows(workload: Workload, epsilons: Sequence[float], seed: int) -> lis
   return [
     {'quantity': _REJECTION if line == _REJECTION else _TV, 'method': 'both' if line == _REJECTION else line}
     | {'epsilon': epsilon}
-    | _ratio_columns(own, counts)
+    | ratio_columns(own, counts)
     for (line, epsilon), own in sums.items()
   ]
 
@@ -280,7 +275,7 @@ def _compute_over_acceptance(request: Request, notify: Notify) -> Results:
   scores, lengths = ({key: np.stack(each) for key, each in found.items()} for found in (scores, lengths))
 
   def likelihood_row(method, epsilon, setting):
-    columns = _ratio_columns(scores[setting].sum(axis=0), lengths[setting].sum(axis=0))
+    columns = ratio_columns(scores[setting].sum(axis=0), lengths[setting].sum(axis=0))
     return {'quantity': _LIKELIHOOD, 'method': method, 'epsilon': epsilon} | columns
 
   for (name, epsilon), setting in settings.items():
@@ -292,7 +287,7 @@ def _compute_over_acceptance(request: Request, notify: Notify) -> Results:
     rows.append(likelihood_row(TARGET, epsilon, alone))
     won = _wins(*(scores[each] / lengths[each] for each in (settings[OPT, epsilon], settings[UNO, epsilon])))
     row = {'quantity': _WIN_RATE, 'method': OPT, 'epsilon': epsilon}
-    rows.append(row | _ratio_columns(won.sum(axis=0), np.full(won.shape[1], len(won))))
+    rows.append(row | ratio_columns(won.sum(axis=0), np.full(won.shape[1], len(won))))
   return Results(rows)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from decode.experiment import metrics
 from decode.experiment.laws import target_texts, written_laws
 from decode.experiment.workload import Workload
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results, Row, Sizes
-from decode.papers.figure import Figure, by_value, column, low_high, select
+from decode.papers.figure import Figure, by_value, column, ratio_columns, select
 from decode.papers.published import YIN
 from spectr_jax import theory
 from spectr_jax.auto.trial import Notify
@@ -279,26 +280,57 @@ def _tell_pair(rows: Sequence[Row]) -> str:
   )
 
 
+def acceptance_on_text(
+  workload: Workload,
+  seed: int,
+  rules: Mapping[str, Callable],
+  num_drafts: Sequence[int],
+  *,
+  given: str = 'none',
+  notify: Notify = lambda *_: None,
+) -> tuple[np.ndarray, np.ndarray, dict[tuple[int, str], np.ndarray]]:
+  """Acceptance at every position of the target's own continuations, from the distributions of both models.
+
+  Args:
+    workload: Models and prompts.
+    seed: Seed of the continuations.
+    rules: By name a function of draft and target distributions, n, and the given token, if there is one.
+    num_drafts: Numbers n of drawn candidates.
+    given: A given token beside them: 'text', the text's next one, or 'draft', the draft's likeliest; or 'none'.
+    notify: Called with progress.
+
+  Returns:
+    Which positions there are, bool `[prompts, max_new_tokens]`; at these 1 - TV; and the acceptance by n and rule,
+    float64 of the same shape.
+  """
+  tokens = target_texts(workload, seed)
+  overlaps = np.zeros(tokens.shape)
+  found = {(n, name): np.zeros(tokens.shape) for n in num_drafts for name in rules}
+  batches = written_laws(workload, (workload.draft, workload.target), tokens)
+  for done, (rows, (p, q)) in enumerate(batches):
+    notify(f'seed {seed}: acceptance at {rows.size} prompts at a time', done, len(workload.batches))
+    overlaps[rows] = jnp.sum(jnp.minimum(p, q), axis=-1)
+    beside = ()
+    if given != 'none':
+      beside = (np.maximum(tokens[rows], 0) if given == 'text' else jnp.argmax(p, axis=-1),)
+    for n in num_drafts:
+      for name, rule in rules.items():
+        found[n, name][rows] = _compiled(rule)(p, q, n, *beside)
+  return tokens >= 0, overlaps, found
+
+
 def _compute_optimum(request: Request, notify: Notify) -> Results:
   workload = Workload.load(request.decode_options())
-  numbers = request.sizes.num_drafts
-  sums = {(n, rule): np.zeros(len(workload.prompts)) for n in numbers for rule in _PAIR_RULES}
-  counts = np.zeros(len(workload.prompts))
+  sums, counts = collections.Counter(), 0
   for seed in workload.options.seeds:
-    tokens = target_texts(workload, seed)
-    batches = written_laws(workload, (workload.draft, workload.target), tokens)
-    for done, (rows, (p, q)) in enumerate(batches):
-      notify(f'seed {seed}: acceptance at {rows.size} prompts at a time', done, len(workload.batches))
-      is_there = tokens[rows] >= 0
-      counts[rows] += is_there.sum(axis=1)
-      for n in numbers:
-        for name, rule in _PAIR_RULES.items():
-          sums[n, name][rows] += (np.asarray(_compiled(rule)(p, q, n), np.float64) * is_there).sum(axis=1)
+    is_there, _, found = acceptance_on_text(workload, seed, _PAIR_RULES, request.sizes.num_drafts, notify=notify)
+    counts += is_there.sum(axis=1)
+    for key, values in found.items():
+      sums[key] = sums[key] + (values * is_there).sum(axis=1)
   rows = []
   for (n, rule), own in sums.items():
     for quantity, whole in ((_ACCEPTANCE, counts), (_SHARE, sums[n, plots.OPTIMUM])):
-      row = {'quantity': quantity, 'rule': rule, 'n': n, 'value': metrics.ratio(own, whole)}
-      rows.append(row | low_high(metrics.ratio_interval(own, whole)))
+      rows.append({'quantity': quantity, 'rule': rule, 'n': n} | ratio_columns(own, whole))
   return Results(rows)
 
 
