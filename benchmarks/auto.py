@@ -48,16 +48,7 @@ def with_shapes(workload: Workload) -> Workload:
 
 
 def compare_predictions(workload: Workload, predictions, notify) -> dict:
-  """Decodes every predicted setting and compares speeds.
-
-  Args:
-    workload: Models and prompts.
-    predictions: Predictions of all settings, the fastest first.
-    notify: Called with the current activity, batches done and batches in total.
-
-  Returns:
-    JSON values.
-  """
+  """JSON values about predicted settings, the fastest first, beside their speeds when decoded."""
   run = measure(workload, [found.setting for found in predictions], notify)
   summaries = {setting: run.summarize(setting) for setting in run.settings}
   baseline = baseline_of(run.settings)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -44,11 +45,7 @@ def _decode(workload: Workload, setting: Setting, batch: np.ndarray) -> tuple[in
 
 
 def own_ways(workloads: Mapping[str, Workload]) -> dict[str, Way]:
-  """Every setting with every drafter whose guesses its method takes, and autoregressive decoding once, first.
-
-  Args:
-    workloads: A workload by drafter.
-  """
+  """By name every setting with every drafter whose guesses its method takes; autoregressive decoding once, first."""
   ways: dict[str, Way] = {}
   for drafter, workload in workloads.items():
     options = workload.options
@@ -60,7 +57,7 @@ def own_ways(workloads: Mapping[str, Workload]) -> dict[str, Way]:
 
 
 def peer_ways(workload: Workload, lookup_lengths: Sequence[int], device: str) -> dict[str, Way]:
-  """The peer's decoding, plain and with prompt lookup, which takes one row.
+  """The peer's decoding, plain and, for single rows, with prompt lookup.
 
   Args:
     workload: The prompts, and the options of sampling.
@@ -90,31 +87,38 @@ def peer_ways(workload: Workload, lookup_lengths: Sequence[int], device: str) ->
 
 
 def llama_cpp_ways(workload: Workload) -> dict[str, Way]:
-  """llama.cpp's decoding without a draft, one row at a time.
+  """llama.cpp's decoding without a draft, one row at a time; it needs `pip install xllamacpp`.
 
-  Args:
-    workload: The prompts, and the options of sampling.
+  It multiplies by the file's own few bits per weight, where the others compute in bfloat16 or float32. It has a thread
+  for each core, which wait for each other in a loop: beside other work it is many times slower.
   """
-  from benchmarks import llama_cpp
+  import xllamacpp
 
-  options = workload.options
-  server = llama_cpp.load(options.target, workload.cache_size)
+  options, params = workload.options, xllamacpp.CommonParams()
+  params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = options.target, workload.cache_size, 1, 0
+  params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
+  params.verbosity = -1
+  server = xllamacpp.Server(params)
+  # The file says which tokens end a text. The whole distribution, as the others sample from; prompts are read anew.
+  request = {'max_tokens': options.max_new_tokens, 'temperature': options.temperature, 'cache_prompt': False}
+  request |= {'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
+
+  def answer(row):
+    found = server.handle_completions(request | {'prompt': row.tolist()})
+    found = json.loads(found) if isinstance(found, str) else found
+    if 'usage' not in found:
+      raise RuntimeError(f'llama.cpp: {found}')
+    return found['usage']['completion_tokens']
 
   def decode(batch):
-    rows = (workload.tokens[number, : workload.lengths[number]] for number in batch)
-    tokens = [llama_cpp.answer(server, row, options.max_new_tokens, options.temperature) for row in rows]
-    return sum(tokens), sum(tokens)
+    tokens = sum(answer(workload.tokens[number, : workload.lengths[number]]) for number in batch)
+    return tokens, tokens
 
   return {'llama.cpp': decode}
 
 
 def measure(ways: Mapping[str, Way], batches: Sequence[np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-  """`tokens`, `calls` and `seconds` of every way, an entry for each batch.
-
-  Args:
-    ways: The ways, which take turns.
-    batches: Numbers of the prompts of each batch, int `[B]`.
-  """
+  """`tokens`, `calls` and `seconds` of every way, an entry for each batch, int `[B]`. The ways take turns."""
   found = {name: {'tokens': [], 'calls': [], 'seconds': []} for name in ways}
   for way in ways.values():  # compiles
     way(batches[0])
@@ -130,21 +134,18 @@ def measure(ways: Mapping[str, Way], batches: Sequence[np.ndarray]) -> dict[str,
 
 
 def describe(found: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
-  """A line for each way: tokens per call, tokens per second, and both relative to the first way.
-
-  Args:
-    found: From `measure`, of at least two batches.
-  """
+  """A line for each way of `measure`: tokens per call, tokens per second, and both relative to the first way."""
   first = next(iter(found.values()))
   width = max(map(len, found))
   lines = [f'{"":{width}}  tokens per call   tokens/s  relative to the first, 95% interval over batches']
   for name, each in found.items():
-    low, high = metrics.ratio_interval(each['tokens'], each['calls'])
+    interval = metrics.ratio_interval(each['tokens'], each['calls'])
+    half = '' if interval is None else f' ± {(interval[1] - interval[0]) / 2:4.2f}'
     pairs = [(numbers['tokens'], numbers['seconds']) for numbers in (each, first)]
     factor, least, most = metrics.compare(*pairs)
     kept = metrics.ratio(each['tokens'], each['calls'])
     lines.append(
-      f'{name:{width}}  {kept:5.2f} ± {(high - low) / 2:4.2f}  {metrics.ratio(*pairs[0]):11.1f}'
+      f'{name:{width}}  {kept:5.2f}{half:<7}  {metrics.ratio(*pairs[0]):11.1f}'
       f'  {factor:.2f} ({least:.2f} to {most:.2f})'
     )
   return lines

@@ -93,12 +93,7 @@ def prompts(point: Point) -> np.ndarray:
 
 
 def memory(point: Point, method: str) -> dict[str, int]:
-  """The bytes of memory that the loop takes, and their floor.
-
-  Args:
-    point: The sizes.
-    method: Name of the method.
-  """
+  """The bytes of memory that the loop of a point takes by a method, and their floor."""
   target, draft = _models(point)
   sharding = DecodeSharding(make_mesh({'data': 1, 'model': 1}, jax.devices()[:1]))
   decoder = make_decoder(point, method, sharding)
@@ -111,13 +106,7 @@ def memory(point: Point, method: str) -> dict[str, int]:
 
 
 def measure(points: list[Point], method: str, num_runs: int) -> list[dict[str, float]]:
-  """Seconds and bytes of each point.
-
-  Args:
-    points: The points.
-    method: Name of the method.
-    num_runs: Number of timed runs of each point.
-  """
+  """Seconds and bytes of each point by a method, medians over so many runs."""
   found = []
   for point in points:
     decoder = make_decoder(point, method)
@@ -133,12 +122,7 @@ def measure(points: list[Point], method: str, num_runs: int) -> list[dict[str, f
 
 
 def draw(rows: list[dict], method: str) -> bytes:
-  """A PNG with a panel of times for each size, and a panel of memory below it.
-
-  Args:
-    rows: The results, as in the output file.
-    method: Name of the method, for the title.
-  """
+  """A PNG with a panel of times for each size, and a panel of memory below it, from the rows of the output file."""
   figure, axes = plots.panels(len(AXES), rows=2, width=2.6, height=2.6)
   for place, (name, (field, sizes)) in enumerate(AXES.items()):
     points = [dataclasses.asdict(Point(**{field: size})) for size in sizes]

@@ -28,12 +28,7 @@ _SHORTEST, _LONGEST = 16, 256
 
 
 def make_requests(tokenizer, num_prompts: int) -> list[Request]:
-  """Prompts of 16 to 256 tokens in random order, each with its own key.
-
-  Args:
-    tokenizer: The models' tokenizer.
-    num_prompts: Number of prompts.
-  """
+  """So many prompts of 16 to 256 tokens in random order, each with its own key."""
   texts = [prompt.text for prompt in DecodeOptions().read_prompts()]
   ids = np.concatenate([row for row in tokenizer.encode_batch(texts)])
   rng = np.random.default_rng(0)
@@ -47,16 +42,9 @@ def make_requests(tokenizer, num_prompts: int) -> list[Request]:
 
 
 def run_batches(models, requests, batch_size: int, **options) -> dict[int, list[int]]:
-  """Decodes whole batches one after another. The last batch is padded with copies of its last prompt.
+  """Tokens by name of the request, decoded in whole batches one after another, with further options of `generate`.
 
-  Args:
-    models: Target and draft.
-    requests: The prompts.
-    batch_size: Rows.
-    **options: Options of `generate`.
-
-  Returns:
-    Tokens by name of the request.
+  The last batch is padded with copies of its last prompt.
   """
   found = {}
   for first in range(0, len(requests), batch_size):
@@ -74,17 +62,7 @@ def run_batches(models, requests, batch_size: int, **options) -> dict[int, list[
 
 
 def run_refilled(models, requests, batch_size: int, **options) -> dict[int, list[int]]:
-  """Decodes with rows that are refilled as soon as they are done.
-
-  Args:
-    models: Target and draft.
-    requests: The prompts.
-    batch_size: Rows.
-    **options: Options of `generate_many`.
-
-  Returns:
-    Tokens by name of the request.
-  """
+  """Tokens by name of the request, decoded with rows that are refilled as soon as they are done."""
   stream = spectr_jax.generate_many(*models, iter(requests), batch_size=batch_size, longest_prompt=_LONGEST, **options)
   return {each.name: each.tokens.tolist() for each in stream}
 

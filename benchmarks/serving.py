@@ -52,15 +52,7 @@ async def _client(session, prompts: list[str], request: dict, until: float, leav
 
 
 async def measure(url: str, prompts: list[str], *, num_clients: int, seconds: float, max_tokens: int, leave: float):
-  """Runs the load.
-
-  Args:
-    url: The endpoint, up to `/v1`.
-    prompts: The prompts.
-    num_clients: Clients at once.
-    seconds: How long they ask.
-    max_tokens: The most new tokens of a request.
-    leave: The share of requests that are left after the first token.
+  """Runs the load of `num_clients` at an endpoint's URL, up to `/v1`, for so many seconds; a share `leave` goes early.
 
   Returns:
     JSON values: requests by their end, quantiles of seconds of those that were answered, and by how much the endpoint's

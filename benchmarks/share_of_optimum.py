@@ -64,14 +64,7 @@ RULES_BESIDE = {'optimum': _optimum_beside, 'race': _race_beside}
 def measure(
   options: DecodeOptions, *, temperatures: list[float], num_drafts: list[int], given: str = 'none'
 ) -> list[dict]:
-  """One record per temperature, number of candidates and rule.
-
-  Args:
-    options: The models, prompts, number of positions and seed.
-    temperatures: Temperatures.
-    num_drafts: Numbers n of drawn candidates.
-    given: The given token beside them: 'text', the text's next one, or 'draft', the draft's likeliest; or 'none'.
-  """
+  """One record per temperature, number n of drawn candidates and rule; `given` as for `acceptance_on_text`."""
   rules, loaded, records = RULES if given == 'none' else RULES_BESIDE, Workload.load(options), []
   for temperature in temperatures:
     workload = dataclasses.replace(loaded, options=dataclasses.replace(options, temperature=temperature))

@@ -89,14 +89,7 @@ class Sizes:
 
 
 def parse_shapes(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
-  """The shapes of rounds from texts such as `4x8`, four drafts of eight tokens.
-
-  Args:
-    texts: The texts, at least one.
-
-  Raises:
-    ValueError: A text is of another form.
-  """
+  """The shapes of rounds from texts such as `4x8`, four drafts of eight tokens; `ValueError` for other texts."""
   matches = [re.fullmatch(r'([1-9]\d*)x([1-9]\d*)', text) for text in texts]
   if not texts or None in matches:
     raise ValueError(f'shapes: expected drafts x tokens such as 4x8, got {",".join(texts)!r}')
@@ -135,14 +128,14 @@ class Bench:
     self.sizes, self.models = sizes, dataclasses.replace(sizes.models, dtype=dtype)
 
   def _own_calls(self, rows: np.ndarray) -> dict[str, timing.Call]:
-    calls = {
-      'spectr_jax, step': timing.own_call((self.models.decoding, None), rows, 'autoregressive', None, timing.NEW_TOKENS)
-    }
+    cases = {'step': (None, 'autoregressive', None)}
     if self.models.drafts and len(rows) == 1:
       tree = TokenTree.chains(1, self.sizes.shapes[0][1])  # the peer drafts a single chain
-      pair = self.models.decoding, self.models.drafts['draft']
-      calls['spectr_jax, round'] = timing.own_call(pair, rows, 'speculative', tree, timing.NEW_TOKENS)
-    return calls
+      cases['round'] = self.models.drafts['draft'], 'speculative', tree
+    return {
+      f'spectr_jax, {unit}': timing.own_call((self.models.decoding, draft), rows, method, tree)
+      for unit, (draft, method, tree) in cases.items()
+    }
 
   def _peer_calls(self, rows: np.ndarray) -> dict[str, timing.Call]:
     """Calls of Hugging Face's transformers.
@@ -204,14 +197,7 @@ class Bench:
     return {'milliseconds': times, 'tokens_per_second': 1e3 * batch_size / step} | more
 
   def measure_rounds(self, batch_size: int, draft: str, num_drafts: int, draft_length: int) -> Result:
-    """Rounds of every method, and of none; their parts in milliseconds, and the shares of verification.
-
-    Args:
-      batch_size: Rows.
-      draft: The name of what drafts.
-      num_drafts: K.
-      draft_length: L.
-    """
+    """Rounds of K drafts by every method, and by none; their parts in ms, and the shares of verification."""
     drafter, tree = self.models.drafts[draft], TokenTree.chains(num_drafts, draft_length)
     cases = {name: (drafter, name, tree) for name in self.sizes.methods}
     times = self._round_times(batch_size, {UNVERIFIED.name: (drafter, UNVERIFIED, tree)} | cases)

@@ -146,13 +146,13 @@ class Models:
       return peer.make_model(SHAPES[name], dtype)
     return (peer.load_gguf if self.draft is None else peer.make_public)(name, dtype, device)
 
-  def prompts(self, batch_size: int, length: int = timing.PROMPT_LENGTH) -> np.ndarray:
-    """Prompts, int32 `[batch_size, length]`: random tokens, or those of the text, repeated as needed."""
+  def prompts(self, batch_size: int, length: int | None = None) -> np.ndarray:
+    """Prompts, int32 `[batch_size, length or PROMPT_LENGTH]`: random tokens, or the text's, repeated as needed."""
     if self.draft is None:
       ids = np.array(self._loaded[1].encode(pathlib.Path(self.text).read_text(encoding='utf-8')), np.int32)
     else:
       ids = timing.prompts(batch_size, self.config.vocab_size)
-    return np.resize(ids, (batch_size, length))
+    return np.resize(ids, (batch_size, length or timing.PROMPT_LENGTH))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import operator
 import re
+from collections.abc import Callable
 
 import numpy as np
 from absl import flags
@@ -168,16 +170,17 @@ def num_nodes(shape: str) -> int | None:
   return sum(itertools.accumulate(map(int, factors.split(',')), operator.mul)) if name == 'prefix' else None
 
 
+def _comparison(title: str, rows: dict[Setting, Counts], column: str, factor: Callable[[Counts], str]) -> list[str]:
+  """A table of settings, the best first, with a column of factors."""
+  lines = [f'\n{title}:\n', f'| method | tree | tokens per call | {column} |', '|---|---|---|---|']
+  for setting, counts in sorted(rows.items(), key=lambda item: -metrics.ratio(*item[1].arrays())):
+    tree = setting.shape.split(' = ')[-1]
+    lines.append(f'| `{setting.method}` | {tree} | {_value(counts)} | {factor(counts)} |')
+  return lines
+
+
 def best_shapes(found: dict[Setting, Counts], most_nodes: int) -> list[str]:
-  """Markdown tables per temperature of each method on its best shape, the best method first.
-
-  Args:
-    found: Counts by setting.
-    most_nodes: The largest number of nodes of a shape.
-
-  Returns:
-    Lines of Markdown.
-  """
+  """Markdown: per temperature each method on its best shape of at most so many nodes, the best method first."""
   lines = []
   for temperature in sorted({setting.temperature for setting in found}, reverse=True):
     best: dict[str, tuple[float, Setting]] = {}
@@ -189,15 +192,10 @@ def best_shapes(found: dict[Setting, Counts], most_nodes: int) -> list[str]:
           best[setting.method] = value, setting
     if len(best) < 2:
       continue
-    order = [setting for _, setting in sorted(best.values(), key=lambda item: -item[0])]
-    lines += [
-      f'\nTemperature {temperature:g}, at most {most_nodes} nodes, each method on its best shape:\n',
-      f'| method | tree | tokens per call | `{order[0].method}` to it |',
-      '|---|---|---|---|',
-    ]
-    for setting in order:
-      tree, counts = setting.shape.split(' = ')[-1], found[setting]
-      lines.append(f'| `{setting.method}` | {tree} | {_value(counts)} | {_factor(found[order[0]], counts)} |')
+    rows = {setting: found[setting] for _, setting in best.values()}
+    first = max(rows, key=lambda setting: metrics.ratio(*rows[setting].arrays()))
+    title = f'Temperature {temperature:g}, at most {most_nodes} nodes, each method on its best shape'
+    lines += _comparison(title, rows, f'`{first.method}` to it', functools.partial(_factor, rows[first]))
   return lines
 
 
@@ -207,15 +205,7 @@ def _natural(text: str) -> list:
 
 
 def tables(found: dict[Setting, Counts], baseline: str) -> list[str]:
-  """Markdown tables per temperature: one of all chains, and one per shape that compares methods with the baseline.
-
-  Args:
-    found: Counts by setting.
-    baseline: Name of the method to compare with.
-
-  Returns:
-    Lines of Markdown.
-  """
+  """Markdown: per temperature a table of all chains, and per shape one that compares methods with the baseline."""
   lines = []
   for temperature in sorted({setting.temperature for setting in found}, reverse=True):
     own = {setting: counts for setting, counts in found.items() if setting.temperature == temperature}
@@ -233,15 +223,8 @@ def tables(found: dict[Setting, Counts], baseline: str) -> list[str]:
       against = next((counts for setting, counts in members.items() if setting.method == baseline), None)
       if len(members) < 2 or (against is None and ' x ' in group):
         continue
-      members = sorted(members.items(), key=lambda item: -metrics.ratio(*item[1].arrays()))
-      lines += [
-        f'\nTemperature {temperature:g}, `{group}`:\n',
-        f'| method | tree | tokens per call | to `{baseline}` |',
-      ]
-      lines.append('|---|---|---|---|')
-      for setting, counts in members:
-        tree = setting.shape.split(' = ')[-1]
-        lines.append(f'| `{setting.method}` | {tree} | {_value(counts)} | {_factor(counts, against)} |')
+      title, factor = f'Temperature {temperature:g}, `{group}`', functools.partial(_factor, baseline=against)
+      lines += _comparison(title, members, f'to `{baseline}`', factor)
   return lines
 
 

@@ -36,12 +36,7 @@ def in_words(times: Spread) -> str:
 
 
 def time_steps(calls: dict[str, Call], num_runs: int) -> dict[str, Spread]:
-  """The `spread` per step of each call. The calls take turns after one untimed call each.
-
-  Args:
-    calls: Calls by name.
-    num_runs: Number of timed runs of each.
-  """
+  """The `spread` per step of each call, by name. The calls take turns after one untimed call each."""
   steps: dict[str, list[int]] = {name: [] for name in calls}
   counted = {name: lambda name=name, call=call: steps[name].append(call()) for name, call in calls.items()}
   times = time_in_turns(counted, num_runs)
@@ -54,13 +49,9 @@ def prompts(batch_size: int, vocab_size: int = 32000) -> np.ndarray:
 
 
 def own_call(models, rows: np.ndarray, method: str, tree: TokenTree | None) -> Call:
-  """A call of this library's `generate`, of `NEW_TOKENS` tokens, which returns its number of rounds.
+  """A call of this library's `generate` by a method, which returns its number of rounds.
 
-  Args:
-    models: Target and draft.
-    rows: Prompts, int32 `[B, P]`.
-    method: Name of the method.
-    tree: The tree of guesses, or None.
+  It continues prompts, int32 `[B, P]`, by `NEW_TOKENS` tokens with a target and a draft, on a tree if there is one.
   """
   lengths, more = np.full(len(rows), rows.shape[1]), {'method': method, 'tree': tree, 'max_new_tokens': NEW_TOKENS}
 
@@ -71,14 +62,7 @@ def own_call(models, rows: np.ndarray, method: str, tree: TokenTree | None) -> C
 
 
 def make_decoder(target, draft, method: str | Method, tree: TokenTree | None) -> Decoder:
-  """A decoder of `NEW_TOKENS` tokens behind prompts of `PROMPT_LENGTH`.
-
-  Args:
-    target: The target.
-    draft: A model or drafter, or None.
-    method: A method or its name.
-    tree: The tree of guesses, or None.
-  """
+  """A decoder of `NEW_TOKENS` tokens behind prompts of `PROMPT_LENGTH`; the draft and the tree may be None."""
   return Decoder.make(
     target, draft, method=method, tree=tree, max_new_tokens=NEW_TOKENS, cache_size=PROMPT_LENGTH + NEW_TOKENS
   )

@@ -29,7 +29,7 @@ def test_drafters(capsys):
   """Greedy, so that every way decodes as many tokens, and guesses save calls."""
   options = DecodeOptions(
     method=('autoregressive', 'speculative', 'spectr'), num_drafts=(1,), draft_length=(3,), temperature=0.0,
-    num_prompts=2, max_new_tokens=12,
+    num_prompts=3, max_new_tokens=12,
   )  # fmt: skip
   workloads = drafters.load(dataclasses.asdict(options), ['lookup', options.draft])
   ways = drafters.own_ways(workloads)

@@ -104,33 +104,17 @@ def ratio_columns(sums: np.ndarray, counts: np.ndarray) -> Row:
 
 
 def select(rows: Sequence[Row], **where: Any) -> list[Row]:
-  """The rows that have the given values.
-
-  Args:
-    rows: The rows.
-    **where: Values by column.
-  """
+  """The rows that have the given values, by column."""
   return [row for row in rows if all(row[name] == value for name, value in where.items())]
 
 
 def column(rows: Sequence[Row], name: str, **where: Any) -> list:
-  """One column of the rows that have the given values.
-
-  Args:
-    rows: The rows.
-    name: The column.
-    **where: Values by column.
-  """
+  """One column of the rows that have the given values."""
   return [row[name] for row in select(rows, **where)]
 
 
 def by_value(rows: Sequence[Mapping[str, Any]], name: str) -> dict[Any, list]:
-  """Rows by their value in a column, values in the order of the rows.
-
-  Args:
-    rows: The rows.
-    name: The column.
-  """
+  """Rows by their value in a column, values in the order of the rows."""
   groups: dict[Any, list] = {}
   for row in rows:
     groups.setdefault(row[name], []).append(row)

@@ -161,13 +161,7 @@ def _bounds(workload: Workload, texts: Sequence[np.ndarray], trees: Sequence[Tok
 
 
 def _rows_of(method: str, num_nodes: int, found: dict[TokenTree, tuple]) -> list[Row]:
-  """A row for each tree of a method.
-
-  Args:
-    method: The method, or `BOUND`.
-    num_nodes: The most nodes that the trees may have.
-    found: Tokens per call and their interval, by tree.
-  """
+  """A row for each tree of a method, or of `BOUND`, with tokens per call and their interval by tree."""
   best = max(found, key=lambda tree: found[tree][0])
   return [
     {'method': method, 'nodes': num_nodes, 'shape': shape_name(tree), 'is best': int(tree == best)}

@@ -32,16 +32,7 @@ def _compiled(rule):
 
 
 def acceptances(draft_probs, target_probs, num_drafts: int) -> dict[str, np.ndarray]:
-  """Acceptance probability of n candidates by rule, computed in float64.
-
-  Args:
-    draft_probs: `[..., V]`, the draft's distributions.
-    target_probs: `[..., V]`, the target's.
-    num_drafts: n.
-
-  Returns:
-    float64 `[...]` of each of `RULES`.
-  """
+  """Acceptance probability of n candidates of distributions `[..., V]` by rule of `RULES`, float64 `[...]`."""
   with jax.enable_x64(True):
     pair = np.asarray(draft_probs, np.float64), np.asarray(target_probs, np.float64)
     return {name: np.asarray(_compiled(rule)(*pair, num_drafts)) for name, rule in RULES.items()}
@@ -65,14 +56,7 @@ def _bernoulli(ones) -> np.ndarray:
 
 
 def _acceptance_rows(draft, targets: dict[float, np.ndarray], variable: str, request: Request) -> Results:
-  """Acceptance by rule, target and number of candidates.
-
-  Args:
-    draft: `[V]`, the draft's distribution.
-    targets: The target's distributions `[V]` by the value that they are drawn over.
-    variable: Column of that value.
-    request: Gives the numbers of candidates.
-  """
+  """Acceptance by rule, target and number of candidates; targets `[V]` are by their value in the column `variable`."""
   probs = np.stack(list(targets.values()))
   found = {n: acceptances(np.broadcast_to(draft, probs.shape), probs, n) for n in request.sizes.num_drafts}
   return Results(
@@ -204,13 +188,9 @@ _PAIR_RULES = RULES | {'specinfer': theory.recursive_acceptance}
 
 
 def likeliest_tokens(draft_probs: np.ndarray, target_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """The tokens among the ten likeliest of draft or target, and both distributions restricted to them.
+  """The tokens among the ten likeliest of draft or target, and both distributions `[V]` restricted to them.
 
   As in SpecTr, Appendix D.2, where ten of each make the linear program small enough.
-
-  Args:
-    draft_probs: `[V]`, the draft's distribution.
-    target_probs: `[V]`, the target's.
 
   Returns:
     int `[n]`, tokens by falling probability under the target, and their probabilities under draft and target, float64

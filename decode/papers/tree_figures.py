@@ -38,12 +38,9 @@ def specinfer_length(num_nodes: int) -> int:
 
 
 def trees_of(strategy: str, num_nodes: Sequence[int], acceptance: np.ndarray) -> dict[int, TokenTree]:
-  """Trees of a strategy by their number of nodes.
+  """The largest trees of a strategy within each limit of `num_nodes`, if there are any, by their number of nodes.
 
-  Args:
-    strategy: One of `STRATEGIES`.
-    num_nodes: Limits; each gives the largest tree within it, if there is one.
-    acceptance: `[w]`, acceptance rates of the first to the last child of a node.
+  Acceptance rates, `[w]`, are those of the first to the last child of a node.
   """
   trees = []
   for number in num_nodes:
@@ -68,13 +65,7 @@ def with_marginals(rows: Sequence[Row]) -> list[Row]:
 
 
 def theory_rows(method: str, num_nodes: Sequence[int], acceptance: np.ndarray) -> list[Row]:
-  """Expected tokens per call of every strategy, and their upper bounds.
-
-  Args:
-    method: The method, for the rows.
-    num_nodes: Numbers of drafted tokens.
-    acceptance: `[w]`, acceptance rates of the first to the last child of a node.
-  """
+  """Expected tokens per call of every strategy at numbers of drafted tokens, and their bounds, from rates `[w]`."""
   empty = {'method': method} | low_high(None)
   rows = []
   for strategy in STRATEGIES:

@@ -48,8 +48,7 @@ def kseq_gamma(
   says that it rises.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     num_drafts: n.
     coupling: The coupling. `KSeq(num_rounds=60)` gives all digits of float64.
 
@@ -73,8 +72,7 @@ def kseq_acceptance(
   Source: SpecTr (Sun et al. 2023), Algorithm 2 and Theorem 2.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     num_drafts: n.
     coupling: The coupling.
 
@@ -97,8 +95,7 @@ def recursive_acceptance(draft_probs: jax.Array, target_probs: jax.Array, num_dr
   probability follows from the two distributions alone.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     num_drafts: n.
 
   Returns:
@@ -128,8 +125,7 @@ def race_acceptance(
   The winner is coupled maximally with q.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     num_drafts: n.
     selection: The race.
 

@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from spectr_jax.theory.laws import as_laws
+from spectr_jax.theory.arguments import as_probs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class MarkovChains:
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
-      object.__setattr__(self, field.name, as_laws(getattr(self, field.name), field.name))
+      object.__setattr__(self, field.name, as_probs(getattr(self, field.name), field.name))
     prompt, draft, target = (getattr(self, field.name).shape for field in dataclasses.fields(self))
     if len(prompt) != 1 or len(draft) != 3 or draft != target or draft[1:] != prompt * 2:
       raise ValueError(

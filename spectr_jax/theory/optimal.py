@@ -23,8 +23,7 @@ def optimal_acceptance(draft_probs: jax.Array, target_probs: jax.Array, num_draf
   as A.
 
   Args:
-    draft_probs: `[..., V]`, distributions p; float32 or wider.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q; float32 or wider.
     num_drafts: n, an integer, or an array of integers that broadcasts against the leading shape. It may be traced.
 
   Returns:
@@ -56,8 +55,7 @@ def given_optimum(
   1 + 1 - 1 = 1, and with the first one given 1 + 1/2 - 3/4 = 3/4.
 
   Args:
-    draft_probs: `[..., V]`, distributions p; float32 or wider.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q; float32 or wider.
     num_drafts: n, an integer, or an array of integers that broadcasts against the leading shape. It may be traced.
     is_given: bool `[..., V]`, the tokens of D.
 

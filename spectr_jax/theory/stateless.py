@@ -19,8 +19,8 @@ import collections
 
 import numpy as np
 
-from spectr_jax.theory.blocks import check_size, largest_value
-from spectr_jax.theory.laws import TOLERANCE, as_joint_laws, prefix_laws
+from spectr_jax.theory.arguments import TOLERANCE, as_joint_probs, prefix_probs
+from spectr_jax.theory.linear_program import check_size, maximize
 from spectr_jax.tree import TokenTree
 
 # For u below it, log(-log(1 - e^u)) and its inverse are u in float64.
@@ -178,7 +178,7 @@ def _tree_of_texts(law: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
   The text c followed by token t has the number c V + 1 + t, and the empty one is 0.
   """
-  probs = np.concatenate([[1.0], *prefix_laws(law)])
+  probs = np.concatenate([[1.0], *prefix_probs(law)])
   before = probs[(np.arange(len(probs)) - 1) // law.shape[0]]
   before[0] = 1
   return probs, np.divide(probs, before, out=np.zeros_like(probs), where=before > 0)
@@ -212,7 +212,7 @@ def stateless_optimum(tree: TokenTree, draft_law, target_law) -> float:
   """
   from scipy import sparse
 
-  draft, target = as_joint_laws(draft_law, target_law)
+  draft, target = as_joint_probs(draft_law, target_law)
   if draft.ndim != tree.max_depth:
     raise ValueError(f'distributions must be of {tree.max_depth} tokens, as deep as the tree; got {draft.ndim}')
   vocab_size, num_nodes = draft.shape[0], tree.num_nodes
@@ -248,8 +248,8 @@ def stateless_optimum(tree: TokenTree, draft_law, target_law) -> float:
   child = np.flatnonzero(above)
   allowed = sparse.csr_array((q_given[1:][child], (child, above[child] - 1)), shape=(len(above),) * 2)
   drawn = sparse.csr_array((np.ones(len(text)), (set_index, variable)), shape=(len(sets), len(text)))
-  return largest_value(
+  return maximize(
     num_tokens,
     sparse.vstack([drawn, kept - allowed @ kept]),
     np.concatenate([set_probs, np.where(above == 0, q[1:], 0)]),
-  )
+  )[0]
