@@ -40,8 +40,8 @@ _PEER = 'transformers'
 
 
 def _decode(workload: Workload, setting: Setting, batch: np.ndarray) -> tuple[int, int]:
-  found = fetch(workload.generate(setting, workload.keys(workload.options.seed), batch))
-  return int(found.lengths.sum()), int(found.num_target_calls.sum())
+  result = fetch(workload.generate(setting, workload.keys(workload.options.seed), batch))
+  return int(result.lengths.sum()), int(result.num_target_calls.sum())
 
 
 def own_ways(workloads: Mapping[str, Workload]) -> dict[str, Way]:
@@ -104,11 +104,11 @@ def llama_cpp_ways(workload: Workload) -> dict[str, Way]:
   request |= {'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
 
   def answer(row):
-    found = server.handle_completions(request | {'prompt': row.tolist()})
-    found = json.loads(found) if isinstance(found, str) else found
-    if 'usage' not in found:
-      raise RuntimeError(f'llama.cpp: {found}')
-    return found['usage']['completion_tokens']
+    reply = server.handle_completions(request | {'prompt': row.tolist()})
+    reply = json.loads(reply) if isinstance(reply, str) else reply
+    if 'usage' not in reply:
+      raise RuntimeError(f'llama.cpp: {reply}')
+    return reply['usage']['completion_tokens']
 
   def decode(batch):
     tokens = sum(answer(workload.tokens[number, : workload.lengths[number]]) for number in batch)
@@ -119,7 +119,7 @@ def llama_cpp_ways(workload: Workload) -> dict[str, Way]:
 
 def measure(ways: Mapping[str, Way], batches: Sequence[np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
   """`tokens`, `calls` and `seconds` of every way, an entry for each batch, int `[B]`. The ways take turns."""
-  found = {name: {'tokens': [], 'calls': [], 'seconds': []} for name in ways}
+  measured = {name: {'tokens': [], 'calls': [], 'seconds': []} for name in ways}
   for way in ways.values():  # compiles
     way(batches[0])
   for number, batch in enumerate(batches):
@@ -127,18 +127,18 @@ def measure(ways: Mapping[str, Way], batches: Sequence[np.ndarray]) -> dict[str,
       start = time.perf_counter()
       tokens, calls = way(batch)
       for column, value in {'tokens': tokens, 'calls': calls, 'seconds': time.perf_counter() - start}.items():
-        found[name][column].append(value)
-    speeds = ', '.join(f'{sum(each["tokens"]) / sum(each["seconds"]):.1f}' for each in found.values())
+        measured[name][column].append(value)
+    speeds = ', '.join(f'{sum(each["tokens"]) / sum(each["seconds"]):.1f}' for each in measured.values())
     print(f'batch {number + 1} of {len(batches)}, tokens/s so far: {speeds}', flush=True)
-  return {name: {column: np.array(values) for column, values in each.items()} for name, each in found.items()}
+  return {name: {column: np.array(values) for column, values in each.items()} for name, each in measured.items()}
 
 
-def describe(found: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
+def describe(measured: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
   """A line for each way of `measure`: tokens per call, tokens per second, and both relative to the first way."""
-  first = next(iter(found.values()))
-  width = max(map(len, found))
+  first = next(iter(measured.values()))
+  width = max(map(len, measured))
   lines = [f'{"":{width}}  tokens per call   tokens/s  relative to the first, 95% interval over batches']
-  for name, each in found.items():
+  for name, each in measured.items():
     interval = metrics.ratio_interval(each['tokens'], each['calls'])
     half = '' if interval is None else f' ± {(interval[1] - interval[0]) / 2:4.2f}'
     pairs = [(numbers['tokens'], numbers['seconds']) for numbers in (each, first)]
@@ -188,10 +188,10 @@ if __name__ == '__main__':
         ways |= peer_ways(one, command_line.parse_numbers('peer_lookup', _PEER_LOOKUP.value), _PEER_DEVICE.value)
       if _LLAMA_CPP.value:
         ways |= llama_cpp_ways(one)
-      found = measure(ways, one.batches)
-      plain = {name: {column: values.tolist() for column, values in each.items()} for name, each in found.items()}
+      measured = measure(ways, one.batches)
+      plain = {name: {column: values.tolist() for column, values in each.items()} for name, each in measured.items()}
       content = {'run': one.info, 'drafters': _DRAFTERS.value, 'prompts': [prompt.id for prompt in one.prompts]}
       text = json.dumps(content | {'ways': plain}, indent=2) + '\n'
-      files.write_after(lambda: print('\n'.join(describe(found))), output=text)
+      files.write_after(lambda: print('\n'.join(describe(measured))), output=text)
 
   command_line.run(main)

@@ -27,8 +27,6 @@ read -r -a shapes <<<"${SHAPES:---dtype=bfloat16 --batch_size=1,8,64,256 --nopee
 models=(${TARGET:+"--target=$TARGET"} ${DRAFT:+"--draft=$DRAFT"})
 mkdir -p "$OUT"
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$OUT/compiled}
-# The peer shares the GPU.
-export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-.55}
 
 # piece FILE COMMAND...: runs the command, which writes the file, unless the file exists.
 piece() {
@@ -36,8 +34,8 @@ piece() {
 }
 
 if [[ ${sizes[0]} != none && ! -e $OUT/sizes_profile.tar.gz ]]; then
-  # It adds to the file what is missing.
-  in_time "$python" -m benchmarks.speed "${sizes[@]}" "--output=$OUT/sizes.json"
+  # It adds to the file what is missing. The peer shares the GPU.
+  XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-.7} in_time "$python" -m benchmarks.speed "${sizes[@]}" "--output=$OUT/sizes.json"
   tar -czf "$OUT/sizes_profile.part" -C "$OUT" sizes_profile
   mv "$OUT/sizes_profile.part" "$OUT/sizes_profile.tar.gz"
 fi

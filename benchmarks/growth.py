@@ -98,27 +98,27 @@ def memory(point: Point, method: str) -> dict[str, int]:
   sharding = DecodeSharding(make_mesh({'data': 1, 'model': 1}, jax.devices()[:1]))
   decoder = make_decoder(point, method, sharding)
   compiled = compile_decode(decoder, batch_size=point.batch_size, prompt_length=point.cache_length // 2)
-  num_laws = 2 * decoder.tree.num_nodes + 1
+  num_distributions = 2 * decoder.tree.num_nodes + 1
   caches = [jax.eval_shape(lambda m=m: m.init_cache_fn(point.batch_size, point.cache_length)) for m in (target, draft)]
   arrays = jax.tree.leaves([target.params, draft.params, caches])
-  floor = sum(x.size * x.dtype.itemsize for x in arrays) + 4 * point.batch_size * num_laws * point.vocab_size
+  floor = sum(x.size * x.dtype.itemsize for x in arrays) + 4 * point.batch_size * num_distributions * point.vocab_size
   return {'bytes': Memory.of(compiled).total, 'floor_bytes': floor}
 
 
 def measure(points: list[Point], method: str, num_runs: int) -> list[dict[str, float]]:
   """Seconds and bytes of each point by a method, medians over so many runs."""
-  found = []
+  measured = []
   for point in points:
     decoder = make_decoder(point, method)
     state = timing.begin(decoder, prompts(point))
-    found.append(latency.time_parts(decoder, state, num_runs) | memory(point, method))
+    measured.append(latency.time_parts(decoder, state, num_runs) | memory(point, method))
     jax.clear_caches()  # the programs of all points' parts would not fit in one process
     print(point, flush=True)
   makers = {
     point: functools.partial(lambda point: (make_decoder(point, method), prompts(point)), point) for point in points
   }
   rounds = timing.rounds_in_turns(makers, num_runs, NUM_ROUNDS)
-  return [each | {'round': float(np.median(rounds[point]))} for point, each in zip(points, found)]
+  return [each | {'round': float(np.median(rounds[point]))} for point, each in zip(points, measured)]
 
 
 def draw(rows: list[dict], method: str) -> bytes:
@@ -137,7 +137,7 @@ def draw(rows: list[dict], method: str) -> bytes:
       plots.number_ticks(panel, sizes if len(sizes) < 7 else sizes[::2])
       panel.set_ylim(0)
   plots.legend(figure, axes)
-  return plots.to_png(figure, title=f'Time of a round, of its parts, and memory, {method}')
+  return plots.to_image(figure, title=f'Time of a round, of its parts, and memory, {method}', kind='png')
 
 
 if __name__ == '__main__':
@@ -154,8 +154,8 @@ if __name__ == '__main__':
       plots.check_available()
     points = list(dict.fromkeys(Point(**{field: size}) for field, sizes in AXES.values() for size in sizes))
     with OutputFiles(output=_OUTPUT.value, picture=_PICTURE.value) as files:
-      found = measure(points, _METHOD.value, _NUM_RUNS.value)
-      rows = [{'point': dataclasses.asdict(point)} | each for point, each in zip(points, found)]
+      measured = measure(points, _METHOD.value, _NUM_RUNS.value)
+      rows = [{'point': dataclasses.asdict(point)} | each for point, each in zip(points, measured)]
       lines = [
         f'{row["point"]}: ms {", ".join(f"{part} {1e3 * row[part]:.2f}" for part in TIMES)};'
         f' {row["bytes"] / row["floor_bytes"]:.2f} of the least memory'

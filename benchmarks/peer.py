@@ -106,10 +106,10 @@ def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Calla
 
   def sample():
     with torch.inference_mode():
-      found = model.generate(
+      generated = model.generate(
         tokens, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=max_new_tokens, **options
       )
-    num_new = found.cpu().shape[1] - tokens.shape[1]  # a GPU has been waited for
+    num_new = generated.cpu().shape[1] - tokens.shape[1]  # a GPU has been waited for
     if num_new != max_new_tokens:
       raise RuntimeError(f'{max_new_tokens} tokens were asked for, {num_new} came')
 
@@ -140,8 +140,8 @@ def answer(
   sampling = {'do_sample': True, 'temperature': temperature, 'top_k': 0} if temperature else {'do_sample': False}
   ends = {'eos_token_id': list(eos_ids), 'pad_token_id': eos_ids[0]}
   with torch.inference_mode():
-    found = model.generate(**on_device, max_new_tokens=max_new_tokens, **sampling, **ends, **options)
-  new = found[:, longest:].cpu().numpy()
+    generated = model.generate(**on_device, max_new_tokens=max_new_tokens, **sampling, **ends, **options)
+  new = generated[:, longest:].cpu().numpy()
   is_end = np.isin(new, eos_ids)
   return np.where(is_end.any(axis=1), is_end.argmax(axis=1) + 1, new.shape[1])
 

@@ -46,7 +46,7 @@ def run_batches(models, requests, batch_size: int, **options) -> dict[int, list[
 
   The last batch is padded with copies of its last prompt.
   """
-  found = {}
+  decoded = {}
   for first in range(0, len(requests), batch_size):
     part = requests[first : first + batch_size]
     filled = [*part, *[part[-1]] * (batch_size - len(part))]
@@ -57,8 +57,8 @@ def run_batches(models, requests, batch_size: int, **options) -> dict[int, list[
     keys = jax.numpy.stack([request.key for request in filled])
     result = jax.device_get(spectr_jax.generate(keys, *models, prompts, lengths, **options))
     for row, request in enumerate(part):
-      found[request.name] = result.tokens[row, : result.lengths[row]].tolist()
-  return found
+      decoded[request.name] = result.tokens[row, : result.lengths[row]].tolist()
+  return decoded
 
 
 def run_refilled(models, requests, batch_size: int, **options) -> dict[int, list[int]]:
@@ -96,15 +96,15 @@ if __name__ == '__main__':
     few = requests[: 4 * _BATCH_SIZE.value]
     for way in ways.values():
       way(models, few, _BATCH_SIZE.value, **options)
-    speeds, found = {name: [] for name in ways}, {}
+    speeds, decoded = {name: [] for name in ways}, {}
     for _ in range(_NUM_RUNS.value):
       for name, way in ways.items():
         start = time.perf_counter()
-        found[name] = way(models, requests, _BATCH_SIZE.value, **options)
-        speeds[name].append(sum(map(len, found[name].values())) / (time.perf_counter() - start))
+        decoded[name] = way(models, requests, _BATCH_SIZE.value, **options)
+        speeds[name].append(sum(map(len, decoded[name].values())) / (time.perf_counter() - start))
         print(f'{name:<10} {speeds[name][-1]:8.1f} tokens/s', flush=True)
-    lengths = np.array([len(tokens) for tokens in found['batches'].values()])
-    differing = np.mean([found['batches'][name] != found['refilled'][name] for name in found['batches']])
+    lengths = np.array([len(tokens) for tokens in decoded['batches'].values()])
+    differing = np.mean([decoded['batches'][name] != decoded['refilled'][name] for name in decoded['batches']])
     ratios = np.array(speeds['refilled']) / np.array(speeds['batches'])
     print(
       f'{len(requests)} prompts, {lengths.mean():.1f} new tokens on average ({lengths.min()} to {lengths.max()}),'

@@ -68,9 +68,9 @@ def measure(
   rules, loaded, records = RULES if given == 'none' else RULES_BESIDE, Workload.load(options), []
   for temperature in temperatures:
     workload = dataclasses.replace(loaded, options=dataclasses.replace(options, temperature=temperature))
-    there, overlaps, found = acceptance_on_text(workload, options.seed, rules, num_drafts, given=given)
-    for (n, name), values in found.items():
-      optimum = found[n, 'optimum']
+    there, overlaps, accepted = acceptance_on_text(workload, options.seed, rules, num_drafts, given=given)
+    for (n, name), values in accepted.items():
+      optimum = accepted[n, 'optimum']
       sums = (values * there).sum(1), (optimum * there).sum(1)
       records.append(
         {

@@ -6,8 +6,8 @@ Command   pip install torch transformers gguf
           python -m benchmarks.speed --target=MODEL.gguf --output=model.json
 Models    target A and draft B of benchmarks/README.md, random weights; with `--target_config` random ones of a public
           model's sizes; with `--target` one from disk, without a draft
-Peer      `generate` with its dynamic cache, and with a static cache and torch.compile; with a draft `assistant_model`
-          and a constant number of guesses. `--nopeer` leaves it out
+Peer      `generate` with its dynamic cache, with a static cache and torch.compile (not with `--target_config`), and
+          with a draft `assistant_model` and a constant number of guesses. `--nopeer` leaves it out
 
 Parts, of which `--part` chooses some:
 
@@ -148,13 +148,11 @@ class Bench:
     peer.check_device(self.sizes.peer_device)
     models, new_tokens = self.models, timing.NEW_TOKENS
     make = functools.partial(models.make_peer, device=self.sizes.peer_device)
-    target, compiled = (make(models.target, models.dtype) for _ in range(2))
-    calls = {
-      'transformers, step': peer.counted(target, peer.sampler(target, rows, new_tokens)),
-      'transformers, step, static and compiled': peer.counted(
-        compiled, peer.compiled_sampler(compiled, rows, new_tokens)
-      ),
-    }
+    target = make(models.target, models.dtype)
+    calls = {'transformers, step': peer.counted(target, peer.sampler(target, rows, new_tokens))}
+    if models.draft is None or models.target in SHAPES:  # a large model would need memory for two
+      static = peer.compiled_sampler(make(models.target, models.dtype), rows, new_tokens)
+      calls['transformers, step, static and compiled'] = lambda: static() or new_tokens
     if models.draft is not None and len(rows) == 1:
       draft = make(models.draft, models.draft_dtype or models.dtype)
       sample = peer.assisted_sampler(target, draft, rows, new_tokens, self.sizes.shapes[0][1])
@@ -163,20 +161,20 @@ class Bench:
 
   def measure_peer(self, batch_size: int) -> Result:
     """Steps and rounds with prefill, of this library and of the peer, and how many times as fast ours are."""
-    rows, found = self.models.prompts(batch_size), {}
+    rows, result = self.models.prompts(batch_size), {}
     calls = self._own_calls(rows)
     try:
       calls |= self._peer_calls(rows) if self.sizes.peer_device else {}
     except ImportError as error:
-      found['left_out'] = f'transformers are left out: {error}'
+      result['left_out'] = f'transformers are left out: {error}'
     times = timing.time_steps(calls, self.sizes.num_runs)
     for unit in ('step', 'round'):
       own, others = times.get(f'spectr_jax, {unit}'), [
         each['median'] for name, each in times.items() if name.startswith(f'transformers, {unit}')
       ]  # fmt: skip
       if own and others:
-        found[f'{unit}s, times as fast as transformers'] = min(others) / own['median']
-    return {'milliseconds': times} | found
+        result[f'{unit}s, times as fast as transformers'] = min(others) / own['median']
+    return {'milliseconds': times} | result
 
   def _round_times(self, batch_size: int, cases: dict[str, tuple]) -> dict[str, timing.Spread]:
     """Times per round of methods, by name, with a draft and a tree each."""
@@ -185,8 +183,8 @@ class Bench:
       name: functools.partial(lambda *case: (timing.make_decoder(self.models.decoding, *case), rows), *case)
       for name, case in cases.items()
     }
-    found = timing.rounds_in_turns(makers, self.sizes.num_runs, NUM_ROUNDS)
-    return {name: timing.spread(seconds) for name, seconds in found.items()}
+    measured = timing.rounds_in_turns(makers, self.sizes.num_runs, NUM_ROUNDS)
+    return {name: timing.spread(seconds) for name, seconds in measured.items()}
 
   def measure_steps(self, batch_size: int) -> Result:
     """Steps of autoregressive decoding, and their floor in milliseconds."""
@@ -201,16 +199,16 @@ class Bench:
     drafter, tree = self.models.drafts[draft], TokenTree.chains(num_drafts, draft_length)
     cases = {name: (drafter, name, tree) for name in self.sizes.methods}
     times = self._round_times(batch_size, {UNVERIFIED.name: (drafter, UNVERIFIED, tree)} | cases)
-    found, without = {'milliseconds': times}, times[UNVERIFIED.name]['median']
+    result, without = {'milliseconds': times}, times[UNVERIFIED.name]['median']
     for name, case in cases.items():
       decoder = timing.make_decoder(self.models.decoding, *case)
       state = timing.begin(decoder, self.models.prompts(batch_size))
       parts = latency.time_parts(decoder, state, max(self.sizes.num_runs, 3))
       whole = times[name]['median']
-      found |= {f'{name}, {part}': 1e3 * seconds for part, seconds in parts.items()}
-      found[f'{name}, verification / round'] = 1e3 * parts['verification'] / whole
-      found[f'{name}, verification / round, within the loop'] = 1 - without / whole
-    return found
+      result |= {f'{name}, {part}': 1e3 * seconds for part, seconds in parts.items()}
+      result[f'{name}, verification / round'] = 1e3 * parts['verification'] / whole
+      result[f'{name}, verification / round, within the loop'] = 1 - without / whole
+    return result
 
   def measure_trees(self) -> Result:
     """Calls of the target by their number of tokens, of the products in use and of XLA's, and relative to one token."""
@@ -220,8 +218,8 @@ class Bench:
       for form, model in self.models.forms().items()
       for size, call in forward_calls(model, shapes, cache_size=TREE_CACHE).items()
     }
-    found = time_in_turns(calls, self.sizes.num_runs)
-    times = {name: timing.spread(seconds) for name, seconds in found.items()}
+    measured = time_in_turns(calls, self.sizes.num_runs)
+    times = {name: timing.spread(seconds) for name, seconds in measured.items()}
     ones = {name: times[f'{name.partition(",")[0]}, tokens: 1']['median'] for name in times}
     return {'milliseconds': times} | {f'{name} / 1': each['median'] / ones[name] for name, each in times.items()}
 
@@ -272,10 +270,10 @@ def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Cal
       yield f'{name}, {dtype}', measure
 
 
-def describe(name: str, found: Result) -> str:
+def describe(name: str, result: Result) -> str:
   """Lines about a result: its times, and its other values."""
-  lines = [f'{label:<44} {timing.in_words(times)}' for label, times in found.get('milliseconds', {}).items()]
-  for label, value in found.items():
+  lines = [f'{label:<44} {timing.in_words(times)}' for label, times in result.get('milliseconds', {}).items()]
+  for label, value in result.items():
     if label != 'milliseconds':
       lines.append(f'{label:<44} {value:.4g}' if isinstance(value, float) else f'{label:<44} {value}')
   return '\n  '.join([name, *lines])

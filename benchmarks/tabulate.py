@@ -80,17 +80,17 @@ def read(paths: list[str]) -> dict[Setting, Counts]:
   Raises:
     ValueError: A setting has the same prompt and seed twice, or a file has another format.
   """
-  found = collections.defaultdict(Counts)
+  by_setting = collections.defaultdict(Counts)
   for path in paths:
     with open(path, encoding='utf-8') as file:
       try:
         if path.endswith('.json'):
-          _add_summary(json.load(file), found)
+          _add_summary(json.load(file), by_setting)
         else:
-          _add_generations(file, found)
+          _add_generations(file, by_setting)
       except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f'{path}: neither generations of decode.main nor a summary: {error!r}') from error
-  return dict(found)
+  return dict(by_setting)
 
 
 def _version(line: dict) -> str:
@@ -100,12 +100,12 @@ def _version(line: dict) -> str:
   return name + ('' if is_own else f', {children}') + ('' if epsilon is None else f', epsilon {epsilon:g}')
 
 
-def _add_generations(lines, found) -> None:
+def _add_generations(lines, by_setting) -> None:
   for line in map(json.loads, lines):
     is_chains = line['tree'] == 'chains'
     shape = f'{line["num_drafts"]} x {line["draft_length"]}' if is_chains else line['tree']
     setting = Setting(line['temperature'], _version(line), line['is_lossless'], shape)
-    counts, run = found[setting], (line['id'], line['seed'])
+    counts, run = by_setting[setting], (line['id'], line['seed'])
     if run in counts.runs:
       raise ValueError(f'{setting} has prompt {run[0]!r} with seed {run[1]} twice')
     counts.runs.add(run)
@@ -113,20 +113,20 @@ def _add_generations(lines, found) -> None:
     counts.target_calls[line['id']] += line['target_calls']
 
 
-def _add_summary(records, found) -> None:
+def _add_summary(records, by_setting) -> None:
   for record in records:
     setting = Setting(record['temperature'], record['method'], record['is_lossless'], record['shape'])
-    if setting in found:
+    if setting in by_setting:
       raise ValueError(f'{setting} is in two files')
     by_prompt = (dict(zip(record['prompts'], record[name])) for name in ('tokens', 'target_calls'))
     runs = set(itertools.product(record['prompts'], record['seeds']))
-    found[setting] = Counts(*map(collections.Counter, by_prompt), runs)
+    by_setting[setting] = Counts(*map(collections.Counter, by_prompt), runs)
 
 
-def summarize(found: dict[Setting, Counts]) -> str:
+def summarize(by_setting: dict[Setting, Counts]) -> str:
   """JSON with one setting per line, from which every table can be made again."""
   lines = []
-  for setting, counts in found.items():
+  for setting, counts in by_setting.items():
     tokens, calls = counts.arrays()
     record = dataclasses.asdict(setting) | {
       'seeds': counts.seeds,
@@ -179,12 +179,12 @@ def _comparison(title: str, rows: dict[Setting, Counts], column: str, factor: Ca
   return lines
 
 
-def best_shapes(found: dict[Setting, Counts], most_nodes: int) -> list[str]:
+def best_shapes(by_setting: dict[Setting, Counts], most_nodes: int) -> list[str]:
   """Markdown: per temperature each method on its best shape of at most so many nodes, the best method first."""
   lines = []
-  for temperature in sorted({setting.temperature for setting in found}, reverse=True):
+  for temperature in sorted({setting.temperature for setting in by_setting}, reverse=True):
     best: dict[str, tuple[float, Setting]] = {}
-    for setting, counts in found.items():
+    for setting, counts in by_setting.items():
       nodes = num_nodes(setting.shape)
       if setting.temperature == temperature and nodes is not None and nodes <= most_nodes:
         value = metrics.ratio(*counts.arrays())
@@ -192,7 +192,7 @@ def best_shapes(found: dict[Setting, Counts], most_nodes: int) -> list[str]:
           best[setting.method] = value, setting
     if len(best) < 2:
       continue
-    rows = {setting: found[setting] for _, setting in best.values()}
+    rows = {setting: by_setting[setting] for _, setting in best.values()}
     first = max(rows, key=lambda setting: metrics.ratio(*rows[setting].arrays()))
     title = f'Temperature {temperature:g}, at most {most_nodes} nodes, each method on its best shape'
     lines += _comparison(title, rows, f'`{first.method}` to it', functools.partial(_factor, rows[first]))
@@ -204,11 +204,11 @@ def _natural(text: str) -> list:
   return [(int(part), '') if part.isdigit() else (math.inf, part) for part in re.findall(r'\d+|\D+', text)]
 
 
-def tables(found: dict[Setting, Counts], baseline: str) -> list[str]:
+def tables(by_setting: dict[Setting, Counts], baseline: str) -> list[str]:
   """Markdown: per temperature a table of all chains, and per shape one that compares methods with the baseline."""
   lines = []
-  for temperature in sorted({setting.temperature for setting in found}, reverse=True):
-    own = {setting: counts for setting, counts in found.items() if setting.temperature == temperature}
+  for temperature in sorted({setting.temperature for setting in by_setting}, reverse=True):
+    own = {setting: counts for setting, counts in by_setting.items() if setting.temperature == temperature}
     shapes = sorted({s.shape for s in own if s.is_chains}, key=_natural)
     methods = list(dict.fromkeys(s.method for s in own if s.is_chains))
     cells = {(s.method, s.shape): counts for s, counts in own.items()}
@@ -237,13 +237,13 @@ if __name__ == '__main__':
   def main(argv):
     del argv
     outputs = OutputFiles(output=_OUTPUT.value).apart_from({'files': _FILES.value})
-    found = read(_FILES.value)
-    if not found:
+    by_setting = read(_FILES.value)
+    if not by_setting:
       raise ValueError('no files given, or nothing in them')
-    lines = tables(found, _BASELINE.value)
+    lines = tables(by_setting, _BASELINE.value)
     if _NODES.value is not None:
-      lines += best_shapes(found, _NODES.value)
+      lines += best_shapes(by_setting, _NODES.value)
     with outputs:
-      outputs.write_after(lambda: print('\n'.join(lines)), output=summarize(found))
+      outputs.write_after(lambda: print('\n'.join(lines)), output=summarize(by_setting))
 
   command_line.run(main)

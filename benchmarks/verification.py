@@ -257,7 +257,7 @@ def measure(
     Of each program by case seconds of verification, `alone`, and with `logits_to_probs`, `with_logits`, one per repeat
     and each a mean over the proposals; and the mean number of `tokens` that a verification emits per row.
   """
-  found = [
+  results = [
     {name: {case: [] for case in distributions} for name in ('alone', 'with_logits', 'tokens')} for _ in programs
   ]
   guesses = [
@@ -265,7 +265,7 @@ def measure(
     for program in programs
   ]
   for repeat in range(repeats + 1):  # the first warms up
-    for (program, by_case, result), case in itertools.product(zip(programs, guesses, found), distributions):
+    for (program, by_case, result), case in itertools.product(zip(programs, guesses, results), distributions):
       state, totals = program.initial_state(), np.zeros(3)
       sampling = SamplingParams.make(program.rows, **filters)
       for guessed in by_case[case]:
@@ -280,7 +280,7 @@ def measure(
       if repeat:
         for values, total in zip(result.values(), totals / num_proposals):
           values[case].append(float(total))
-  return found
+  return results
 
 
 def _timed(function, *arguments):

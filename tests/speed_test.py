@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 import tiny_hub
 from hub_specs import SPECS
 
+import benchmarks
 import spectr_jax
 from benchmarks import speed, speed_models, timing
 from benchmarks.speed_models import UNVERIFIED, Models
@@ -160,9 +162,29 @@ def test_ratios_are_those_of_medians(tiny, monkeypatch):
     'spectr_jax, step': 2.0, 'spectr_jax, round': 3.0, 'transformers, step': 8.0,
     'transformers, step, static and compiled': 6.0, 'transformers, round': 6.0,
   }  # fmt: skip
-  times = {name: dict.fromkeys(('median', 'low', 'high'), value) for name, value in medians.items()}
-  monkeypatch.setattr(timing, 'time_steps', lambda *_: times)
-  said = speed.describe('peer', speed.Bench(tiny, 'bfloat16').measure_peer(1))
+
+  def sampler(model, *_):
+    return lambda: asked.append(model)
+
+  asked = []
+  peer = types.SimpleNamespace(check_device=asked.append, counted=lambda model, sample: sample)
+  peer.sampler = peer.compiled_sampler = peer.assisted_sampler = sampler
+  monkeypatch.setitem(sys.modules, 'benchmarks.peer', peer)
+  monkeypatch.setattr(benchmarks, 'peer', peer, raising=False)
+  monkeypatch.setattr(Models, 'make_peer', lambda _, name, dtype, device: (name, dtype, device))
+  monkeypatch.setattr(timing, 'own_call', lambda *_: int)
+
+  def time_steps(calls, num_runs):
+    assert list(calls) == list(medians)
+    assert [call() for call in calls.values()][3] == 6  # of the static cache: as many as there are new tokens
+    return {name: dict.fromkeys(('median', 'low', 'high'), value) for name, value in medians.items()}
+
+  monkeypatch.setattr(timing, 'time_steps', time_steps)
+  bench = speed.Bench(dataclasses.replace(tiny, models=Models(), peer_device='cpu'), 'bfloat16')
+  monkeypatch.setattr(Models, 'decoding', None)
+  monkeypatch.setattr(Models, 'drafts', {'draft': None})
+  said = speed.describe('peer', bench.measure_peer(1))
+  assert asked == ['cpu', *[('A', 'bfloat16', 'cpu')] * 3]
   assert [line.split()[-1] for line in said.splitlines() if 'times as fast' in line] == ['3', '2']
   assert 'steps, times as fast as transformers' in said
 

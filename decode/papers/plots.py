@@ -166,11 +166,6 @@ def legend(figure, axes, *, title: str = '') -> None:
   figure.legend(entries.values(), entries, loc='outside lower center', ncols=columns, **text)
 
 
-def to_png(figure, *, title: str) -> bytes:
-  """The figure as PNG; arguments as of `to_image`."""
-  return to_image(figure, title=title, kind='png')
-
-
 def to_image(figure, *, title: str, kind: str) -> bytes:
   """The figure under a title, as `png` or `svg`."""
   width = int(figure.get_figwidth() * 13)

@@ -223,12 +223,12 @@ def _exact_rows(workload: Workload, epsilons: Sequence[float], seed: int) -> lis
     is_there = tokens[rows] >= 0
     for epsilon in epsilons:
       accept = theory.over_acceptance(p, q, epsilon)
-      found = {
+      by_line = {
         OPT: theory.minimal_bias(p, q, accept),
         UNO: theory.total_variation(theory.emitted_law(p, accept, q), q),
         _REJECTION: theory.rejection_prob(p, accept),
       }
-      for line, values in found.items():
+      for line, values in by_line.items():
         sums[line, epsilon][rows] += (values * is_there).sum(axis=1)
   counts = (tokens >= 0).sum(axis=1)
   return [
@@ -241,13 +241,13 @@ def _exact_rows(workload: Workload, epsilons: Sequence[float], seed: int) -> lis
 
 def _log_likelihood(workload: Workload, tokens: np.ndarray) -> np.ndarray:
   """Log-likelihood `[prompts]` under the target of continuations `[prompts, max_new_tokens]`, in nats."""
-  found = np.zeros(len(tokens))
+  likelihoods = np.zeros(len(tokens))
   for rows, [q] in written_laws(workload, (workload.target,), tokens):
     own = tokens[rows]
     probs = np.take_along_axis(np.asarray(q), np.maximum(own, 0)[..., None], axis=-1)[..., 0]
     # The draft may draw a token of probability 0, which alone would decide the comparison.
-    found[rows] = (np.log(np.maximum(probs.astype(np.float64), 1e-12)) * (own >= 0)).sum(axis=1)
-  return found
+    likelihoods[rows] = (np.log(np.maximum(probs.astype(np.float64), 1e-12)) * (own >= 0)).sum(axis=1)
+  return likelihoods
 
 
 def _wins(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -268,11 +268,11 @@ def _compute_over_acceptance(request: Request, notify: Notify) -> Results:
   alone = settings_of(METHODS[TARGET], options)[0]
   run = measure(workload, [alone, *settings.values()], notify)
   scores, lengths = collections.defaultdict(list), collections.defaultdict(list)
-  for found in run.measurements:
-    scores[found.setting].append(_log_likelihood(workload, found.tokens))
-    lengths[found.setting].append(found.lengths)
+  for measurement in run.measurements:
+    scores[measurement.setting].append(_log_likelihood(workload, measurement.tokens))
+    lengths[measurement.setting].append(measurement.lengths)
   # `[seeds, prompts]` by setting.
-  scores, lengths = ({key: np.stack(each) for key, each in found.items()} for found in (scores, lengths))
+  scores, lengths = ({key: np.stack(each) for key, each in parts.items()} for parts in (scores, lengths))
 
   def likelihood_row(method, epsilon, setting):
     columns = ratio_columns(scores[setting].sum(axis=0), lengths[setting].sum(axis=0))

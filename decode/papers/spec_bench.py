@@ -69,13 +69,13 @@ def _fitting(drafts: Mapping[str, str], options: Mapping[str, Any]) -> tuple[dic
   every, trees = _methods(options['method']), options['tree']
   if len(drafts) == 1:
     return dict.fromkeys(drafts, {'method': every, 'tree': trees}), []
-  found, lines = {}, []
+  taken, lines = {}, []
   for name, path in drafts.items():
     methods, kept = fitting(path, every, trees)
-    found[name] = {'method': methods, 'tree': kept}
+    taken[name] = {'method': methods, 'tree': kept}
     if missing := [each for each in (*every, *trees) if each not in (*methods, *kept)]:
       lines.append(f'{name}: without {", ".join(missing)}, which its guesses are not for')
-  return found, lines
+  return taken, lines
 
 
 def _rows_by_task(prompts: Sequence[Prompt]) -> dict[str, np.ndarray]:

@@ -57,11 +57,11 @@ def trees_of(strategy: str, num_nodes: Sequence[int], acceptance: np.ndarray) ->
 
 def with_marginals(rows: Sequence[Row]) -> list[Row]:
   """Rows of one line, ascending in N, with the gain per drafted token since the row before."""
-  number, tokens, found = 0, 1.0, []
+  number, tokens, extended = 0, 1.0, []
   for row in rows:
-    found.append(row | {'marginal': (row['tokens'] - tokens) / (row['N'] - number)})
+    extended.append(row | {'marginal': (row['tokens'] - tokens) / (row['N'] - number)})
     number, tokens = row['N'], row['tokens']
-  return found
+  return extended
 
 
 def theory_rows(method: str, num_nodes: Sequence[int], acceptance: np.ndarray) -> list[Row]:
@@ -121,12 +121,12 @@ def _measure(request: Request, notify: Notify) -> Results:
     settings = {tree: Setting(get_method(method), tree=tree, draft_length=tree.max_depth) for tree in every}
     run = measure(workload, list(settings.values()), notify)
     for line, trees in strategies.items():
-      found = []
+      measured = []
       for number, tree in trees.items():
         summary = run.summarize(settings[tree])
         row = {'method': method} | low_high(summary.interval) | {'line': line, 'kind': MEASURED, 'N': number}
-        found.append(row | {'tokens': summary.block_efficiency})
-      rows += with_marginals(found)
+        measured.append(row | {'tokens': summary.block_efficiency})
+      rows += with_marginals(measured)
   return Results(rows)
 
 
@@ -172,14 +172,14 @@ def _draw_marginals(rows: Sequence[Row]):
 def _tell_tokens(rows: Sequence[Row]) -> str:
   parts = []
   for method, own in by_value(rows, 'method').items():
-    found = []
+    yields = []
     for line in STRATEGIES:
       last = select(own, line=line, kind=MEASURED)
       if last:
         expected = select(own, line=line, kind=THEORY, N=last[-1]['N'])[0]['tokens']
-        found.append(f'{line} {last[-1]["tokens"]:.2f} ({expected:.2f})')
+        yields.append(f'{line} {last[-1]["tokens"]:.2f} ({expected:.2f})')
     bound = select(own, line=_FEW)[-1]['tokens']
-    parts.append(f'{method}: {", ".join(found)}, bound {bound:.2f}')
+    parts.append(f'{method}: {", ".join(yields)}, bound {bound:.2f}')
   return (
     f'Tokens per target call at the most drafted tokens, measured and (in brackets) expected: {"; ".join(parts)}. A'
     ' batch yields at most one drafted token and levels off below 2, a sequence where it is almost always rejected'

@@ -19,17 +19,17 @@ def as_probs(probs, name: str, *, tolerance: float = TOLERANCE) -> np.ndarray:
   Raises:
     ValueError: There is no last axis, an entry is negative or NaN, or a distribution does not sum to 1.
   """
-  laws = np.asarray(probs, np.float64)
-  if laws.ndim == 0 or not laws.size:
-    raise ValueError(f'{name} must have shape [..., V], V at least 1; got {laws.shape}')
+  checked = np.asarray(probs, np.float64)
+  if checked.ndim == 0 or not checked.size:
+    raise ValueError(f'{name} must have shape [..., V], V at least 1; got {checked.shape}')
   # A NaN fails this comparison, and the next one.
-  if not laws.min() >= 0:
-    raise ValueError(f'{name} must not be negative, got {laws.min()}')
-  sums = laws.sum(axis=-1, keepdims=True)
+  if not checked.min() >= 0:
+    raise ValueError(f'{name} must not be negative, got {checked.min()}')
+  sums = checked.sum(axis=-1, keepdims=True)
   if not (np.abs(sums - 1) <= tolerance).all():
     worst = sums.flat[np.argmax(np.abs(sums - 1))]
     raise ValueError(f'{name} must sum to 1 within {tolerance} (in float64), got {worst}')
-  return laws / sums
+  return checked / sums
 
 
 def as_pair(draft_probs, target_probs, *, tolerance: float = TOLERANCE) -> tuple[np.ndarray, np.ndarray]:
@@ -64,14 +64,13 @@ def as_joint_probs(draft_law, target_law) -> tuple[np.ndarray, np.ndarray]:
   shapes = np.shape(draft_law), np.shape(target_law)
   if shapes[0] != shapes[1] or not shapes[0] or len(set(shapes[0])) > 1:
     raise ValueError(f'draft_law and target_law must both be [V] * L, got shapes {shapes[0]} and {shapes[1]}')
-  laws = (as_probs(np.reshape(law, -1), name) for law, name in ((draft_law, 'draft_law'), (target_law, 'target_law')))
-  draft, target = (law.reshape(shapes[0]) for law in laws)
-  return draft, target
+  draft = as_probs(np.reshape(draft_law, -1), 'draft_law').reshape(shapes[0])
+  return draft, as_probs(np.reshape(target_law, -1), 'target_law').reshape(shapes[0])
 
 
-def prefix_probs(law: np.ndarray) -> list[np.ndarray]:
+def prefix_probs(joint: np.ndarray) -> list[np.ndarray]:
   """The distributions of the first 1, 2, ..., L tokens under a joint distribution `[V] * L`, each flat."""
-  return [law.sum(axis=tuple(range(length, law.ndim))).reshape(-1) for length in range(1, law.ndim + 1)]
+  return [joint.sum(axis=tuple(range(length, joint.ndim))).reshape(-1) for length in range(1, joint.ndim + 1)]
 
 
 def in_unit(values, name: str) -> np.ndarray:

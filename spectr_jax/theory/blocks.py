@@ -10,13 +10,13 @@ from spectr_jax.theory.arguments import as_joint_probs, prefix_probs, whole_numb
 from spectr_jax.theory.linear_program import check_size, maximize
 
 
-def _expected_found(draft_law, target_law, num_drafts, found_fn) -> np.ndarray:
-  """Sum over sub-blocks of q (1 - (1 - c)^K), where c = `found_fn(p, q)` is the probability that one draft has it."""
+def _expected_matches(draft_law, target_law, num_drafts, match_fn) -> np.ndarray:
+  """Sum over sub-blocks of q (1 - (1 - c)^K), where c = `match_fn(p, q)` is the probability that one draft has it."""
   draft, target = as_joint_probs(draft_law, target_law)
   numbers = whole_numbers(num_drafts, 'num_drafts')[..., None]
   pairs = zip(prefix_probs(draft), prefix_probs(target))
-  found = ((q * (1 - (1 - found_fn(p, q)) ** numbers)).sum(axis=-1) for p, q in pairs)
-  return sum(found, start=np.zeros(numbers.shape[:-1]))
+  terms = ((q * (1 - (1 - match_fn(p, q)) ** numbers)).sum(axis=-1) for p, q in pairs)
+  return sum(terms, start=np.zeros(numbers.shape[:-1]))
 
 
 def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
@@ -50,7 +50,7 @@ def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
   def maximal_coupling(p, q):
     return np.divide(np.minimum(p, q), q, out=np.ones_like(q), where=q > 0)
 
-  return _expected_found(draft_law, target_law, num_drafts, maximal_coupling)
+  return _expected_matches(draft_law, target_law, num_drafts, maximal_coupling)
 
 
 def independent_block_acceptance(draft_law, target_law, num_drafts) -> np.ndarray:
@@ -69,7 +69,7 @@ def independent_block_acceptance(draft_law, target_law, num_drafts) -> np.ndarra
   Raises:
     ValueError: An argument is not a joint distribution, the shapes differ, or K is below 1.
   """
-  return _expected_found(draft_law, target_law, num_drafts, lambda p, q: p)
+  return _expected_matches(draft_law, target_law, num_drafts, lambda p, q: p)
 
 
 def conditional_coupling_error(draft_law, target_law, num_drafts: int) -> float:
@@ -88,7 +88,7 @@ def conditional_coupling_error(draft_law, target_law, num_drafts: int) -> float:
     ValueError: An argument is not a joint distribution, the shapes differ, K is below 1, or there are too many
       combinations.
   """
-  p, q = (law.reshape(-1) for law in as_joint_probs(draft_law, target_law))
+  p, q = (joint_probs.reshape(-1) for joint_probs in as_joint_probs(draft_law, target_law))
   num_drafts = int(whole_numbers(num_drafts, 'num_drafts'))
   check_size(len(p) ** (num_drafts + 1))
   both = np.minimum(p, q)

@@ -52,10 +52,10 @@ class MarkovChains:
   @functools.cached_property
   def context_probs(self) -> np.ndarray:
     """float64 `[T, V]`: at `[n - 1]` the target's distribution of x_{n-1}, the token before the n-th."""
-    laws = [self.prompt_probs]
+    contexts = [self.prompt_probs]
     for transition in self.target_probs[:-1]:
-      laws.append(laws[-1] @ transition)
-    return np.stack(laws)
+      contexts.append(contexts[-1] @ transition)
+    return np.stack(contexts)
 
 
 def random_chains(seed: int, *, num_tokens: int, vocab_size: int = 7) -> MarkovChains:

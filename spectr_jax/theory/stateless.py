@@ -89,10 +89,10 @@ def log_presence(tree: TokenTree, draft_log_probs) -> np.ndarray:
     ValueError: The texts do not have L tokens, or an entry is not the logarithm of a probability.
   """
   log_probs = _log_probs(draft_log_probs, 'draft_log_probs', tree)
-  found = np.empty_like(log_probs)
+  presence = np.empty_like(log_probs)
   for length in range(1, tree.max_depth + 1):
-    found[..., length - 1] = _log_presence_at(tree, log_probs, length)
-  return found
+    presence[..., length - 1] = _log_presence_at(tree, log_probs, length)
+  return presence
 
 
 def stateless_kept_bound(tree: TokenTree, draft_log_probs, target_log_probs) -> np.ndarray:
@@ -173,13 +173,13 @@ def stateless_fewest_calls(kept_bounds) -> np.ndarray:
   return calls[:, 0]
 
 
-def _tree_of_texts(law: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _tree_of_texts(joint: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Of every text of 0 to L tokens: its probability, and that of its last token given the others, 0 where undefined.
 
   The text c followed by token t has the number c V + 1 + t, and the empty one is 0.
   """
-  probs = np.concatenate([[1.0], *prefix_probs(law)])
-  before = probs[(np.arange(len(probs)) - 1) // law.shape[0]]
+  probs = np.concatenate([[1.0], *prefix_probs(joint)])
+  before = probs[(np.arange(len(probs)) - 1) // joint.shape[0]]
   before[0] = 1
   return probs, np.divide(probs, before, out=np.zeros_like(probs), where=before > 0)
 

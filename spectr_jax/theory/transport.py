@@ -65,11 +65,11 @@ class TransportCoupling(Coupling):
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     shape = self.transport.plan.shape
-    laws = draft_probs.shape, target_probs.shape
-    if laws != (shape[-1:],) * 2 or candidates.shape != (self.transport.num_drafts,):
+    sizes = draft_probs.shape, target_probs.shape
+    if sizes != (shape[-1:],) * 2 or candidates.shape != (self.transport.num_drafts,):
       raise ValueError(
         f'the plan is for {self.transport.num_drafts} candidates and distributions [{shape[-1]}], got'
-        f' candidates {list(candidates.shape)} and distributions {list(laws[0])} and {list(laws[1])}'
+        f' candidates {list(candidates.shape)} and distributions {list(sizes[0])} and {list(sizes[1])}'
       )
     emitted = jnp.asarray(self.transport.conditional, target_probs.dtype)[tuple(candidates)]
     is_planned = jnp.all(is_valid) & jnp.any(emitted > 0)

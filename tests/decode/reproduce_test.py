@@ -85,7 +85,7 @@ _BAD = [
   ('--figure=batch_fig3 --table=gbv_table1', 'give --table=NAME or --figure=NAME, one of the two'),
   ('--figure=all --context=3', 'context: no figure has such a size'),
   ('--table=spectr_table1 --num_seeds=3', 'num_seeds is not for this table, whose sizes are num_runs'),
-  ('--table=spectr_table3 --seed=3', 'spectr_table3 decodes nothing: prompts and seed are not for it'),
+  ('--table=spectr_table3 --seed=3', 'spectr_table3 draws nothing at random: a seed is not for it'),
   ('--figure=pareto_fig4 --seed=3', 'pareto_fig4 draws nothing at random: a seed is not for it'),
   ('--figure=batch_fig2 --prompts=a.txt', 'batch_fig2 decodes no prompts'),
   ('--figure=opt_uno --prompts=a.txt,b.txt', 'a figure takes one file of prompts, got a, b'),

@@ -64,18 +64,9 @@ def _laws(vocab_size, num_random=4):
   pairs += [(random(0.1), random(0.1)) for _ in range(num_random)]
   pairs += [(holey(), holey()) for _ in range(num_random)]
   equal = random()
-  pairs += [
-    (half, other_half),
-    (half, random()),
-    (random(), half),
-    (equal, equal),
-    (holey(),) * 2,
-    (one_hot[0], equal),
-    (equal, one_hot[0]),
-    (one_hot[0], one_hot[0]),
-    (one_hot[0], one_hot[-1]),
-  ]
-  return pairs
+  pairs += [(half, other_half), (half, random()), (random(), half), (equal, equal), (holey(),) * 2]
+  first, last = one_hot[0], one_hot[-1]
+  return [*pairs, (first, equal), (equal, first), (first, first), (first, last)]
 
 
 def _all_sets(vocab_size):
