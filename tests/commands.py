@@ -19,7 +19,10 @@ import jax
 
 ROOT = pathlib.Path(__file__).parents[1]
 # They define no flags and compute nothing, so JAX has started no threads when commands are forked.
-_IMPORTED_FIRST = 'decode.experiment.run', 'decode.experiment.report', 'train.train', 'ml_collections.config_flags'
+_IMPORTED_FIRST = (
+  'decode.experiment.run', 'decode.experiment.report', 'decode.papers.exhibits', 'train.train',
+  'ml_collections.config_flags',
+)  # fmt: skip
 
 
 def _environment(**env):

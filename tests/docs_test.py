@@ -452,8 +452,6 @@ _NOT_RUN = {
   'decode.chat': 'needs a chat template: tests/decode/chat_test.py',
   'decode.reproduce': 'times several settings: tests/decode/reproduce_test.py',
   'train.head': 'trains for hours: tests/train/head_test.py',
-  'benchmarks.real_models': 'needs a public model: tests/benchmarks_test.py',
-  'benchmarks.native_products': 'needs a public model, and products in C++',
   'benchmarks.drafters': 'needs a public model: tests/benchmarks_test.py',
   'benchmarks.share_of_optimum': 'tests/decode/run_test.py measures such shares',
   'benchmarks.public_verifiers': "needs other projects' packages: tests/engines",
@@ -556,8 +554,6 @@ _NOT_RECORDED = {
     (
       'train.tokenizer --config=configs/pretrained_pair.py', 'runs/t1_k8_l8.jsonl', 'benchmarks.share_of_optimum',
       'benchmarks.verification', 'benchmarks.public_verifiers', 'benchmarks.speed', 'benchmarks.refill',
-      'benchmarks.native_products',
-      'benchmarks.real_models',
       '--num_prompts=16 --dtype=bfloat16', '--method=auto,autoregressive', '--xla_backend_optimization_level=0',
     ),
     'measured, but not timed: named at the end of the page',

@@ -23,8 +23,7 @@ def optimal_acceptance(draft_probs: jax.Array, target_probs: jax.Array, num_draf
   as A.
 
   Args:
-    draft_probs: `[..., V]`, distributions p; float32 or wider.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q; float32 or wider.
     num_drafts: n, an integer, or an array of integers that broadcasts against the leading shape. It may be traced.
 
   Returns:
@@ -34,10 +33,10 @@ def optimal_acceptance(draft_probs: jax.Array, target_probs: jax.Array, num_draf
     ValueError: The distributions differ in shape or have no axis; or n has no integer dtype, is negative (if its value
       is known), or does not broadcast.
   """
-  laws = jnp.asarray(draft_probs), jnp.asarray(target_probs)
-  num_drafts = _check(*laws, num_drafts)
+  pair = jnp.asarray(draft_probs), jnp.asarray(target_probs)
+  num_drafts = _check(*pair, num_drafts)
   # The empty set's bound is 1. For n = 0 the value is 0; the computed bounds can be 0 * log 0 there.
-  bounds = _bounds(*laws, num_drafts, None)
+  bounds = _bounds(*pair, num_drafts, None)
   return jnp.where(num_drafts > 0, jnp.clip(jnp.min(bounds, axis=-1), 0, 1), 0)
 
 
@@ -56,8 +55,7 @@ def given_optimum(
   1 + 1 - 1 = 1, and with the first one given 1 + 1/2 - 3/4 = 3/4.
 
   Args:
-    draft_probs: `[..., V]`, distributions p; float32 or wider.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q; float32 or wider.
     num_drafts: n, an integer, or an array of integers that broadcasts against the leading shape. It may be traced.
     is_given: bool `[..., V]`, the tokens of D.
 
