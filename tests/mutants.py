@@ -41,8 +41,8 @@ _MUTANTS = (
   ('race_traversal_credit', 'spectr_jax/kernels/tree_steps.py', 'jnp.where(is_before, kept_back, shares), 0)',
    'shares, 0)', f'{_CLOSED} {_LAWS}'),
   ('race_traversal_mixed', f'{_VERIFIERS}/race_traversal.py', 'q * given.scale[rows], picked)',
-   'given.scale[rows], picked)', 'verifiers/mixed_candidates_test.py'),
-  ('walk_pool', f'{_VERIFIERS}/position.py', 'jnp.all(spelled == spelled[node], axis=-1)',
+   'given.scale[rows], picked)', 'verifiers/given_candidates_test.py'),
+  ('walk_pool', f'{_VERIFIERS}/contexts.py', 'jnp.all(spelled == spelled[node], axis=-1)',
    'jnp.arange(tree.num_nodes + 1) == node', f'{_CLOSED} {_LAWS}'),
   ('walk_uniforms', f'{_VERIFIERS}/walk.py', 'uniforms[depth, 0] < jnp.cumsum', 'uniforms[0, 0] < jnp.cumsum',
    'verifiers/walk_test.py verifiers/draws_test.py'),
@@ -50,10 +50,10 @@ _MUTANTS = (
    'verifiers/given_candidates_test.py'),
 
   ('given_copies', f'{_COUPLINGS}/given.py', 'is_valid & ~is_copy, target_probs', 'is_valid, target_probs',
-   'couplings/given_test.py'),
+   'couplings/coupling_test.py'),
   ('kseq_residual', f'{_COUPLINGS}/kseq.py', 'target_probs / gamma) * scale', 'target_probs / gamma)',
    'couplings/coupling_test.py'),
-  ('recursive_norm', f'{_COUPLINGS}/recursive.py', '* (norm / z)', '* (1 / z)', 'couplings/recursive_test.py'),
+  ('recursive_norm', f'{_COUPLINGS}/recursive.py', '* (norm / z)', '* (1 / z)', 'couplings/coupling_test.py'),
   ('race_sides', f'{_COUPLINGS}/race.py', 'is_valid & (is_high[own] | ~jnp.any(is_valid & is_high[own]))', 'is_valid',
    'couplings/race_test.py couplings/coupling_test.py'),
 
@@ -87,7 +87,7 @@ _MUTANTS = (
   ('engine_keys', 'spectr_jax/engine/loop.py',
    'own = fold_each(jax.random.fold_in(key, root_position + 1), purposes)',
    'own, depths = fold_each(key, purposes), root_position + 1 + jnp.arange(decoder.tree.max_depth + 1)',
-   'engine/samples_test.py lossless_test.py engine/rows_test.py conformance_test.py testing_test.py'),
+   'lossless_test.py'),
 
   ('sampling_top_p', 'spectr_jax/kernels/thresholds.py', 'weight >= goal[..., None], count',
    'weight > goal[..., None], count',
